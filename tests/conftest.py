@@ -1,0 +1,27 @@
+"""Shared, expensive things: torchrun worlds (one per size, kept for the whole session)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests.support.world import World
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Callable[[int], World]]:
+    """`world(2)` is the session's two-rank torchrun world; one that died is started anew."""
+    worlds: dict[int, World] = {}
+
+    def get(size: int) -> World:
+        if size not in worlds or not worlds[size].alive:
+            worlds[size] = World(size)
+        return worlds[size]
+
+    yield get
+    for each in worlds.values():
+        each.close()
