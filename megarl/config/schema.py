@@ -119,6 +119,9 @@ class AlgorithmConfig(Section):
     entropy_coef: float = Field(0.0, ge=0, description="Entropy bonus coefficient.")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     filter_zero_variance: bool = Field(True, description="Drop (and count) groups whose rewards are all equal.")
+    permute_rewards: bool = Field(
+        False, description="Control experiment: shuffle the rewards inside each group, so that nothing can be learnt."
+    )
     old_logprobs: Literal["rollout", "trainer"] = Field(
         "rollout", description="Old log-probs: the engine's own, or recomputed by the trainer."
     )
@@ -158,12 +161,19 @@ class EvalSamplingConfig(Section):
     samples: int = Field(1, ge=1, description="Responses per prompt; accuracy is their mean.")
 
 
-class EvaluationConfig(Section):
-    """Held-out evaluation on the rollout pool."""
+class EvalSetConfig(Section):
+    """One held-out set; formats and chat template as in `data`."""
 
-    path: Path | None = Field(None, description="JSONL or Parquet file; null = no evaluation.")
-    every: int = Field(0, ge=0, description="Steps between evaluations; 0 = only before and after.")
+    name: str = Field(..., description="Name in metrics and tables.")
+    path: Path = Field(..., description="JSONL or Parquet file.")
     limit: int | None = Field(None, ge=1, description="Only the first so many problems.")
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation on the rollout pool, greedy and sampled; `summary.json` shows the first set."""
+
+    sets: list[EvalSetConfig] = Field(default_factory=list, description="Held-out sets; empty = no evaluation.")
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0 = only before and after.")
     max_tokens: int | None = Field(None, ge=1, description="Default `sampling.max_tokens`.")
     sampling: EvalSamplingConfig = Field(default_factory=EvalSamplingConfig)
 
@@ -230,6 +240,15 @@ class QueueConfig(Section):
     storage_units: int = Field(1, ge=1, description="Storage actors, on the pool's nodes only.")
 
 
+class TelemetryConfig(Section):
+    """What a run writes besides `metrics.jsonl` and `summary.json`."""
+
+    samples_per_step: int = Field(4, ge=0, description="Trajectories per step written to `samples.jsonl`.")
+    tensorboard: bool = Field(True, description="Write TensorBoard events to `RUN_DIR/tensorboard`.")
+    wandb_project: str | None = Field(None, description="Weights & Biases project; null = off.")
+    dump_batches: bool = Field(False, description="Keep whole batches in `RUN_DIR/batches` for `megarl replay`.")
+
+
 class TimeoutsConfig(Section):
     """Upper bounds of every wait, in seconds; an expired one says who waited for whom."""
 
@@ -268,6 +287,7 @@ class Config(Section):
     admission: AdmissionConfig = Field(default_factory=AdmissionConfig)
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     queue: QueueConfig = Field(default_factory=QueueConfig)
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
 
