@@ -1,0 +1,127 @@
+"""Tiny models and a real tokenizer for tests: random weights with std >= 0.1, so that mistakes show.
+
+`make_tiny_model(dir, family="qwen3")` writes a Hugging Face directory (config, safetensors, generation
+config, tokenizer with a chat template) that `transformers`, vLLM and megarl all load.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+FAMILIES: dict[str, tuple[type, type]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+
+
+def make_tiny_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """A character-level `tokenizers` tokenizer (printable ASCII and newline; anything else is <unk>)."""
+    symbols = [PAD, START, EOS, "<unk>", "\n", *map(chr, range(32, 127))]
+    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token="<unk>",
+        additional_special_tokens=[START],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(directory)
+    return fast
+
+
+def _dims(family: str, vocab_size: int, overrides: dict[str, Any]) -> dict[str, Any]:
+    dims: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+    }
+    # vLLM's CPU attention takes head sizes 32, 64, 96, 128, ... only.
+    dims["head_dim"] = 32
+    if family == "qwen2":
+        del dims["head_dim"]
+        dims["hidden_size"] = 128
+    if family == "qwen3_moe":
+        dims |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return dims | overrides
+
+
+def make_tiny_model(
+    directory: Path | str, family: str = "qwen3", *, seed: int = 0, std: float = 0.1, **dims: Any
+) -> Path:
+    """Write a random fp32 model of `family` (llama|qwen2|qwen3|qwen3_moe); returns its directory.
+
+    Matrices are normal(0, std); norm weights 1 + normal(0, std); biases normal(0, std): nothing stays at a
+    default that would hide a forgotten term. `dims` override fields of the Hugging Face config.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tiny_tokenizer(directory)
+    config_class, model_class = FAMILIES[family]
+    # A multiple of 8 so that TP 2 and 4 divide it; the ids beyond the tokenizer's are never text.
+    vocab_size = dims.pop("vocab_size", (len(tokenizer) + 7) // 8 * 8)
+    config = config_class(
+        **_dims(family, vocab_size, dims),
+        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
+        eos_token_id=tokenizer.convert_tokens_to_ids(EOS),
+        torch_dtype=torch.float32,
+    )
+    state = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(seed)
+        model = model_class(config).to(torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(0.0, std)
+                if "norm" in name:
+                    parameter.add_(1.0)
+    finally:
+        torch.random.set_rng_state(state)
+    model.tie_weights()
+    model.generation_config = GenerationConfig(
+        eos_token_id=[config.eos_token_id], pad_token_id=config.pad_token_id, do_sample=True
+    )
+    model.save_pretrained(directory)
+    return directory
