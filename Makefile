@@ -1,0 +1,53 @@
+# Everything a newcomer needs: make quickstart, make test. Both set up .venv first, if it is missing.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+# PyTorch's public index of CPU builds, used only where pip's own sources do not have the build.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH := $(shell grep '^torch==' requirements/cpu.lock)
+PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-deps
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-test quickstart test test-all lint docs clean
+
+help:  ## Show this list.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.ready  ## Make .venv from requirements/cpu.lock.
+
+$(VENV)/.ready: requirements/cpu.lock pyproject.toml
+	@echo "setting up $(VENV) from requirements/cpu.lock (about 2 minutes, 3.5 GB)"
+	$(PYTHON) -m venv $(VENV)
+	@$(PIP) '$(TORCH)' 2>/dev/null || $(PIP) --index-url $(TORCH_CPU_INDEX) '$(TORCH)'
+	$(PIP) -r requirements/cpu.lock
+	$(PIP) --no-build-isolation -e .
+	touch $@
+
+setup-test: $(VENV)/.ready-test
+
+$(VENV)/.ready-test: $(VENV)/.ready requirements/test.lock
+	$(PIP) -r requirements/test.lock
+	touch $@
+
+quickstart: setup  ## The main job, end to end on a CPU: Megatron TP=2 + vLLM + Ray, about 5 minutes.
+	$(PY) -m megarl.quickstart --out runs/quickstart/assets
+	$(VENV)/bin/torchrun --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/quickstart_cpu.yaml
+
+test: setup-test  ## Everything that runs in 15 minutes on 2 cores.
+	$(PY) -m pytest -m "not slow"
+
+test-all: setup-test  ## The full matrices and the slow tests as well, up to 60 minutes.
+	$(PY) -m pytest
+
+lint: setup-test  ## ruff and mypy.
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+docs: setup  ## Regenerate docs/configuration.md and docs/metrics.md from the code.
+	$(VENV)/bin/megarl docs
+
+clean:  ## Remove runs and caches (not .venv).
+	rm -rf runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
