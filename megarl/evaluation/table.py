@@ -1,0 +1,50 @@
+"""Evaluation reports as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from megarl.evaluation.metrics import Estimate, EvalReport
+
+
+def report_table(reports: Sequence[EvalReport]) -> Table:
+    """One row per report: headline figures in percent with their interval, lengths in tokens."""
+    ks = sorted({k for report in reports for k in report.pass_at if k > 1})
+    level = f"{100 * reports[0].confidence:g}%" if reports else ""
+    table = Table(title=f"Evaluation ({level} confidence intervals)" if level else "Evaluation")
+    table.add_column("set")
+    headings = [
+        "problems",
+        "k",
+        "mean@k",
+        *(f"pass@{k}" for k in ks),
+        "maj@k",
+        "tokens",
+        "max",
+        "cut",
+        "parsed",
+    ]
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for report in reports:
+        passes = (report.pass_at.get(k) for k in ks)
+        table.add_row(
+            report.name,
+            str(report.problems),
+            str(report.samples_per_problem),
+            format_estimate(report.mean),
+            *("–" if estimate is None else format_estimate(estimate) for estimate in passes),
+            format_estimate(report.majority),
+            f"{report.mean_tokens:.1f}",
+            str(report.max_tokens),
+            f"{100 * report.truncated_share:.1f}%",
+            f"{100 * report.parsed_share:.1f}%",
+        )
+    return table
+
+
+def format_estimate(estimate: Estimate) -> str:
+    """`52.3% [48.0, 56.6]`."""
+    return f"{100 * estimate.value:.1f}% [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"

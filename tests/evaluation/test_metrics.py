@@ -1,0 +1,184 @@
+"""Evaluation metrics: exact values, and hypothesis against brute force over all subsets."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from megarl.evaluation.metrics import (
+    ScoredResponse,
+    default_ks,
+    estimate_mean,
+    evaluate_responses,
+    majority_at_k,
+    pass_at_k,
+    wilson_interval,
+)
+from megarl.evaluation.table import report_table
+
+responses = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=7
+).flatmap(lambda pairs: st.tuples(st.just(pairs), st.integers(1, len(pairs))))
+
+
+def subsets(pairs, k):
+    return list(itertools.combinations(pairs, k))
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(correct, data):
+    k = data.draw(st.integers(1, len(correct)))
+    draws = subsets(correct, k)
+    expected = sum(any(draw) for draw in draws) / len(draws)
+    assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pass_at_k_exact_values():
+    assert pass_at_k(4, 1, 1) == 0.25
+    assert pass_at_k(4, 1, 2) == 0.5
+    assert pass_at_k(4, 4, 3) == 1.0
+    assert pass_at_k(4, 0, 4) == 0.0
+    assert pass_at_k(200, 3, 100) == pytest.approx(1 - (100 * 99 * 98) / (200 * 199 * 198))
+
+
+@pytest.mark.parametrize("arguments", [(4, 5, 1), (4, 1, 0), (4, 1, 5), (4, -1, 1)])
+def test_pass_at_k_refuses_the_impossible(arguments):
+    with pytest.raises(ValueError, match="pass@"):
+        pass_at_k(*arguments)
+
+
+def vote(draw, rate):
+    """Majority vote by definition, ties by expectation; `rate` is each answer's share of correct responses."""
+    counts = Counter(answer for answer, _ in draw if answer is not None)
+    if not counts:
+        return 0.0
+    best = [answer for answer, number in counts.items() if number == max(counts.values())]
+    return sum(rate[answer] for answer in best) / len(best)
+
+
+@settings(max_examples=200)
+@given(responses)
+def test_majority_is_the_mean_vote_over_all_subsets(case):
+    pairs, k = case
+    rate = {}
+    for answer in {answer for answer, _ in pairs} - {None}:
+        judged = [ok for each, ok in pairs if each == answer]
+        rate[answer] = sum(judged) / len(judged)
+    draws = subsets(pairs, k)
+    expected = sum(vote(draw, rate) for draw in draws) / len(draws)
+    answers, correct = [answer for answer, _ in pairs], [ok for _, ok in pairs]
+    assert majority_at_k(answers, correct, k) == pytest.approx(expected, abs=1e-12)
+
+
+@given(responses, st.randoms())
+def test_majority_does_not_depend_on_order(case, random):
+    pairs, k = case
+    shuffled = random.sample(pairs, len(pairs))
+    assert majority_at_k(*zip(*pairs), k) == pytest.approx(majority_at_k(*zip(*shuffled), k), abs=1e-12)
+
+
+def test_majority_exact_values():
+    assert majority_at_k(["1", "2", "2"], [True, False, False]) == 0.0
+    assert majority_at_k(["1", "2", "2"], [False, True, True]) == 1.0
+    assert majority_at_k(["1", "2"], [True, False]) == 0.5  # a tie
+    assert majority_at_k([None, None, "7"], [False, False, True]) == 1.0  # the others abstain
+    assert majority_at_k([None, None], [False, False]) == 0.0
+    # AIME-like: 64 samples, many distinct answers, must be quick at every k.
+    answers = ["right"] * 10 + [str(i) for i in range(54)]
+    assert majority_at_k(answers, [a == "right" for a in answers], 64) == 1.0
+    assert majority_at_k(answers, [a == "right" for a in answers], 1) == pytest.approx(10 / 64)
+
+
+def test_majority_refuses_bad_input():
+    with pytest.raises(ValueError, match="2 answers but 1 judgements"):
+        majority_at_k(["a", "b"], [True])
+    with pytest.raises(ValueError, match="maj@3"):
+        majority_at_k(["a", "b"], [True, False], 3)
+
+
+def test_wilson_reference_values():
+    # Newcombe 1998, table I, method 3: 81/263, 15/148, 0/20, 1/29.
+    for successes, n, low, high in [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611),
+                                    (1, 29, 0.0061, 0.1718)]:  # fmt: skip
+        assert wilson_interval(successes, n) == pytest.approx((low, high), abs=5e-5)
+    assert wilson_interval(20, 20)[1] == 1.0
+
+
+@given(st.integers(1, 400), st.floats(0, 1), st.floats(0.5, 0.999))
+def test_wilson_contains_the_proportion(n, share, confidence):
+    successes = round(share * n)
+    low, high = wilson_interval(successes, n, confidence)
+    assert 0 <= low <= successes / n <= high <= 1
+
+
+def test_estimate_says_which_interval():
+    binary = estimate_mean([1.0, 0.0, 0.0, 1.0])
+    assert binary.method == "wilson"
+    assert (binary.value, binary.low, binary.high) == (0.5, *wilson_interval(2, 4))
+    mixed = estimate_mean([0.25, 0.5, 0.75])
+    assert mixed.method == "normal"
+    assert mixed.high - mixed.value == pytest.approx(1.959964 * 0.25 / math.sqrt(3), rel=1e-6)
+    certain = estimate_mean([0.5, 0.5])  # no variance is no certainty
+    assert certain.method == "wilson" and certain.high - certain.low > 0.5
+    assert estimate_mean([0.9, 0.95, 0.2], bounds=(0.0, 1.0)).high == 1.0
+    assert estimate_mean([-1.0]).low == -math.inf
+
+
+def test_default_ks():
+    assert default_ks(1) == [1]
+    assert default_ks(4) == [1, 2, 4]
+    assert default_ks(6) == [1, 2, 4, 6]
+
+
+def make_problems():
+    return [
+        [ScoredResponse(1.0, "4", 10), ScoredResponse(0.0, "5", 20)],
+        [ScoredResponse(0.0, None, 30, True), ScoredResponse(0.0, "5", 20)],
+        [ScoredResponse(1.0, "9", 5), ScoredResponse(1.0, "9", 5)],
+    ]
+
+
+def test_report_exact():
+    report = evaluate_responses("held-out", make_problems())
+    assert report.mean.value == pytest.approx((0.5 + 0 + 1) / 3)
+    assert {k: estimate.value for k, estimate in report.pass_at.items()} == pytest.approx({1: 0.5, 2: 2 / 3})
+    assert report.pass_at[2].method == "wilson" and report.pass_at[1].method == "normal"
+    assert report.majority.value == pytest.approx((0.5 + 0 + 1) / 3)
+    assert (report.mean_tokens, report.max_tokens) == (15.0, 30)
+    assert (report.truncated_share, report.parsed_share) == pytest.approx((1 / 6, 5 / 6))
+
+
+def test_report_dict_and_table():
+    report = evaluate_responses("held-out", make_problems())
+    as_json = json.loads(json.dumps(report.to_dict()))
+    assert as_json["pass@2"]["value"] == report.pass_at[2].value
+    assert {"mean@2", "maj@2", "truncated_share"} <= set(as_json)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(
+        report_table([report, evaluate_responses("one", [problem[:1] for problem in make_problems()])])
+    )
+    text = console.export_text()
+    assert "held-out" in text and "pass@2" in text and "50.0% [" in text and "66.7% [" in text
+
+
+def test_report_scores_outside_the_unit_interval():
+    report = evaluate_responses("signed", [[ScoredResponse(-1.0, "a")], [ScoredResponse(1.0, "b")]])
+    assert report.mean.value == 0.0 and report.mean.method == "normal" and report.mean.low < -1.0
+    assert report.pass_at[1].value == 0.5
+
+
+@pytest.mark.parametrize(
+    ("problems", "message"),
+    [([], "empty"), ([[]], "same number"), ([[ScoredResponse(1)], [ScoredResponse(1)] * 2], r"\[1, 2\]")],
+)
+def test_report_refuses_unusable_sets(problems, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate_responses("x", problems)
