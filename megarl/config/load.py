@@ -1,0 +1,200 @@
+"""YAML and `section.key=value` overrides to a `Config`; every mistake is told by its full key, with the fix.
+
+Relative paths stay relative to the current directory, wherever the YAML file lies.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import Config
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-6 as a number (YAML 1.1 wants 1.0e-6) and refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise ConfigError([f"line {line}: the key {key!r} is not a string; put it in quotes"])
+            if key in seen:
+                raise ConfigError([f"{key}: given twice, in lines {seen[key]} and {line}; remove one"])
+            seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.\d[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
+               r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
+    list("-+0123456789."),
+)  # fmt: skip
+
+
+def parse_yaml(text: str) -> Any:
+    """YAML text to plain values. Raises ConfigError with the line of a syntax error or a repeated key."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError([f"not valid YAML: {' '.join(str(error).split())}"]) from None
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """`section.key=value` to (["section", "key"], YAML-typed value); an empty value is null."""
+    key, equals, value = text.partition("=")
+    path = key.strip().split(".")
+    if not equals or not all(path):
+        raise ConfigError([f"override {text!r}: write section.key=value, e.g. trainer.optimizer.lr=1e-5"])
+    return path, parse_yaml(value)
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of `tree` with each override set; missing sections are made, later overrides win."""
+    tree = json.loads(json.dumps(tree, default=str))
+    for text in overrides:
+        path, value = parse_override(text)
+        section: Any = tree
+        for depth, name in enumerate(path[:-1]):
+            if isinstance(section, list):
+                raise ConfigError([f"{'.'.join(path[:depth])}: a list; override it as a whole, e.g. "
+                                   f"'{'.'.join(path[:depth])}=[...]'"])  # fmt: skip
+            if section.get(name) is None:
+                section[name] = {}
+            section = section[name]
+            if not isinstance(section, dict | list):
+                raise ConfigError([f"{'.'.join(path)}: {'.'.join(path[: depth + 1])} is not a section"])
+        if isinstance(section, list):
+            whole = ".".join(path[:-1])
+            raise ConfigError([f"{whole}: a list; override it as a whole, e.g. '{whole}=[...]'"])
+        section[path[-1]] = value
+    return tree
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply overrides, validate. Raises ConfigError; `checks.check` does the rest."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError([f"no such config file; current directory: {Path.cwd()}"], str(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"cannot be read: {error}"], str(path)) from None
+    try:
+        tree = parse_yaml(text)
+        if tree is None:
+            tree = {}
+        if not isinstance(tree, dict):
+            raise ConfigError([f"must hold sections (run:, model:, ...), not a {type(tree).__name__}"])
+        return config_from_tree(apply_overrides(tree, overrides))
+    except ConfigError as error:
+        raise ConfigError(error.problems, str(path)) from None
+
+
+def config_from_tree(tree: dict[str, Any]) -> Config:
+    """Validate nested plain values (as read from YAML or JSON); raises ConfigError listing every problem."""
+    try:
+        # Strict JSON: no "5" for 5 and no true for 1, yet lists for tuples and strings for paths.
+        return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError([_explain(detail) for detail in error.errors(include_url=False)]) from None
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config, every default written out; `load_config` reads it back to an equal `Config`."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The config section class inside an annotation such as `list[EvalSetConfig]` or `KLConfig | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := section_of(inner))), None)
+
+
+def walk_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the schema, sections included."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from walk_keys(inner, f"{prefix}{name}.")
+
+
+def suggest(key: str) -> str:
+    """`; did you mean ...?` for an unknown dotted key, or the keys its section has."""
+    known = list(walk_keys())
+    leaf = key.rsplit(".", 1)[-1]
+    parent = key.rpartition(".")[0]
+    siblings = [k for k in known if k.rpartition(".")[0] == parent]
+    elsewhere = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
+    by_leaf = {k.rsplit(".", 1)[-1]: k for k in siblings}
+    close = [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, n=2, cutoff=0.6)]
+    close = close or elsewhere[:3] or difflib.get_close_matches(key, known, n=2, cutoff=0.7)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    where = parent or "the top level"
+    return f"; keys of {where}: {', '.join(sorted(by_leaf))}" if by_leaf else ""
+
+
+_TYPES = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "path_type": "a path (a string)",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a section (key: value lines)",
+    "model_attributes_type": "a section (key: value lines)",
+}
+
+
+def _explain(detail: ErrorDetails) -> str:
+    """One pydantic error as `key: what is wrong; what to do`."""
+    key = ".".join(str(part) for part in detail["loc"])
+    kind, value = detail["type"], detail["input"]
+    context: dict[str, Any] = dict(detail.get("ctx") or {})
+    if kind == "extra_forbidden":
+        plain = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
+        return f"{key}: no such key{suggest(plain)}"
+    if kind == "missing":
+        return f"{key}: required; {_meaning(detail['loc'])}"
+    if kind in _TYPES:
+        quote = "; put it in quotes" if kind == "string_type" and not isinstance(value, dict | list) else ""
+        return f"{key}: must be {_TYPES[kind]}, not {value!r}{quote}"
+    if kind == "literal_error":
+        return f"{key}: must be one of {context['expected']}, not {value!r}"
+    bounds = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "greater than"),
+              "less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}  # fmt: skip
+    if kind in bounds:
+        name, words = bounds[kind]
+        return f"{key}: must be {words} {context[name]}, not {value!r}"
+    return f"{key}: {detail['msg']} (got {value!r})"
+
+
+def _meaning(loc: tuple[int | str, ...]) -> str:
+    section: type[BaseModel] = Config
+    text = "add it"
+    for part in loc:
+        field = section.model_fields.get(str(part))
+        if field is None:
+            continue
+        inner = section_of(field.annotation)
+        text = field.description or (inner.__doc__ if inner else None) or text
+        section = inner or section
+    return text
