@@ -253,8 +253,8 @@ class RolloutConfig(Section):
     devices: list[int] | None = Field(None, description="GPU indices of the pool on each node.")
     nodes: Literal["auto", "shared", "separate"] = Field(
         "auto",
-        description="Whether the pool lives on the trainer's nodes; auto: separate if `gpus_per_node` is given "
-        "for both pools and `devices` for neither, otherwise shared.",
+        description="Whether the pool lives on the trainer's nodes; auto: separate if `gpus_per_node` is "
+        "given for both pools and `devices` for neither, otherwise shared.",
     )
     device_memory_gib: float | None = Field(
         None,
