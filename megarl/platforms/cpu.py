@@ -1,0 +1,234 @@
+"""How a CPU run differs from a GPU run: every CUDA call of Megatron-Core 0.16.1 that is emulated, and why.
+
+`EMULATIONS` is the whole list. Nothing here is installed where CUDA is present. An emulation answers only what
+would otherwise raise: `device="cuda"` means the CPU, streams and events do nothing (a CPU executes in order), the
+CUDA random state is the CPU generator's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """One emulated call: what, where Megatron-Core uses it, why the CPU needs it, and how it is installed."""
+
+    name: str
+    where: str
+    reason: str
+    install: Callable[[], None]
+
+
+def install() -> None:
+    """Install every emulation, once. Raises RuntimeError where CUDA is present."""
+    if torch.cuda.is_available():
+        raise RuntimeError("the CPU emulation must not be installed where CUDA is present")
+    for emulation in EMULATIONS:
+        emulation.install()
+
+
+def _is_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def _install_jit_fuser() -> None:
+    original = torch.compile
+    torch.compile = lambda function, *args, **kwargs: function  # type: ignore[assignment]
+    try:
+        import megatron.core
+    finally:
+        torch.compile = original
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()
+    logging.getLogger(__name__).debug("megatron-core %s imported", megatron.core.__version__)
+
+
+def _install_current_device() -> None:
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
+
+
+def _install_factories() -> None:
+    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(factory)
+        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = _CPU
+                kwargs.pop("pin_memory", None)
+            return factory(*args, **kwargs)
+
+        return make
+
+    for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _install_tensor_cuda() -> None:
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment, method-assign]
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment, method-assign]
+
+
+def _install_tensor_type() -> None:
+    original = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original(self, dtype, **kwargs)
+        name = original(self)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith("megatron.core.optimizer"):
+            return name.replace("torch.", "torch.cuda.", 1)
+        return name
+
+    torch.Tensor.type = type_name  # type: ignore[assignment, method-assign]
+
+
+def _install_rng() -> None:
+    from megatron.core.tensor_parallel import random
+
+    def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(new_state)
+
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get_state  # type: ignore[assignment]
+    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = set_state  # type: ignore[assignment]
+    torch.cuda.manual_seed = torch.cuda.random.manual_seed = (  # type: ignore[assignment]
+        lambda seed: torch.default_generator.manual_seed(int(seed)) and None
+    )
+    random._set_cuda_rng_state = set_state
+    # Both states are one generator here, so the tracker's "CPU state changed" warning is always a false alarm.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+class _NoStream:
+    """A stream, or an event, of a device that executes in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record_event(self, event: _NoStream | None = None) -> _NoStream:
+        return event or _NoStream()
+
+    def record(self, stream: _NoStream | None = None) -> None: ...
+
+    def wait(self, stream: _NoStream | None = None) -> None: ...
+
+    def wait_stream(self, stream: _NoStream) -> None: ...
+
+    def wait_event(self, event: _NoStream) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def _install_streams() -> None:
+    default = _NoStream()
+
+    @contextlib.contextmanager
+    def stream(_: _NoStream | None) -> Iterator[None]:
+        yield
+
+    torch.cuda.Stream = torch.cuda.Event = _NoStream  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: default  # type: ignore[assignment, return-value, misc]
+    torch.cuda.stream = stream  # type: ignore[assignment]
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[assignment, method-assign]
+
+
+def _install_synchronize() -> None:
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.reset_peak_memory_stats = lambda device=None: None
+
+
+def _install_nvtx() -> None:
+    torch.cuda.nvtx.range_push = lambda message: 0
+    torch.cuda.nvtx.range_pop = lambda: 0
+
+
+def _install_uneven_collectives() -> None:
+    from megatron.core.tensor_parallel import mappings
+
+    original_gather = mappings._gather_along_first_dim
+    original_scatter = mappings._reduce_scatter_along_first_dim
+
+    def gather(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return original_gather(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = input_.new_zeros((max(sizes), *input_.shape[1:]))
+        padded[: input_.shape[0]] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def scatter(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return original_scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.contiguous().clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = scatter
+
+
+EMULATIONS: tuple[Emulation, ...] = (
+    Emulation(
+        "jit_fuser", "jit.py and its users (activations, fusions, router)",
+        "torch.compile would build C++ at run time for tiny functions; they run eagerly instead", _install_jit_fuser,
+    ),
+    Emulation(
+        "current_device", "tensor_parallel/layers.py, mappings.py, p2p_communication.py, param_and_grad_buffer.py, "
+        "rotary_pos_embedding.py, optimizer.py",
+        "torch.cuda.current_device() is used as a tensor device; it is the CPU", _install_current_device,
+    ),
+    Emulation(
+        "factories", "schedules.py, optimizer.py, clip_grads.py, grad_scaler.py, data.py, transformer/utils.py",
+        "device='cuda' in tensor factories means the CPU", _install_factories,
+    ),
+    Emulation(
+        "tensor_cuda", "language_module.py, rope_utils.py, data.py, grad_scaler.py",
+        "Tensor.cuda() and Module.cuda() return the object as it is", _install_tensor_cuda,
+    ),
+    Emulation(
+        "tensor_type", "optimizer.py, distrib_optimizer.py, clip_grads.py",
+        "they sort parameters by type() == 'torch.cuda.FloatTensor'; only Megatron's optimizer sees this name",
+        _install_tensor_type,
+    ),
+    Emulation(
+        "rng", "tensor_parallel/random.py, rerun_state_machine.py",
+        "the CUDA random state is that of the CPU generator", _install_rng,
+    ),
+    Emulation(
+        "streams", "token_dispatcher.py, shared_experts.py, distributed_data_parallel.py, param_and_grad_buffer.py",
+        "streams and events do nothing: a CPU executes in order", _install_streams,
+    ),
+    Emulation(
+        "synchronize", "p2p_communication.py, parallel_state.py, timers.py, distributed_data_parallel.py",
+        "there is nothing to wait for", _install_synchronize,
+    ),
+    Emulation(
+        "nvtx", "utils.py, pipeline_parallel/utils.py", "profiler ranges do nothing", _install_nvtx,
+    ),
+    Emulation(
+        "uneven_collectives", "mappings.py (token dispatcher with EP > 1 and ETP > 1)",
+        "gloo's all_gather and reduce_scatter need equal sizes (NCCL's do not); pad, or reduce and slice",
+        _install_uneven_collectives,
+    ),
+)  # fmt: skip

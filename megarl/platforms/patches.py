@@ -1,0 +1,155 @@
+"""Defects of megatron-core 0.16.1 that a config check cannot avoid: one smallest patch each, on every platform.
+
+Each function names the defect; `PATCHES` lists them. A patch keeps the original under `__wrapped__`, which is how
+the tests show the defect. When the pin moves, re-check each against the new source.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def apply() -> None:
+    """Apply every patch to the imported Megatron-Core. Called once, by `platforms.activate()`."""
+    for patch in PATCHES:
+        patch()
+
+
+def router_gemm_without_te() -> None:
+    """moe_utils.py:38 imports `te_general_gemm` under try, but 1192 and 1225 read it always: NameError without TE."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not moe_utils.HAVE_TE:
+        moe_utils.te_general_gemm = None
+
+
+def all_to_all_split_sizes() -> None:
+    """token_dispatcher.py:875 makes split sizes numpy arrays (tensors on CPU); torch 2.13 takes only lists of int."""
+    from megatron.core.tensor_parallel import mappings
+
+    original = mappings.all_to_all
+
+    def as_list(sizes: Any) -> list[int] | None:
+        return None if sizes is None else [int(size) for size in sizes]
+
+    @functools.wraps(original)
+    def all_to_all(
+        group: Any, input_: torch.Tensor, output_split_sizes_: Any = None, input_split_sizes: Any = None
+    ) -> torch.Tensor:
+        return original(group, input_, as_list(output_split_sizes_), as_list(input_split_sizes))
+
+    mappings.all_to_all = all_to_all
+    _rebind("all_to_all", original, all_to_all)
+
+
+def adam_step_is_shared() -> None:
+    """distrib_optimizer.py `load_state_dict` gives all parameters ONE `step` tensor (torch Adam, no TE or Apex).
+
+    torch increments it once per parameter, so Adam's bias correction is wrong after every resume.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.load_state_dict
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        original(self, state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+    DistributedOptimizer.load_state_dict = load_state_dict
+
+
+def dp_reshardable_load_needs_no_grad() -> None:
+    """distrib_optimizer.py:1772 copies into fp32 parameters that require grad: raises for fp32 models."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.load_parameter_state_from_dp_reshardable
+    DistributedOptimizer.load_parameter_state_from_dp_reshardable = functools.wraps(original)(
+        torch.no_grad()(original)
+    )
+
+
+def adam_step_missing_in_resharded_state() -> None:
+    """distrib_optimizer.py `_set_main_param_and_optimizer_states`: KeyError 'step' with torch Adam.
+
+    The fully reshardable format leaves `step` to the parameter groups, but the setter copies every state key.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state.get(self.optimizer.param_groups[group]["params"][order], {})
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"]}
+        original(self, model_param, tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+def fresh_optimizer_has_no_state_to_load_into() -> None:
+    """distrib_optimizer.py:643: `sharded_state_dict(is_loading=True)` asserts on an optimizer that never stepped.
+
+    With torch Adam the state must exist before its shapes can be asked for: prime it with zeros.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.sharded_state_dict
+
+    @functools.wraps(original)
+    def sharded_state_dict(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        if is_loading and not distrib_optimizer.HAVE_APEX_OR_TE and not self.optimizer.state:
+            for group in self.optimizer.param_groups:
+                for param in group["params"]:
+                    self.optimizer.state[param] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(param, requires_grad=False),
+                        "exp_avg_sq": torch.zeros_like(param, requires_grad=False),
+                    }
+        return original(self, model_sharded_state_dict, is_loading, *args, **kwargs)
+
+    DistributedOptimizer.sharded_state_dict = sharded_state_dict
+
+
+def recompute_without_fp8() -> None:
+    """random.py:636 takes `fp8=False` for fp8 on (`is not None`): NameError without TE for selective recompute."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    original = CheckpointWithoutOutput.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, fp8: Any = None) -> None:
+        original(self, fp8 or None)
+
+    CheckpointWithoutOutput.__init__ = init
+
+
+def _rebind(name: str, original: Any, replacement: Any) -> None:
+    """Point every Megatron module that imported `original` by name at `replacement`."""
+    import sys
+
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("megatron.core") and getattr(module, name, None) is original:
+            setattr(module, name, replacement)
+
+
+PATCHES: tuple[Callable[[], None], ...] = (
+    router_gemm_without_te,
+    all_to_all_split_sizes,
+    adam_step_is_shared,
+    dp_reshardable_load_needs_no_grad,
+    adam_step_missing_in_resharded_state,
+    fresh_optimizer_has_no_state_to_load_into,
+    recompute_without_fp8,
+)
