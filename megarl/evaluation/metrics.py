@@ -49,7 +49,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """One evaluation set under one way of sampling. Shares and probabilities are in [0, 1], lengths in tokens."""
+    """One evaluation set under one way of sampling; shares are in [0, 1], lengths in tokens."""
 
     name: str
     problems: int
@@ -64,16 +64,19 @@ class EvalReport:
     parsed_share: float
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; keys of the headline figures carry their k: `mean@4`, `pass@2`, `maj@4`."""
+        """JSON-ready; keys of the headline figures carry their k: `mean@4`, `pass@2`, `maj@4`.
+
+        An unbounded end of an interval (one problem, unbounded scores) is null.
+        """
         k = self.samples_per_problem
         return {
             "name": self.name,
             "problems": self.problems,
             "samples_per_problem": k,
             "confidence": self.confidence,
-            f"mean@{k}": asdict(self.mean),
-            **{f"pass@{each}": asdict(estimate) for each, estimate in self.pass_at.items()},
-            f"maj@{k}": asdict(self.majority),
+            f"mean@{k}": _as_json(self.mean),
+            **{f"pass@{each}": _as_json(estimate) for each, estimate in self.pass_at.items()},
+            f"maj@{k}": _as_json(self.majority),
             "mean_tokens": self.mean_tokens,
             "max_tokens": self.max_tokens,
             "truncated_share": self.truncated_share,
@@ -160,7 +163,7 @@ def estimate_mean(
     confidence: float = DEFAULT_CONFIDENCE,
     bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> Estimate:
-    """Mean of one value per problem with its interval (see the module's head for which). ValueError if empty."""
+    """Mean of one value per problem with its interval (which: see the module's head). ValueError if empty."""
     if not values:
         raise ValueError("no problem to evaluate: the evaluation set is empty")
     n, mean = len(values), fmean(values)
@@ -232,6 +235,13 @@ def evaluate_responses(
         truncated_share=fmean(response.truncated for response in flat),
         parsed_share=fmean(response.answer is not None for response in flat),
     )
+
+
+def _as_json(estimate: Estimate) -> dict[str, Any]:
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in asdict(estimate).items()
+    }
 
 
 def _z(confidence: float) -> float:

@@ -56,7 +56,7 @@ def test_pass_at_k_refuses_the_impossible(arguments):
 
 
 def vote(draw, rate):
-    """Majority vote by definition, ties by expectation; `rate` is each answer's share of correct responses."""
+    """Majority vote by definition, ties by expectation; `rate`: each answer's share of correct responses."""
     counts = Counter(answer for answer, _ in draw if answer is not None)
     if not counts:
         return 0.0
@@ -173,6 +173,8 @@ def test_report_scores_outside_the_unit_interval():
     report = evaluate_responses("signed", [[ScoredResponse(-1.0, "a")], [ScoredResponse(1.0, "b")]])
     assert report.mean.value == 0.0 and report.mean.method == "normal" and report.mean.low < -1.0
     assert report.pass_at[1].value == 0.5
+    alone = evaluate_responses("signed", [[ScoredResponse(-1.0)]]).to_dict()
+    assert json.loads(json.dumps(alone, allow_nan=False))["mean@1"]["low"] is None
 
 
 @pytest.mark.parametrize(

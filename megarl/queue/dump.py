@@ -1,0 +1,220 @@
+"""Whole batches on disk, for `megarl replay` and for what a stopped run leaves behind.
+
+A step is one or more Parquet files `step_000012.0-of-1.parquet`, one per writer (a DP leader dumps the rows
+it fetched), one row per trajectory, unpadded list columns: pandas or DuckDB read them as they are. A part
+appears atomically, and a step counts only when all its parts are there. Log-probs are float32 (the engine's
+own type, so the round trip is exact), rewards and reward components float64.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.queue.schema import SampleTag, Trajectory, VersionSpan
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMAT = "1"
+_PART = re.compile(r"step_(\d{6,})\.(\d+)-of-(\d+)\.parquet")
+
+
+class DumpError(ValueError):
+    """A dumped batch is missing, incomplete or unreadable; the message names the file."""
+
+
+@dataclass(frozen=True)
+class DumpedBatch:
+    """One step's batch, sorted by (group, sample); `version`: the weights the step started from."""
+
+    step: int
+    version: int
+    trajectories: list[Trajectory]
+
+    @property
+    def tags(self) -> list[SampleTag]:
+        """The tags every rank of the recorded run saw, in the order of `trajectories`."""
+        return [tag_of(trajectory) for trajectory in self.trajectories]
+
+
+def tag_of(trajectory: Trajectory) -> SampleTag:
+    """The scalars of a trajectory that every rank knows."""
+    return SampleTag(
+        key=trajectory.key,
+        group_id=trajectory.group_id,
+        sample_index=trajectory.sample_index,
+        prompt_tokens=len(trajectory.prompt_ids),
+        response_tokens=len(trajectory.response_ids),
+        oldest_version=trajectory.oldest_version,
+        finish_reason=trajectory.finish_reason,
+        reward=trajectory.reward,
+        reward_components=dict(trajectory.reward_components),
+        status=trajectory.status,
+    )
+
+
+def write_batch(
+    directory: Path,
+    step: int,
+    version: int,
+    trajectories: Sequence[Trajectory],
+    *,
+    part: int = 0,
+    parts: int = 1,
+) -> Path:
+    """Write one part of a step's batch; returns the file. It appears atomically (fsync, then rename).
+
+    With several writers each passes its own `part` of `parts`; an empty part is written too, since a step
+    without all its parts does not count. OSError if the disk refuses; ValueError for an impossible part.
+    """
+    import pyarrow.parquet as pq
+
+    if not 0 <= part < parts:
+        raise ValueError(f"batch dump: part {part} of {parts} does not exist")
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"step_{step:06d}.{part}-of-{parts}.parquet"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            pq.write_table(_to_table(step, version, trajectories), file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    for (_, total), stale in _parts(directory).get(step, {}).items():
+        if total != parts:  # left by an attempt with another number of writers
+            stale.unlink(missing_ok=True)
+    return path
+
+
+def read_batch(directory: Path, step: int) -> DumpedBatch:
+    """All parts of one step. DumpError if a part is missing or damaged, or a sample appears twice."""
+    found = _parts(directory).get(step, {})
+    if not found:
+        raise DumpError(
+            f"{directory}: no batch of step {step} was recorded (telemetry.dump_batches=true records them)"
+        )
+    totals = {total for _, total in found}
+    if len(totals) != 1 or len(found) != max(totals):
+        raise DumpError(
+            f"{directory}: step {step} is incomplete, it has only {sorted(p.name for p in found.values())}"
+        )
+    version: int | None = None
+    rows: dict[str, Trajectory] = {}
+    for path in found.values():
+        part_version, trajectories = _read_part(path, step)
+        if version is not None and part_version != version:
+            raise DumpError(
+                f"{path}: weight version {part_version}, but other parts of the step say {version}"
+            )
+        version = part_version
+        for trajectory in trajectories:
+            if trajectory.key in rows:
+                raise DumpError(f"{path}: sample {trajectory.key} is recorded twice in step {step}")
+            rows[trajectory.key] = trajectory
+    assert version is not None
+    ordered = sorted(rows.values(), key=lambda row: (row.group_id, row.sample_index))
+    return DumpedBatch(step, version, ordered)
+
+
+def recorded_steps(directory: Path) -> list[int]:
+    """Steps of which all parts are there, ascending; empty if the directory does not exist."""
+    steps = []
+    for step, found in _parts(directory).items():
+        totals = {total for _, total in found}
+        if len(totals) == 1 and len(found) == max(totals):
+            steps.append(step)
+    return sorted(steps)
+
+
+def _parts(directory: Path) -> dict[int, dict[tuple[int, int], Path]]:
+    steps: dict[int, dict[tuple[int, int], Path]] = {}
+    for path in sorted(directory.glob("step_*.parquet")):
+        if match := _PART.fullmatch(path.name):
+            step, part, total = map(int, match.groups())
+            steps.setdefault(step, {})[part, total] = path
+    return steps
+
+
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    span = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+    component = pa.struct([("name", pa.string()), ("value", pa.float64())])
+    return pa.schema(
+        [
+            ("group_id", pa.int64()),
+            ("sample_index", pa.int32()),
+            ("prompt_ids", pa.list_(pa.int32())),
+            ("response_ids", pa.list_(pa.int32())),
+            ("rollout_logprobs", pa.list_(pa.float32())),
+            ("versions", pa.list_(span)),
+            ("finish_reason", pa.string()),
+            ("reward", pa.float64()),
+            ("reward_components", pa.list_(component)),
+            ("status", pa.string()),
+            ("failure", pa.string()),
+        ]
+    )
+
+
+def _to_table(step: int, version: int, trajectories: Sequence[Trajectory]) -> pa.Table:
+    import pyarrow as pa
+
+    rows = [
+        {
+            **{name: getattr(trajectory, name) for name in _PLAIN},
+            "versions": [{"version": s.version, "start": s.start, "end": s.end} for s in trajectory.versions],
+            "reward_components": [
+                {"name": name, "value": value} for name, value in trajectory.reward_components.items()
+            ],
+        }
+        for trajectory in trajectories
+    ]
+    metadata = {"megarl.format": FORMAT, "megarl.step": str(step), "megarl.version": str(version)}
+    return pa.Table.from_pylist(rows, schema=_schema().with_metadata(metadata))
+
+
+_PLAIN = (
+    "group_id",
+    "sample_index",
+    "prompt_ids",
+    "response_ids",
+    "rollout_logprobs",
+    "finish_reason",
+    "reward",
+    "status",
+    "failure",
+)
+
+
+def _read_part(path: Path, step: int) -> tuple[int, list[Trajectory]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise DumpError(f"{path}: not a readable batch dump ({error})") from error
+    metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+    if metadata.get("megarl.format") != FORMAT:
+        raise DumpError(
+            f"{path}: not a batch dump of format {FORMAT} (found {metadata.get('megarl.format')!r})"
+        )
+    if metadata["megarl.step"] != str(step):
+        raise DumpError(f"{path}: holds step {metadata['megarl.step']}, its name says {step}")
+    return int(metadata["megarl.version"]), [_from_row(row) for row in table.to_pylist()]
+
+
+def _from_row(row: dict[str, Any]) -> Trajectory:
+    return Trajectory(
+        **{name: row[name] for name in _PLAIN},
+        versions=tuple(VersionSpan(**span) for span in row["versions"]),
+        reward_components={item["name"]: item["value"] for item in row["reward_components"]},
+    )

@@ -1,0 +1,153 @@
+"""Batch dumps and samples.jsonl: exact round trips, atomic parts, clear messages for damage."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megarl.queue.dump import DumpError, read_batch, recorded_steps, tag_of, write_batch
+from megarl.queue.samples import SampleLog, choose
+from megarl.queue.schema import Trajectory, VersionSpan
+
+
+def make(group: int, index: int, **changes) -> Trajectory:
+    logprob = struct.unpack("f", struct.pack("f", -0.1 * (index + 1)))[0]
+    base = Trajectory(
+        group_id=group,
+        sample_index=index,
+        prompt_ids=[5, 6, 7 + group],
+        response_ids=[8, 9],
+        rollout_logprobs=[logprob, -9999.0],
+        versions=(VersionSpan(0, 0, 1), VersionSpan(3, 1, 2)),
+        finish_reason="stop",
+        reward=1 / 3,
+        reward_components={"accuracy": 0.1, "format": 1.0},
+    )
+    return replace(base, **changes)
+
+
+float32 = st.floats(width=32, allow_nan=False)
+trajectories = st.builds(
+    Trajectory,
+    group_id=st.integers(0, 2**40),
+    sample_index=st.integers(0, 64),
+    prompt_ids=st.lists(st.integers(0, 300_000), max_size=5),
+    response_ids=st.lists(st.integers(0, 300_000), max_size=5),
+    rollout_logprobs=st.lists(float32, max_size=5),
+    versions=st.lists(
+        st.builds(VersionSpan, version=st.integers(0, 9), start=st.integers(0, 9), end=st.integers(0, 9)),
+        min_size=1, max_size=3,
+    ).map(tuple),
+    finish_reason=st.sampled_from(["stop", "length", "abort"]),
+    reward=st.floats(allow_nan=False),
+    reward_components=st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False), max_size=2),
+    status=st.sampled_from(["ok", "failed"]),
+    failure=st.text(max_size=5),
+)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=st.lists(trajectories, max_size=4, unique_by=lambda each: each.key), step=st.integers(0, 10**7))
+def test_round_trip_is_exact(tmp_path, batch, step):
+    write_batch(tmp_path, step, 7, batch)
+    read = read_batch(tmp_path, step)
+    assert (read.step, read.version) == (step, 7)
+    assert read.trajectories == sorted(batch, key=lambda each: (each.group_id, each.sample_index))
+    assert read.tags == [tag_of(each) for each in read.trajectories]
+
+
+def test_nan_of_a_failed_sample_survives(tmp_path):
+    failed = make(0, 0, rollout_logprobs=[math.nan, -1.5], status="failed", failure="nan")
+    write_batch(tmp_path, 0, 0, [failed])
+    (row,) = read_batch(tmp_path, 0).trajectories
+    assert math.isnan(row.rollout_logprobs[0]) and row.rollout_logprobs[1] == -1.5
+
+
+def test_parts_are_merged_and_a_step_counts_only_when_whole(tmp_path):
+    rows = [make(group, index) for group in range(2) for index in range(2)]
+    write_batch(tmp_path, 4, 3, rows[2:], part=1, parts=2)
+    assert recorded_steps(tmp_path) == []
+    with pytest.raises(DumpError, match="step 4 is incomplete"):
+        read_batch(tmp_path, 4)
+    write_batch(tmp_path, 4, 3, rows[:2], part=0, parts=2)
+    assert recorded_steps(tmp_path) == [4]
+    assert read_batch(tmp_path, 4).trajectories == rows
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step_000004.0-of-2.parquet", "step_000004.1-of-2.parquet",
+    ]  # fmt: skip
+
+
+def test_a_step_rewritten_by_fewer_writers_replaces_the_old_parts(tmp_path):
+    for part in range(2):
+        write_batch(tmp_path, 1, 0, [make(part, 0)], part=part, parts=2)
+    write_batch(tmp_path, 1, 0, [make(7, 0)])
+    assert [each.group_id for each in read_batch(tmp_path, 1).trajectories] == [7]
+
+
+def test_parts_that_disagree_are_refused(tmp_path):
+    write_batch(tmp_path, 1, 0, [make(0, 0)], part=0, parts=2)
+    write_batch(tmp_path, 1, 1, [make(1, 0)], part=1, parts=2)
+    with pytest.raises(DumpError, match="weight version 1"):
+        read_batch(tmp_path, 1)
+    write_batch(tmp_path, 1, 0, [make(0, 0)], part=1, parts=2)
+    with pytest.raises(DumpError, match="0:0 is recorded twice"):
+        read_batch(tmp_path, 1)
+
+
+def test_missing_and_damaged_batches_are_named(tmp_path):
+    assert recorded_steps(tmp_path / "nowhere") == []
+    with pytest.raises(DumpError, match="no batch of step 9"):
+        read_batch(tmp_path, 9)
+    path = write_batch(tmp_path, 2, 0, [make(0, 0)])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DumpError, match=r"step_000002\.0-of-1\.parquet: not a readable"):
+        read_batch(tmp_path, 2)
+    path = write_batch(tmp_path, 3, 0, [make(0, 0)])
+    path.rename(tmp_path / "step_000005.0-of-1.parquet")
+    with pytest.raises(DumpError, match="holds step 3, its name says 5"):
+        read_batch(tmp_path, 5)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    before = write_batch(tmp_path, 0, 0, [make(0, 0)]).read_bytes()
+
+    def refuse(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", refuse)
+    with pytest.raises(OSError, match="No space"):
+        write_batch(tmp_path, 0, 0, [make(5, 5)])
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+
+
+def decode(ids):
+    return " ".join(map(str, ids))
+
+
+def test_sample_log_lines(tmp_path):
+    log = SampleLog(tmp_path / "run" / "samples.jsonl", decode, per_step=2, seed=1)
+    rows = [make(group, index) for group in range(3) for index in range(2)]
+    assert log.write(0, rows, {0: "4", 1: "5", 2: "6"}) == 2
+    assert log.write(1, [make(0, 0, reward=math.nan, status="failed", failure="log-prob NaN")], {}) == 1
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 0, 1]
+    first = lines[0]
+    assert first["prompt"] == f"5 6 {7 + first['group_id']}" and first["response"] == "8 9"
+    assert first["reference"] == str(first["group_id"] + 4)
+    assert first["reward_components"] == {"accuracy": 0.1, "format": 1.0}
+    assert first["versions"] == [{"version": 0, "start": 0, "end": 1}, {"version": 3, "start": 1, "end": 2}]
+    assert lines[2]["reward"] is None and lines[2]["reference"] is None
+    assert lines[2]["failure"] == "log-prob NaN"
+
+
+def test_choice_ignores_arrival_order_and_varies_by_step():
+    rows = [make(group, index) for group in range(8) for index in range(4)]
+    assert choose(rows, 3, 0, 5) == choose(rows[::-1], 3, 0, 5)
+    assert len({tuple(each.key for each in choose(rows, 3, 0, step)) for step in range(10)}) > 5
+    assert choose(rows, 99, 0, 0) == rows and choose(rows, 0, 0, 0) == []
