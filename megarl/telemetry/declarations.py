@@ -1,0 +1,261 @@
+"""Every metric of megarl, declared once. `docs/metrics.md` is generated from this table."""
+
+from __future__ import annotations
+
+from megarl.telemetry.metrics import Metric, Registry, StepMetrics
+
+GROUPS: dict[str, str] = {
+    "reward": "Rewards of the step's samples, failed ones left out.",
+    "groups": "Prompt groups: how each ended, and how hard they were.",
+    "batch": "What went into the update.",
+    "rollout": "Generation.",
+    "policy": "The update, over every trained response token of the step.",
+    "mismatch": "Engine against trainer: log-probs of the same tokens under the same weights.",
+    "sync": "Weight sync from trainer to engines.",
+    "time": "Seconds of the step by phase; phases do not overlap and add up to `time/step`.",
+    "perf": "Speed and memory.",
+    "eval": "Held-out evaluation, per set.",
+    "total": "Since the start of the run.",
+}
+
+_REWARD = [
+    Metric("reward/mean", "reward", "mean", "Mean reward, before KL and length shaping."),
+    Metric("reward/std", "reward", "mean", "Standard deviation over the samples of the step."),
+    Metric("reward/min", "reward", "min", "Smallest reward."),
+    Metric("reward/max", "reward", "max", "Largest reward."),
+    Metric(
+        "reward/shaped_mean",
+        "reward",
+        "mean",
+        "Mean after overlong penalty, truncation rule and KL in reward.",
+    ),
+    Metric(
+        "reward/accuracy",
+        "share",
+        "mean",
+        "Share of samples whose reward is at least 1 (the answer is correct).",
+    ),
+    Metric("reward/errors", "samples", "sum", "Samples whose reward function hung or raised."),
+    Metric("reward/component/{component}", "reward", "mean", "Mean of one named component of the reward."),
+]
+
+_GROUPS = [
+    Metric("groups/admitted", "groups", "sum", "Groups of this batch; equals the sum of the next four."),
+    Metric("groups/trained", "groups", "sum", "Groups that took part in the update."),
+    Metric("groups/filtered", "groups", "sum", "Groups dropped because all their rewards are equal."),
+    Metric("groups/dropped_stale", "groups", "sum", "Groups dropped because their oldest token was too old."),
+    Metric("groups/failed", "groups", "sum", "Groups with fewer than two usable samples."),
+    Metric("groups/solve_all", "share", "mean", "Share of groups in which every sample is correct."),
+    Metric("groups/solve_none", "share", "mean", "Share of groups in which no sample is correct."),
+]
+
+_BATCH = [
+    Metric("batch/samples", "samples", "sum", "Samples in the batch."),
+    Metric("batch/trained_samples", "samples", "sum", "Samples that took part in the update."),
+    Metric(
+        "batch/failed_samples", "samples", "sum", "Samples lost: engine error, NaN or -9999 log-prob, abort."
+    ),
+    Metric("batch/masked_samples", "samples", "sum", "Truncated samples masked from the loss."),
+    Metric("batch/prompt_tokens", "tokens", "sum", "Prompt tokens of the batch."),
+    Metric("batch/response_tokens", "tokens", "sum", "Response tokens of the batch."),
+    Metric(
+        "batch/trained_tokens", "tokens", "sum", "Prompt and response tokens that passed through the update."
+    ),
+    Metric("batch/loss_tokens", "tokens", "sum", "Response tokens with a loss."),
+    Metric("batch/micro_batches", "micro-batches", "sum", "Micro-batches of the update, per DP rank."),
+    Metric("batch/dp_imbalance", "ratio", "max", "Tokens of the fullest DP rank over their mean; 1 is even."),
+    Metric("batch/epoch", "epoch", "last", "Pass over the prompts that the step's last group belongs to."),
+]
+
+_ROLLOUT = [
+    Metric("rollout/prompt_length_mean", "tokens", "mean", "Mean prompt length."),
+    Metric("rollout/prompt_length_max", "tokens", "max", "Longest prompt."),
+    Metric("rollout/response_length_mean", "tokens", "mean", "Mean response length, EOS included."),
+    Metric("rollout/response_length_max", "tokens", "max", "Longest response."),
+    Metric("rollout/response_length_min", "tokens", "min", "Shortest response."),
+    Metric("rollout/truncated_share", "share", "mean", "Share of responses cut at `sampling.max_tokens`."),
+    Metric("rollout/aborted_share", "share", "mean", "Share of responses that ended by an abort."),
+    Metric("rollout/skipped_prompts", "prompts", "sum", "Prompts skipped because they are too long."),
+    Metric(
+        "rollout/version_lag_mean",
+        "versions",
+        "mean",
+        "Trainer version minus the version of the oldest token.",
+    ),
+    Metric("rollout/version_lag_max", "versions", "max", "The same, largest sample."),
+    Metric("rollout/queue_depth", "groups", "last", "Finished groups waiting when the batch was taken."),
+    Metric("rollout/generate_seconds_p50", "s", "last", "Time to generate one sample, median.", True),
+    Metric("rollout/generate_seconds_p95", "s", "last", "The same, 95th percentile.", True),
+    Metric("rollout/generate_seconds_p99", "s", "last", "The same, 99th percentile.", True),
+    Metric("rollout/generate_seconds_max", "s", "max", "The slowest sample.", True),
+    Metric("rollout/reward_seconds_mean", "s", "mean", "Time to judge one sample.", True),
+    Metric("rollout/reward_seconds_max", "s", "max", "The slowest judgement.", True),
+    Metric(
+        "rollout/idle_ratio", "share", "last", "Share of the step's wall time in which no engine ran.", True
+    ),
+    Metric(
+        "rollout/engine_seconds", "s", "sum", "Wall time in which at least one engine ran for training.", True
+    ),
+    Metric("rollout/replicas_alive", "replicas", "last", "Engines that serve.", True),
+]
+
+_POLICY = [
+    Metric("policy/loss", "loss", "mean", "The objective that was differentiated, mean over mini-batches."),
+    Metric("policy/policy_loss", "loss", "mean", "Its policy-gradient part, without KL and entropy terms."),
+    Metric("policy/entropy", "nats", "weighted", "Entropy of the policy per token."),
+    Metric("policy/ratio", "ratio", "weighted", "Importance ratio new/old per token; 1 on policy."),
+    Metric("policy/ratio_max", "ratio", "max", "Largest importance ratio."),
+    Metric("policy/ess", "share", "weighted", "Relative effective sample size of the ratios; 1 on policy."),
+    Metric("policy/approx_kl", "nats", "weighted", "k3 estimate of KL(old || new) per token."),
+    Metric(
+        "policy/kl_ref",
+        "nats",
+        "weighted",
+        "KL to the reference policy per token, by `algorithm.kl.estimator`.",
+    ),
+    Metric("policy/clip_fraction", "share", "weighted", "Share of tokens whose ratio was clipped."),
+    Metric("policy/clip_low", "share", "weighted", "Share clipped at 1 - clip_low."),
+    Metric("policy/clip_high", "share", "weighted", "Share clipped at 1 + clip_high."),
+    Metric("policy/clip_dual", "share", "weighted", "Share of tokens held by the dual clip."),
+    Metric(
+        "policy/logprob_abs_diff", "nats", "weighted", "|new - old log-prob| per token, during the update."
+    ),
+    Metric("policy/logprob_abs_diff_max", "nats", "max", "The same, largest token."),
+    Metric(
+        "policy/grad_norm", "norm", "mean", "Global gradient norm before clipping, mean over mini-batches."
+    ),
+    Metric("policy/grad_norm_max", "norm", "max", "The same, largest mini-batch."),
+    Metric("policy/lr", "1", "last", "Learning rate of the last update."),
+    Metric("policy/updates", "updates", "sum", "Optimizer updates."),
+    Metric(
+        "policy/skipped_updates", "updates", "sum", "Updates the optimizer skipped (non-finite gradients)."
+    ),
+    Metric("policy/tokens", "tokens", "sum", "Tokens with a loss, over all updates of the step."),
+    Metric("policy/sequences", "samples", "sum", "Sequences with a loss, over all updates of the step."),
+    Metric("policy/aux_loss", "loss", "mean", "MoE load-balancing loss."),
+    Metric("policy/advantage_mean", "1", "mean", "Mean advantage of the trained samples."),
+    Metric("policy/advantage_std", "1", "mean", "Standard deviation of the trained samples' advantages."),
+]
+
+_MISMATCH = [
+    Metric(
+        "mismatch/logprob_abs_diff_mean",
+        "nats",
+        "weighted",
+        "Mean |engine - trainer| over all response tokens.",
+    ),
+    Metric("mismatch/logprob_abs_diff_max", "nats", "max", "The same, largest token."),
+    Metric("mismatch/logprob_pearson", "1", "weighted", "Pearson correlation of the two."),
+    Metric("mismatch/k3_kl", "nats", "weighted", "k3 estimate of KL(engine || trainer) per token."),
+    Metric("mismatch/ess", "share", "weighted", "Relative effective sample size of trainer/engine ratios."),
+    Metric("mismatch/tokens", "tokens", "sum", "Response tokens compared."),
+]
+
+_SYNC = [
+    Metric("sync/seconds", "s", "sum", "Pause to resume.", True),
+    Metric("sync/transfer_seconds", "s", "sum", "Gather, send and load, without pause and resume.", True),
+    Metric("sync/digest_seconds", "s", "sum", "Computing and comparing digests.", True),
+    Metric("sync/bytes", "B", "sum", "Bytes each engine received."),
+    Metric("sync/buckets", "buckets", "sum", "Buckets sent."),
+    Metric("sync/gib_per_second", "GiB/s", "last", "Bytes over transfer seconds.", True),
+    Metric("sync/version", "version", "last", "Version published."),
+    Metric(
+        "sync/restarted_replicas", "replicas", "sum", "Replicas restarted because they failed a sync.", True
+    ),
+]
+
+_TIME = [
+    Metric("time/step", "s", "sum", "Wall time of the step, evaluation left out.", True),
+    Metric("time/generate", "s", "sum", "Trainer waited for rollouts.", True),
+    Metric("time/queue", "s", "sum", "Reading tags and rows, and sharing them among ranks.", True),
+    Metric("time/logprobs", "s", "sum", "Old-policy and reference passes.", True),
+    Metric("time/update", "s", "sum", "Forward, backward and optimizer.", True),
+    Metric("time/sync", "s", "sum", "Weight sync.", True),
+    Metric("time/eval", "s", "sum", "Evaluation; not part of `time/step`.", True),
+    Metric("time/save", "s", "sum", "Time the loop waited for a save or an export.", True),
+    Metric("time/other", "s", "sum", "What no phase above accounts for.", True),
+    Metric("time/overhead", "s", "sum", "`time/step` minus engine, log-prob, update and sync time.", True),
+    Metric("time/overhead_share", "share", "last", "`time/overhead` over `time/step`.", True),
+    Metric("time/trainer_idle_ratio", "share", "last", "`time/generate` over `time/step`.", True),
+    Metric("time/eta", "s", "last", "Estimated time to the end of the run.", True),
+]
+
+_PERF = [
+    Metric(
+        "perf/trainer_tokens_per_second",
+        "tokens/s",
+        "last",
+        "Trained tokens over log-prob and update time.",
+        True,
+    ),
+    Metric(
+        "perf/rollout_tokens_per_second", "tokens/s", "last", "Response tokens over engine seconds.", True
+    ),
+    Metric("perf/tokens_per_second", "tokens/s", "last", "Trained tokens over `time/step`.", True),
+    Metric(
+        "perf/trainer_tokens_per_second_per_gpu",
+        "tokens/s",
+        "last",
+        "Per trainer GPU (process on CPU).",
+        True,
+    ),
+    Metric(
+        "perf/rollout_tokens_per_second_per_gpu", "tokens/s", "last", "Per rollout GPU (engine on CPU).", True
+    ),
+    Metric(
+        "perf/tokens_per_second_per_gpu", "tokens/s", "last", "Whole job, GPUs of both pools counted.", True
+    ),
+    Metric(
+        "perf/trainer_tflops_per_gpu",
+        "TFLOP/s",
+        "last",
+        "Model FLOPs of log-prob and update passes, recompute not counted, per GPU.",
+        True,
+    ),
+    Metric(
+        "perf/trainer_mfu", "share", "last", "The same over the GPU's dense peak, where that is known.", True
+    ),
+    Metric(
+        "perf/trainer_peak_memory_gib",
+        "GiB",
+        "max",
+        "Peak device memory of a rank (resident memory on CPU).",
+        True,
+    ),
+    Metric("perf/host_memory_gib", "GiB", "max", "Resident memory of a trainer rank.", True),
+]
+
+_EVAL = [
+    Metric("eval/{set}/greedy", "share", "last", "Accuracy at temperature 0."),
+    Metric("eval/{set}/sampled", "share", "last", "mean@k at `evaluation.sampling`."),
+    Metric("eval/{set}/greedy_low", "share", "last", "Lower end of the 95% interval."),
+    Metric("eval/{set}/greedy_high", "share", "last", "Upper end of the 95% interval."),
+    Metric("eval/{set}/sampled_low", "share", "last", "Lower end of the 95% interval."),
+    Metric("eval/{set}/sampled_high", "share", "last", "Upper end of the 95% interval."),
+    Metric("eval/{set}/pass@{k}", "share", "last", "Unbiased pass@k of the sampled responses."),
+    Metric("eval/{set}/maj@{k}", "share", "last", "Majority vote of the k sampled responses."),
+    Metric("eval/{set}/n", "problems", "last", "Problems in the set."),
+    Metric("eval/{set}/parsed", "share", "last", "Share of greedy responses with an answer that parses."),
+    Metric("eval/{set}/length_mean", "tokens", "last", "Mean length of the greedy responses."),
+    Metric("eval/{set}/truncated_share", "share", "last", "Share of greedy responses cut at the limit."),
+]
+
+_TOTAL = [
+    Metric("total/groups_admitted", "groups", "last", "Groups admitted."),
+    Metric("total/groups_trained", "groups", "last", "Groups trained on."),
+    Metric("total/groups_filtered", "groups", "last", "Groups filtered."),
+    Metric("total/groups_dropped_stale", "groups", "last", "Groups dropped as stale."),
+    Metric("total/groups_failed", "groups", "last", "Groups failed."),
+    Metric("total/trained_samples", "samples", "last", "Samples trained on."),
+    Metric("total/trained_tokens", "tokens", "last", "Tokens trained on."),
+    Metric("total/wall_seconds", "s", "last", "Wall time since the start.", True),
+]
+
+REGISTRY = Registry(
+    [*_REWARD, *_GROUPS, *_BATCH, *_ROLLOUT, *_POLICY, *_MISMATCH, *_SYNC, *_TIME, *_PERF, *_EVAL, *_TOTAL]
+)
+
+
+def step_metrics() -> StepMetrics:
+    """An empty collector over megarl's own registry."""
+    return StepMetrics(REGISTRY)

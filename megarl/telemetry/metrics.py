@@ -1,0 +1,126 @@
+"""What a metric is, and the registry that refuses a name nobody has declared.
+
+A reducer says how the values recorded under one name during a step (by mini-batches, ranks, groups, ...)
+become that step's number; it is declared, never guessed from the name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Reducer = Literal["sum", "mean", "max", "min", "last", "weighted"]
+
+
+class UndeclaredMetricError(KeyError):
+    """A metric was recorded under a name that `declarations.py` does not hold."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One declared metric.
+
+    `name` may hold `{placeholders}`, each standing for one name without a slash (`eval/{set}/greedy`).
+    `timing` marks what depends on the clock or the machine: everything else repeats bit for bit in a
+    deterministic run.
+    """
+
+    name: str
+    unit: str
+    reducer: Reducer
+    meaning: str
+    timing: bool = False
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        pieces = re.split(r"\{\w+\}", self.name)
+        return re.compile("[^/]+".join(re.escape(piece) for piece in pieces))
+
+
+class Registry:
+    """All declared metrics, in the order of the documentation."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._exact: dict[str, Metric] = {}
+        self._templates: list[tuple[re.Pattern[str], Metric]] = []
+        for metric in metrics:
+            if metric.name in self._exact or any(metric.name == other.name for _, other in self._templates):
+                raise ValueError(f"metric {metric.name!r} is declared twice")
+            if "{" in metric.name:
+                self._templates.append((metric.pattern, metric))
+            else:
+                self._exact[metric.name] = metric
+
+    def __iter__(self) -> Iterator[Metric]:
+        yield from self._exact.values()
+        yield from (metric for _, metric in self._templates)
+
+    def lookup(self, name: str) -> Metric:
+        """The declaration of `name`; raises UndeclaredMetricError with the nearest declared names."""
+        metric = self._exact.get(name)
+        if metric is None:
+            metric = next((m for pattern, m in self._templates if pattern.fullmatch(name)), None)
+        if metric is None:
+            near = difflib.get_close_matches(name, self._exact, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise UndeclaredMetricError(
+                f"metric {name!r} is not declared{hint} (declare it in megarl/telemetry/declarations.py)"
+            )
+        return metric
+
+
+class StepMetrics:
+    """Collects one step's values and reduces each name by its declared reducer.
+
+    `record(name, value)` any number of times; `weighted` needs a weight, the others take none.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._values: dict[str, list[tuple[float, float]]] = {}
+
+    def record(self, name: str, value: float, weight: float | None = None) -> None:
+        """UndeclaredMetricError for an unknown name, ValueError for a weight missing or out of place."""
+        reducer = self._registry.lookup(name).reducer
+        if (weight is not None) != (reducer == "weighted"):
+            need = "needs a weight" if weight is None else f"takes no weight: its reducer is {reducer}"
+            raise ValueError(f"metric {name!r} {need}")
+        self._values.setdefault(name, []).append((float(value), 1.0 if weight is None else float(weight)))
+
+    def update(self, values: Mapping[str, float], prefix: str = "", weight: float | None = None) -> None:
+        """Record every item of `values` under `prefix + key`; `weight` goes to the weighted ones only."""
+        for key, value in values.items():
+            weighted = self._registry.lookup(prefix + key).reducer == "weighted"
+            self.record(prefix + key, value, weight if weighted else None)
+
+    def reduce(self) -> dict[str, float]:
+        """Name to reduced value, in the order of first recording; forgets everything recorded."""
+        reduced = {
+            name: reduce(self._registry.lookup(name).reducer, pairs) for name, pairs in self._values.items()
+        }
+        self._values = {}
+        return reduced
+
+
+def reduce(reducer: Reducer, pairs: list[tuple[float, float]]) -> float:
+    """Reduce (value, weight) pairs, at least one; `weighted` with total weight 0 is NaN."""
+    values = [value for value, _ in pairs]
+    if reducer == "sum":
+        return math.fsum(values)
+    if reducer == "mean":
+        return math.fsum(values) / len(values)
+    if reducer == "max":
+        return max(values)
+    if reducer == "min":
+        return min(values)
+    if reducer == "last":
+        return values[-1]
+    total = math.fsum(weight for _, weight in pairs)
+    return math.fsum(value * weight for value, weight in pairs if weight) / total if total else math.nan

@@ -1,0 +1,112 @@
+"""What the user sees of a run: one aligned line per step, and on a terminal a live line below it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+HEADER_EVERY = 25
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the step table: the metric it shows and a format for its value."""
+
+    title: str
+    metric: str
+    width: int
+    style: str = ".3f"
+
+    def cell(self, values: Mapping[str, float]) -> str:
+        value = values.get(self.metric)
+        if value is None or not math.isfinite(value):
+            return ("-" if value is None else str(value)).rjust(self.width)
+        text = compact(value) if self.style == "compact" else format(value, self.style)
+        return text.rjust(self.width)
+
+
+COLUMNS = (
+    Column("reward", "reward/mean", 7),
+    Column("acc", "reward/accuracy", 6),
+    Column("loss", "policy/loss", 8, ".4f"),
+    Column("kl", "policy/approx_kl", 8, ".1e"),
+    Column("entropy", "policy/entropy", 7),
+    Column("gnorm", "policy/grad_norm", 7),
+    Column("length", "rollout/response_length_mean", 7, ".1f"),
+    Column("roll tok/s", "perf/rollout_tokens_per_second", 10, "compact"),
+    Column("train tok/s", "perf/trainer_tokens_per_second", 11, "compact"),
+    Column("lag", "rollout/version_lag_max", 3, ".0f"),
+    Column("s/step", "time/step", 7, ".2f"),
+)
+
+
+class Progress:
+    """Prints to `stream`; the live line only on a terminal. Nothing else may write between two calls."""
+
+    def __init__(self, stream: TextIO, steps: int) -> None:
+        self._stream = stream
+        self._steps = steps
+        self._printed = 0
+        self._live = False
+        self._tty = stream.isatty() and os.environ.get("TERM") != "dumb"
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """One line of the table; the header is repeated every HEADER_EVERY lines."""
+        width = len(str(self._steps))
+        if self._printed % HEADER_EVERY == 0:
+            titles = "  ".join(column.title.rjust(column.width) for column in COLUMNS)
+            self._line(f"{'step'.rjust(2 * width + 1)}  {titles}  {'eta':>7}")
+        self._printed += 1
+        cells = "  ".join(column.cell(values) for column in COLUMNS)
+        eta = values.get("time/eta")
+        left = "-" if eta is None else duration(eta)
+        self._line(f"{step:>{width}}/{self._steps}  {cells}  {left:>7}")
+
+    def message(self, text: str) -> None:
+        """A line of its own, e.g. an evaluation or a restart."""
+        self._line(text)
+
+    def status(self, text: str) -> None:
+        """Replace the live line (a terminal only): what the run is doing now."""
+        if self._tty:
+            self._stream.write(f"\r\x1b[2K{text}")
+            self._stream.flush()
+            self._live = True
+
+    def close(self) -> None:
+        """Remove the live line."""
+        self._clear()
+
+    def _clear(self) -> None:
+        if self._live:
+            self._stream.write("\r\x1b[2K")
+            self._stream.flush()
+            self._live = False
+
+    def _line(self, text: str) -> None:
+        self._clear()
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+def compact(value: float) -> str:
+    """1234567 -> 1.23M; three significant digits."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit * 0.9995:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 42s, 3m10s, 2h05m or 3d04h."""
+    total = round(max(0.0, seconds))
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    if total < 86400:
+        return f"{total // 3600}h{total % 3600 // 60:02d}m"
+    return f"{total // 86400}d{total % 86400 // 3600:02d}h"

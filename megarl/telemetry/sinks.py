@@ -1,0 +1,124 @@
+"""Where metrics and samples go: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases, the terminal.
+
+Only one rank writes. A sink never changes a value, and none accepts a metric that is not declared.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from megarl.config.schema import Config
+from megarl.telemetry.declarations import REGISTRY
+from megarl.telemetry.progress import Progress
+from megarl.telemetry.summary import finite
+
+
+class Sink(Protocol):
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """One JSON object per call, `step` and `wall_time` (Unix seconds) first; flushed for `tail -f`.
+
+    NaN and infinities are written as null.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.write_object({"step": step, "wall_time": round(time.time(), 3), **values})
+
+    def write_object(self, content: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(finite(content), allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbSink:
+    """Weights & Biases; the package is not among the locked ones, the user installs it."""
+
+    def __init__(self, project: str, config: Config) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError(
+                "telemetry.wandb_project: wandb is not installed; pip install wandb, or leave it null"
+            ) from None
+        self._run = wandb.init(
+            project=project,
+            name=config.run.name,
+            dir=str(config.run_dir),
+            config=config.model_dump(mode="json"),
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MetricsWriter:
+    """All the sinks of a run. `write` once per step with the step's reduced metrics."""
+
+    def __init__(self, sinks: list[Sink], samples: JsonlSink | None, progress: Progress) -> None:
+        self._sinks = sinks
+        self._samples = samples
+        self.progress = progress
+
+    @classmethod
+    def open(cls, config: Config, terminal: TextIO) -> MetricsWriter:
+        """Open what `telemetry` asks for in the run directory, appending to what is there."""
+        run_dir, telemetry = config.run_dir, config.telemetry
+        sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
+        if telemetry.tensorboard:
+            from megarl.telemetry.tensorboard import TensorBoardSink
+
+            sinks.append(TensorBoardSink(run_dir / "tensorboard"))
+        if telemetry.wandb_project is not None:
+            sinks.append(WandbSink(telemetry.wandb_project, config))
+        samples = JsonlSink(run_dir / "samples.jsonl") if telemetry.samples_per_step else None
+        return cls(sinks, samples, Progress(terminal, config.run.steps))
+
+    def write(self, step: int, values: Mapping[str, float], *, terminal: bool = True) -> None:
+        """Send to every sink, and with `terminal` print a step line.
+
+        UndeclaredMetricError before anything is written.
+        """
+        for name in values:
+            REGISTRY.lookup(name)
+        for sink in self._sinks:
+            sink.write(step, values)
+        if terminal:
+            self.progress.step(step, values)
+
+    def sample(self, step: int, content: Mapping[str, Any]) -> None:
+        """Append to samples.jsonl: prompt, response, reference, rewards, finish reason, version."""
+        if self._samples is not None:
+            self._samples.write_object({"step": step, **content})
+
+    def close(self) -> None:
+        self.progress.close()
+        for sink in self._sinks:
+            sink.close()
+        if self._samples is not None:
+            self._samples.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,107 @@
+"""RUN_DIR/summary.json: the few numbers by which a run is judged."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+_SUMMED = (
+    "batch/trained_samples",
+    "batch/trained_tokens",
+    "batch/response_tokens",
+    "time/logprobs",
+    "time/update",
+    "time/step",
+    "time/overhead",
+    "rollout/engine_seconds",
+)
+_LOGPROB_DIFF = {"mean": "mismatch/logprob_abs_diff_mean", "max": "mismatch/logprob_abs_diff_max"}
+
+
+class RunSummary:
+    """Accumulates the summary over the run from the reduced metrics of each step.
+
+    Throughput is total tokens over total seconds of that side at work: trained tokens over log-prob and
+    update time, response tokens over engine time. `loop_overhead_share` is total overhead over total step
+    time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._start = clock()
+        self._totals: dict[str, float] = {}
+        self._logprob: dict[str, dict[str, float]] = {}
+        self._eval: dict[str, dict[str, float] | None] = {"before": None, "after": None}
+        self.steps = 0
+
+    def step(self, values: Mapping[str, float]) -> None:
+        """Take one finished step's metrics (names as declared; missing ones count as 0)."""
+        self.steps += 1
+        for name in _SUMMED:
+            self._totals[name] = self._totals.get(name, 0.0) + values.get(name, 0.0)
+        if all(name in values for name in _LOGPROB_DIFF.values()):
+            measured = {key: values[name] for key, name in _LOGPROB_DIFF.items()}
+            self._logprob.setdefault("first", measured)
+            self._logprob["last"] = measured
+
+    def eval_before(self, greedy: float, sampled: float, n: int) -> None:
+        """Accuracies in [0, 1] of the first evaluation set before step 1, over `n` problems."""
+        self._eval["before"] = {"greedy": greedy, "sampled": sampled, "n": n}
+
+    def eval_after(self, greedy: float, sampled: float, n: int) -> None:
+        """The newest evaluation of the same set; each call replaces the one before."""
+        self._eval["after"] = {"greedy": greedy, "sampled": sampled, "n": n}
+
+    def as_dict(self, exit_status: str) -> dict[str, Any]:
+        """The content of summary.json. What was not measured is null."""
+        total = self._totals.get
+        trainer = _rate(
+            total("batch/trained_tokens", 0.0), total("time/logprobs", 0.0) + total("time/update", 0.0)
+        )
+        rollout = _rate(total("batch/response_tokens", 0.0), total("rollout/engine_seconds", 0.0))
+        empty = {"mean": None, "max": None}
+        return {
+            "steps": self.steps,
+            "wall_seconds": round(self._clock() - self._start, 3),
+            "eval_before": self._eval["before"],
+            "eval_after": self._eval["after"],
+            "trained_samples": int(total("batch/trained_samples", 0.0)),
+            "tokens_per_second": {"trainer": trainer, "rollout": rollout},
+            "loop_overhead_share": _rate(total("time/overhead", 0.0), total("time/step", 0.0)),
+            "logprob_abs_diff": {key: self._logprob.get(key, empty) for key in ("first", "last")},
+            "exit": exit_status,
+        }
+
+    def write(self, path: Path, exit_status: str) -> dict[str, Any]:
+        """Write atomically (`exit_status`: finished, preempted or failed); returns what was written."""
+        content = self.as_dict(exit_status)
+        write_json(path, content)
+        return content
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON by rename (a reader sees the old file or the new one); NaN and infinities become null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(finite(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def finite(content: Any) -> Any:
+    """`content` with every NaN and infinity replaced by None, because JSON has no such numbers."""
+    if isinstance(content, Mapping):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    return content
+
+
+def _rate(amount: float, seconds: float) -> float | None:
+    return amount / seconds if seconds else None

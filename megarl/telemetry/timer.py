@@ -1,0 +1,79 @@
+"""Where a step's time goes: phases that never overlap and add up to the wall time of the step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+Phase = Literal["generate", "queue", "logprobs", "update", "sync", "eval", "save"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+class PhaseTimer:
+    """Exclusive wall-clock time per phase. A phase inside another stops the outer one's clock while it runs.
+
+    `finish_step(engine_seconds)` closes a step. Evaluation is reported but is not part of the step.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._stack: list[str] = []
+        self._since = self._start = clock()
+
+    @property
+    def current(self) -> str | None:
+        """The innermost open phase."""
+        return self._stack[-1] if self._stack else None
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Charge the time of the block to `name`; ValueError for an unknown phase."""
+        if name not in PHASES:
+            raise ValueError(f"unknown phase {name!r}; phases are {', '.join(PHASES)}")
+        self._charge()
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._stack.pop()
+
+    def seconds(self, name: Phase) -> float:
+        """Seconds charged to `name` so far in this step, closed blocks only."""
+        return self._seconds.get(name, 0.0)
+
+    def finish_step(self, engine_seconds: float = 0.0) -> dict[str, float]:
+        """Close the step; returns the `time/*` metrics in seconds and starts the next step.
+
+        `engine_seconds`: wall time in which an engine ran for this step. Overhead is everything outside
+        engine, log-prob, update and sync time: queue, rewards, Ray, the loop's own work. With rollouts that
+        run while the trainer works, only the engine time that the trainer waited for counts.
+        """
+        if self._stack:
+            raise RuntimeError(f"the step ends inside phase {self._stack[-1]!r}")
+        self._charge()
+        now = self._since
+        took = {name: self._seconds.get(name, 0.0) for name in PHASES}
+        step = now - self._start - took["eval"]
+        engine = min(engine_seconds, took["generate"])
+        overhead = max(0.0, step - engine - took["logprobs"] - took["update"] - took["sync"])
+        result = {f"time/{name}": seconds for name, seconds in took.items()}
+        result |= {
+            "time/step": step,
+            "time/other": max(0.0, step - sum(took[name] for name in PHASES if name != "eval")),
+            "time/overhead": overhead,
+            "time/overhead_share": overhead / step if step else 0.0,
+            "time/trainer_idle_ratio": took["generate"] / step if step else 0.0,
+        }
+        self._seconds, self._start = {}, now
+        return result
+
+    def _charge(self) -> None:
+        now = self._clock()
+        if self._stack:
+            name = self._stack[-1]
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+        self._since = now
