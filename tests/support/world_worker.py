@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import pickle
 import signal
 import traceback
 from datetime import timedelta
@@ -33,7 +34,8 @@ def main() -> None:
             answer = (True, getattr(importlib.import_module(module), name)(**kwargs))
         except Exception:
             answer = (False, traceback.format_exc())
-        connection.send(answer)
+        # Plain pickle: torch's own pickler would share tensors by file descriptor, which needs a common key.
+        connection.send_bytes(pickle.dumps(answer))
 
 
 if __name__ == "__main__":

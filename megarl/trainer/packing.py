@@ -1,0 +1,105 @@
+"""Which sequence goes to which DP rank and micro-batch: pure functions of lengths, the same on every rank.
+
+Nothing here is padded: a micro-batch is a list of sequences laid end to end (THD). Pipeline schedules are collective,
+so every DP rank runs the same number of micro-batches; a rank that has too few sequences gets explicit empty ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+from collections.abc import Sequence
+from typing import Any
+
+
+def assign_to_ranks(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
+    """Split sequences over `dp_size` replicas so that their token sums are close.
+
+    Longest first, each to the replica with the fewest tokens so far (then the fewest sequences, then the lowest rank),
+    so the largest sum exceeds the smallest by at most the longest sequence.
+
+    Returns one ascending list of indices into `lengths` per replica; lists are empty where there is nothing to give.
+    Raises ValueError for `dp_size < 1` or a length below 1.
+    """
+    if dp_size < 1:
+        raise ValueError(f"dp_size must be at least 1, not {dp_size}")
+    _check_lengths(lengths)
+    return [sorted(part) for part in _balanced(lengths, range(len(lengths)), dp_size)]
+
+
+def plan_micro_batches(
+    lengths_per_rank: Sequence[Sequence[int]], max_tokens: int, multiple_of: int = 1, minimum: int = 1
+) -> list[list[list[int]]]:
+    """Pack each rank's sequences into micro-batches of at most `max_tokens` tokens, the same number on all ranks.
+
+    The number is the largest that any rank needs, at least `minimum`, rounded up to a multiple of `multiple_of`
+    (interleaved pipelines need a multiple of PP and at least PP). Within a rank tokens are balanced over all of them.
+
+    Returns `[rank][micro-batch]` -> ascending indices into `lengths_per_rank[rank]`; `[]` is an empty micro-batch.
+    Raises ValueError when one sequence alone is longer than `max_tokens`.
+    """
+    if multiple_of < 1 or minimum < 1:
+        raise ValueError(f"multiple_of and minimum must be at least 1, not {multiple_of} and {minimum}")
+    packed = []
+    for lengths in lengths_per_rank:
+        _check_lengths(lengths)
+        longest = max(lengths, default=0)
+        if longest > max_tokens:
+            raise ValueError(
+                f"a sequence of {longest} tokens does not fit in trainer.micro_batch_tokens={max_tokens}; "
+                f"raise it to at least {longest}, or lower sampling.max_tokens or data.max_prompt_tokens"
+            )
+        packed.append(_first_fit_decreasing(lengths, max_tokens))
+    number = max([minimum, *(len(bins) for bins in packed)])
+    number = -(-number // multiple_of) * multiple_of
+    return [
+        _spread(lengths, bins, number, max_tokens)
+        for lengths, bins in zip(lengths_per_rank, packed, strict=True)
+    ]
+
+
+def partition_hash(plan: Any) -> str:
+    """Hash of a plan (nested lists of ints): ranks compare it before they act on plans they computed apart."""
+    return hashlib.sha256(json.dumps(plan, separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+def _check_lengths(lengths: Sequence[int]) -> None:
+    if any(length < 1 for length in lengths):
+        raise ValueError("every sequence needs at least one token")
+
+
+def _longest_first(lengths: Sequence[int], indices: Sequence[int] | range) -> list[int]:
+    return sorted(indices, key=lambda index: (-lengths[index], index))
+
+
+def _balanced(lengths: Sequence[int], indices: Sequence[int] | range, parts: int) -> list[list[int]]:
+    result: list[list[int]] = [[] for _ in range(parts)]
+    heap = [(0, 0, part) for part in range(parts)]
+    for index in _longest_first(lengths, indices):
+        tokens, count, part = heapq.heappop(heap)
+        result[part].append(index)
+        heapq.heappush(heap, (tokens + lengths[index], count + 1, part))
+    return result
+
+
+def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in _longest_first(lengths, range(len(lengths))):
+        fitting = next((number for number, free in enumerate(room) if free >= lengths[index]), None)
+        if fitting is None:
+            bins.append([])
+            room.append(max_tokens)
+            fitting = len(bins) - 1
+        bins[fitting].append(index)
+        room[fitting] -= lengths[index]
+    return bins
+
+
+def _spread(lengths: Sequence[int], bins: list[list[int]], number: int, max_tokens: int) -> list[list[int]]:
+    balanced = _balanced(lengths, range(len(lengths)), number)
+    if any(sum(lengths[index] for index in part) > max_tokens for part in balanced):
+        # Balancing can overfill where first-fit did not: keep the packing that is known to fit.
+        balanced = bins + [[] for _ in range(number - len(bins))]
+    return [sorted(part) for part in balanced]

@@ -1,0 +1,83 @@
+"""Megatron's parallel state for one layout, and the few questions the rest of megarl asks about it.
+
+A *replica* is the tensor x pipeline group of ranks that together hold one copy of the (non-expert) model: it works on
+one share of the data. Its *leader* is tensor rank 0 of the first pipeline stage.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from megarl.models.layout import Layout
+
+T = TypeVar("T")
+
+
+def initialize(layout: Layout, *, seed: int, timeout_s: float) -> None:
+    """Build Megatron's groups and seed its random states; torch.distributed must be initialised.
+
+    Raises ValueError when the layout is for another world size, RuntimeError when a layout is still in place.
+    """
+    if not torch.distributed.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised; start the trainer with torchrun")
+    world = torch.distributed.get_world_size()
+    if world != layout.world_size:
+        raise ValueError(
+            f"the layout is for {layout.world_size} ranks, torchrun started {world}; set trainer.gpus"
+        )
+    if parallel_state.model_parallel_is_initialized():
+        raise RuntimeError("a parallel layout is already initialised; call parallel.destroy() first")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        # Megatron takes whole minutes.
+        distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
+        create_gloo_process_groups=False,
+    )
+    # Also needed where nothing is random: attention forks the tracker this registers.
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def destroy() -> None:
+    """Take the layout down with its process groups, so that another can be initialised in the same processes."""
+    # Megatron only forgets its groups; each keeps threads and sockets until it is destroyed.
+    groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group in torch.distributed.distributed_c10d._world.pg_map:
+            torch.distributed.destroy_process_group(group)
+
+
+def dp_rank() -> int:
+    """Index of this rank's replica."""
+    return parallel_state.get_data_parallel_rank()
+
+
+def dp_size() -> int:
+    """Number of replicas."""
+    return parallel_state.get_data_parallel_world_size()
+
+
+def is_leader() -> bool:
+    """True on tensor rank 0 of the first stage of each replica."""
+    group = parallel_state.get_model_parallel_group()
+    return torch.distributed.get_rank() == torch.distributed.get_process_group_ranks(group)[0]
+
+
+def model_parallel_broadcast_object(obj: T | None) -> T:
+    """The leader's `obj` (picklable), on every rank of its replica. Others pass None."""
+    group = parallel_state.get_model_parallel_group()
+    if group.size() == 1:
+        return obj  # type: ignore[return-value]
+    box = [obj]
+    torch.distributed.broadcast_object_list(
+        box, src=torch.distributed.get_process_group_ranks(group)[0], group=group
+    )
+    return box[0]  # type: ignore[return-value]

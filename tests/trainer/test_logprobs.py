@@ -1,0 +1,179 @@
+"""Chunked vocabulary-parallel log-probs against a plain log_softmax over the whole vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.trainer import logprobs
+from megarl.trainer.logprobs import linear_token_logprobs, token_logprobs
+
+ROWS, HIDDEN, VOCAB = 23, 16, 61
+TEMPERATURES = (1.0, 0.6)
+
+
+def problem(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
+    return {
+        "hidden": draw(ROWS, HIDDEN),
+        "weight": draw(VOCAB, HIDDEN),
+        "targets": torch.cat(
+            [torch.tensor([0, VOCAB - 1]), torch.randint(VOCAB, (ROWS - 2,), generator=generator)]
+        ),
+        "grad_logprobs": draw(ROWS),
+        "grad_entropy": draw(ROWS),
+    }
+
+
+def expected(temperature: float) -> dict[str, torch.Tensor]:
+    """fp64, the whole vocabulary in one piece."""
+    p = problem()
+    hidden, weight = p["hidden"].requires_grad_(), p["weight"].requires_grad_()
+    logits = hidden @ weight.t()
+    logits.retain_grad()
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    taken = log_p.gather(1, p["targets"][:, None]).squeeze(1)
+    ((taken * p["grad_logprobs"]).sum() + (entropy * p["grad_entropy"]).sum()).backward()
+    return {
+        "logprobs": taken,
+        "entropy": entropy,
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+        "logits": logits.grad,
+    }
+
+
+def shares(temperature: float, chunk: int, padding: int) -> dict[str, torch.Tensor]:
+    """Case, on every rank of a world: this rank's results, with `padding` extra vocabulary rows in all."""
+    group = torch.distributed.group.WORLD
+    rank, size = group.rank(), group.size()
+    p = problem(torch.float32)
+    # Were a padded column to enter a softmax, these large weights would show.
+    weight = (
+        torch.cat([p["weight"], torch.full((padding, HIDDEN), 9.0)])
+        .chunk(size)[rank]
+        .clone()
+        .requires_grad_()
+    )
+    hidden = p["hidden"].requires_grad_()
+    got, entropy = linear_token_logprobs(
+        hidden, weight, p["targets"], temperature=temperature, vocab_size=VOCAB, chunk=chunk, group=group, with_entropy=True
+    )  # fmt: skip
+    ((got * p["grad_logprobs"]).sum() + (entropy * p["grad_entropy"]).sum()).backward()
+    logits = (hidden.detach() @ weight.detach().t()).requires_grad_()
+    before = logits.detach().clone()
+    again, entropy_again = token_logprobs(
+        logits,
+        p["targets"],
+        temperature=temperature,
+        vocab_size=VOCAB,
+        chunk=chunk,
+        group=group,
+        with_entropy=True,
+    )
+    ((again * p["grad_logprobs"]).sum() + (entropy_again * p["grad_entropy"]).sum()).backward()
+    assert torch.equal(logits.detach(), before), "the logits were overwritten"
+    torch.testing.assert_close(again, got)
+    torch.testing.assert_close(entropy_again, entropy)
+    summed = hidden.grad.clone()
+    torch.distributed.all_reduce(summed, group=group)
+    return {
+        "logprobs": got.detach(), "entropy": entropy.detach(), "hidden": summed,
+        "weight": weight.grad, "logits": logits.grad,
+    }  # fmt: skip
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(("size", "padding"), [(1, 0), (1, 3), (2, 1), (2, 63), (4, 3)])
+def test_all_splits_equal_the_whole_softmax(world: Callable[[int], Any], size: int, padding: int) -> None:
+    for temperature in TEMPERATURES:
+        reference = expected(temperature)
+        for chunk in (1, 5, 100):
+            ranks = world(size).run(
+                "tests.trainer.test_logprobs:shares", temperature=temperature, chunk=chunk, padding=padding
+            )
+            for name in ("logprobs", "entropy", "hidden"):
+                for result in ranks:
+                    torch.testing.assert_close(result[name].double(), reference[name], rtol=2e-5, atol=2e-5)
+            weight = torch.cat([result["weight"] for result in ranks])
+            torch.testing.assert_close(weight[:VOCAB].double(), reference["weight"], rtol=2e-5, atol=2e-5)
+            logits = torch.cat([result["logits"] for result in ranks], dim=1)
+            torch.testing.assert_close(logits[:, :VOCAB].double(), reference["logits"], rtol=2e-5, atol=2e-5)
+            assert not weight[VOCAB:].any() and not logits[:, VOCAB:].any(), "padding received gradient"
+
+
+def run_single(**changes: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    p = problem(torch.float32)
+    arguments: dict[str, Any] = dict(temperature=1.0, vocab_size=VOCAB, chunk=8, with_entropy=True)
+    return linear_token_logprobs(p["hidden"], p["weight"], p["targets"], **(arguments | changes))
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.9}, {"vocab_size": VOCAB + 1}, {"targets": 1}])
+def test_a_broken_rule_shows(change: dict[str, Any]) -> None:
+    """The comparison above can fail: no temperature, padding in the softmax, targets off by one."""
+    p = problem(torch.float32)
+    weight = torch.cat([p["weight"], torch.zeros(1, HIDDEN)])
+    targets = p["targets"].roll(change.pop("targets", 0))
+    arguments: dict[str, Any] = dict(temperature=1.0, vocab_size=VOCAB, chunk=8) | change
+    got, _ = linear_token_logprobs(p["hidden"], weight, targets, **arguments)
+    assert (got - expected(1.0)["logprobs"]).abs().max() > 1e-3
+
+
+def test_without_entropy_nothing_else_changes() -> None:
+    with_entropy, entropy = run_single()
+    without, none = run_single(with_entropy=False)
+    assert none is None and entropy is not None
+    assert torch.equal(with_entropy, without)
+
+
+def test_bf16_hidden_states_give_fp32_logprobs_and_bf16_gradients() -> None:
+    p = problem(torch.bfloat16)
+    hidden, weight = p["hidden"].requires_grad_(), p["weight"].requires_grad_()
+    got, _ = linear_token_logprobs(hidden, weight, p["targets"], temperature=1.0, vocab_size=VOCAB, chunk=4)
+    assert got.dtype == torch.float32
+    # Bit for bit the fp32 softmax of the bf16 logits: nothing after the projection is in bf16.
+    logits = (hidden.detach() @ weight.detach().t()).float()
+    torch.testing.assert_close(got, torch.log_softmax(logits, -1).gather(1, p["targets"][:, None])[:, 0])
+    got.backward(p["grad_logprobs"].float())
+    assert hidden.grad is not None and hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+def test_extreme_logits_stay_finite() -> None:
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]], requires_grad=True)
+    got, entropy = token_logprobs(
+        logits, torch.tensor([1, 2]), temperature=1.0, vocab_size=3, chunk=1, with_entropy=True
+    )
+    assert entropy is not None
+    torch.testing.assert_close(got, torch.tensor([-2e4, -torch.log(torch.tensor(3.0))]))
+    (got.sum() + entropy.sum()).backward()
+    assert logits.grad is not None and logits.grad.isfinite().all()
+
+
+def test_only_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fp32 copy beyond [chunk, vocabulary], forward and backward."""
+    largest = 0
+    original = logprobs._scaled_logits
+
+    def watched(*args: Any) -> torch.Tensor:
+        nonlocal largest
+        scaled = original(*args)
+        largest = max(largest, scaled.numel())
+        return scaled
+
+    monkeypatch.setattr(logprobs, "_scaled_logits", watched)
+    p = problem(torch.float32)
+    hidden = p["hidden"].requires_grad_()
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
+        got, entropy = linear_token_logprobs(
+            hidden, p["weight"], p["targets"], temperature=1.0, vocab_size=VOCAB, chunk=4, with_entropy=True
+        )
+        assert entropy is not None
+        (got.sum() + entropy.sum()).backward()
+    assert largest == 4 * VOCAB
+    assert max(saved) <= max(ROWS * HIDDEN, VOCAB * HIDDEN)
