@@ -1,0 +1,221 @@
+"""The plan of a sync: which bytes of which tensor travel in which bucket, and who sends it.
+
+Pure arithmetic on names, shapes and dtypes: every member computes the same plan from the same manifest, and
+compares its hash instead of exchanging it. Invariants (property-tested): every byte of every tensor is in
+exactly one piece; a bucket has one owner; a bucket and its trailer fit into `bucket_bytes`; pieces follow the
+manifest's order, so a receiver can load layer by layer.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+ALIGNMENT = 16  # bytes: any dtype can be viewed in place, and int64 words never straddle two pieces
+TRAILER_BYTES = 8  # one int64 digest after the payload
+ITEM_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+    "uint8": 1,
+    "int8": 1,
+    "bool": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+class ManifestEntry(Protocol):
+    """What `HFExporter.manifest()` yields; `dtype` is a torch dtype or its name."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def owner(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One Hugging Face tensor on the wire. `owner` is the global trainer rank that sends it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    owner: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [start, start + nbytes) of tensor number `tensor`, at `offset` of their bucket."""
+
+    tensor: int
+    start: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One broadcast: `nbytes` of payload (a multiple of 8, gaps are zero) and the trailer behind it."""
+
+    index: int
+    owner: int
+    pieces: tuple[Piece, ...]
+    nbytes: int
+
+    @property
+    def wire_bytes(self) -> int:
+        return self.nbytes + TRAILER_BYTES
+
+
+@dataclass(frozen=True)
+class Plan:
+    specs: tuple[TensorSpec, ...]
+    buckets: tuple[Bucket, ...]
+    bucket_bytes: int
+
+    @property
+    def owners(self) -> list[int]:
+        """Trainer ranks that send, ascending."""
+        return sorted({spec.owner for spec in self.specs})
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the largest wire message."""
+        return max((bucket.wire_bytes for bucket in self.buckets), default=TRAILER_BYTES)
+
+    @cached_property
+    def hash(self) -> str:
+        rows = [
+            [b.owner, b.nbytes, [[p.tensor, p.start, p.offset, p.nbytes] for p in b.pieces]]
+            for b in self.buckets
+        ]
+        return hashlib.sha256(json.dumps([_spec_rows(self.specs), rows]).encode()).hexdigest()[:32]
+
+
+def specs_of(manifest: Sequence[ManifestEntry]) -> tuple[TensorSpec, ...]:
+    """The manifest with plain, serialisable fields.
+
+    Raises:
+        ValueError: a name occurs twice, or a dtype cannot travel.
+    """
+    specs = []
+    seen: set[str] = set()
+    for entry in manifest:
+        dtype = str(entry.dtype).removeprefix("torch.")
+        if dtype not in ITEM_BYTES:
+            known = ", ".join(sorted(ITEM_BYTES))
+            raise ValueError(f"tensor {entry.name!r}: dtype {dtype} cannot be sent; known: {known}")
+        if entry.name in seen:
+            raise ValueError(f"tensor {entry.name!r} occurs twice in the manifest; names must be unique")
+        seen.add(entry.name)
+        specs.append(TensorSpec(entry.name, tuple(int(n) for n in entry.shape), dtype, int(entry.owner)))
+    return tuple(specs)
+
+
+def plan_buckets(manifest: Sequence[ManifestEntry], bucket_bytes: int) -> list[Bucket]:
+    """Pack the manifest, in order, into buckets of at most `bucket_bytes` (trailer included).
+
+    A tensor that fits into one bucket is never split, so that the receiver can use it in place; a larger one
+    is split by byte ranges that keep its elements whole.
+
+    Raises:
+        ValueError: `bucket_bytes` has no room for one aligned element.
+    """
+    return _pack(specs_of(manifest), bucket_bytes)
+
+
+def make_plan(manifest: Sequence[ManifestEntry], bucket_bytes: int) -> Plan:
+    specs = specs_of(manifest)
+    return Plan(specs, tuple(_pack(specs, bucket_bytes)), bucket_bytes)
+
+
+def _pack(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
+    capacity = (bucket_bytes - TRAILER_BYTES) // ALIGNMENT * ALIGNMENT
+    if capacity < ALIGNMENT:
+        minimum = ALIGNMENT + TRAILER_BYTES
+        raise ValueError(f"bucket size of {bucket_bytes} bytes is too small; use at least {minimum}")
+    buckets: list[Bucket] = []
+    pieces: list[Piece] = []
+    used = owner = 0
+
+    def flush() -> None:
+        nonlocal used
+        if pieces:
+            buckets.append(Bucket(len(buckets), owner, tuple(pieces), _round_up(used, 8)))
+            pieces.clear()
+        used = 0
+
+    for number, spec in enumerate(specs):
+        offset = _round_up(used, ALIGNMENT)
+        fits_alone = spec.nbytes <= capacity
+        if spec.owner != owner or (fits_alone and offset + spec.nbytes > capacity) or not fits_alone:
+            flush()
+        owner = spec.owner
+        start = 0
+        while True:
+            offset = _round_up(used, ALIGNMENT)
+            size = min(spec.nbytes - start, capacity - offset)
+            pieces.append(Piece(number, start, offset, size))
+            used, start = offset + size, start + size
+            if start == spec.nbytes:
+                break
+            flush()
+    flush()
+    return buckets
+
+
+def pack_manifest(plan: Plan) -> str:
+    """The plan's inputs as compressed text, for the one message that carries them to an engine."""
+    document = json.dumps({"bucket_bytes": plan.bucket_bytes, "specs": _spec_rows(plan.specs)})
+    return base64.b85encode(zlib.compress(document.encode(), 6)).decode()
+
+
+def unpack_manifest(text: str, expected_hash: str) -> Plan:
+    """Rebuild the plan on the receiver.
+
+    Raises:
+        ValueError: the rebuilt plan is not the sender's.
+    """
+    document = json.loads(zlib.decompress(base64.b85decode(text)))
+    specs = tuple(
+        TensorSpec(name, tuple(shape), dtype, owner) for name, shape, dtype, owner in document["specs"]
+    )
+    plan = Plan(specs, tuple(_pack(specs, document["bucket_bytes"])), document["bucket_bytes"])
+    if plan.hash != expected_hash:
+        raise ValueError(
+            f"weight-sync plans differ: sender {expected_hash}, receiver {plan.hash}; "
+            "trainer and engine must run the same version of megarl"
+        )
+    return plan
+
+
+def _spec_rows(specs: Sequence[TensorSpec]) -> list[list[Any]]:
+    return [[spec.name, list(spec.shape), spec.dtype, spec.owner] for spec in specs]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

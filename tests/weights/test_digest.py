@@ -1,0 +1,182 @@
+"""The digest sees what a broken sync does to bytes, and is what an independent formula says it is."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.weights import digest as module
+from megarl.weights.digest import ROW_WORDS, digest, seed_of
+
+MASK = (1 << 64) - 1
+WORDS = 3 * ROW_WORDS * 2 + 777  # several chunks, a partial row
+
+
+def value(payload: torch.Tensor, version: int = 3, bucket: int = 5) -> int:
+    return int(digest(payload, version=version, bucket=bucket).item())
+
+
+def random_payload(words: int = WORDS, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (words * 8,), dtype=torch.uint8, generator=generator)
+
+
+def reference(payload: torch.Tensor, version: int, bucket: int) -> int:
+    """The formula of the docstring in Python integers."""
+    data = payload.numpy().tobytes()
+    seed = seed_of(version, bucket, len(data))
+    if not data:
+        return seed
+    words = np.frombuffer(data, dtype="<u8").tolist()
+    shifted = np.frombuffer(data[4:] + b"\0" * 4, dtype="<u8").tolist()
+    coefficients = [
+        [int(c) & MASK for c in vector.tolist()] for vector in module._coefficients(torch.device("cpu"))
+    ]
+    total = 0
+    for row in range(-(-len(words) // ROW_WORDS)):
+        span = slice(row * ROW_WORDS, (row + 1) * ROW_WORDS)
+        low = sum(w * c for w, c in zip(words[span], coefficients[0], strict=False)) & MASK
+        high = sum(w * c for w, c in zip(shifted[span], coefficients[1], strict=False)) & MASK
+        mixed = module._mix_int(low + (row + 1) * module._MIX_A + seed & MASK)
+        total += module._mix_int(mixed ^ (high + (row + 1) * module._MIX_C & MASK))
+    return module._mix_int(total + seed & MASK)
+
+
+@pytest.mark.parametrize(
+    "words", [0, 1, 2, 100, ROW_WORDS, ROW_WORDS + 1, 4 * ROW_WORDS, 4 * ROW_WORDS + 3, WORDS]
+)
+def test_equals_the_formula(words: int) -> None:
+    payload = random_payload(words)
+    assert value(payload) & MASK == reference(payload, 3, 5)
+
+
+def test_generic_device_path_agrees_with_the_cpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = random_payload()
+    expected = value(payload)
+    monkeypatch.setattr(module, "_matvec", lambda rows, c: (rows * c).sum(1))
+    assert value(payload) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, WORDS * 8 - 1), st.integers(0, 7), st.integers(0, 2))
+def test_a_flipped_bit_is_seen(byte: int, bit: int, seed: int) -> None:
+    payload = random_payload(seed=seed)
+    before = value(payload)
+    payload[byte] ^= 1 << bit
+    assert value(payload) != before
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2 * WORDS - 1), st.integers(0, 2 * WORDS - 1))
+def test_swapped_floats_are_seen(i: int, j: int) -> None:
+    payload = random_payload()
+    words = payload.view(torch.int32)
+    words[i] = 17
+    words[j] = 18
+    before = value(payload)
+    words[[i, j]] = words[[j, i]]
+    assert (value(payload) != before) == (i != j)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 2 * WORDS - 1), min_size=2, max_size=8, unique=True))
+def test_moved_signs_are_seen(positions: list[int]) -> None:
+    """Only top bits change: products modulo 2**64 alone would hardly notice."""
+    payload = torch.ones(2 * WORDS, dtype=torch.float32)
+    payload[positions[::2]] = -1.0
+    before = value(payload.view(torch.uint8))
+    payload[positions] = -payload[positions]
+    assert value(payload.view(torch.uint8)) != before
+
+
+def test_checkerboard_of_signs_is_seen() -> None:
+    payload = torch.ones(4 * ROW_WORDS, 2)
+    payload[[0, ROW_WORDS], 1] = torch.tensor([1.0, -1.0])
+    payload[[1, ROW_WORDS + 1], 1] = torch.tensor([-1.0, 1.0])
+    before = value(payload.view(-1).view(torch.uint8))
+    payload[[0, 1, ROW_WORDS, ROW_WORDS + 1], 1] *= -1
+    assert value(payload.view(-1).view(torch.uint8)) != before
+
+
+@pytest.mark.parametrize("size", [8, 4096, ROW_WORDS * 8, ROW_WORDS * 16])
+def test_swapped_tensors_are_seen(size: int) -> None:
+    payload = random_payload()
+    before = value(payload)
+    first, second = payload[:size].clone(), payload[size : 2 * size].clone()
+    payload[:size], payload[size : 2 * size] = second, first
+    assert value(payload) != before
+
+
+@pytest.mark.parametrize("shift", [1, 4, 8, 16, ROW_WORDS * 8])
+def test_shifts_are_seen(shift: int) -> None:
+    payload = random_payload()
+    assert value(payload.roll(shift)) != value(payload)
+
+
+@pytest.mark.parametrize("size", [8, 1000, ROW_WORDS * 8])
+def test_zero_fill_is_seen(size: int) -> None:
+    payload = random_payload()
+    before = value(payload)
+    payload[16 : 16 + size] = 0
+    assert value(payload) != before
+
+
+def test_missing_zeros_at_the_end_are_seen() -> None:
+    payload = random_payload(100)
+    payload[-80:] = 0
+    assert value(payload) != value(payload[:-80].clone())
+
+
+def test_replay_is_seen() -> None:
+    """The right bytes of another version, or of another bucket, are the wrong bytes."""
+    payload = random_payload(1000)
+    assert len({value(payload, v, b) for v in range(8) for b in range(8)}) == 64
+
+
+def test_wrong_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 8"):
+        digest(torch.zeros(7, dtype=torch.uint8), version=0, bucket=0)
+    with pytest.raises(ValueError, match="uint8"):
+        digest(torch.zeros(8), version=0, bucket=0)
+
+
+def test_mutants_of_the_digest_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part of the formula is needed: without it one of the tests above could not pass."""
+    signs = torch.ones(2 * ROW_WORDS)
+    signs[1] = -1.0
+    moved = signs.clone()
+    moved[[1, 5]] = moved[[5, 1]]
+    signs_bytes, moved_bytes = signs.view(torch.uint8), moved.view(torch.uint8)
+    assert value(signs_bytes) != value(moved_bytes)
+    with monkeypatch.context() as patch:  # no second reading: moved signs go unseen
+        patch.setattr(module, "_shifted_sums", lambda *_: 0)
+        assert value(signs_bytes) == value(moved_bytes)
+    payload = random_payload(2 * ROW_WORDS)
+    swapped = payload.clone()
+    swapped[:8], swapped[8:16] = payload[8:16], payload[:8]
+    ones = torch.ones(ROW_WORDS, dtype=torch.int64)
+    with monkeypatch.context() as patch:  # no coefficients: swapped words go unseen by the first reading
+        patch.setattr(module, "_coefficients", lambda _: (ones, ones))
+        patch.setattr(module, "_shifted_sums", lambda *_: 0)
+        assert value(payload) == value(swapped)
+
+
+def test_it_is_memory_bound() -> None:
+    """A generous bound of CPU time: a reduction of the same bytes times 25 (measured: about 5)."""
+    payload = random_payload(1 << 22)
+    words = payload.view(torch.int64)
+
+    def best(function) -> float:  # type: ignore[no-untyped-def]
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            function()
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert best(lambda: value(payload)) < 25 * best(words.sum) + 0.005
