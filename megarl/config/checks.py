@@ -1,0 +1,214 @@
+"""What several sections, the model, the files and the machine have to agree on, before any process starts.
+
+Every check yields problems as `key: what is wrong; how to fix it`. Nothing here imports torch or Megatron.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from megarl.config import layout_checks
+from megarl.config.engine_checks import engine_problems
+from megarl.config.errors import ConfigError
+from megarl.config.hardware import local_gpus
+from megarl.config.pools import resolve_pools
+from megarl.config.schema import Config
+from megarl.models.info import ModelInfo, load_info
+
+Device = Literal["cuda", "cpu"]
+
+# Why sampling in training has to be plain: key of `sampling`, its neutral value.
+_PLAIN_SAMPLING = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+def detect_device() -> Device:
+    """The device path that a run on this machine takes."""
+    return "cuda" if local_gpus() else "cpu"
+
+
+def check(config: Config, *, device: Device | None = None, files: bool = True) -> ModelInfo:
+    """Raise ConfigError listing every problem; return what model.path's config.json says.
+
+    `device`: the path that the run will take (default: this machine's). `files=False` leaves out what is only
+    known where the run will be (data, weights, tokenizer), for planning on another machine.
+    """
+    device = device or detect_device()
+    problems = list(_sizes(config)) + list(_sampling(config)) + list(_evaluation(config))
+    problems += list(_reward(config)) + list(layout_checks.megatron_problems(config, device))
+    problems += list(engine_problems(config)) + list(_transport(config, device))
+    try:
+        resolve_pools(config)
+    except ConfigError as error:
+        problems += error.problems
+    problems += list(layout_checks.layout_problems(config))
+    if files:
+        problems += list(_files(config))
+    try:
+        info = load_info(config.model.path)
+    except ValueError as error:
+        raise ConfigError([*problems, f"model.path: {error}"]) from None
+    problems += list(layout_checks.model_problems(config, info)) + list(_lengths(config, info))
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return info
+
+
+def max_sequence_tokens(config: Config, info: ModelInfo) -> int:
+    """Upper bound of prompt + response tokens of any sample, training and evaluation."""
+    if config.rollout.max_model_len is not None:
+        return config.rollout.max_model_len
+    if config.data.max_prompt_tokens is None:
+        return info.max_positions
+    return min(info.max_positions, config.data.max_prompt_tokens + longest_response(config))
+
+
+def longest_response(config: Config) -> int:
+    """Upper bound of response tokens, training and evaluation."""
+    evaluated = config.evaluation.max_tokens or 0
+    return max(config.sampling.max_tokens, evaluated if config.evaluation.sets else 0)
+
+
+def _sizes(config: Config) -> Iterator[str]:
+    batch, trainer = config.batch, config.trainer
+    if trainer.mini_batches > batch.groups:
+        yield (
+            f"trainer.mini_batches: {trainer.mini_batches} updates from {batch.groups} groups; a group is "
+            "never "
+            f"split, so use at most batch.groups={batch.groups}"
+        )
+    if trainer.optimizer.min_lr > trainer.optimizer.lr:
+        yield f"trainer.optimizer.min_lr: above lr={trainer.optimizer.lr}; lower it"
+    if trainer.optimizer.schedule != "constant" and trainer.optimizer.warmup_steps >= config.run.steps:
+        yield (
+            f"trainer.optimizer.warmup_steps: {trainer.optimizer.warmup_steps} leaves nothing of "
+            f"run.steps={config.run.steps} for the decay; lower it or use schedule: constant"
+        )
+    for index, beta in enumerate(trainer.optimizer.betas):
+        if not 0 <= beta < 1:
+            yield f"trainer.optimizer.betas.{index}: must be in [0, 1), not {beta}"
+    if config.algorithm.clip_low >= 1:
+        yield f"algorithm.clip_low: must be below 1, not {config.algorithm.clip_low} (ratio >= 1 - clip_low)"
+    buffer = config.algorithm.overlong.buffer_tokens
+    if buffer > config.sampling.max_tokens:
+        yield (
+            f"algorithm.overlong.buffer_tokens: {buffer} is more than sampling.max_tokens="
+            f"{config.sampling.max_tokens}; the punished tail has to lie below the limit"
+        )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    for name, neutral in _PLAIN_SAMPLING.items():
+        value = getattr(config.sampling, name)
+        if value != neutral:
+            yield (
+                f"sampling.{name}: must be {neutral} in training, not {value}: the engine's log-probs "
+                "would be of "
+                "a distribution that the trainer cannot rebuild, and every importance ratio would be wrong; "
+                "remove it (evaluation.sampling may use it)"
+            )
+    if config.sampling.stop_token_ids is not None and not config.sampling.stop_token_ids:
+        yield "sampling.stop_token_ids: empty, so no response would ever end; list ids or remove the key"
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    names = [each.name for each in config.evaluation.sets]
+    for index, name in enumerate(names):
+        if "/" in name or not name.strip():
+            yield (
+                f"evaluation.sets.{index}.name: {name!r} must be non-empty and without '/' (it names metrics)"
+            )
+        if name in names[:index]:
+            yield f"evaluation.sets.{index}.name: {name!r} is given twice; rename one"
+    if config.evaluation.every and not names:
+        yield "evaluation.every: set, but evaluation.sets is empty; add a set or set it to 0"
+
+
+def _reward(config: Config) -> Iterator[str]:
+    function = config.reward.function
+    if function in ("gsm8k", "math"):
+        return
+    module, colon, name = function.partition(":")
+    if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        yield (
+            f"reward.function: {function!r} is neither gsm8k, math nor an import path package.module:function"
+        )
+        return
+    try:
+        found = importlib.util.find_spec(module.split(".", maxsplit=1)[0]) is not None
+    except ValueError:
+        found = True
+    top = module.split(".", maxsplit=1)[0]
+    if not found and not (Path(f"{top}.py").exists() or Path(top).is_dir()):
+        yield f"reward.function: no module {top!r}; install it or add its directory to PYTHONPATH"
+
+
+def _transport(config: Config, device: Device) -> Iterator[str]:
+    if config.weight_sync.transport == "nccl" and device == "cpu":
+        yield "weight_sync.transport: nccl needs GPUs, and this run would have none; use auto or gloo"
+
+
+def _files(config: Config) -> Iterator[str]:
+    here = f"(current directory: {os.getcwd()})"
+    named = [("data.path", config.data.path)]
+    named += [(f"evaluation.sets.{i}.path", each.path) for i, each in enumerate(config.evaluation.sets)]
+    for key, path in named:
+        if not path.is_file():
+            yield f"{key}: no such file: {path} {here}; relative paths start at the current directory"
+        elif path.suffix not in (".jsonl", ".json", ".parquet"):
+            yield f"{key}: {path} is neither .jsonl nor .parquet; convert or rename it"
+    models = [("model.path", config.model.path, config.model.load_weights)]
+    if config.algorithm.kl.coef and config.reference.path is not None:
+        models.append(("reference.path", config.reference.path, True))
+    for key, path, weights in models:
+        if not path.is_dir():
+            yield f"{key}: no such directory: {path} {here}; it must be a Hugging Face directory"
+            continue
+        if weights and not any(path.glob("*.safetensors")):
+            yield (
+                f"{key}: {path} holds no *.safetensors; convert the checkpoint, or set "
+                "model.load_weights=false"
+            )
+        if key == "model.path" and not any(
+            (path / n).is_file() for n in ("tokenizer.json", "tokenizer.model")
+        ):
+            yield f"{key}: {path} holds no tokenizer.json; copy the tokenizer files of the model into it"
+
+
+def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
+    prompt, response = config.data.max_prompt_tokens, longest_response(config)
+    limit = config.rollout.max_model_len
+    if limit is not None and limit > info.max_positions:
+        yield (
+            f"rollout.max_model_len: {limit} is more than the model's {info.max_positions} positions "
+            "(max_position_embeddings); lower it"
+        )
+    if response >= (limit or info.max_positions):
+        yield (
+            f"sampling.max_tokens: responses of {response} tokens leave no room for a prompt in "
+            f"{'rollout.max_model_len' if limit else 'the model'}'s {limit or info.max_positions}; lower it"
+        )
+    elif prompt is not None and prompt + response > (limit or info.max_positions):
+        yield (
+            f"data.max_prompt_tokens: {prompt} + {response} response tokens exceed "
+            f"{'rollout.max_model_len' if limit else 'the model'}'s {limit or info.max_positions}; lower "
+            "one of them"
+        )
+    longest = max_sequence_tokens(config, info)
+    bounded = prompt is not None or limit is not None
+    if bounded and config.trainer.micro_batch_tokens < longest:
+        yield (
+            f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} is less than the longest "
+            "sample "
+            f"({longest} tokens); a sample is never split, so raise it to at least {longest}"
+        )

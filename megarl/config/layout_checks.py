@@ -1,0 +1,184 @@
+"""Layouts that Megatron-Core cannot run, or runs wrongly, and what may be passed to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megarl.config import megatron_fields
+from megarl.config.megatron_reserved import GPU_ONLY, Target
+from megarl.config.schema import Config
+from megarl.models.info import ModelInfo
+
+# Recompute modules that Megatron-Core 0.16.1 runs only with Transformer Engine (CheckpointWithoutOutput).
+_NEEDS_TE = frozenset({"layernorm", "moe_act"})
+
+
+def layout_problems(config: Config) -> Iterator[str]:
+    """What is impossible whatever the model."""
+    parallel, gpus = config.trainer.parallel, config.trainer.gpus
+    tensor, pipeline = parallel.tensor, parallel.pipeline
+    expert_tensor = parallel.expert_tensor or tensor
+    if gpus % (tensor * pipeline):
+        yield (
+            f"trainer.gpus: {gpus} is not a multiple of parallel.tensor x parallel.pipeline = {tensor} x "
+            f"{pipeline} = {tensor * pipeline}; change one of them"
+        )
+    if gpus % (parallel.expert * expert_tensor * pipeline):
+        yield (
+            f"trainer.parallel.expert: {gpus} GPUs are not a multiple of expert x expert_tensor x pipeline = "
+            f"{parallel.expert} x {expert_tensor} x {pipeline}; change one of them"
+        )
+    if parallel.sequence and tensor == 1:
+        yield "trainer.parallel.sequence: sequence parallelism needs tensor > 1; set it to false"
+    if parallel.virtual_pipeline is not None and pipeline == 1:
+        yield "trainer.parallel.virtual_pipeline: needs pipeline > 1; remove it"
+    # Megatron 0.16.1: gradients of experts are then not reduced over the ranks that hold them (fixed by PR
+    # #5916).
+    if parallel.expert == 1 and expert_tensor != tensor:
+        yield (
+            f"trainer.parallel.expert_tensor: {expert_tensor} differs from tensor={tensor} with expert=1; "
+            "megatron-core 0.16.1 then lets the experts of different ranks diverge silently: remove "
+            "expert_tensor"
+        )
+
+
+def model_problems(config: Config, info: ModelInfo) -> Iterator[str]:
+    """What this model cannot be split into."""
+    parallel, engine = config.trainer.parallel, config.rollout.tensor_parallel
+    tensor = parallel.tensor
+    sizes = [("attention heads", info.heads, tensor, "trainer.parallel.tensor")]
+    sizes += [("attention heads", info.heads, engine, "rollout.tensor_parallel")]
+    dense = not all(info.moe_layers) or not info.moe_layers
+    if dense:
+        sizes += [("MLP columns", info.ffn, tensor, "trainer.parallel.tensor")]
+        sizes += [("MLP columns", info.ffn, engine, "rollout.tensor_parallel")]
+    for what, size, parts, key in sizes:
+        if size % parts:
+            yield f"{key}: the model's {size} {what} cannot be split {parts} ways; use a divisor of {size}"
+    for parts, key in ((tensor, "trainer.parallel.tensor"), (engine, "rollout.tensor_parallel")):
+        if info.kv_heads % parts and parts % info.kv_heads:
+            yield (
+                f"{key}: {info.kv_heads} key-value heads can be neither split nor repeated over {parts} "
+                "ranks; "
+                f"use a divisor or a multiple of {info.kv_heads}"
+            )
+    stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
+    if info.num_layers % stages:
+        key = "virtual_pipeline" if parallel.virtual_pipeline else "pipeline"
+        yield (
+            f"trainer.parallel.{key}: the model's {info.num_layers} layers cannot be split into {stages} "
+            "equal "
+            f"chunks (pipeline x virtual_pipeline); use a divisor of {info.num_layers}"
+        )
+    yield from _expert_problems(config, info)
+
+
+def _expert_problems(config: Config, info: ModelInfo) -> Iterator[str]:
+    parallel = config.trainer.parallel
+    if not info.num_experts:
+        if parallel.expert > 1 or parallel.expert_tensor not in (None, parallel.tensor):
+            yield "trainer.parallel.expert: this model has no experts; remove expert and expert_tensor"
+        return
+    if info.num_experts % parallel.expert:
+        yield (
+            f"trainer.parallel.expert: {info.num_experts} experts cannot be split {parallel.expert} ways; "
+            "use a "
+            f"divisor of {info.num_experts}"
+        )
+    expert_tensor = parallel.expert_tensor or parallel.tensor
+    if info.moe_ffn % expert_tensor:
+        yield (
+            f"trainer.parallel.expert_tensor: the experts' {info.moe_ffn} MLP columns cannot be split "
+            f"{expert_tensor} ways; use a divisor of {info.moe_ffn}"
+        )
+    if info.moe_ffn % config.rollout.tensor_parallel:
+        yield (
+            f"rollout.tensor_parallel: the experts' {info.moe_ffn} MLP columns cannot be split "
+            f"{config.rollout.tensor_parallel} ways; use a divisor of {info.moe_ffn}"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield (
+            "trainer.parallel.sequence: megatron-core trains a mixture of experts with tensor > 1 only with "
+            "sequence parallelism; set it to true"
+        )
+
+
+def megatron_problems(config: Config, device: str) -> Iterator[str]:
+    """Unknown, mistyped, reserved, device-specific and dangerous fields under `megatron`."""
+    passed: dict[Target, dict[str, Any]] = {
+        "transformer": config.megatron.transformer,
+        "optimizer": config.megatron.optimizer,
+        "ddp": config.megatron.ddp,
+    }
+    for target, values in passed.items():
+        for name, value in values.items():
+            wrong = megatron_fields.problem(target, name, value)
+            if wrong is not None:
+                yield wrong
+            elif device == "cpu" and value and name in GPU_ONLY[target]:
+                yield f"megatron.{target}.{name}: needs a GPU, and this run would have none; remove it"
+    yield from _transformer_traps(config, device)
+    optimizer = config.megatron.optimizer.get("optimizer", "adam")
+    if optimizer not in ("adam", "sgd"):
+        yield f"megatron.optimizer.optimizer: {optimizer!r} is not supported; use adam or sgd"
+    if config.megatron.ddp.get("overlap_param_gather") and not config.trainer.optimizer.distributed:
+        yield (
+            "megatron.ddp.overlap_param_gather: there is no gather without the distributed optimizer; set "
+            "trainer.optimizer.distributed=true or remove it"
+        )
+    if config.megatron.ddp.get("overlap_param_gather") and not config.megatron.ddp.get("overlap_grad_reduce"):
+        yield (
+            "megatron.ddp.overlap_param_gather: megatron-core needs overlap_grad_reduce: true with it; add it"
+        )
+
+
+def _transformer_traps(config: Config, device: str) -> Iterator[str]:
+    """Settings with which megatron-core 0.16.1 computes something wrong, or dies in the first step."""
+    fields, parallel = config.megatron.transformer, config.trainer.parallel
+    interleaved = parallel.virtual_pipeline is not None
+    # With overlap off, PP=2 posts two sends to one peer and mixes them up: gradients are silently wrong; with
+    # micro-batches of different lengths larger PP dies on shapes.
+    for name, wanted in (("overlap_p2p_comm", True), ("batch_p2p_comm", False)):
+        if interleaved and name in fields and fields[name] is not wanted:
+            yield (
+                f"megatron.transformer.{name}: must be {str(wanted).lower()} with virtual_pipeline: "
+                "megatron-core "
+                "0.16.1 otherwise mixes up the chunks' activations and gradients are silently wrong; "
+                "remove it"
+            )
+    if not interleaved and fields.get("overlap_p2p_comm"):
+        yield (
+            "megatron.transformer.overlap_p2p_comm: works only with trainer.parallel.virtual_pipeline; "
+            "remove it"
+        )
+    if fields.get("moe_token_dispatcher_type") == "allgather":
+        yield (
+            "megatron.transformer.moe_token_dispatcher_type: allgather cannot handle packed micro-batches of "
+            "different lengths (variable_seq_lengths, which dense models need as well); use alltoall or "
+            "remove it"
+        )
+    if fields.get("moe_token_dispatcher_type") == "flex" and device == "cpu":
+        yield "megatron.transformer.moe_token_dispatcher_type: flex needs a GPU; use alltoall"
+    modules = fields.get("recompute_modules")
+    if device == "cpu" and isinstance(modules, list) and (bad := sorted(_NEEDS_TE & set(map(str, modules)))):
+        yield (
+            f"megatron.transformer.recompute_modules: {', '.join(bad)} needs Transformer Engine (a GPU); "
+            "leave "
+            "it out"
+        )
+    if fields.get("recompute_granularity") == "full" and fields.get("recompute_method") is None:
+        yield (
+            "megatron.transformer.recompute_method: set it to uniform or block with recompute_granularity: "
+            "full"
+        )
+    if fields.get("recompute_granularity") == "full" and fields.get("recompute_num_layers") is None:
+        yield "megatron.transformer.recompute_num_layers: set it (e.g. 1) with recompute_granularity: full"
+    if fields.get("recompute_method") is not None and fields.get("recompute_granularity") != "full":
+        yield "megatron.transformer.recompute_method: only with recompute_granularity: full; remove it"
+    if device == "cpu" and parallel.expert > 1 and (parallel.expert_tensor or parallel.tensor) > 1:
+        yield (
+            "trainer.parallel.expert_tensor: without GPUs megatron-core's uneven all-gather fails for "
+            "expert > 1 "
+            "and expert_tensor > 1 (gloo: invalid tensor size); set expert_tensor=1"
+        )

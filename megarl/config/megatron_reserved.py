@@ -1,0 +1,108 @@
+"""Fields of Megatron's configs that megarl sets itself, each with the reason or the place to set it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Target = Literal["transformer", "optimizer", "ddp"]
+
+
+def _each(names: str, reason: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), reason)
+
+
+_TRANSFORMER = {
+    **_each(
+        "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size"
+        " sequence_parallel expert_model_parallel_size expert_tensor_parallel_size",
+        "set it in trainer.parallel",
+    ),
+    **_each(
+        "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels"
+        " layernorm_epsilon layernorm_zero_centered_gamma normalization add_bias_linear add_qkv_bias"
+        " gated_linear_unit qk_layernorm qk_l2_norm rotary_interleaved multi_latent_attention mtp_num_layers"
+        " num_moe_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq moe_router_pre_softmax"
+        " moe_router_score_function moe_router_num_groups moe_router_group_topk moe_apply_probs_on_input"
+        " moe_router_topk_scaling_factor moe_shared_expert_intermediate_size moe_shared_expert_gate"
+        " moe_latent_size window_size window_attn_skip_freq no_rope_freq softmax_scale softmax_type"
+        " attention_output_gate is_hybrid_model apply_residual_connection_post_layernorm mrope_section"
+        " heterogeneous_block_specs experimental_attention_variant glu_linear_offset"
+        " activation_func_clamp_value",
+        "it comes from model.path's config.json",
+    ),
+    **_each("fp16 bf16 enable_autocast", "set it in trainer.precision"),
+    **_each(
+        "hidden_dropout attention_dropout moe_input_jitter_eps",
+        "noise must stay off: the trainer's log-probs have to equal the engine's",
+    ),
+    **_each(
+        "moe_token_dropping moe_expert_capacity_factor moe_pad_expert_input_to_capacity",
+        "dropped tokens make the trainer's log-probs differ from the engine's",
+    ),
+    **_each(
+        "context_parallel_size hybrid_context_parallel hierarchical_context_parallel_sizes"
+        " max_seqlen_per_dp_cp_rank",
+        "context parallelism does not exist yet; use tensor or pipeline parallelism",
+    ),
+    **_each(
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout"
+        " account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+        "every pipeline stage gets the same number of layers",
+    ),
+    **_each("use_cpu_initialization transformer_impl", "the platform decides it"),
+    **_each("perform_initialization init_model_with_meta_device", "set model.load_weights"),
+    "calculate_per_token_loss": "megarl needs it true: a mean of micro-batch means is wrong for sequences of "
+    "different lengths (the loss is normalised by global token counts)",
+    "variable_seq_lengths": "megarl needs it true: packed micro-batches differ in length",
+    "moe_router_force_load_balancing": "random routing is for benchmarks: it ignores the router",
+    "test_mode": "it is for Megatron's own tests",
+}
+
+_OPTIMIZER = {
+    **_each(
+        "lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad use_distributed_optimizer",
+        "set it in trainer.optimizer",
+    ),
+    **_each("fp16 bf16", "set it in trainer.precision"),
+    **_each(
+        "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+        "bf16 and fp32 need no loss scaling",
+    ),
+    "overlap_param_gather": "set it in megatron.ddp",
+}
+
+_DDP = {
+    **_each(
+        "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy",
+        "only Megatron's DDP and distributed optimizer are supported",
+    ),
+    "use_distributed_optimizer": "set it in trainer.optimizer.distributed",
+    "average_in_collective": "gradients are summed and divided by global token counts; Megatron refuses the "
+    "average together with calculate_per_token_loss",
+    "num_distributed_optimizer_instances": "state sharded over a part of the data-parallel group cannot be "
+    "saved in a form that another layout loads",
+}
+
+RESERVED: dict[Target, dict[str, str]] = {
+    "transformer": _TRANSFORMER,
+    "optimizer": _OPTIMIZER,
+    "ddp": _DDP,
+}
+
+# Kernels and communication that exist on GPUs only: refused where the run would use no GPU.
+GPU_ONLY: dict[Target, frozenset[str]] = {
+    "transformer": frozenset(
+        _each(
+            "apply_rope_fusion bias_activation_fusion bias_dropout_fusion masked_softmax_fusion"
+            " gradient_accumulation_fusion cross_entropy_loss_fusion moe_permute_fusion moe_router_fusion"
+            " moe_grouped_gemm fused_single_qkv_rope use_te_rng_tracker use_te_activation_func fp8 fp4"
+            " tp_comm_overlap moe_enable_deepep persist_layer_norm memory_efficient_layer_norm cpu_offloading"
+            " enable_cuda_graph external_cuda_graph batch_invariant_mode fine_grained_activation_offloading",
+            "",
+        )
+    ),
+    "optimizer": frozenset(
+        _each("use_precision_aware_optimizer optimizer_cpu_offload reuse_grad_buf_for_mxfp8_param_ag", "")
+    ),
+    "ddp": frozenset(_each("nccl_ub fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag", "")),
+}

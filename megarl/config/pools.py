@@ -1,0 +1,129 @@
+"""Which GPUs of which nodes the trainer and the rollout pool hold. Pure arithmetic on the config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One side's GPUs: the same device indices on each of its nodes."""
+
+    name: str
+    gpus: int
+    nodes: int
+    devices: tuple[int, ...]
+
+    @property
+    def gpus_per_node(self) -> int:
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Both sides; `shared`: they live on the same nodes, on disjoint devices."""
+
+    trainer: Pool
+    rollout: Pool
+    shared: bool
+
+    @property
+    def nodes(self) -> int:
+        return self.trainer.nodes if self.shared else self.trainer.nodes + self.rollout.nodes
+
+
+def rollout_gpus(config: Config) -> int:
+    """GPUs (on CPU: engine workers) of the rollout pool."""
+    return config.rollout.replicas * config.rollout.tensor_parallel
+
+
+def resolve_pools(config: Config) -> Pools:
+    """Devices of both pools; ConfigError listing everything that does not fit."""
+    trainer, rollout = config.trainer, config.rollout
+    problems: list[str] = []
+    t_per_node = _per_node("trainer", trainer.gpus, trainer.gpus_per_node, trainer.devices, problems)
+    r_total = rollout_gpus(config)
+    r_per_node = _per_node("rollout", r_total, rollout.gpus_per_node, rollout.devices, problems)
+    node_size = rollout.gpus_per_node or (len(rollout.devices) if rollout.devices else r_per_node)
+    if rollout.tensor_parallel > node_size:
+        problems.append(
+            f"rollout.tensor_parallel: {rollout.tensor_parallel} GPUs per engine, but a node gives the pool "
+            f"{node_size}; an engine never spans nodes: lower it to at most {node_size}, raise "
+            "rollout.replicas"
+        )
+    elif r_per_node % rollout.tensor_parallel:
+        problems.append(
+            f"rollout.gpus_per_node: {r_per_node} is not a multiple of rollout.tensor_parallel="
+            f"{rollout.tensor_parallel}; an engine never spans nodes"
+        )
+    if problems:
+        raise ConfigError(problems)
+    shared = _shared(config)
+    t_nodes, r_nodes = trainer.gpus // t_per_node, r_total // r_per_node
+    if shared and t_nodes != r_nodes:
+        raise ConfigError([
+            f"rollout.nodes: the pools share their nodes, but the trainer has {t_nodes} and the rollout pool "
+            f"{r_nodes}; set rollout.nodes=separate, or make gpus / gpus_per_node agree"
+        ])  # fmt: skip
+    t_devices, r_devices = _devices(config, shared, t_per_node, r_per_node)
+    overlap = sorted(set(t_devices) & set(r_devices))
+    if shared and overlap:
+        raise ConfigError([
+            f"rollout.devices: overlaps trainer.devices in {overlap}; give each GPU to one pool, or set "
+            "rollout.nodes=separate if these are different machines"
+        ])  # fmt: skip
+    return Pools(
+        Pool("trainer", trainer.gpus, t_nodes, t_devices),
+        Pool("rollout", r_total, r_nodes, r_devices),
+        shared,
+    )
+
+
+def _per_node(
+    name: str, total: int, per_node: int | None, devices: list[int] | None, problems: list[str]
+) -> int:
+    """GPUs that the pool holds on each of its nodes; appends what is wrong."""
+    if devices is not None:
+        if not devices or len(set(devices)) != len(devices) or min(devices) < 0:
+            problems.append(f"{name}.devices: {devices} must be distinct indices >= 0")
+        if per_node is not None and per_node != len(devices):
+            problems.append(
+                f"{name}.devices: {len(devices)} devices but {name}.gpus_per_node={per_node}; drop one"
+            )
+        per_node = max(1, len(devices))
+        if total < per_node:
+            problems.append(f"{name}.devices: {per_node} devices for {total} GPUs; list only {total}")
+    size = min(per_node or total, total)
+    if total % size:
+        fix = "trainer.gpus" if name == "trainer" else "rollout.replicas x rollout.tensor_parallel"
+        problems.append(
+            f"{name}.gpus_per_node: {fix} = {total} is not a multiple of {size}; nodes are filled evenly"
+        )
+    return size
+
+
+def _shared(config: Config) -> bool:
+    if config.rollout.nodes != "auto":
+        return config.rollout.nodes == "shared"
+    per_node = config.trainer.gpus_per_node is not None and config.rollout.gpus_per_node is not None
+    listed = config.trainer.devices is not None or config.rollout.devices is not None
+    return listed or not per_node
+
+
+def _devices(
+    config: Config, shared: bool, t_size: int, r_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Listed devices as they are; otherwise the lowest indices that the other pool does not hold."""
+    t_listed, r_listed = config.trainer.devices, config.rollout.devices
+    taken = set(r_listed or ()) if shared else set()
+    t_devices = tuple(t_listed) if t_listed is not None else _lowest(t_size, taken)
+    taken = set(t_devices) if shared else set()
+    return t_devices, tuple(r_listed) if r_listed is not None else _lowest(r_size, taken)
+
+
+def _lowest(count: int, taken: set[int]) -> tuple[int, ...]:
+    free = (index for index in range(count + len(taken) + 1) if index not in taken)
+    return tuple(next(free) for _ in range(count))
