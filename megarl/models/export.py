@@ -1,0 +1,268 @@
+"""Megatron shards back to Hugging Face tensors, one at a time, each on the rank that owns it.
+
+The manifest is the same on every rank and in layer order; `stream` walks it with every rank taking part only in
+the gathers of its own shards. At most one Hugging Face tensor beyond the shard is alive (row-parallel tensors: plus
+one peer's shard).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from megarl.models.info import ModelInfo
+from megarl.models.safetensors_io import SafetensorsWriter, TensorSpec, write_index
+from megarl.models.shards import Shard, local_shards, table
+
+logger = logging.getLogger(__name__)
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".index.json")
+
+
+@dataclass(frozen=True)
+class ExportedTensor:
+    """One Hugging Face tensor; `owner` is the global trainer rank that ends up holding it whole."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class HFExporter:
+    """Streams a model out of its chunks (wrapped or bare) in dtype `dtype`. Build it on every rank."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], info: ModelInfo, dtype: torch.dtype) -> None:
+        self.info = info
+        self.dtype = dtype
+        self._entries = table(info)
+        self._shards = {
+            shard.name: shard for shard in local_shards(chunks, info, self._entries) if not shard.is_tied_copy
+        }
+        self._manifest: list[ExportedTensor] | None = None
+
+    def manifest(self) -> list[ExportedTensor]:
+        """All tensors of the model in layer order, equal on all ranks. The first call is collective (world)."""
+        if self._manifest is None:
+            owners = self._owners()
+            self._manifest = [
+                ExportedTensor(name, shape, self.dtype, owners[entry.megatron])
+                for entry in self._entries.values()
+                for name, shape in zip(entry.names, entry.shapes, strict=True)
+            ]
+        return self._manifest
+
+    def stream(self) -> Iterator[tuple[ExportedTensor, torch.Tensor | None]]:
+        """(tensor's manifest entry, its full value on the owner, None elsewhere) for this rank's shards.
+
+        Ranks of one tensor-parallel group must advance together: each step is a gather among them. Values may share
+        memory with the parameters: read them before the next step, do not write to them. Only ranks of data-parallel
+        rank 0 take part; others yield nothing.
+        """
+        manifest = iter(self.manifest())
+        for entry in self._entries.values():
+            exported = [next(manifest) for _ in entry.names]
+            shard = self._shards.get(entry.megatron)
+            if shard is None or not _is_sender(shard):
+                continue
+            for source, item in enumerate(exported):
+                yield item, _gather(shard, source, item)
+
+    def _owners(self) -> dict[str, int]:
+        """Global owner rank of each Megatron parameter, agreed on by all ranks."""
+        mine = [name for name, shard in self._shards.items() if _is_sender(shard) and shard.rank == 0]
+        everyone: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather_object(everyone, mine)
+        owners: dict[str, int] = {}
+        for rank, names in enumerate(everyone):
+            for name in names:
+                if name in owners:
+                    raise RuntimeError(f"{name} has two owners: ranks {owners[name]} and {rank}")
+                owners[name] = rank
+        missing = [name for name in self._entries if name not in owners]
+        if missing:
+            raise RuntimeError(f"no rank holds {missing[:5]} ({len(missing)} Megatron parameters)")
+        return owners
+
+
+def _is_sender(shard: Shard) -> bool:
+    if shard.entry.expert is not None:
+        return parallel_state.get_expert_data_parallel_rank() == 0
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+
+
+def _group(shard: Shard) -> torch.distributed.ProcessGroup:
+    if shard.entry.expert is not None:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+@torch.no_grad()
+def _gather(shard: Shard, source: int, item: ExportedTensor) -> torch.Tensor | None:
+    """The full tensor on rank 0 of the shard's group, None on its other ranks."""
+    axis = shard.entry.rule.axis
+    own = _rows(shard, source).to(item.dtype)
+    if axis is None or shard.size == 1:
+        return own if shard.rank == 0 else None
+    group = _group(shard)
+    places = [_places(shard, source, rank) for rank in range(shard.size)]
+    if shard.rank != 0:
+        if places[shard.rank]:
+            torch.distributed.send(own.contiguous(), group=group, group_dst=0)
+        return None
+    full = torch.empty(item.shape, dtype=item.dtype, device=own.device)
+    for rank, ranges in enumerate(places):
+        if not ranges:
+            continue
+        direct = axis == 0 and len(ranges) == 1
+        if direct and rank != 0:
+            start, stop = ranges[0]
+            torch.distributed.recv(full[start:stop], group=group, group_src=rank)
+            continue
+        values = own
+        if rank != 0:
+            shape = list(item.shape)
+            shape[axis] = sum(stop - start for start, stop in ranges)
+            values = torch.empty(shape, dtype=item.dtype, device=own.device)
+            torch.distributed.recv(values, group=group, group_src=rank)
+        offset = 0
+        for start, stop in ranges:
+            full.narrow(axis, start, stop - start).copy_(values.narrow(axis, offset, stop - start))
+            offset += stop - start
+    return full
+
+
+def _rows(shard: Shard, source: int) -> torch.Tensor:
+    """This rank's part of one Hugging Face tensor: a view where it is one piece of the shard."""
+    axis = shard.entry.rule.axis or 0
+    parts, offset = [], 0
+    for piece in shard.entry.pieces(shard.rank, shard.size):
+        if piece.source == source:
+            parts.append(shard.parameter.data.narrow(axis, offset, piece.size))
+        offset += piece.size
+    if not parts:
+        return shard.parameter.data.narrow(axis, 0, 0)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+
+
+def _places(shard: Shard, source: int, rank: int) -> list[tuple[int, int]]:
+    """Where rank `rank`'s part goes in the Hugging Face tensor; adjoining ranges are merged."""
+    ranges: list[tuple[int, int]] = []
+    for piece in shard.entry.pieces(rank, shard.size):
+        if piece.source != source:
+            continue
+        if ranges and ranges[-1][1] == piece.start:
+            ranges[-1] = (ranges[-1][0], piece.stop)
+        else:
+            ranges.append((piece.start, piece.stop))
+    return ranges
+
+
+def save_hf(
+    exporter: HFExporter,
+    hf_source_dir: Path | str,
+    out_dir: Path | str,
+    shard_bytes: int = 5 * 2**30,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write a Hugging Face directory: safetensors, index, and everything of the source but its weights.
+
+    Collective over the world; `out_dir` must be on a file system that all ranks see. Each owner writes its own files,
+    one tensor in memory at a time; the directory appears by a rename when all are complete. Raises ValueError if it
+    exists and `overwrite` is false.
+    """
+    out, rank = Path(out_dir), torch.distributed.get_rank()
+    if out.exists() and not overwrite:
+        raise ValueError(f"{out} exists already; choose another directory or remove it")
+    partial = out.with_name(f".{out.name}.partial")
+    files = _plan_files(exporter.manifest(), shard_bytes)
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _copy_side_files(Path(hf_source_dir), partial, exporter.dtype)
+    torch.distributed.barrier()
+    _write_own_files(exporter, partial, files, rank)
+    torch.distributed.barrier()
+    if rank == 0:
+        if len(files) > 1:
+            write_index(partial, [(name, [_spec(t) for t in tensors]) for name, tensors in files])
+        if out.exists():
+            old = out.with_name(f".{out.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(out, old)
+            os.replace(partial, out)
+            shutil.rmtree(old)
+        else:
+            os.replace(partial, out)
+        logger.info(
+            "%s: %d files, %.1f MiB", out, len(files), sum(t.nbytes for t in exporter.manifest()) / 2**20
+        )
+    torch.distributed.barrier()
+
+
+def _spec(tensor: ExportedTensor) -> TensorSpec:
+    return TensorSpec(tensor.name, tensor.shape, tensor.dtype)
+
+
+def _plan_files(
+    manifest: Sequence[ExportedTensor], shard_bytes: int
+) -> list[tuple[str, list[ExportedTensor]]]:
+    """Group each owner's tensors, in order, into files of at most `shard_bytes` (or one tensor)."""
+    groups: list[list[ExportedTensor]] = []
+    open_group: dict[int, list[ExportedTensor]] = {}
+    for tensor in manifest:
+        group = open_group.get(tensor.owner)
+        if group is None or sum(t.nbytes for t in group) + tensor.nbytes > shard_bytes:
+            group = open_group[tensor.owner] = []
+            groups.append(group)
+        group.append(tensor)
+    if len(groups) == 1:
+        return [("model.safetensors", groups[0])]
+    return [
+        (f"model-{i:05d}-of-{len(groups):05d}.safetensors", group) for i, group in enumerate(groups, start=1)
+    ]
+
+
+def _write_own_files(
+    exporter: HFExporter, directory: Path, files: list[tuple[str, list[ExportedTensor]]], rank: int
+) -> None:
+    file_of = {tensor.name: (name, tensors) for name, tensors in files for tensor in tensors}
+    writer: SafetensorsWriter | None = None
+    current = ""
+    for tensor, value in exporter.stream():
+        if value is None:
+            continue
+        name, tensors = file_of[tensor.name]
+        if name != current:
+            if writer is not None:
+                writer.close()
+            writer, current = SafetensorsWriter(directory / name, [_spec(t) for t in tensors]), name
+        assert writer is not None and tensor.owner == rank
+        writer.write(tensor.name, value)
+    if writer is not None:
+        writer.close()
+
+
+def _copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Config, tokenizer, generation config, …; config.json gets the dtype of the new weights."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not file.name.startswith("."):
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((target / "config.json").read_text())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    name = str(dtype).removeprefix("torch.")
+    if config.get(key) != name:
+        config[key] = name
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,150 @@
+"""What a family file declares, and the rules that most decoder-only families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.models.mapping import Rule, Source, qkv
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: its Hugging Face architecture, what its config means, and the mapping table.
+
+    `read(raw)` gives the ModelInfo fields that are the family's own. `redundant`: Hugging Face names (templates) that
+    old files carry although they are recomputed; they are the only names that may be left unread.
+    """
+
+    name: str
+    architecture: str
+    rules: tuple[Rule, ...]
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
+    redundant: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
+
+
+_HF, _MG = "model.layers.{layer}", "decoder.layers.{layer}"
+
+EMBEDDING = (
+    Rule(
+        "embedding.word_embeddings.weight",
+        (Source("model.embed_tokens.weight", "vocab hidden"),),
+        0,
+        pad_to_tp=True,
+    ),
+)
+
+ATTENTION = (
+    Rule(
+        f"{_MG}.input_layernorm.weight", (Source(f"{_HF}.input_layernorm.weight", "hidden"),), where="layer"
+    ),
+    Rule(
+        f"{_MG}.self_attention.linear_qkv.weight",
+        (
+            Source(f"{_HF}.self_attn.q_proj.weight", "q hidden"),
+            Source(f"{_HF}.self_attn.k_proj.weight", "kv hidden"),
+            Source(f"{_HF}.self_attn.v_proj.weight", "kv hidden"),
+        ),
+        axis=0,
+        where="layer",
+        arrange=qkv,
+    ),
+    Rule(
+        f"{_MG}.self_attention.linear_qkv.bias",
+        (
+            Source(f"{_HF}.self_attn.q_proj.bias", "q"),
+            Source(f"{_HF}.self_attn.k_proj.bias", "kv"),
+            Source(f"{_HF}.self_attn.v_proj.bias", "kv"),
+        ),
+        axis=0,
+        where="layer",
+        arrange=qkv,
+        when=lambda info: info.qkv_bias,
+    ),
+    Rule(
+        f"{_MG}.self_attention.q_layernorm.weight",
+        (Source(f"{_HF}.self_attn.q_norm.weight", "head_dim"),),
+        where="layer",
+        when=lambda info: info.qk_norm,
+    ),
+    Rule(
+        f"{_MG}.self_attention.k_layernorm.weight",
+        (Source(f"{_HF}.self_attn.k_norm.weight", "head_dim"),),
+        where="layer",
+        when=lambda info: info.qk_norm,
+    ),
+    Rule(
+        f"{_MG}.self_attention.linear_proj.weight",
+        (Source(f"{_HF}.self_attn.o_proj.weight", "hidden q"),),
+        axis=1,
+        where="layer",
+    ),
+    Rule(
+        f"{_MG}.pre_mlp_layernorm.weight",
+        (Source(f"{_HF}.post_attention_layernorm.weight", "hidden"),),
+        where="layer",
+    ),
+)
+
+DENSE_MLP = (
+    Rule(
+        f"{_MG}.mlp.linear_fc1.weight",
+        (
+            Source(f"{_HF}.mlp.gate_proj.weight", "ffn hidden"),
+            Source(f"{_HF}.mlp.up_proj.weight", "ffn hidden"),
+        ),
+        axis=0,
+        where="dense_layer",
+        per_source=True,
+    ),
+    Rule(
+        f"{_MG}.mlp.linear_fc2.weight",
+        (Source(f"{_HF}.mlp.down_proj.weight", "hidden ffn"),),
+        axis=1,
+        where="dense_layer",
+    ),
+)
+
+EXPERTS = (
+    Rule(
+        f"{_MG}.mlp.router.weight", (Source(f"{_HF}.mlp.gate.weight", "experts hidden"),), where="moe_layer"
+    ),
+    Rule(
+        f"{_MG}.mlp.experts.local_experts.{{expert}}.linear_fc1.weight",
+        (
+            Source(f"{_HF}.mlp.experts.{{expert}}.gate_proj.weight", "moe_ffn hidden"),
+            Source(f"{_HF}.mlp.experts.{{expert}}.up_proj.weight", "moe_ffn hidden"),
+        ),
+        axis=0,
+        where="moe_layer",
+        per_source=True,
+    ),
+    Rule(
+        f"{_MG}.mlp.experts.local_experts.{{expert}}.linear_fc2.weight",
+        (Source(f"{_HF}.mlp.experts.{{expert}}.down_proj.weight", "hidden moe_ffn"),),
+        axis=1,
+        where="moe_layer",
+    ),
+)
+
+# A tied model's last pipeline stage holds a copy of the embedding as its output layer; see `tied_copy`.
+HEAD = (
+    Rule("decoder.final_layernorm.weight", (Source("model.norm.weight", "hidden"),)),
+    Rule(
+        "output_layer.weight",
+        (Source("lm_head.weight", "vocab hidden"),),
+        axis=0,
+        pad_to_tp=True,
+        when=lambda info: not info.tied,
+    ),
+)
+
+DENSE = EMBEDDING + ATTENTION + DENSE_MLP + HEAD
+MOE = EMBEDDING + ATTENTION + DENSE_MLP + EXPERTS + HEAD
+
+
+def no_attention_bias(raw: Mapping[str, Any]) -> None:
+    """Refuse `attention_bias: true`, which in these families also means an o_proj bias. Raises ValueError."""
+    if raw.get("attention_bias"):
+        raise ValueError("attention_bias=true (a bias on o_proj) is not supported")

@@ -1,0 +1,7 @@
+"""Qwen2 and Qwen2.5: biases on q, k and v; small ones tie their embeddings."""
+
+from __future__ import annotations
+
+from megarl.models.families.base import DENSE, Family
+
+FAMILY = Family("qwen2", "Qwen2ForCausalLM", DENSE, lambda raw: {"qkv_bias": True})

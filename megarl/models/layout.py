@@ -1,0 +1,69 @@
+"""The parallel layout of the trainer ranks, as plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.schema import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of Megatron's parallel groups; data parallelism is what remains of `world_size`.
+
+    `expert_tensor=None` becomes `tensor`. Raises ValueError for a layout that Megatron-Core 0.16.1 cannot run, or
+    runs wrongly: with EP = 1 and ETP != TP the experts diverge silently between ranks.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+    expert: int = 1
+    expert_tensor: int | None = None
+    sequence: bool = False
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.expert_tensor is None:
+            object.__setattr__(self, "expert_tensor", self.tensor)
+        if self.expert == 1 and self.expert_tensor != self.tensor:
+            raise ValueError(
+                f"expert_tensor={self.expert_tensor} must equal tensor={self.tensor} when expert=1: "
+                "Megatron-Core 0.16.1 lets the experts diverge between ranks; drop expert_tensor"
+            )
+        dense, sparse = self.tensor * self.pipeline, self.etp * self.expert * self.pipeline
+        for name, size in (("tensor x pipeline", dense), ("expert_tensor x expert x pipeline", sparse)):
+            if self.world_size % size:
+                raise ValueError(f"{self.world_size} ranks do not divide into {name} = {size}")
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence parallelism needs tensor > 1; set sequence: false")
+        if self.virtual_pipeline is not None and self.pipeline == 1:
+            raise ValueError("virtual_pipeline needs pipeline > 1; drop virtual_pipeline")
+
+    @classmethod
+    def from_config(cls, parallel: ParallelConfig, gpus: int) -> Layout:
+        """The layout of `gpus` trainer ranks under `trainer.parallel`."""
+        return cls(
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            virtual_pipeline=parallel.virtual_pipeline,
+            expert=parallel.expert,
+            expert_tensor=parallel.expert_tensor,
+            sequence=parallel.sequence,
+            world_size=gpus,
+        )
+
+    @property
+    def etp(self) -> int:
+        """Expert tensor-parallel size, resolved."""
+        return self.expert_tensor if self.expert_tensor is not None else self.tensor
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size of the dense parameters."""
+        return self.world_size // (self.tensor * self.pipeline)
+
+    @property
+    def expert_data(self) -> int:
+        """Data-parallel size of the expert parameters."""
+        return self.world_size // (self.etp * self.expert * self.pipeline)

@@ -1,0 +1,123 @@
+"""Hugging Face weights into Megatron chunks: each rank reads only the slices of its own shards.
+
+Fails closed: every Megatron parameter is written exactly once, and the files hold exactly the tensors that the
+family's table names, with its shapes; otherwise nothing is loaded and the offenders are listed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megarl.models.families import FAMILIES
+from megarl.models.info import ModelInfo
+from megarl.models.mapping import Entry
+from megarl.models.safetensors_io import DTYPES, SafetensorsDirectory
+from megarl.models.shards import EMBEDDING, Shard, local_shards, table
+
+logger = logging.getLogger(__name__)
+_LISTED = 20
+
+
+def load_hf_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, hf_dir: Path | str) -> int:
+    """Fill this rank's chunks (wrapped or bare) from a Hugging Face directory. Returns the bytes read.
+
+    Values are converted to each parameter's dtype. Call it before the optimizer copies its master weights. Raises
+    ValueError listing missing, unexpected and misshapen tensors, before anything is written.
+    """
+    entries = table(info)
+    with SafetensorsDirectory(hf_dir) as files:
+        check_tensors(files, entries, info)
+        shards = local_shards(chunks, info, entries)
+        size = sum(_fill(shard, files) for shard in shards)
+        if info.tied and "lm_head.weight" in files.records:
+            _check_redundant_head(shards, files)
+    logger.info("%s: %d parameters, %.1f MiB read", hf_dir, len(shards), size / 2**20)
+    return size
+
+
+def check_tensors(files: SafetensorsDirectory, entries: dict[str, Entry], info: ModelInfo) -> None:
+    """The files hold exactly the table's tensors, in floating point. Raises ValueError listing what differs."""
+    expected = {
+        name: shape
+        for entry in entries.values()
+        for name, shape in zip(entry.names, entry.shapes, strict=True)
+    }
+    tolerated = _redundant_names(info)
+    missing = [name for name in expected if name not in files.records]
+    extra = sorted(name for name in files.records if name not in expected and name not in tolerated)
+    wrong = []
+    for name, shape in expected.items():
+        record = files.records.get(name)
+        if record is None:
+            continue
+        dtype = DTYPES.get(record.dtype)
+        if record.shape != shape:
+            wrong.append(
+                f"{name} in {record.file}: shape {list(record.shape)}, config.json means {list(shape)}"
+            )
+        elif dtype is None or not dtype.is_floating_point:
+            wrong.append(
+                f"{name} in {record.file}: dtype {record.dtype} is not a supported floating-point type"
+            )
+    problems = [
+        *_list("missing tensors", missing),
+        *_list("tensors that the family does not have", extra),
+        *_list("misshapen tensors", wrong),
+    ]
+    if problems:
+        raise ValueError(
+            f"{files.directory} does not match its config.json ({info.family}):\n" + "\n".join(problems)
+        )
+
+
+def _redundant_names(info: ModelInfo) -> set[str]:
+    names = {
+        template.format(layer=layer)
+        for template in FAMILIES[info.family].redundant
+        for layer in range(info.num_layers)
+    }
+    return names | ({"lm_head.weight"} if info.tied else set())
+
+
+def _fill(shard: Shard, files: SafetensorsDirectory) -> int:
+    """Copy the shard's pieces in; returns the bytes read. Padding rows become zeros."""
+    axis = shard.entry.rule.axis or 0
+    target, offset, size = shard.parameter.data, 0, 0
+    for piece in shard.entry.pieces(shard.rank, shard.size):
+        part = target.narrow(axis, offset, piece.size)
+        if piece.source is None:
+            part.zero_()
+        else:
+            values = files.read(shard.entry.names[piece.source], axis, piece.start, piece.stop)
+            part.copy_(values)
+            size += values.nbytes
+        offset += piece.size
+    return size
+
+
+def _check_redundant_head(shards: list[Shard], files: SafetensorsDirectory) -> None:
+    """A tied model's files may repeat the embedding as lm_head; it must be the same, for it is not loaded."""
+    for shard in shards:
+        if shard.entry.megatron != EMBEDDING:
+            continue
+        for piece in shard.entry.pieces(shard.rank, shard.size):
+            name = shard.entry.names[0]
+            rows = (0, piece.start, piece.stop)
+            if piece.source is not None and not torch.equal(
+                files.read(name, *rows), files.read("lm_head.weight", *rows)
+            ):
+                raise ValueError(
+                    f"{files.directory}: config.json ties the embeddings, but lm_head.weight differs from {name}; "
+                    "set tie_word_embeddings to false or drop lm_head.weight"
+                )
+
+
+def _list(title: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = [f"    … and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
+    return [f"  {len(names)} {title}:", *(f"    {name}" for name in names[:_LISTED]), *more]

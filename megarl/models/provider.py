@@ -1,0 +1,190 @@
+"""From a model's shape and a layout to Megatron's TransformerConfig and this rank's GPTModel chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl import platforms
+from megarl.models.info import ModelInfo
+from megarl.models.layout import Layout
+from megarl.models.spec import block_spec, use_transformer_engine
+
+Precision = Literal["bf16", "fp32"]
+
+
+def padded_vocab(info: ModelInfo, tp: int) -> int:
+    """Vocabulary rows of the model: the next multiple of `tp`. The log-prob code must mask the padded columns."""
+    return -(-info.vocab_size // tp) * tp
+
+
+def transformer_config(
+    info: ModelInfo,
+    layout: Layout,
+    precision: Precision,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    initialize: bool = True,
+) -> TransformerConfig:
+    """Megatron's config of this model under this layout.
+
+    `overrides` are named TransformerConfig fields (`megatron.transformer` of the config) and win over everything.
+    `initialize=False` leaves the weights uninitialised, for a load that writes all of them. Raises ValueError when
+    Megatron-Core refuses the combination.
+    """
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    fields: dict[str, Any] = {
+        **_architecture(info),
+        **_parallelism(layout, dtype),
+        **_platform_fields(initialize),
+        "params_dtype": dtype,
+        "bf16": precision == "bf16",
+    }
+    if info.num_experts:
+        fields.update(_mixture(info))
+    fields.update(overrides or {})
+    try:
+        return TransformerConfig(**fields)
+    except (AssertionError, TypeError) as error:
+        raise ValueError(f"Megatron-Core refuses this model and layout: {error}") from error
+
+
+def build_model(info: ModelInfo, tf_config: TransformerConfig, layout: Layout) -> list[GPTModel]:
+    """This rank's model chunks (one, or one per virtual pipeline stage), on the platform's device.
+
+    Megatron's parallel_state must be initialised with `layout` and `model_parallel_cuda_manual_seed` called. The
+    chunks are bare: not in DDP or Float16Module; their parameters have `tf_config.params_dtype`.
+    """
+    stages: list[int | None] = list(range(layout.virtual_pipeline)) if layout.virtual_pipeline else [None]
+    return [_build_chunk(info, tf_config, layout, stage) for stage in stages]
+
+
+def rope_inverse_frequencies(info: ModelInfo) -> torch.Tensor:
+    """RoPE inverse frequencies, fp32 [head_dim / 2].
+
+    Computed here because Megatron-Core hard-codes three of Llama 3's four scaling numbers
+    (rotary_pos_embedding.py:96). Source: `transformers` modeling_rope_utils.
+    """
+    exponents = torch.arange(0, info.head_dim, 2, dtype=torch.int64).float() / info.head_dim
+    frequencies = 1.0 / (info.rope_theta**exponents)
+    scaling = info.rope_scaling
+    if scaling is None:
+        return frequencies
+    factor = float(scaling["factor"])
+    if scaling["rope_type"] == "linear":
+        return frequencies / factor
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    original = float(scaling["original_max_position_embeddings"])
+    wavelengths = 2 * math.pi / frequencies
+    smooth = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth) * frequencies / factor + smooth * frequencies
+
+
+def _build_chunk(info: ModelInfo, config: TransformerConfig, layout: Layout, stage: int | None) -> GPTModel:
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, stage),
+        vocab_size=padded_vocab(info, layout.tensor),
+        max_sequence_length=info.max_positions,
+        pre_process=first,
+        post_process=last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=info.tied,
+        position_embedding_type="rope",
+        rotary_base=int(info.rope_theta),
+        vp_stage=stage,
+    )
+    device = platforms.current().device
+    model.rotary_pos_emb.inv_freq = rope_inverse_frequencies(info).to(device)
+    if platforms.current().is_cuda:
+        model = model.to(device)
+    return model
+
+
+def _architecture(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "num_layers": info.num_layers,
+        "hidden_size": info.hidden,
+        "ffn_hidden_size": info.ffn,
+        "num_attention_heads": info.heads,
+        "num_query_groups": info.kv_heads,
+        "kv_channels": info.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": info.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": info.qkv_bias,
+        "qk_layernorm": info.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _parallelism(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    interleaved = layout.virtual_pipeline is not None
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.sequence,
+        "pipeline_dtype": dtype,
+        # Packed micro-batches are ragged. This refuses dense models under the default dispatcher, so that is set too.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        # Without overlap, interleaved PP = 2 posts two sends to one peer: silently wrong gradients, or a dead run.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "deallocate_pipeline_outputs": True,
+        # Losses are sums; the trainer divides by global counts. The default is a mean of micro-batch means.
+        "calculate_per_token_loss": True,
+    }
+
+
+def _platform_fields(initialize: bool) -> dict[str, Any]:
+    cuda, engine = platforms.current().is_cuda, use_transformer_engine()
+    fields: dict[str, Any] = {
+        # On the CPU: the same weights under every layout. Not needed when they are loaded.
+        "use_cpu_initialization": not cuda and initialize,
+        "bias_activation_fusion": cuda,
+        "bias_dropout_fusion": cuda,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": engine,
+        "persist_layer_norm": engine,
+        "gradient_accumulation_fusion": False,
+        "moe_grouped_gemm": engine,
+        "moe_permute_fusion": engine,
+    }
+    if not initialize:
+        # Not perform_initialization=False: that also skips the tensor_model_parallel attributes on the weights,
+        # and the gradient norm would then count shards of rank 0 only.
+        fields.update(init_method=_leave, output_layer_init_method=_leave, embedding_init_method=_leave)
+    return fields
+
+
+def _mixture(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "num_moe_experts": info.num_experts,
+        "moe_ffn_hidden_size": info.moe_ffn,
+        "moe_router_topk": info.topk,
+        "moe_layer_freq": [int(flag) for flag in info.moe_layers],
+        # transformers' norm_topk_prob=True is a softmax over the chosen ones; False is over all experts.
+        "moe_router_pre_softmax": not info.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+    }
+
+
+def _leave(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

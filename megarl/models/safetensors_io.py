@@ -1,0 +1,186 @@
+"""Reading slices of, and streaming into, Hugging Face safetensors directories."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """What a file's header says of one tensor; `begin`, `end` are bytes after the header."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafetensorsDirectory:
+    """All tensors of a directory by name, from the headers alone; `read` maps files and copies only the slice.
+
+    Raises ValueError naming file and tensor for: no safetensors, a truncated file, a tensor in two files, an index
+    that disagrees with the files.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
+        self.records: dict[str, TensorRecord] = {}
+        self._open: dict[Path, Any] = {}
+        for file in self._files():
+            for name, record in _read_header(file).items():
+                if name in self.records:
+                    raise ValueError(f"tensor {name} is in both {self.records[name].file} and {file}")
+                self.records[name] = record
+        self._check_index()
+
+    def read(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) along `axis` (0 or 1) of a tensor, on the CPU, in the file's dtype."""
+        record = self.records[name]
+        if record.file not in self._open:
+            self._open[record.file] = safe_open(record.file, framework="pt")
+        view = self._open[record.file].get_slice(name)
+        return view[start:stop] if axis == 0 else view[:, start:stop]
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _index(self) -> dict[str, str] | None:
+        path = self.directory / _INDEX
+        return json.loads(path.read_text())["weight_map"] if path.is_file() else None
+
+    def _files(self) -> list[Path]:
+        index = self._index()
+        files = (
+            sorted({self.directory / file for file in index.values()})
+            if index is not None
+            else sorted(self.directory.glob("*.safetensors"))
+        )
+        if not files:
+            raise ValueError(
+                f"{self.directory} has no *.safetensors; convert the checkpoint to safetensors first"
+            )
+        missing = [str(file) for file in files if not file.is_file()]
+        if missing:
+            raise ValueError(f"{self.directory / _INDEX} names files that do not exist: {', '.join(missing)}")
+        return files
+
+    def _check_index(self) -> None:
+        index = self._index()
+        if index is None:
+            return
+        for name, file in index.items():
+            if name not in self.records or self.records[name].file.name != file:
+                raise ValueError(f"{self.directory / _INDEX} says {name} is in {file}, but it is not")
+        unlisted = sorted(set(self.records) - set(index))
+        if unlisted:
+            raise ValueError(f"{self.directory / _INDEX} has no entry for {', '.join(unlisted[:5])}")
+
+
+def _read_header(path: Path) -> dict[str, TensorRecord]:
+    try:
+        with safe_open(path, framework="pt"):
+            pass  # checks the header, and that the file is as long as it says
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError, ValueError, struct.error) as error:
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
+    return {
+        name: TensorRecord(path, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class SafetensorsWriter:
+    """Streams tensors into one safetensors file in the announced order: one tensor in memory at a time."""
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+        self.path = path
+        self._left = list(specs)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for spec in specs:
+            header[spec.name] = {
+                "dtype": _DTYPE_NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [offset, offset + spec.nbytes],
+            }
+            offset += spec.nbytes
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        self._file = path.open("wb")
+        self._file.write(struct.pack("<Q", len(encoded)) + encoded)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Append the next announced tensor. Raises ValueError if it is another one."""
+        spec = self._left.pop(0) if self._left else None
+        if spec is None or (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, spec.dtype):
+            raise ValueError(f"{self.path}: expected {spec}, got {name} {tuple(tensor.shape)} {tensor.dtype}")
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        self._file.write(memoryview(flat.view(torch.uint8).numpy()))
+
+    def close(self) -> None:
+        """Flush to the disk. Raises ValueError if announced tensors are missing."""
+        import os
+
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        if self._left:
+            raise ValueError(
+                f"{self.path}: {len(self._left)} tensors were not written, first {self._left[0].name}"
+            )
+
+
+def write_index(directory: Path, files: Iterable[tuple[str, Sequence[TensorSpec]]]) -> None:
+    """`model.safetensors.index.json` for these files."""
+    files = list(files)
+    weight_map = {spec.name: file for file, specs in files for spec in specs}
+    total = sum(spec.nbytes for _, specs in files for spec in specs)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,137 @@
+"""Layer specs: Transformer Engine's on CUDA when it is installed, and Megatron's own modules otherwise.
+
+Without Transformer Engine, Megatron-Core 0.16.1 has no norm that accepts sequence parallelism and no attention that
+accepts packed sequences; `RMSNorm` and `PackedAttention` are those two. Shapes: T packed tokens of a micro-batch,
+S sequence, B batch (1 when packed), N query heads, G key/value heads, D head size, all of this rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megarl import platforms
+
+
+def use_transformer_engine() -> bool:
+    """Whether models are built from Transformer Engine modules: on CUDA, when it is installed."""
+    return platforms.current().is_cuda and importlib.util.find_spec("transformer_engine") is not None
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm computed in fp32, scaled in the input's dtype (as `transformers` and vLLM do).
+
+    Its weight is tagged `sequence_parallel`, so Megatron sums its gradient over the tensor-parallel group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        device = platforms.current().device
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = torch.nn.functional.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
+        return normed.to(x.dtype) * self.weight
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention by `scaled_dot_product_attention`, sequence by sequence of a packed micro-batch."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        if config.context_parallel_size != 1:
+            raise ValueError("context parallelism needs Transformer Engine")
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Packed (THD): query [T, N, D], key and value [T, G, D] -> [T, N * D]; the mask is causal per sequence.
+
+        Not packed: [S, B, N, D] -> [S, B, N * D]. Tokens beyond the last sequence get zeros.
+        """
+        if packed_seq_params is None:
+            out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
+            return out.permute(2, 0, 1, 3).flatten(2)
+        bounds = packed_seq_params.cu_seqlens_q_padded
+        if bounds is None:
+            bounds = packed_seq_params.cu_seqlens_q
+        parts = []
+        for start, count, length in _runs(bounds.tolist()):
+            stop = start + count * length
+            q, k, v = (
+                x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value)
+            )
+            parts.append(self._attend(q, k, v).transpose(1, 2).reshape(stop - start, -1))
+        tail = query.shape[0] - sum(part.shape[0] for part in parts)
+        if tail:
+            parts.append(query.new_zeros(tail, query.shape[1] * query.shape[2]))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def _runs(bounds: list[int]) -> list[tuple[int, int, int]]:
+    """Neighbouring sequences of equal length as (start, count, length): each run is one batched attention."""
+    runs: list[tuple[int, int, int]] = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        length = stop - start
+        if length == 0:
+            continue
+        if runs and runs[-1][2] == length:
+            first, count, _ = runs[-1]
+            runs[-1] = (first, count + 1, length)
+        else:
+            runs.append((start, 1, length))
+    return runs
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline rank's chunk `vp_stage`, dense or mixture of experts, and the final norm."""
+    if use_transformer_engine():
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    dense = _local_layer(config, None)
+    sparse = _local_layer(config, config.num_moe_experts) if config.num_moe_experts else dense
+    moe = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
+    layers = [sparse if flag else dense for flag in moe]
+    if config.pipeline_model_parallel_layout is not None:
+        from megatron.core.transformer.enums import LayerType
+
+        ids = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
+        return TransformerBlockSubmodules([layers[i] for i in ids], layer_norm=RMSNorm)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layers[first : first + count], layer_norm=RMSNorm)
+
+
+def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec

@@ -1,0 +1,131 @@
+"""What one rank of a test world does with a model: parallel state, packed forward, log-probs, export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    model_parallel_cuda_manual_seed,
+)
+
+from megarl.models.export import HFExporter, save_hf
+from megarl.models.info import ModelInfo, load_info
+from megarl.models.layout import Layout
+from megarl.models.loader import load_hf_weights
+from megarl.models.provider import build_model, transformer_config
+
+Batch = list[list[list[int]]]  # micro-batches of sequences of token ids
+
+
+@contextmanager
+def parallel(layout: Layout) -> Iterator[None]:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    model_parallel_cuda_manual_seed(1)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def make_layout(**sizes: Any) -> Layout:
+    return Layout(**sizes, world_size=torch.distributed.get_world_size())
+
+
+def load(
+    model_dir: str, layout: Layout, precision: str = "fp32", **overrides: Any
+) -> tuple[ModelInfo, Any, list[Any]]:
+    info = load_info(model_dir)
+    config = transformer_config(info, layout, precision, overrides, initialize=False)
+    chunks = build_model(info, config, layout)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(float("nan"))  # whatever the loader forgets shows
+    load_hf_weights(chunks, info, model_dir)
+    return info, config, chunks
+
+
+def packed(sequences: list[list[int]], multiple: int) -> dict[str, Any]:
+    """A THD micro-batch, padded by one more sequence to a multiple of `multiple` tokens."""
+    total = sum(map(len, sequences))
+    if total % multiple:
+        sequences = [*sequences, [0] * (multiple - total % multiple)]
+    lengths = torch.tensor([len(s) for s in sequences])
+    bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int()
+    longest = int(lengths.max())
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return {
+        "input_ids": torch.tensor([token for s in sequences for token in s])[None],
+        "position_ids": torch.cat([torch.arange(len(s)) for s in sequences])[None],
+        "attention_mask": None,
+        "packed_seq_params": params,
+    }
+
+
+def forward_logprobs(info: ModelInfo, layout: Layout, chunks: list[Any], batch: Batch) -> list[torch.Tensor] | None:
+    """Log-softmax [T, vocab] of every micro-batch, on the last pipeline stage (all its TP ranks)."""
+
+    def step(data: Iterator[list[list[int]]], model: Any) -> tuple[torch.Tensor, Any]:
+        logits = model(**packed(next(data), max(layout.tensor, 1)))
+
+        def collect(output: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
+            full = gather_from_tensor_model_parallel_region(output[0])[:, : info.vocab_size]
+            return full.float().log_softmax(-1)
+
+        return logits, collect
+
+    data = [iter(batch) for _ in chunks]
+    with torch.no_grad():
+        outputs = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=data if len(chunks) > 1 else data[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(batch),
+            seq_length=8,
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        return None
+    return [
+        output[: sum(map(len, sequences))] for output, sequences in zip(outputs, batch, strict=True)
+    ]
+
+
+def logprobs(model_dir: str, batch: Batch, precision: str = "fp32", **sizes: Any) -> list[torch.Tensor] | None:
+    """Case: load under the layout and return the log-probs of the batch from this rank, if it has them."""
+    layout = make_layout(**sizes)
+    with parallel(layout):
+        info, _, chunks = load(model_dir, layout, precision)
+        return forward_logprobs(info, layout, chunks, batch)
+
+
+def export(model_dir: str, out: str, shard_bytes: int = 2**30, dtype: str = "float32", **sizes: Any) -> Any:
+    """Case: load, export to `out`; returns the manifest and the names of the tensors this rank owned."""
+    layout = make_layout(**sizes)
+    with parallel(layout):
+        info, _, chunks = load(model_dir, layout)
+        exporter = HFExporter(chunks, info, getattr(torch, dtype))
+        save_hf(exporter, model_dir, Path(out), shard_bytes)
+        owned = [tensor.name for tensor, value in exporter.stream() if value is not None]
+        return exporter.manifest(), owned
