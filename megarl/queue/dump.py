@@ -43,14 +43,14 @@ class DumpedBatch:
 
 
 def tag_of(trajectory: Trajectory) -> SampleTag:
-    """The scalars of a trajectory that every rank knows."""
+    """The scalars of a trajectory that every rank knows; a sample without a token has version -1."""
     return SampleTag(
         key=trajectory.key,
         group_id=trajectory.group_id,
         sample_index=trajectory.sample_index,
         prompt_tokens=len(trajectory.prompt_ids),
         response_tokens=len(trajectory.response_ids),
-        oldest_version=trajectory.oldest_version,
+        oldest_version=trajectory.oldest_version if trajectory.versions else -1,
         finish_reason=trajectory.finish_reason,
         reward=trajectory.reward,
         reward_components=dict(trajectory.reward_components),

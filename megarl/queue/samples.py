@@ -1,13 +1,11 @@
-"""`samples.jsonl`: a few trajectories of every step as text, for people to read."""
+"""Lines of `samples.jsonl`: a few trajectories of every step as text, for people to read."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from megarl.queue.schema import Trajectory
@@ -16,34 +14,11 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids -> text, special tokens kept (they are what the model really wrote)."""
 
 
-class SampleLog:
-    """Appends `per_step` trajectories of each step to a JSONL file; 0 writes nothing.
-
-    The choice is random but depends only on (seed, step, the keys of the batch), not on the order of arrival.
-    """
-
-    def __init__(self, path: Path, decode: Decode, *, per_step: int, seed: int = 0) -> None:
-        self.path = path
-        self.per_step = per_step
-        self._decode = decode
-        self._seed = seed
-
-    def write(self, step: int, trajectories: Sequence[Trajectory], references: dict[int, Any]) -> int:
-        """Write one step's share, whole lines in one append; returns how many.
-
-        `references` maps a group id to its reference answer; a group that is not in it gets null.
-        """
-        chosen = choose(trajectories, self.per_step, self._seed, step)
-        lines = [sample_record(step, each, self._decode, references.get(each.group_id)) for each in chosen]
-        if lines:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-        return len(lines)
-
-
 def choose(trajectories: Sequence[Trajectory], count: int, seed: int, step: int) -> list[Trajectory]:
-    """`count` of the trajectories (all, if there are fewer), by a seeded draw, in (group, sample) order."""
+    """`count` of the trajectories (all, if there are fewer), in (group, sample) order.
+
+    A random draw that depends only on (seed, step, the keys of the batch), never on the order of arrival.
+    """
     ordered = sorted(trajectories, key=lambda each: (each.group_id, each.sample_index))
     if count >= len(ordered):
         return ordered
@@ -52,7 +27,10 @@ def choose(trajectories: Sequence[Trajectory], count: int, seed: int, step: int)
 
 
 def sample_record(step: int, trajectory: Trajectory, decode: Decode, reference: Any) -> dict[str, Any]:
-    """One line of `samples.jsonl`; JSON-ready (a reward that is not finite becomes null)."""
+    """One line of `samples.jsonl`, JSON-ready (a reward that is not finite becomes null).
+
+    `reference` is the problem's reference answer, None where it is not known.
+    """
     return {
         "step": step,
         "group_id": trajectory.group_id,

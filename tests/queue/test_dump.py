@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.queue.dump import DumpError, read_batch, recorded_steps, tag_of, write_batch
-from megarl.queue.samples import SampleLog, choose
+from megarl.queue.samples import choose, sample_record
 from megarl.queue.schema import Trajectory, VersionSpan
 
 
@@ -42,7 +42,7 @@ trajectories = st.builds(
     rollout_logprobs=st.lists(float32, max_size=5),
     versions=st.lists(
         st.builds(VersionSpan, version=st.integers(0, 9), start=st.integers(0, 9), end=st.integers(0, 9)),
-        min_size=1, max_size=3,
+        max_size=3,
     ).map(tuple),
     finish_reason=st.sampled_from(["stop", "length", "abort"]),
     reward=st.floats(allow_nan=False),
@@ -130,20 +130,15 @@ def decode(ids):
     return " ".join(map(str, ids))
 
 
-def test_sample_log_lines(tmp_path):
-    log = SampleLog(tmp_path / "run" / "samples.jsonl", decode, per_step=2, seed=1)
-    rows = [make(group, index) for group in range(3) for index in range(2)]
-    assert log.write(0, rows, {0: "4", 1: "5", 2: "6"}) == 2
-    assert log.write(1, [make(0, 0, reward=math.nan, status="failed", failure="log-prob NaN")], {}) == 1
-    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 0, 1]
-    first = lines[0]
-    assert first["prompt"] == f"5 6 {7 + first['group_id']}" and first["response"] == "8 9"
-    assert first["reference"] == str(first["group_id"] + 4)
+def test_sample_record():
+    first = sample_record(3, make(1, 0), decode, "5")
+    assert (first["step"], first["group_id"], first["prompt"], first["response"]) == (3, 1, "5 6 8", "8 9")
+    assert first["reference"] == "5" and first["response_tokens"] == 2 and first["finish_reason"] == "stop"
     assert first["reward_components"] == {"accuracy": 0.1, "format": 1.0}
     assert first["versions"] == [{"version": 0, "start": 0, "end": 1}, {"version": 3, "start": 1, "end": 2}]
-    assert lines[2]["reward"] is None and lines[2]["reference"] is None
-    assert lines[2]["failure"] == "log-prob NaN"
+    failed = make(0, 0, reward=math.nan, status="failed", failure="log-prob NaN", versions=())
+    line = json.loads(json.dumps(sample_record(0, failed, decode, None), allow_nan=False))
+    assert line["reward"] is None and line["failure"] == "log-prob NaN" and line["reference"] is None
 
 
 def test_choice_ignores_arrival_order_and_varies_by_step():

@@ -1,0 +1,101 @@
+"""One evaluation of one set, greedy and sampled: the same code in a run and in `megarl eval`.
+
+What generates and judges a response is passed in, so that this knows no engine and no Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from megarl.evaluation.metrics import EvalReport, ScoredResponse, evaluate_responses
+
+Problem = TypeVar("Problem")
+Mode = Literal["greedy", "sampled"]
+Respond = Callable[[Problem, int, Mode, int], Awaitable[ScoredResponse]]
+"""(problem, its index in the set, mode, sample index) -> the judged response. Greedy ones have sample index
+0.
+"""
+
+
+@dataclass(frozen=True)
+class SetReport:
+    """Both evaluations of one set; `version` is that of the weights."""
+
+    name: str
+    version: int
+    greedy: EvalReport
+    sampled: EvalReport
+
+    @property
+    def n(self) -> int:
+        """Number of problems."""
+        return self.greedy.problems
+
+    def metrics(self) -> dict[str, float]:
+        """The declared `eval/{set}/…` metrics."""
+        prefix, greedy, sampled = f"eval/{self.name}", self.greedy, self.sampled
+        return {
+            f"{prefix}/greedy": greedy.mean.value,
+            f"{prefix}/greedy_low": greedy.mean.low,
+            f"{prefix}/greedy_high": greedy.mean.high,
+            f"{prefix}/sampled": sampled.mean.value,
+            f"{prefix}/sampled_low": sampled.mean.low,
+            f"{prefix}/sampled_high": sampled.mean.high,
+            **{f"{prefix}/pass@{k}": each.value for k, each in sampled.pass_at.items()},
+            f"{prefix}/maj@{sampled.samples_per_problem}": sampled.majority.value,
+            f"{prefix}/n": self.n,
+            f"{prefix}/parsed": greedy.parsed_share,
+            f"{prefix}/length_mean": greedy.mean_tokens,
+            f"{prefix}/truncated_share": greedy.truncated_share,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            "greedy": self.greedy.to_dict(),
+            "sampled": self.sampled.to_dict(),
+        }
+
+
+async def evaluate_set(
+    name: str, problems: Sequence[Problem], respond: Respond[Problem], *, samples: int, version: int
+) -> SetReport:
+    """Ask for one greedy and `samples` sampled responses to every problem, all at once, and report.
+
+    The first failure of `respond` cancels the rest and is raised. ValueError for an empty set.
+    """
+    if not problems:
+        raise ValueError(f"evaluation set {name!r} is empty: nothing to evaluate")
+    modes: list[tuple[Mode, int]] = [("greedy", 0), *(("sampled", index) for index in range(samples))]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                [tasks.create_task(_ask(respond, problem, index, *mode)) for mode in modes]
+                for index, problem in enumerate(problems)
+            ]
+    except* Exception as group:
+        raise _first(group) from None
+    answers = [[task.result() for task in row] for row in asked]
+    return SetReport(
+        name=name,
+        version=version,
+        greedy=evaluate_responses(f"{name} greedy", [row[:1] for row in answers]),
+        sampled=evaluate_responses(f"{name} sampled", [row[1:] for row in answers]),
+    )
+
+
+async def _ask(
+    respond: Respond[Problem], problem: Problem, index: int, mode: Mode, sample: int
+) -> ScoredResponse:
+    return await respond(problem, index, mode, sample)
+
+
+def _first(group: BaseException) -> BaseException:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
