@@ -10,9 +10,7 @@ AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
 TruncatedPolicy = Literal["keep", "mask", "zero_reward"]
 
 
-def group_advantages(
-    rewards: Sequence[Sequence[float]], kind: AdvantageKind, eps: float = 1e-4
-) -> list[list[float]]:
+def group_advantages(rewards: Sequence[Sequence[float]], kind: AdvantageKind, eps: float = 1e-4) -> list[list[float]]:
     """Advantages of each group, in its order; `rewards[g]` are those of group g's samples that did not fail.
 
     - `grpo`: (r - mean) / (std + eps) with the sample standard deviation (n - 1), as TRL and verl have it

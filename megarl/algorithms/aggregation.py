@@ -43,9 +43,7 @@ class GlobalCounts:
         return GlobalCounts(self.tokens + other.tokens, self.sequences + other.sequences, self.max_tokens)
 
 
-def token_weights(
-    mask_T: Tensor, cu_seqlens: Tensor, aggregation: Aggregation, counts: GlobalCounts
-) -> Tensor:
+def token_weights(mask_T: Tensor, cu_seqlens: Tensor, aggregation: Aggregation, counts: GlobalCounts) -> Tensor:
     """Weight of each token, fp32 [T]; 0 where `mask_T` (bool or 0/1) is 0. Sequences must be whole.
 
     - `token_mean`: 1 / tokens (DAPO, arXiv:2503.14476 eq. 8).

@@ -113,6 +113,9 @@ def policy_loss(
     loss_T = torch.where(keep_T, loss_T, zero)
     with torch.no_grad():
         stats = LossStats.of_ratios(ratio_T.detach(), log_ratio_T.detach(), keep_T, cu_seqlens)
+        stats.add_moments(
+            torch.where(keep_T, old_logprobs_T.double(), 0.0), torch.where(keep_T, logprobs_T.double(), 0.0)
+        )
         stats.sums["clip_low"] = (negative_T & (ratio_T < 1.0 - clip_low)).sum(dtype=torch.float64)
         positive_T = keep_T & (advantages_T > 0)
         stats.sums["clip_high"] = (positive_T & (ratio_T > 1.0 + clip_high)).sum(dtype=torch.float64)
@@ -144,9 +147,7 @@ def masked_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, keep_T: Tensor, estima
     """`kl_penalty`, 0 in value and gradient where `keep_T` is False, whatever stands there."""
     zero = logprobs_T.new_zeros(())
     # Masked before the estimator: exp's backward of a NaN is NaN even under a zero gradient.
-    return kl_penalty(
-        torch.where(keep_T, logprobs_T, zero), torch.where(keep_T, ref_logprobs_T, zero), estimator
-    )
+    return kl_penalty(torch.where(keep_T, logprobs_T, zero), torch.where(keep_T, ref_logprobs_T, zero), estimator)
 
 
 def kl_per_sequence(

@@ -13,9 +13,7 @@ from torch import Tensor
 def check_packed(cu_seqlens: Tensor, *tensors_T: Tensor) -> None:
     """Raise ValueError unless every tensor is 1-D with the `cu_seqlens[-1]` tokens that the cuts describe."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
-        raise ValueError(
-            f"cu_seqlens must be 1-D with at least one entry, not shape {tuple(cu_seqlens.shape)}"
-        )
+        raise ValueError(f"cu_seqlens must be 1-D with at least one entry, not shape {tuple(cu_seqlens.shape)}")
     for tensor in tensors_T:
         if tensor.dim() != 1 or tensor.shape != tensors_T[0].shape:
             shapes = [tuple(t.shape) for t in tensors_T]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,8 +23,13 @@ SUM_KEYS = (
     "logprob_abs_diff",
     "entropy",
     "kl_ref",
+    "old",
+    "new",
+    "old_squared",
+    "new_squared",
+    "product",
 )
-PER_TOKEN_KEYS = tuple(SUM_KEYS[4:])
+PER_TOKEN_KEYS = tuple(SUM_KEYS[4:13])
 MAX_KEYS = ("ratio", "logprob_abs_diff")
 
 
@@ -67,6 +73,22 @@ class LossStats:
             stats.maxima["logprob_abs_diff"] = log_ratio_T.abs().max()
         return stats
 
+    @classmethod
+    def of_pair(cls, old_T: Tensor, new_T: Tensor, keep_T: Tensor, cu_seqlens: Tensor) -> LossStats:
+        """`of_ratios` with token ratios, plus the moments from which `means` takes the Pearson correlation."""
+        zero = torch.zeros((), dtype=torch.float64, device=new_T.device)
+        old_T = torch.where(keep_T, old_T.detach().double(), zero)
+        new_T = torch.where(keep_T, new_T.detach().double(), zero)
+        stats = cls.of_ratios((new_T - old_T).exp(), new_T - old_T, keep_T, cu_seqlens)
+        stats.add_moments(old_T, new_T)
+        return stats
+
+    def add_moments(self, old_T: Tensor, new_T: Tensor) -> None:
+        """Moments of the two log-probs, fp64 and 0 where masked."""
+        self.sums["old"], self.sums["new"] = old_T.sum(), new_T.sum()
+        self.sums["old_squared"], self.sums["new_squared"] = old_T.square().sum(), new_T.square().sum()
+        self.sums["product"] = (old_T * new_T).sum()
+
     def sum_vector(self) -> Tensor:
         """[len(SUM_KEYS)], to be all-reduced with SUM."""
         return torch.stack([self.sums[key] for key in SUM_KEYS])
@@ -77,9 +99,7 @@ class LossStats:
 
     @classmethod
     def from_vectors(cls, sums: Tensor, maxima: Tensor) -> LossStats:
-        return cls(
-            dict(zip(SUM_KEYS, sums.unbind(), strict=True)), dict(zip(MAX_KEYS, maxima.unbind(), strict=True))
-        )
+        return cls(dict(zip(SUM_KEYS, sums.unbind(), strict=True)), dict(zip(MAX_KEYS, maxima.unbind(), strict=True)))
 
     @classmethod
     def merge(cls, parts: Iterable[LossStats], device: torch.device | str = "cpu") -> LossStats:
@@ -104,6 +124,10 @@ class LossStats:
         result["clip_fraction"] = result["clip_low"] + result["clip_high"]
         result["ratio_max"] = float(self.maxima["ratio"])
         result["logprob_abs_diff_max"] = float(self.maxima["logprob_abs_diff"])
+        covariance = tokens * sums["product"] - sums["old"] * sums["new"]
+        variances = [tokens * sums[f"{name}_squared"] - sums[name] ** 2 for name in ("old", "new")]
+        product = max(variances[0], 0.0) * max(variances[1], 0.0)
+        result["pearson"] = covariance / math.sqrt(product) if product else math.nan
         squared = tokens * sums["ratio_squared"]
         result["ess"] = sums["ratio"] ** 2 / squared if squared else 1.0
         result |= {key: sums[key] for key in ("loss", "policy_loss", "tokens", "sequences")}

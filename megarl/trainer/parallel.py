@@ -81,3 +81,12 @@ def model_parallel_broadcast_object(obj: T | None) -> T:
         box, src=torch.distributed.get_process_group_ranks(group)[0], group=group
     )
     return box[0]  # type: ignore[return-value]
+
+
+def dp_all_gather_object(obj: T) -> list[T]:
+    """`obj` of every replica, in the order of their ranks, on every rank; peers in a replica pass equal ones."""
+    group = parallel_state.get_data_parallel_group()
+    parts: list[T] = [obj] * group.size()
+    if group.size() > 1:
+        torch.distributed.all_gather_object(parts, obj, group=group)
+    return parts
