@@ -1,0 +1,70 @@
+"""Where output goes: a rank's own lines to the terminal, everything the libraries print to RUN_DIR/logs.
+
+File descriptors 1 and 2 are redirected, not only `sys.stdout`, because NCCL, gloo and vLLM write from C++.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TextIO
+
+
+def redirect_output(log_file: Path) -> TextIO:
+    """Send this process's stdout, stderr and logging to `log_file`; return the terminal it had before."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    faulthandler.enable()
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    return terminal
+
+
+class FailureReport:
+    """The first rank that fails tells the user; the others only log, so that one cause gives one message."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self.path = run_dir / "error.txt"
+        self.rank = rank
+
+    def clear(self) -> None:
+        """Forget the failure of an earlier run in the same directory (called by one rank, before the others go on)."""
+        self.path.unlink(missing_ok=True)
+
+    def claim(self, error: BaseException, terminal: TextIO, log_file: Path) -> bool:
+        """Write the traceback to this rank's log and, if no rank has failed before, one message to the terminal."""
+        traceback.print_exception(error)
+        message = f"megarl: {describe(error)}\n(rank {self.rank}; traceback in {log_file})\n"
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(descriptor, "w") as file:
+            file.write(message)
+        terminal.write(message)
+        return True
+
+
+def describe(error: BaseException) -> str:
+    """A message for people: ours as they are, a library's with its type in front."""
+    ours = type(error).__module__.startswith("megarl.") or type(error) in (
+        ValueError,
+        FileNotFoundError,
+        TimeoutError,
+    )
+    text = str(error) or type(error).__name__
+    return text if ours else f"{type(error).__name__}: {text}"
