@@ -8,6 +8,7 @@ after `timeout` seconds, and the world is then killed (a world that failed is no
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 import signal
 import subprocess
@@ -55,7 +56,7 @@ class World:
 
     def run(self, target: str, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
         for connection in self.connections.values():
-            connection.send((target, kwargs))
+            connection.send_bytes(pickle.dumps((target, kwargs)))  # plain, as in world_worker.py
         results: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         rank_of = {id(connection): rank for rank, connection in self.connections.items()}

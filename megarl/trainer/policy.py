@@ -1,0 +1,263 @@
+"""The policy on this rank: its share of the model, log-prob passes and updates, by Megatron's own machinery.
+
+The loss of a micro-batch is its share of the mini-batch's objective, by weights fixed from GLOBAL counts; shares
+add up, so no split into micro-batches, replicas or pipeline stages can change the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
+
+from megarl import platforms
+from megarl.algorithms.aggregation import GlobalCounts
+from megarl.algorithms.losses import LossSpec, micro_batch_loss
+from megarl.algorithms.stats import LossStats
+from megarl.config.schema import Config
+from megarl.models.info import ModelInfo
+from megarl.models.layout import Layout
+from megarl.models.loader import load_hf_weights
+from megarl.models.provider import build_model, transformer_config
+from megarl.trainer.batch import MicroBatch, TrainSample, check_samples, pack, unpack
+from megarl.trainer.head import response_logprobs, return_hidden_states
+from megarl.trainer.optimizer import (
+    NonFiniteError,
+    build_optimizer,
+    build_scheduler,
+    data_parallel_wrap,
+    precision_wrap,
+)
+from megarl.trainer.packing import plan_micro_batches
+from megarl.trainer.pipeline import forward_backward, forward_only
+from megarl.trainer.reference import ReferenceModel
+
+__all__ = ["LogProbs", "NonFiniteError", "Policy", "TrainSample"]
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Per response token of one sample, fp32 on the CPU, at the sampling temperature."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The micro-batches of this replica, and numbers of all replicas together."""
+
+    indices: list[list[int]]
+    micro_batches: list[MicroBatch]
+    counts: GlobalCounts
+    rows: int  # rows that this rank's routers, and those of its peers in other replicas, see in total
+
+
+class Policy:
+    """Model, optimizer and schedule of this rank. All methods are collective over the world.
+
+    `parallel.initialize(layout, ...)` must have run. The reference model is built only if `algorithm.kl.coef` is
+    not 0.
+    """
+
+    def __init__(self, config: Config, layout: Layout, info: ModelInfo) -> None:
+        self.config, self.layout, self.info = config, layout, info
+        algorithm = config.algorithm
+        self._spec = LossSpec(
+            kind=algorithm.loss,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            clip_dual=algorithm.clip_dual,
+            kl_coef=algorithm.kl.coef if algorithm.kl.where == "loss" else 0.0,
+            kl_estimator=algorithm.kl.estimator,
+            entropy_coef=algorithm.entropy_coef,
+            aggregation=algorithm.aggregation,
+        )
+        self.tf_config = transformer_config(
+            info,
+            layout,
+            config.trainer.precision,
+            config.megatron.transformer,
+            initialize=not config.model.load_weights,
+        )
+        chunks = build_model(info, self.tf_config, layout)
+        if config.model.load_weights:
+            load_hf_weights(chunks, info, config.model.path)
+        for chunk in chunks:
+            return_hidden_states(chunk)
+        self.module_chunks = data_parallel_wrap(config, self.tf_config, [precision_wrap(c) for c in chunks])
+        if not config.model.load_weights:
+            for wrapped in self.module_chunks:
+                wrapped.broadcast_params()
+        self.optimizer = build_optimizer(config, self.module_chunks)
+        self.scheduler = build_scheduler(config, self.optimizer)
+        self.reference = ReferenceModel(config, layout, info) if algorithm.kl.coef else None
+
+    def compute_logprobs(
+        self, samples: Sequence[TrainSample], *, reference: bool = False, with_entropy: bool = False
+    ) -> list[LogProbs]:
+        """Log-probs of this replica's samples under the policy (or the reference), in the order given.
+
+        Call it on every rank with its replica's samples (none is allowed); all micro-batches go through the pipeline
+        at once; the result is valid on every rank. Raises ValueError for `reference=True` without a KL coefficient.
+        """
+        if reference and self.reference is None:
+            raise ValueError("there is no reference model because algorithm.kl.coef is 0")
+        plan = self._plan(samples)
+        chunks = self.reference.chunks if reference and self.reference else self.module_chunks
+        resident = self.reference.placement.resident() if reference and self.reference else nullcontext()
+
+        def rows(chunk: GPTModel, hidden: Tensor, batch: MicroBatch) -> Tensor:
+            logprobs, entropy = self._response_logprobs(chunk, hidden, batch, with_entropy)
+            return torch.stack([logprobs, entropy] if entropy is not None else [logprobs])
+
+        with resident:
+            parts = forward_only(chunks, plan.micro_batches, rows)
+        values = self._from_last_stage(parts, plan, 2 if with_entropy else 1)
+        results: list[LogProbs | None] = [None] * len(samples)
+        offset = 0
+        for indices in plan.indices:
+            size = sum(len(samples[index].response_ids) for index in indices)
+            part = values[:, offset : offset + size]
+            for index, piece in zip(indices, unpack(part.t(), samples, indices), strict=True):
+                results[index] = LogProbs(piece[:, 0].clone(), piece[:, 1].clone() if with_entropy else None)
+            offset += size
+        return [result for result in results if result is not None]
+
+    def update(self, samples: Sequence[TrainSample], counts: GlobalCounts | None = None) -> dict[str, float]:
+        """One optimizer update on a mini-batch; `samples` are this replica's, `counts` those of all replicas.
+
+        Returns metrics reduced over all ranks, the same on each (see `LossStats.means`, plus lr, grad_norm, aux losses).
+        Raises ValueError when `counts` is not what the replicas hold together, or a sample lacks `old_logprobs` (or
+        `reference_logprobs` with a KL loss), NonFiniteError before any weight has changed.
+        """
+        self._check_trainable(samples)
+        plan = self._plan(samples)
+        if counts is not None and counts != plan.counts:
+            raise ValueError(f"the replicas hold {plan.counts} together, but the caller counted {counts}")
+        if not plan.counts.tokens:
+            raise ValueError("no replica holds a trained token; skip this update")
+        for chunk in self.module_chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        parts = forward_backward(self.module_chunks, plan.micro_batches, self._loss_function(plan))
+        metrics = self._reduce(parts)
+        if not math.isfinite(metrics["loss"]):
+            raise NonFiniteError(f"the loss is {metrics['loss']}; no weight was changed")
+        self.scheduler.step(1)
+        _, grad_norm, _ = self.optimizer.step()
+        for chunk in self.module_chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                # The gather would otherwise wait for the next forward; export and sync need the weights now.
+                chunk.start_param_sync(force_sync=True)
+        return metrics | {"grad_norm": float(grad_norm), "lr": self.learning_rate}
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the last update (before the first one: the schedule's start)."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _loss_function(self, plan: _Plan):  # type: ignore[no-untyped-def]  # pipeline.WithLoss
+        scale = float(plan.rows)
+        tensor = self.layout.tensor if self.layout.sequence else 1
+
+        def loss(chunk: GPTModel, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, int, LossStats]:
+            logprobs, entropy = self._response_logprobs(chunk, hidden, batch, with_entropy=True)
+            assert batch.old_logprobs is not None  # _check_trainable
+            result = micro_batch_loss(
+                self._spec,
+                logprobs,
+                batch.old_logprobs,
+                batch.advantages,
+                batch.mask,
+                cu_seqlens=batch.response_cu_seqlens,
+                counts=plan.counts,
+                ref_logprobs_T=batch.reference_logprobs,
+                entropy_T=entropy,
+            )
+            # Megatron divides all gradients by the sum of `rows`. The policy loss is an exact share already and must
+            # not change; the routers' auxiliary losses come multiplied by this rank's rows and need the division.
+            return result.loss * scale, batch.tokens // tensor, result.stats
+
+        return loss
+
+    def _response_logprobs(
+        self, chunk: GPTModel, hidden: Tensor, batch: MicroBatch, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return response_logprobs(
+            chunk,
+            hidden,
+            batch,
+            temperature=self.config.sampling.temperature,
+            vocab_size=self.info.vocab_size,
+            chunk_rows=self.config.trainer.logprob_chunk_tokens,
+            with_entropy=with_entropy,
+        )
+
+    def _plan(self, samples: Sequence[TrainSample]) -> _Plan:
+        """Agree with the other replicas on the number of micro-batches, and pack this replica's."""
+        check_samples(samples, self.info.vocab_size)
+        group = parallel_state.get_data_parallel_group()
+        shapes: list[list[tuple[int, int]]] = [[] for _ in range(group.size())]
+        own = [(sample.length, sample.trained_tokens) for sample in samples]
+        torch.distributed.all_gather_object(shapes, own, group=group)
+        interleaved = self.layout.virtual_pipeline is not None
+        plans = plan_micro_batches(
+            [[length for length, _ in rank] for rank in shapes],
+            self.config.trainer.micro_batch_tokens,
+            multiple_of=self.layout.pipeline if interleaved else 1,
+            minimum=self.layout.pipeline,  # fewer would leave stages idle, or (interleaved) not run at all
+        )
+        tensor = self.layout.tensor if self.layout.sequence else 1
+        rows = sum(
+            -(-sum(shapes[rank][index][0] for index in indices) // tensor)
+            for rank, plan in enumerate(plans)
+            for indices in plan
+        )
+        mine = plans[group.rank()]
+        device = platforms.current().device
+        counts = GlobalCounts.of(
+            [trained for rank in shapes for _, trained in rank], self.config.sampling.max_tokens
+        )
+        return _Plan(mine, [pack(samples, indices, tensor).to(device) for indices in mine], counts, rows)
+
+    def _check_trainable(self, samples: Sequence[TrainSample]) -> None:
+        for sample in samples:
+            if sample.old_logprobs is None:
+                raise ValueError(f"sample {sample.key} has no old_logprobs; compute them before the update")
+            if self._spec.kl_coef and sample.reference_logprobs is None:
+                raise ValueError(f"sample {sample.key} has no reference_logprobs, which the KL loss needs")
+
+    def _from_last_stage(self, parts: list[Tensor], plan: _Plan, lines: int) -> Tensor:
+        """[lines, response tokens of all non-empty micro-batches], on every rank of the replica, on the CPU."""
+        sizes = [batch.targets.numel() for batch in plan.micro_batches if not batch.is_empty]
+        device = platforms.current().device
+        values = torch.zeros((lines, sum(sizes)), dtype=torch.float32, device=device)
+        kept = [part for part, batch in zip(parts, plan.micro_batches, strict=False) if not batch.is_empty]
+        if kept:
+            values = torch.cat(kept, dim=1)
+        if self.layout.pipeline > 1 and sizes:
+            torch.distributed.broadcast(
+                values,
+                src=parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
+            )
+        return values.cpu()
+
+    def _reduce(self, parts: list[LossStats]) -> dict[str, float]:
+        """Statistics of all micro-batches of all replicas: one rank per replica contributes, all ranks learn."""
+        device = platforms.current().device
+        contributes = parallel_state.is_pipeline_last_stage() and (
+            parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+        stats = LossStats.merge(parts if contributes else [], device)
+        sums, maxima = stats.sum_vector(), stats.max_vector()
+        torch.distributed.all_reduce(sums)
+        torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
+        return LossStats.from_vectors(sums.cpu(), maxima.cpu()).means()

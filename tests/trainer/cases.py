@@ -1,0 +1,182 @@
+"""What each rank of a test world runs: one layout, from parallel state to update, and numbers back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+
+from megarl.models.export import HFExporter
+from megarl.models.info import load_info
+from megarl.models.layout import Layout
+from megarl.trainer import parallel
+from megarl.trainer import policy as policy_module
+from megarl.trainer.batch import TrainSample
+from megarl.trainer.packing import assign_to_ranks
+from megarl.trainer.policy import Policy
+from tests.trainer.problem import make_config
+
+
+@contextlib.contextmanager
+def policy_under(model_dir: Path, layout: dict[str, Any], **changes: Any) -> Iterator[Policy]:
+    """A policy in a fresh layout of all ranks of the world; torn down again."""
+    full = Layout(**layout, world_size=torch.distributed.get_world_size())
+    parallel.initialize(full, seed=1, timeout_s=60)
+    try:
+        yield Policy(make_config(model_dir, **changes), full, load_info(model_dir))
+    finally:
+        parallel.destroy()
+
+
+def own_share(samples: list[TrainSample]) -> tuple[list[int], list[TrainSample]]:
+    indices = assign_to_ranks([s.length for s in samples], parallel.dp_size())[parallel.dp_rank()]
+    return indices, [samples[index] for index in indices]
+
+
+def exported(policy: Policy) -> dict[str, torch.Tensor]:
+    """This rank's share of the model under Hugging Face names."""
+    exporter = HFExporter(policy.module_chunks, policy.info, torch.float32)
+    return {item.name: value.clone() for item, value in exporter.stream() if value is not None}
+
+
+@torch.no_grad()
+def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    """The reduced gradients under Hugging Face names; with a distributed optimizer its shards are joined first."""
+    for chunk in policy.module_chunks:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    parameters = [p for chunk in policy.module_chunks for p in chunk.parameters()]
+    weights = [p.data for p in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.main_grad
+    gradients = exported(policy)
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data = weight
+    return gradients
+
+
+def train(
+    model_dir: Path,
+    layout: dict[str, Any],
+    samples: list[TrainSample],
+    steps: int = 1,
+    mutation: str | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """`steps` updates on the same mini-batch: the first one's gradients, metrics, and the weights after the last."""
+    with policy_under(model_dir, layout, **changes) as policy, mutated(mutation):
+        _, mine = own_share(samples)
+        gradients: dict[str, torch.Tensor] = {}
+        step = policy.optimizer.step
+
+        def capture() -> Any:
+            if not gradients:
+                gradients.update(exported_gradients(policy))
+            return step()
+
+        policy.optimizer.step = capture
+        metrics = [policy.update(mine) for _ in range(steps)]
+        return {"gradients": gradients, "metrics": metrics, "weights": exported(policy)}
+
+
+def logprobs(
+    model_dir: Path, layout: dict[str, Any], samples: list[TrainSample], reference: bool = False, **changes: Any
+) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(index in `samples`, log-probs, entropies) of this replica's samples."""
+    with policy_under(model_dir, layout, **changes) as policy:
+        indices, mine = own_share(samples)
+        results = policy.compute_logprobs(mine, reference=reference, with_entropy=True)
+        assert [len(r.logprobs) for r in results] == [len(s.response_ids) for s in mine]
+        return [(index, r.logprobs, r.entropy) for index, r in zip(indices, results, strict=True)]
+
+
+@contextlib.contextmanager
+def mutated(name: str | None) -> Iterator[None]:
+    """Break one rule of the update, so that the comparisons are seen to fail."""
+    if name is None:
+        yield
+        return
+    with mock.patch.multiple(policy_module, **MUTATIONS[name]()):
+        yield
+
+
+def _per_micro_batch() -> dict[str, Any]:
+    """Normalise by the micro-batch's own tokens, then average over micro-batches."""
+    original = policy_module.micro_batch_loss
+
+    def broken(spec: Any, logprobs: Any, old: Any, advantages: Any, mask: Any, **kwargs: Any) -> Any:
+        own = replace(kwargs["counts"], tokens=max(1, int(mask.sum()) * 4))
+        return original(spec, logprobs, old, advantages, mask, **(kwargs | {"counts": own}))
+
+    return {"micro_batch_loss": broken}
+
+
+def _doubled() -> dict[str, Any]:
+    original = policy_module.micro_batch_loss
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        return replace(result, loss=result.loss * 2)
+
+    return {"micro_batch_loss": broken}
+
+
+def _dropped_replica() -> dict[str, Any]:
+    """The last replica's samples are planned but not trained."""
+    original = policy_module.micro_batch_loss
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        last = parallel_state.get_data_parallel_rank() == parallel_state.get_data_parallel_world_size() - 1
+        return replace(result, loss=result.loss * (0 if last else 1))
+
+    return {"micro_batch_loss": broken}
+
+
+def _dropped_micro_batch() -> dict[str, Any]:
+    original = policy_module.forward_backward
+
+    def broken(chunks: Any, micro_batches: Any, function: Any) -> Any:
+        dropped = policy_module.pack([], [], policy_module.parallel_state.get_tensor_model_parallel_world_size())
+        return original(chunks, [dropped, *micro_batches[1:]], function)
+
+    return {"forward_backward": broken}
+
+
+def _padding_in_softmax() -> dict[str, Any]:
+    original = policy_module.response_logprobs
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **(kwargs | {"vocab_size": kwargs["vocab_size"] + 1}))
+
+    return {"response_logprobs": broken}
+
+
+def _targets_off_by_one() -> dict[str, Any]:
+    original = policy_module.response_logprobs
+
+    def broken(chunk: Any, hidden: Any, batch: Any, **kwargs: Any) -> Any:
+        return original(chunk, hidden, replace(batch, rows=(batch.rows + 1) % hidden.shape[1]), **kwargs)
+
+    return {"response_logprobs": broken}
+
+
+MUTATIONS = {
+    "per_micro_batch": _per_micro_batch,
+    "doubled": _doubled,
+    "dropped_replica": _dropped_replica,
+    "dropped_micro_batch": _dropped_micro_batch,
+    "padding_in_softmax": _padding_in_softmax,
+    "targets_off_by_one": _targets_off_by_one,
+}
