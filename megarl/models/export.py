@@ -1,8 +1,8 @@
 """Megatron shards back to Hugging Face tensors, one at a time, each on the rank that owns it.
 
-The manifest is the same on every rank and in layer order; `stream` walks it with every rank taking part only in
-the gathers of its own shards. At most one Hugging Face tensor beyond the shard is alive (row-parallel tensors: plus
-one peer's shard).
+The manifest is the same on every rank and in layer order; `stream` walks it with every rank taking part only
+in the gathers of its own shards. At most one Hugging Face tensor beyond the shard is alive (row-parallel
+tensors: plus one peer's shard).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HFExporter:
         self._manifest: list[ExportedTensor] | None = None
 
     def manifest(self) -> list[ExportedTensor]:
-        """All tensors of the model in layer order, equal on all ranks. The first call is collective (world)."""
+        """All tensors of the model in layer order, equal on all ranks. Collective (world) at first."""
         if self._manifest is None:
             owners = self._owners()
             self._manifest = [
@@ -66,9 +66,9 @@ class HFExporter:
     def stream(self) -> Iterator[tuple[ExportedTensor, torch.Tensor | None]]:
         """(tensor's manifest entry, its full value on the owner, None elsewhere) for this rank's shards.
 
-        Ranks of one tensor-parallel group must advance together: each step is a gather among them. Values may share
-        memory with the parameters: read them before the next step, do not write to them. Only ranks of data-parallel
-        rank 0 take part; others yield nothing.
+        Ranks of one tensor-parallel group must advance together: each step is a gather among them. Values may
+        share memory with the parameters: read them before the next step, do not write to them. Only ranks of
+        data-parallel rank 0 take part; others yield nothing.
         """
         manifest = iter(self.manifest())
         for entry in self._entries.values():
@@ -179,9 +179,9 @@ def save_hf(
 ) -> None:
     """Write a Hugging Face directory: safetensors, index, and everything of the source but its weights.
 
-    Collective over the world; `out_dir` must be on a file system that all ranks see. Each owner writes its own files,
-    one tensor in memory at a time; the directory appears by a rename when all are complete. Raises ValueError if it
-    exists and `overwrite` is false.
+    Collective over the world; `out_dir` must be on a file system that all ranks see. Each owner writes its
+    own files, one tensor in memory at a time; the directory appears by a rename when all are complete. Raises
+    ValueError if it exists and `overwrite` is false.
     """
     out, rank = Path(out_dir), torch.distributed.get_rank()
     if out.exists() and not overwrite:

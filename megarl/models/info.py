@@ -58,8 +58,8 @@ class ModelInfo:
 def load_info(hf_dir: Path | str) -> ModelInfo:
     """Read `config.json` of a Hugging Face directory (old and new key styles).
 
-    Raises ValueError naming the file and the field for a missing directory, an unknown architecture, or a feature
-    that would be silently wrong if ignored.
+    Raises ValueError naming the file and the field for a missing directory, an unknown architecture, or a
+    feature that would be silently wrong if ignored.
     """
     path = Path(hf_dir) / "config.json"
     if not path.is_file():
@@ -107,7 +107,7 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """RoPE base and scaling; transformers 5 writes `rope_parameters`, older ones `rope_theta` + `rope_scaling`."""
+    """RoPE base and scaling: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
     parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = float(parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"

@@ -11,8 +11,8 @@ from megarl.config.schema import ParallelConfig
 class Layout:
     """Sizes of Megatron's parallel groups; data parallelism is what remains of `world_size`.
 
-    `expert_tensor=None` becomes `tensor`. Raises ValueError for a layout that Megatron-Core 0.16.1 cannot run, or
-    runs wrongly: with EP = 1 and ETP != TP the experts diverge silently between ranks.
+    `expert_tensor=None` becomes `tensor`. Raises ValueError for a layout that Megatron-Core 0.16.1 cannot
+    run, or runs wrongly: with EP = 1 and ETP != TP the experts diverge silently between ranks.
     """
 
     tensor: int = 1

@@ -1,7 +1,7 @@
 """Hugging Face weights into Megatron chunks: each rank reads only the slices of its own shards.
 
-Fails closed: every Megatron parameter is written exactly once, and the files hold exactly the tensors that the
-family's table names, with its shapes; otherwise nothing is loaded and the offenders are listed.
+Fails closed: every Megatron parameter is written exactly once, and the files hold exactly the tensors that
+the family's table names, with its shapes; otherwise nothing is loaded and the offenders are listed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LISTED = 20
 def load_hf_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, hf_dir: Path | str) -> int:
     """Fill this rank's chunks (wrapped or bare) from a Hugging Face directory. Returns the bytes read.
 
-    Values are converted to each parameter's dtype. Call it before the optimizer copies its master weights. Raises
-    ValueError listing missing, unexpected and misshapen tensors, before anything is written.
+    Values are converted to each parameter's dtype. Call it before the optimizer copies its master weights.
+    Raises ValueError listing missing, unexpected and misshapen tensors, before anything is written.
     """
     entries = table(info)
     with SafetensorsDirectory(hf_dir) as files:
@@ -40,7 +40,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, hf_dir: 
 
 
 def check_tensors(files: SafetensorsDirectory, entries: dict[str, Entry], info: ModelInfo) -> None:
-    """The files hold exactly the table's tensors, in floating point. Raises ValueError listing what differs."""
+    """The files hold exactly the table's tensors, in floating point; ValueError lists what differs."""
     expected = {
         name: shape
         for entry in entries.values()
@@ -111,7 +111,7 @@ def _check_redundant_head(shards: list[Shard], files: SafetensorsDirectory) -> N
                 files.read(name, *rows), files.read("lm_head.weight", *rows)
             ):
                 raise ValueError(
-                    f"{files.directory}: config.json ties the embeddings, but lm_head.weight differs from {name}; "
+                    f"{files.directory}: the embeddings are tied, but lm_head.weight differs from {name}; "
                     "set tie_word_embeddings to false or drop lm_head.weight"
                 )
 

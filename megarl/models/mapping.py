@@ -1,10 +1,10 @@
 """Hugging Face ↔ Megatron, declared once and used in both directions.
 
-A `Rule` says which Hugging Face tensors one Megatron parameter is made of, as a concatenation of slices along one
-axis, and how tensor parallelism cuts it. Everything else follows: a rank's shard is a list of `Piece`s, loading
-copies pieces from files into the shard, exporting copies them back, and a layout of one rank gives the full tensor
-(what a converter needs). No rule moves a single value, so round trips are exact; whether the rule is right,
-the log-probs against `transformers` decide.
+A `Rule` says which Hugging Face tensors one Megatron parameter is made of, as a concatenation of slices along
+one axis, and how tensor parallelism cuts it. Everything else follows: a rank's shard is a list of `Piece`s,
+loading copies pieces from files into the shard, exporting copies them back, and a layout of one rank gives
+the full tensor (what a converter needs). No rule moves a single value, so round trips are exact; whether the
+rule is right, the log-probs against `transformers` decide.
 
 Megatron names are canonical: the local (not Transformer Engine) spec's, with global layer and expert numbers.
 """
@@ -50,9 +50,10 @@ Arrange = Callable[[ModelInfo], list[Piece]]
 class Rule:
     """One Megatron parameter (per layer, per expert) and where it comes from.
 
-    `axis`: the tensor-parallel axis; None = replicated. `arrange`: order of the sources' slices in the full tensor;
-    default: one source after the other. `per_source`: each rank holds its chunk of every source (gate and up),
-    instead of a chunk of the concatenation. `pad_to_tp`: zero rows make the axis divisible (vocabulary).
+    `axis`: the tensor-parallel axis; None = replicated. `arrange`: order of the sources' slices in the full
+    tensor; default: one source after the other. `per_source`: each rank holds its chunk of every source (gate
+    and up), instead of a chunk of the concatenation. `pad_to_tp`: zero rows make the axis divisible
+    (vocabulary).
     """
 
     megatron: str
@@ -67,7 +68,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule applied: one concrete Megatron parameter. `names[i]`, `shapes[i]` are its Hugging Face tensors."""
+    """A rule applied: one Megatron parameter and its Hugging Face tensors' `names` and full `shapes`."""
 
     megatron: str
     names: tuple[str, ...]
@@ -77,7 +78,7 @@ class Entry:
     expert: int | None = None
 
     def pieces(self, rank: int, size: int) -> list[Piece]:
-        """The shard of tensor-parallel rank `rank` of `size`, in order along `rule.axis` (0 if replicated)."""
+        """The shard of tensor-parallel rank `rank` of `size`, in order along `rule.axis` (or 0)."""
         full = self._full(size)
         if self.rule.axis is None:
             return full

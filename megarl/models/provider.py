@@ -20,7 +20,7 @@ Precision = Literal["bf16", "fp32"]
 
 
 def padded_vocab(info: ModelInfo, tp: int) -> int:
-    """Vocabulary rows of the model: the next multiple of `tp`. The log-prob code must mask the padded columns."""
+    """Vocabulary rows of the model: the next multiple of `tp`. Log-probs must mask the padded columns."""
     return -(-info.vocab_size // tp) * tp
 
 
@@ -34,9 +34,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's config of this model under this layout.
 
-    `overrides` are named TransformerConfig fields (`megatron.transformer` of the config) and win over everything.
-    `initialize=False` leaves the weights uninitialised, for a load that writes all of them. Raises ValueError when
-    Megatron-Core refuses the combination.
+    `overrides` are named TransformerConfig fields (`megatron.transformer` of the config) and win over
+    everything. `initialize=False` leaves the weights uninitialised, for a load that writes all of them.
+    Raises ValueError when Megatron-Core refuses the combination.
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     fields: dict[str, Any] = {
@@ -58,8 +58,8 @@ def transformer_config(
 def build_model(info: ModelInfo, tf_config: TransformerConfig, layout: Layout) -> list[GPTModel]:
     """This rank's model chunks (one, or one per virtual pipeline stage), on the platform's device.
 
-    Megatron's parallel_state must be initialised with `layout` and `model_parallel_cuda_manual_seed` called. The
-    chunks are bare: not in DDP or Float16Module; their parameters have `tf_config.params_dtype`.
+    Megatron's parallel_state must be initialised with `layout` and `model_parallel_cuda_manual_seed` called.
+    The chunks are bare: not in DDP or Float16Module; their parameters have `tf_config.params_dtype`.
     """
     stages: list[int | None] = list(range(layout.virtual_pipeline)) if layout.virtual_pipeline else [None]
     return [_build_chunk(info, tf_config, layout, stage) for stage in stages]
@@ -139,10 +139,12 @@ def _parallelism(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         "expert_tensor_parallel_size": layout.etp,
         "sequence_parallel": layout.sequence,
         "pipeline_dtype": dtype,
-        # Packed micro-batches are ragged. This refuses dense models under the default dispatcher, so that is set too.
+        # Packed micro-batches are ragged. This refuses dense models under the default dispatcher, so that is
+        # set too.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # Without overlap, interleaved PP = 2 posts two sends to one peer: silently wrong gradients, or a dead run.
+        # Without overlap, interleaved PP = 2 posts two sends to one peer: silently wrong gradients, or a dead
+        # run.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": True,
@@ -166,8 +168,8 @@ def _platform_fields(initialize: bool) -> dict[str, Any]:
         "moe_permute_fusion": engine,
     }
     if not initialize:
-        # Not perform_initialization=False: that also skips the tensor_model_parallel attributes on the weights,
-        # and the gradient norm would then count shards of rank 0 only.
+        # Not perform_initialization=False: that also skips the tensor_model_parallel attributes on the
+        # weights, and the gradient norm would then count shards of rank 0 only.
         fields.update(init_method=_leave, output_layer_init_method=_leave, embedding_init_method=_leave)
     return fields
 

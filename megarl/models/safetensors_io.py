@@ -39,10 +39,11 @@ class TensorRecord:
 
 
 class SafetensorsDirectory:
-    """All tensors of a directory by name, from the headers alone; `read` maps files and copies only the slice.
+    """All tensors of a directory by name, from the headers alone; `read` maps files and copies only the
+    slice.
 
-    Raises ValueError naming file and tensor for: no safetensors, a truncated file, a tensor in two files, an index
-    that disagrees with the files.
+    Raises ValueError naming file and tensor for: no safetensors, a truncated file, a tensor in two files, an
+    index that disagrees with the files.
     """
 
     def __init__(self, directory: Path | str) -> None:

@@ -1,4 +1,4 @@
-"""This rank's Megatron parameters under their canonical names, each with its mapping entry and parallel groups."""
+"""This rank's Megatron parameters by canonical name, each with its mapping entry and its place in TP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter of this rank. `rank` of `size` is its tensor-parallel (experts: expert-tensor-parallel) place."""
+    """One parameter of this rank: shard `rank` of `size` in its tensor- or expert-tensor-parallel group."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -39,7 +39,8 @@ def local_shards(
 ) -> list[Shard]:
     """This rank's parameters, in model order. `chunks` may be wrapped in DDP and Float16Module.
 
-    Raises ValueError listing parameters that no rule covers, that appear twice, or whose shape is not the rule's.
+    Raises ValueError listing parameters that no rule covers, that appear twice, or whose shape is not the
+    rule's.
     """
     shards: dict[str, Shard] = {}
     wrong: list[str] = []
@@ -63,7 +64,7 @@ def local_shards(
 
 
 def tensor_place(entry: Entry) -> tuple[int, int]:
-    """(rank, size) in the group that shards `entry`: expert tensor parallel for experts, else tensor parallel."""
+    """(rank, size) in the group that shards `entry`: expert-tensor parallel for experts, else TP."""
     if entry.expert is not None:
         return (
             parallel_state.get_expert_tensor_parallel_rank(),

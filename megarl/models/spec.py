@@ -1,13 +1,15 @@
 """Layer specs: Transformer Engine's on CUDA when it is installed, and Megatron's own modules otherwise.
 
-Without Transformer Engine, Megatron-Core 0.16.1 has no norm that accepts sequence parallelism and no attention that
-accepts packed sequences; `RMSNorm` and `PackedAttention` are those two. Shapes: T packed tokens of a micro-batch,
-S sequence, B batch (1 when packed), N query heads, G key/value heads, D head size, all of this rank.
+Without Transformer Engine, Megatron-Core 0.16.1 has no norm that accepts sequence parallelism and no
+attention that accepts packed sequences; `RMSNorm` and `PackedAttention` are those two. Shapes: T packed
+tokens of a micro-batch, S sequence, B batch (1 when packed), N query heads, G key/value heads, D head size,
+all of this rank.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ class PackedAttention(torch.nn.Module):
             raise ValueError("context parallelism needs Transformer Engine")
         self.softmax_scale = softmax_scale
 
-    def forward(
+    def forward(  # noqa: PLR0917  # Megatron's signature
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -63,7 +65,8 @@ class PackedAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Packed (THD): query [T, N, D], key and value [T, G, D] -> [T, N * D]; the mask is causal per sequence.
+        """Packed (THD): query [T, N, D], key and value [T, G, D] -> [T, N * D]; the mask is causal per
+        sequence.
 
         Not packed: [S, B, N, D] -> [S, B, N * D]. Tokens beyond the last sequence get zeros.
         """
@@ -94,7 +97,7 @@ class PackedAttention(torch.nn.Module):
 def _runs(bounds: list[int]) -> list[tuple[int, int, int]]:
     """Neighbouring sequences of equal length as (start, count, length): each run is one batched attention."""
     runs: list[tuple[int, int, int]] = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         length = stop - start
         if length == 0:
             continue
@@ -107,7 +110,7 @@ def _runs(bounds: list[int]) -> list[tuple[int, int, int]]:
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline rank's chunk `vp_stage`, dense or mixture of experts, and the final norm."""
+    """The layers of this pipeline rank's chunk `vp_stage`, dense or mixture of experts, and final norm."""
     if use_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     dense = _local_layer(config, None)

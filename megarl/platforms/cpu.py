@@ -1,8 +1,8 @@
 """How a CPU run differs from a GPU run: every CUDA call of Megatron-Core 0.16.1 that is emulated, and why.
 
-`EMULATIONS` is the whole list. Nothing here is installed where CUDA is present. An emulation answers only what
-would otherwise raise: `device="cuda"` means the CPU, streams and events do nothing (a CPU executes in order), the
-CUDA random state is the CPU generator's.
+`EMULATIONS` is the whole list. Nothing here is installed where CUDA is present. An emulation answers only
+what would otherwise raise: `device="cuda"` means the CPU, streams and events do nothing (a CPU executes in
+order), the CUDA random state is the CPU generator's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,9 @@ def install() -> None:
         raise RuntimeError("the CPU emulation must not be installed where CUDA is present")
     for emulation in EMULATIONS:
         emulation.install()
+    # Advice about CUDA settings, and torch's deprecations of what Megatron-Core calls.
+    warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
 
 
 def _is_cuda(device: Any) -> bool:
@@ -48,7 +52,9 @@ def _install_jit_fuser() -> None:
     original = torch.compile
     torch.compile = lambda function, *args, **kwargs: function  # type: ignore[assignment]
     try:
-        import megatron.core
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed", six times
+            import megatron.core
     finally:
         torch.compile = original
     from megatron.core import jit
@@ -111,7 +117,8 @@ def _install_rng() -> None:
         lambda seed: torch.default_generator.manual_seed(int(seed)) and None
     )
     random._set_cuda_rng_state = set_state
-    # Both states are one generator here, so the tracker's "CPU state changed" warning is always a false alarm.
+    # Both states are one generator here, so the tracker's "CPU state changed" warning is always a false
+    # alarm.
     logging.getLogger(random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -169,6 +176,7 @@ def _install_uneven_collectives() -> None:
     original_gather = mappings._gather_along_first_dim
     original_scatter = mappings._reduce_scatter_along_first_dim
 
+    @functools.wraps(original_gather)
     def gather(
         input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
     ) -> Any:
@@ -181,6 +189,7 @@ def _install_uneven_collectives() -> None:
         torch.distributed.all_gather(parts, padded, group=group)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
+    @functools.wraps(original_scatter)
     def scatter(
         input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
     ) -> Any:
@@ -197,15 +206,18 @@ def _install_uneven_collectives() -> None:
 EMULATIONS: tuple[Emulation, ...] = (
     Emulation(
         "jit_fuser", "jit.py and its users (activations, fusions, router)",
-        "torch.compile would build C++ at run time for tiny functions; they run eagerly instead", _install_jit_fuser,
+        "torch.compile would build C++ at run time for tiny functions; they run eagerly instead",
+        _install_jit_fuser,
     ),
     Emulation(
-        "current_device", "tensor_parallel/layers.py, mappings.py, p2p_communication.py, param_and_grad_buffer.py, "
+        "current_device",
+        "tensor_parallel/layers.py, mappings.py, p2p_communication.py, param_and_grad_buffer.py, "
         "rotary_pos_embedding.py, optimizer.py",
         "torch.cuda.current_device() is used as a tensor device; it is the CPU", _install_current_device,
     ),
     Emulation(
-        "factories", "schedules.py, optimizer.py, clip_grads.py, grad_scaler.py, data.py, transformer/utils.py",
+        "factories",
+        "schedules.py, optimizer.py, clip_grads.py, grad_scaler.py, data.py, transformer/utils.py",
         "device='cuda' in tensor factories means the CPU", _install_factories,
     ),
     Emulation(
@@ -214,7 +226,7 @@ EMULATIONS: tuple[Emulation, ...] = (
     ),
     Emulation(
         "tensor_type", "optimizer.py, distrib_optimizer.py, clip_grads.py",
-        "they sort parameters by type() == 'torch.cuda.FloatTensor'; only Megatron's optimizer sees this name",
+        "they test type() == 'torch.cuda.FloatTensor'; only the optimizer's files see that name",
         _install_tensor_type,
     ),
     Emulation(
@@ -222,7 +234,8 @@ EMULATIONS: tuple[Emulation, ...] = (
         "the CUDA random state is that of the CPU generator", _install_rng,
     ),
     Emulation(
-        "streams", "token_dispatcher.py, shared_experts.py, distributed_data_parallel.py, param_and_grad_buffer.py",
+        "streams",
+        "token_dispatcher.py, shared_experts.py, distributed_data_parallel.py, param_and_grad_buffer.py",
         "streams and events do nothing: a CPU executes in order", _install_streams,
     ),
     Emulation(

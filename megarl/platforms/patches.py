@@ -1,7 +1,8 @@
-"""Defects of megatron-core 0.16.1 that a config check cannot avoid: one smallest patch each, on every platform.
+"""Defects of megatron-core 0.16.1 that a config check cannot avoid: one smallest patch each, on every
+platform.
 
-Each function names the defect; `PATCHES` lists them. A patch keeps the original under `__wrapped__`, which is how
-the tests show the defect. When the pin moves, re-check each against the new source.
+Each function names the defect; `PATCHES` lists them. A patch keeps the original under `__wrapped__`, which is
+how the tests show the defect. When the pin moves, re-check each against the new source.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def apply() -> None:
 
 
 def router_gemm_without_te() -> None:
-    """moe_utils.py:38 imports `te_general_gemm` under try, but 1192 and 1225 read it always: NameError without TE."""
+    """moe_utils.py:38 imports `te_general_gemm` under try, but 1192 reads it always: NameError without TE."""
     from megatron.core.transformer.moe import moe_utils
 
     if not moe_utils.HAVE_TE:
@@ -28,7 +29,7 @@ def router_gemm_without_te() -> None:
 
 
 def all_to_all_split_sizes() -> None:
-    """token_dispatcher.py:875 makes split sizes numpy arrays (tensors on CPU); torch 2.13 takes only lists of int."""
+    """token_dispatcher.py:875 gives split sizes as arrays; torch 2.13 takes only lists of int."""
     from megatron.core.tensor_parallel import mappings
 
     original = mappings.all_to_all
@@ -47,7 +48,8 @@ def all_to_all_split_sizes() -> None:
 
 
 def adam_step_is_shared() -> None:
-    """distrib_optimizer.py `load_state_dict` gives all parameters ONE `step` tensor (torch Adam, no TE or Apex).
+    """distrib_optimizer.py `load_state_dict` gives all parameters ONE `step` tensor (torch Adam, no TE or
+    Apex).
 
     torch increments it once per parameter, so Adam's bias correction is wrong after every resume.
     """
@@ -96,7 +98,8 @@ def adam_step_missing_in_resharded_state() -> None:
 
 
 def fresh_optimizer_has_no_state_to_load_into() -> None:
-    """distrib_optimizer.py:643: `sharded_state_dict(is_loading=True)` asserts on an optimizer that never stepped.
+    """distrib_optimizer.py:643: `sharded_state_dict(is_loading=True)` asserts on an optimizer that never
+    stepped.
 
     With torch Adam the state must exist before its shapes can be asked for: prime it with zeros.
     """
@@ -123,7 +126,7 @@ def fresh_optimizer_has_no_state_to_load_into() -> None:
 
 
 def recompute_without_fp8() -> None:
-    """random.py:636 takes `fp8=False` for fp8 on (`is not None`): NameError without TE for selective recompute."""
+    """random.py:636 takes `fp8=False` for on (`is not None`): NameError in selective recompute without TE."""
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     original = CheckpointWithoutOutput.__init__

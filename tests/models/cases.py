@@ -11,34 +11,25 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import (
-    gather_from_tensor_model_parallel_region,
-    model_parallel_cuda_manual_seed,
-)
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from megarl.models.export import HFExporter, save_hf
 from megarl.models.info import ModelInfo, load_info
 from megarl.models.layout import Layout
 from megarl.models.loader import load_hf_weights
 from megarl.models.provider import build_model, transformer_config
+from megarl.trainer import parallel as parallel_state_setup
 
 Batch = list[list[list[int]]]  # micro-batches of sequences of token ids
 
 
 @contextmanager
 def parallel(layout: Layout) -> Iterator[None]:
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.etp,
-    )
-    model_parallel_cuda_manual_seed(1)
+    parallel_state_setup.initialize(layout, seed=1, timeout_s=60)
     try:
         yield
     finally:
-        parallel_state.destroy_model_parallel()
+        parallel_state_setup.destroy()
 
 
 def make_layout(**sizes: Any) -> Layout:
@@ -81,7 +72,9 @@ def packed(sequences: list[list[int]], multiple: int) -> dict[str, Any]:
     }
 
 
-def forward_logprobs(info: ModelInfo, layout: Layout, chunks: list[Any], batch: Batch) -> list[torch.Tensor] | None:
+def forward_logprobs(
+    info: ModelInfo, layout: Layout, chunks: list[Any], batch: Batch
+) -> list[torch.Tensor] | None:
     """Log-softmax [T, vocab] of every micro-batch, on the last pipeline stage (all its TP ranks)."""
 
     def step(data: Iterator[list[list[int]]], model: Any) -> tuple[torch.Tensor, Any]:
@@ -107,12 +100,12 @@ def forward_logprobs(info: ModelInfo, layout: Layout, chunks: list[Any], batch: 
         )
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return None
-    return [
-        output[: sum(map(len, sequences))] for output, sequences in zip(outputs, batch, strict=True)
-    ]
+    return [output[: sum(map(len, sequences))] for output, sequences in zip(outputs, batch, strict=True)]
 
 
-def logprobs(model_dir: str, batch: Batch, precision: str = "fp32", **sizes: Any) -> list[torch.Tensor] | None:
+def logprobs(
+    model_dir: str, batch: Batch, precision: str = "fp32", **sizes: Any
+) -> list[torch.Tensor] | None:
     """Case: load under the layout and return the log-probs of the batch from this rank, if it has them."""
     layout = make_layout(**sizes)
     with parallel(layout):

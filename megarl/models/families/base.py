@@ -13,8 +13,9 @@ from megarl.models.mapping import Rule, Source, qkv
 class Family:
     """One model family: its Hugging Face architecture, what its config means, and the mapping table.
 
-    `read(raw)` gives the ModelInfo fields that are the family's own. `redundant`: Hugging Face names (templates) that
-    old files carry although they are recomputed; they are the only names that may be left unread.
+    `read(raw)` gives the ModelInfo fields that are the family's own. `redundant`: Hugging Face names
+    (templates) that old files carry although they are recomputed; they are the only names that may be left
+    unread.
     """
 
     name: str

@@ -1,0 +1,125 @@
+"""Wrong mapping rules and wrong architecture numbers: each must move the log-probs of a loaded model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megarl.models import info as info_module
+from megarl.models import shards
+from megarl.models.info import ModelInfo
+from megarl.models.mapping import Entry, Piece
+from tests.models import cases
+
+TP2 = {"tensor": 2, "sequence": True}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    family: str
+    entry: Callable[[Entry], Entry] = lambda entry: entry
+    info: Callable[[ModelInfo], ModelInfo] = lambda info: info
+    sizes: dict[str, Any] = field(default_factory=lambda: dict(TP2))
+
+
+def _rule(pattern: str, **changes: Any) -> Callable[[Entry], Entry]:
+    def mutate(entry: Entry) -> Entry:
+        return replace(entry, rule=replace(entry.rule, **changes)) if re.search(pattern, entry.megatron) else entry
+
+    return mutate
+
+
+def _order(pattern: str, *order: int) -> Callable[[Entry], Entry]:
+    def mutate(entry: Entry) -> Entry:
+        if not re.search(pattern, entry.megatron):
+            return entry
+        return replace(
+            entry, names=tuple(entry.names[i] for i in order), shapes=tuple(entry.shapes[i] for i in order)
+        )
+
+    return mutate
+
+
+def _swap(one: str, other: str) -> Callable[[Entry], Entry]:
+    """Exchange two Hugging Face names everywhere."""
+
+    def rename(name: str) -> str:
+        return name.replace(one, "\0").replace(other, one).replace("\0", other)
+
+    return lambda entry: replace(entry, names=tuple(map(rename, entry.names)))
+
+
+def _shift_experts(entry: Entry) -> Entry:
+    def shift(name: str) -> str:
+        return re.sub(r"experts\.(\d+)", lambda m: f"experts.{(int(m[1]) + 1) % (entry.info.num_experts or 1)}", name)
+
+    return replace(entry, names=tuple(map(shift, entry.names)))
+
+
+def _reversed_rows(info: ModelInfo) -> list[Piece]:
+    count = info.num_experts or 0
+    return [Piece(0, i, i + 1) for i in reversed(range(count))]
+
+
+def _reversed_groups(info: ModelInfo) -> list[Piece]:
+    rows = info.heads // info.kv_heads * info.head_dim
+    result = []
+    for g in reversed(range(info.kv_heads)):
+        result += [Piece(0, g * rows, (g + 1) * rows)]
+        result += [Piece(i, g * info.head_dim, (g + 1) * info.head_dim) for i in (1, 2)]
+    return result
+
+
+def _rope(**changes: Any) -> Callable[[ModelInfo], ModelInfo]:
+    return lambda info: replace(info, rope_scaling={**(info.rope_scaling or {}), **changes})
+
+
+QKV, FC1 = r"linear_qkv\.weight", r"linear_fc1"
+
+MUTATIONS = [
+    Mutation("qkv-not-interleaved", "llama", _rule(QKV, arrange=None)),
+    Mutation("qkv-groups-reversed", "qwen3", _rule(QKV, arrange=_reversed_groups)),
+    Mutation("qkv-bias-not-interleaved", "qwen2", _rule(r"linear_qkv\.bias", arrange=None)),
+    Mutation("k-and-v-swapped", "qwen3", _order(QKV, 0, 2, 1)),
+    Mutation("gate-and-up-swapped", "qwen3", _order(FC1, 1, 0)),
+    Mutation("gate-up-chunk-of-concatenation", "llama", _rule(FC1, per_source=False)),
+    Mutation("expert-gate-and-up-swapped", "qwen3_moe", _order(r"local_experts.*fc1", 1, 0)),
+    Mutation("layer-norms-swapped", "qwen2", _swap(".input_layernorm.", ".post_attention_layernorm.")),
+    Mutation("final-norm-swapped", "llama", _swap("model.norm.weight", "model.layers.0.input_layernorm.weight")),
+    Mutation("qk-norms-swapped", "qwen3", _swap(".q_norm.", ".k_norm.")),
+    Mutation("embedding-and-head-swapped", "qwen3", _swap("model.embed_tokens.weight", "lm_head.weight")),
+    Mutation("layers-swapped", "llama", _swap("layers.2.mlp", "layers.3.mlp"), sizes={"pipeline": 2}),
+    Mutation("router-order", "qwen3_moe", _rule("router", arrange=_reversed_rows)),
+    Mutation("expert-offset", "qwen3_moe", _shift_experts, sizes={"expert": 2}),
+    Mutation("norm-topk-prob", "qwen3_moe", info=lambda info: replace(info, norm_topk_prob=False)),
+    Mutation("eps", "qwen3", info=lambda info: replace(info, norm_eps=1e-5)),
+    Mutation("rope-theta", "qwen3", info=lambda info: replace(info, rope_theta=2e5)),
+    Mutation("rope-scaling-forgotten", "llama", info=lambda info: replace(info, rope_scaling=None)),
+    Mutation("rope-scaling-factor", "llama", info=_rope(factor=16.0)),
+    Mutation("rope-scaling-low-frequency", "llama", info=_rope(low_freq_factor=2.0)),
+    Mutation("rope-scaling-high-frequency", "llama", info=_rope(high_freq_factor=8.0)),
+    Mutation("rope-scaling-context", "llama", info=_rope(original_max_position_embeddings=8192)),
+]
+
+
+def mutated_logprobs(
+    model_dir: str, batch: list[list[list[int]]], mutation: str, **sizes: Any
+) -> list[torch.Tensor] | None:
+    """Case: as `cases.logprobs`, with one rule broken."""
+    chosen = next(each for each in MUTATIONS if each.name == mutation)
+    original = shards.expand
+
+    def expand(rules: Any, info: ModelInfo) -> Iterator[Entry]:
+        return map(chosen.entry, original(rules, info))
+
+    def load_info(path: str) -> ModelInfo:
+        return chosen.info(info_module.load_info(path))
+
+    with patch.object(shards, "expand", expand), patch.object(cases, "load_info", load_info):
+        return cases.logprobs(model_dir, batch, **sizes)

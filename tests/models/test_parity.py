@@ -1,0 +1,117 @@
+"""Log-probs of packed micro-batches under every layout against `transformers`, in fp32: max |Δ| <= 1e-5."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.conftest import Batch
+from tests.models.mutations import MUTATIONS
+from tests.support.world import World
+
+pytestmark = pytest.mark.world
+TOLERANCE = 1e-5
+
+DENSE: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),  # TP 1, two replicas
+    (2, {"tensor": 2}),
+    (2, {"tensor": 2, "sequence": True}),
+    (2, {"pipeline": 2}),
+    (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    (4, {"tensor": 4, "sequence": True}),  # more ranks than key/value heads
+    (4, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}),
+]
+MOE: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (2, {"tensor": 2, "sequence": True}),
+    (2, {"expert": 2}),
+    (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    (4, {"tensor": 2, "sequence": True, "expert": 2}),
+    (4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}),
+    (4, {"tensor": 2, "sequence": True, "expert": 4, "expert_tensor": 1}),
+    (4, {"pipeline": 2, "expert": 2}),
+]
+# Of the product, `make test` runs each layout at least once and each family under TP 1, TP 2 and PP 2.
+FAST_DENSE = {"llama": (0, 1, 2, 5), "qwen2": (0, 1, 3, 4, 6), "qwen3": (0, 2, 3, 5)}
+FAST_MOE = (0, 1, 2, 4, 5, 7)
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for family in ("llama", "qwen2", "qwen3", "qwen3_moe"):
+        layouts, fast = (MOE, FAST_MOE) if family == "qwen3_moe" else (DENSE, FAST_DENSE[family])
+        for i, (ranks, sizes) in enumerate(layouts):
+            name = "-".join([family, *(f"{key}{value}" for key, value in sizes.items())])
+            marks = [] if i in fast else [pytest.mark.slow]
+            cases.append(pytest.param(family, ranks, sizes, id=name, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("family", "ranks", "sizes"), _cases())
+def test_logprobs_equal_transformers(
+    family: str,
+    ranks: int,
+    sizes: dict[str, Any],
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    reference: Callable[[str], list[torch.Tensor]],
+    batch: Batch,
+) -> None:
+    results = world(ranks).run(
+        "tests.models.cases:logprobs", model_dir=str(model_dir(family)), batch=batch, **sizes
+    )
+    answers = [result for result in results if result is not None]
+    assert len(answers) == ranks // sizes.get("pipeline", 1)
+    for answer in answers:
+        for ours, theirs in zip(answer, reference(family), strict=True):
+            assert ours.shape == theirs.shape
+            assert (ours - theirs).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_bf16_is_close(
+    family: str,
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    reference: Callable[[str], list[torch.Tensor]],
+    batch: Batch,
+) -> None:
+    """Not parity: bf16 rounds every activation. A wrong rule moves log-probs by whole units."""
+    results = world(2).run(
+        "tests.models.cases:logprobs",
+        model_dir=str(model_dir(family)),
+        batch=batch,
+        precision="bf16",
+        tensor=2,
+        sequence=True,
+    )
+    for ours, theirs in zip(results[0], reference(family), strict=True):
+        gap = (ours - theirs).abs()
+        assert 1e-4 < gap.mean() < 0.1
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_wrong_rule_shows_in_the_logprobs(
+    mutation: Any,
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    reference: Callable[[str], list[torch.Tensor]],
+    batch: Batch,
+) -> None:
+    results = world(2).run(
+        "tests.models.mutations:mutated_logprobs",
+        model_dir=str(model_dir(mutation.family)),
+        batch=batch,
+        mutation=mutation.name,
+        **mutation.sizes,
+    )
+    answer = next(result for result in results if result is not None)
+    gap = max(
+        float((ours - theirs).abs().max())
+        for ours, theirs in zip(answer, reference(mutation.family), strict=True)
+    )
+    assert gap > 10 * TOLERANCE
