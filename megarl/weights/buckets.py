@@ -109,10 +109,7 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        rows = [
-            [b.owner, b.nbytes, [[p.tensor, p.start, p.offset, p.nbytes] for p in b.pieces]]
-            for b in self.buckets
-        ]
+        rows = [[b.owner, b.nbytes, [[p.tensor, p.start, p.offset, p.nbytes] for p in b.pieces]] for b in self.buckets]
         return hashlib.sha256(json.dumps([_spec_rows(self.specs), rows]).encode()).hexdigest()[:32]
 
 
@@ -201,9 +198,7 @@ def unpack_manifest(text: str, expected_hash: str) -> Plan:
         ValueError: the rebuilt plan is not the sender's.
     """
     document = json.loads(zlib.decompress(base64.b85decode(text)))
-    specs = tuple(
-        TensorSpec(name, tuple(shape), dtype, owner) for name, shape, dtype, owner in document["specs"]
-    )
+    specs = tuple(TensorSpec(name, tuple(shape), dtype, owner) for name, shape, dtype, owner in document["specs"])
     plan = Plan(specs, tuple(_pack(specs, document["bucket_bytes"])), document["bucket_bytes"])
     if plan.hash != expected_hash:
         raise ValueError(

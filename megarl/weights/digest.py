@@ -31,12 +31,7 @@ def digest(payload: torch.Tensor, *, version: int, bucket: int) -> torch.Tensor:
     Returns:
         int64 tensor of shape [1] on the payload's device; nothing is copied to the host.
     """
-    if (
-        payload.dtype != torch.uint8
-        or payload.dim() != 1
-        or payload.numel() % 8
-        or not payload.is_contiguous()
-    ):
+    if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() % 8 or not payload.is_contiguous():
         raise ValueError("digest wants a contiguous 1-D uint8 tensor whose size is a multiple of 8")
     seed = seed_of(version, bucket, payload.numel())
     words = payload.numel() // 8
@@ -76,9 +71,7 @@ def _row_sums(payload: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> N
             high[rows] = _shifted_sums(payload, begin, end, width, for_high)
 
 
-def _shifted_sums(
-    payload: torch.Tensor, begin: int, end: int, width: int, coefficients: torch.Tensor
-) -> torch.Tensor:
+def _shifted_sums(payload: torch.Tensor, begin: int, end: int, width: int, coefficients: torch.Tensor) -> torch.Tensor:
     """The same rows, read four bytes later; zeros stand for what lies behind the payload's last word."""
     if end == payload.numel():
         words = torch.cat([payload[begin + 4 :], payload.new_zeros(4)]).view(torch.int64)

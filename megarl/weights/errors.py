@@ -29,3 +29,11 @@ class SyncAborted(WeightSyncError):  # noqa: N818 - a state of the group, raised
 
 class PeerTimeout(WeightSyncError):  # noqa: N818
     """A wait reached its deadline; the message says who waited for whom."""
+
+
+class ConnectionLost(WeightSyncError):  # noqa: N818
+    """A peer closed its connection in mid-broadcast; somebody else failed, or will be named by the leader."""
+
+
+class DigestMismatch(WeightSyncError):  # noqa: N818
+    """A bucket is not what its sender sent; it was not loaded."""

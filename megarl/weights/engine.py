@@ -1,0 +1,142 @@
+"""The receiver: vLLM's weight-transfer backend `megarl`, one instance in every engine worker.
+
+One start/update/finish session carries the whole sync: `update_weights` receives all buckets of the plan.
+Any failure here leaves the model half loaded: vLLM looks healthy, and the replica has to be restarted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from megarl.weights.buckets import unpack_manifest
+from megarl.weights.errors import WeightSyncError
+from megarl.weights.receiver import Receiver
+from megarl.weights.transport import Board, Group, Layout
+
+
+@dataclass
+class MegarlInitInfo(WeightTransferInitInfo):
+    """Sent once per generation of the group."""
+
+    host: str
+    port: int
+    layout: str  # Layout.to_json()
+    replica: int  # index in the layout
+    manifest: str  # buckets.pack_manifest()
+    plan_hash: str
+    timeout_s: float
+
+
+@dataclass
+class MegarlUpdateInfo(WeightTransferUpdateInfo):
+    """One sync; the plan is the one of the same hash that `MegarlInitInfo` brought."""
+
+    sync: int
+    version: int
+    plan_hash: str
+    timeout_s: float
+
+
+class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpdateInfo]):
+    init_info_cls = MegarlInitInfo
+    update_info_cls = MegarlUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._receiver: Receiver | None = None
+
+    def init_transfer_engine(self, init_info: MegarlInitInfo) -> None:
+        """Join the group; called again for every new generation.
+
+        Raises:
+            ValueError: the rebuilt plan is not the sender's.
+            WeightSyncError: not all members came before the deadline.
+        """
+        self.shutdown()
+        plan = unpack_manifest(init_info.manifest, init_info.plan_hash)
+        layout = Layout.from_json(init_info.layout)
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        board = Board(init_info.host, init_info.port)
+        group = Group(board, layout, layout.offset(init_info.replica) + worker)
+        group.join(init_info.timeout_s)
+        device = self.device if layout.backend == "nccl" else torch.device("cpu")
+        self._receiver = Receiver(group, plan, _LayerwiseLoader(self), device)
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive, check and load all buckets. The base class would synchronise an accelerator that CPUs lack."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: MegarlUpdateInfo) -> None:
+        """Raises WeightSyncError, and has then told the other members why."""
+        if self._receiver is None:
+            raise WeightSyncError("update_weights before init_weight_transfer_engine")
+        self._receiver.receive(
+            update_info.sync, update_info.version, update_info.timeout_s, plan_hash=update_info.plan_hash
+        )
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            prepack_experts(self.model)
+
+    def shutdown(self) -> None:
+        """Leave the group; the model keeps its weights."""
+        if self._receiver is not None:
+            self._receiver.group.close()
+            self._receiver = None
+
+
+class _LayerwiseLoader:
+    """vLLM's `load_weights` inside one layer-wise reload: it refers to tensors until their module is complete."""
+
+    def __init__(self, engine: MegarlWeightTransferEngine) -> None:
+        self._engine = engine
+
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        with torch.no_grad(), disable_mtp_completeness_check():
+            self._engine.model.load_weights(tensors)
+
+    def detach(self, buffer: torch.Tensor) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        storage = buffer.untyped_storage().data_ptr()
+        for module in self._engine.model.modules():
+            for _, bound in get_layerwise_info(module).loaded_weights:
+                for key, value in bound.arguments.items():
+                    if not isinstance(value, torch.Tensor) or value.is_meta:
+                        continue
+                    if value.untyped_storage().data_ptr() == storage:
+                        bound.arguments[key] = value.clone()
+
+
+def prepack_experts(model: torch.nn.Module) -> None:
+    """vLLM 0.32, CPU only: a weight update skips the experts' own repacking, and the MoE is then silently wrong.
+
+    `UnquantizedFusedMoEMethod._setup_kernel` calls it at first load only.
+    """
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            kernel.fused_experts.process_weights_after_loading(module)

@@ -1,0 +1,338 @@
+"""The trainer's side of a weight sync. `publish` is collective over all trainer ranks.
+
+Three roles, often in one process. Every rank walks the exporter's stream, so that its peers' gathers complete.
+Ranks that own tensors pack them into buckets and broadcast them, in the one order of the plan, from a thread of
+their own (so that a gather never waits for a broadcast). The leader, rank 0, drives the engines through
+`control.py` and tells all ranks how it ended. After a failure a rank goes on walking the stream without sending:
+its peers stay in step, and the sync can be repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from megarl.weights.buckets import Plan, make_plan
+from megarl.weights.control import Control, SyncReport
+from megarl.weights.errors import SyncAborted, WeightSyncError
+from megarl.weights.handles import EngineHandles
+from megarl.weights.packing import SendBuffers, Sending
+from megarl.weights.transport import Board, Group, Layout
+
+logger = logging.getLogger(__name__)
+_serial = 0
+
+
+class Exporter(Protocol):
+    """`megarl.models.export.HFExporter`."""
+
+    def manifest(self) -> Sequence[Any]: ...
+    def stream(self) -> Iterator[tuple[Any, torch.Tensor | None]]: ...
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """The knobs of a sync; seconds and bytes."""
+
+    bucket_bytes: int = 64 * 2**20
+    transport: str = "auto"
+    recompute_kv: bool = True
+    sync_s: float = 600.0
+    rpc_s: float = 120.0
+    restart_s: float = 900.0
+    restarts: int = 1  # failed syncs that are repeated, with fresh replicas, before the error is raised
+
+    @classmethod
+    def from_config(cls, config: Any) -> SyncSettings:
+        """From a `megarl.config.schema.Config`."""
+        return cls(
+            bucket_bytes=int(config.weight_sync.bucket_mb * 2**20),
+            transport=config.weight_sync.transport,
+            recompute_kv=config.weight_sync.recompute_kv,
+            sync_s=config.timeouts.weight_sync_s,
+            rpc_s=config.timeouts.rpc_s,
+            restart_s=config.timeouts.engine_start_s,
+        )
+
+    @property
+    def backend(self) -> str:
+        if self.transport != "auto":
+            return self.transport
+        return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+class WeightSender:
+    """Publishes the trainer's weights to all engines. Build it, connect it and publish on every trainer rank."""
+
+    def __init__(self, config: Any, exporter: Exporter, *, host: str | None = None) -> None:
+        """`config`: a `Config` or `SyncSettings`; `host`: address of rank 0 that the engines can reach."""
+        self.settings = config if isinstance(config, SyncSettings) else SyncSettings.from_config(config)
+        self._exporter = exporter
+        self._host = host
+        distributed = torch.distributed.is_initialized()
+        self._rank = torch.distributed.get_rank() if distributed else 0
+        self._world = torch.distributed.get_world_size() if distributed else 1
+        self._plan: Plan | None = None
+        self._numbers: dict[str, int] = {}
+        self._board: Board | None = None
+        self._control: Control | None = None
+        self._group: Group | None = None
+        self._buffers: SendBuffers | None = None
+        self._generation = 0
+        self._sync = 0
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, which is made by the first `connect`."""
+        if self._plan is None:
+            raise RuntimeError("WeightSender.connect has not been called")
+        return self._plan
+
+    def connect(self, pool: EngineHandles | None) -> None:
+        """Collective: make the plan and form the group with all engine workers. Rank 0 brings the pool.
+
+        Raises:
+            WeightSyncError: an engine worker did not come; it is named.
+        """
+        if (pool is None) == (self._rank == 0):
+            raise ValueError("WeightSender.connect wants the pool on trainer rank 0 and None on all other ranks")
+        self._plan = make_plan(self._exporter.manifest(), self.settings.bucket_bytes)
+        self._numbers = {spec.name: number for number, spec in enumerate(self._plan.specs)}
+        self._board = self._open_board()
+        if pool is not None:
+            self._control = Control(pool, self.settings.rpc_s, self.settings.recompute_kv)
+        if self._rank in self._plan.owners:
+            device = torch.device("cuda" if self.settings.backend == "nccl" else "cpu")
+            self._buffers = SendBuffers(self._plan, self._rank, device)
+        self._form_group()
+
+    def publish(self, version: int) -> SyncReport:
+        """Collective: after it every replica serves `version`, bit for bit what the exporter yields.
+
+        Replicas caught in a failed sync are restarted, and the sync is repeated, `settings.restarts` times.
+
+        Raises:
+            WeightSyncError: on every rank; names who failed. The version is then published nowhere.
+        """
+        restarted: tuple[str, ...] = ()
+        for attempt in range(self.settings.restarts + 1):
+            outcome = self._attempt(version, may_repeat=attempt < self.settings.restarts)
+            if outcome["status"] == "published":
+                return SyncReport(**{**outcome["report"], "restarted": restarted})
+            if outcome["status"] == "failed":
+                break
+            restarted = (*restarted, *outcome["caught"])
+            logger.warning("repeating the sync with fresh replicas: %s", outcome["message"])
+            self._generation += 1
+            self._form_group(restart=outcome["caught"])
+        raise WeightSyncError(
+            outcome["message"], version=version, culprits=outcome["culprits"], caught=outcome["caught"]
+        )
+
+    def close(self) -> None:
+        """Leave the group; the engines keep their weights."""
+        if self._group is not None:
+            self._group.close()
+        self._group = self._buffers = None
+
+    def _open_board(self) -> Board:
+        global _serial
+        _serial += 1
+        key = f"megarl/weights/{_serial}"
+        if self._rank == 0:
+            board = Board(self._host or _own_address(), 0, server=True)
+            if self._world > 1:
+                _default_store().set(key, json.dumps([board.host, board.port]))
+            return board
+        store = _default_store()
+        store.wait([key], timedelta(seconds=self.settings.rpc_s))
+        host, port = json.loads(store.get(key))
+        return Board(host, port)
+
+    def _form_group(self, restart: Sequence[str] = ()) -> None:
+        """Collective: this generation's group, or WeightSyncError on every rank."""
+        assert self._board is not None
+        prefix = f"g{self._generation}"
+        error: BaseException | None = None
+        try:
+            layout = self._agree_on_layout(restart)
+            self._join(layout)
+        except Exception as caught:
+            error = caught
+        if self._control is not None:
+            self._board.put(f"{prefix}/formed", {"error": None if error is None else str(error)})
+        elif error is None:
+            wait_s = self.settings.rpc_s + self.settings.sync_s
+            formed = self._board.wait(f"{prefix}/formed", wait_s, "trainer rank 0 to form the weight-sync group")
+            if formed["error"] is not None:
+                error = WeightSyncError(formed["error"])
+        if error is not None:
+            self._leave_group()
+            if isinstance(error, WeightSyncError):
+                raise error
+            raise WeightSyncError(f"the weight-sync group could not be formed: {error}") from error
+
+    def _agree_on_layout(self, restart: Sequence[str]) -> Layout:
+        assert self._board is not None
+        key = f"g{self._generation}/layout"
+        if self._control is None:
+            wait_s = 2 * self.settings.rpc_s + (self.settings.restart_s if restart else 0.0)
+            answer = self._board.wait(key, wait_s, "trainer rank 0 to reach all engine replicas")
+            if "error" in answer:
+                raise WeightSyncError(answer["error"])
+            return Layout.from_json(answer["layout"])
+        try:
+            if restart:
+                self._control.handles.restart(restart, self.settings.restart_s)
+            layout = self._control.layout(self._generation, self.plan.owners, self.settings.backend)
+        except Exception as error:
+            self._board.put(key, {"error": str(error)})
+            raise
+        self._board.put(key, {"layout": layout.to_json()})
+        return layout
+
+    def _join(self, layout: Layout) -> None:
+        """Join if this rank sends; on the leader, have the engines join meanwhile."""
+        assert self._board is not None
+        sends = self._rank in layout.senders
+        rank = layout.senders.index(self._rank) if sends else None
+        self._group = Group(self._board, layout, rank) if sends or self._control is not None else None
+        timeout_s = self.settings.rpc_s
+        engines = None
+        if self._control is not None:
+            engines = _Background(self._control.connect, self._board, layout, self.plan, timeout_s)
+        try:
+            if sends:
+                assert self._group is not None
+                self._group.join(timeout_s)
+        except SyncAborted:
+            if engines is not None:
+                engines.result()  # says more: which engine failed, and how
+            raise
+        if engines is not None:
+            engines.result()
+
+    def _attempt(self, version: int, may_repeat: bool) -> dict[str, Any]:
+        """One try; the outcome is the leader's, and the same on all ranks."""
+        if self._board is None or self._plan is None:
+            raise RuntimeError("WeightSender.connect has not been called")
+        sync, self._sync = self._sync, self._sync + 1
+        key = f"g{self._generation}/outcome/{sync}"
+        group, started = self._group, time.perf_counter()
+        if group is not None:
+            group.begin(sync, len(self._plan.buckets), self.settings.sync_s)
+        engines = None
+        if self._control is not None:
+            assert group is not None
+            limit = self.settings.sync_s
+            engines = _Background(self._control.publish, group, self._plan, sync, version, limit)
+        sending = None
+        if group is not None and self._buffers is not None:
+            sending = Sending(group, self._plan, self._rank, version, self._buffers)
+        error = self._walk(sending)
+        if engines is None:
+            wait_s = self.settings.sync_s + 3 * self.settings.rpc_s
+            outcome = self._board.wait(key, wait_s, f"trainer rank 0 to end the sync of version {version}")
+        else:
+            outcome = self._outcome(engines, error, may_repeat, time.perf_counter() - started)
+            self._board.put(key, outcome)
+        if outcome["status"] != "published":
+            self._leave_group()
+        if error is not None:
+            raise error
+        return outcome
+
+    def _walk(self, sending: Sending | None) -> BaseException | None:
+        """Take part in all gathers of this rank, sending what it owns. Returns what failed in this process."""
+        try:
+            with torch.no_grad():
+                for item, tensor in self._exporter.stream():
+                    if tensor is not None and sending is not None:
+                        sending.offer(self._numbers[item.name], tensor)
+            if sending is not None:
+                sending.finish()
+        except Exception as error:
+            if sending is not None:
+                sending.fail(error)
+            elif self._group is None and self._board is not None:
+                self._board.put(f"g{self._generation}/abort", f"trainer rank {self._rank}: {error}")
+            return error
+        return None
+
+    def _outcome(
+        self, engines: _Background, error: BaseException | None, may_repeat: bool, seconds: float
+    ) -> dict[str, Any]:
+        assert self._control is not None
+        try:
+            report: SyncReport = engines.result()
+        except WeightSyncError as failure:
+            mine = any(culprit.startswith("trainer rank") for culprit in failure.culprits)
+            repeat = may_repeat and not mine and error is None and bool(failure.caught)
+            self._control.after_failure(failure)
+            return {
+                "status": "repeat" if repeat else "failed",
+                "message": str(failure),
+                "culprits": failure.culprits,
+                "caught": failure.caught,
+            }
+        except Exception as failure:
+            return {"status": "failed", "message": f"weight sync: {failure!r}", "culprits": [], "caught": []}
+        fields = asdict(report)
+        return {"status": "published", "report": {**fields, "seconds": max(seconds, report.seconds)}}
+
+    def _leave_group(self) -> None:
+        """After a failure: nothing of this generation is used again; buffers may still be on the wire."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+        if self._buffers is not None:
+            self._buffers = SendBuffers(self.plan, self._rank, self._buffers.scratch.device)
+
+
+class _Background:
+    """A call in a daemon thread; `result` waits for it. The call bounds its own waits."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(function, args), daemon=True)
+        self._thread.start()
+
+    def _run(self, function: Any, args: tuple[Any, ...]) -> None:
+        try:
+            self._value = function(*args)
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Any:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def _default_store() -> Any:
+    """The trainer ranks' own rendezvous store: any backend, and its waits take a timeout."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def _own_address() -> str:
+    """An address of this host that the engines can reach: Ray's where it is connected, else this host only."""
+    try:
+        import ray
+
+        if ray.is_initialized():
+            return str(ray.util.get_node_ip_address())
+    except ImportError:
+        logger.debug("no Ray: engines are expected on this host")
+    return "127.0.0.1"

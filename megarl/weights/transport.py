@@ -1,0 +1,310 @@
+"""One process group of all sending trainer ranks and all engine workers, and a store that says who is where.
+
+The group is stateless (no default group is touched) and lives for one *generation*: after any failure it is
+aborted, and the survivors form the next one. Ranks: sending trainer ranks first, then the workers of each
+replica in turn. Next to it every member writes how many broadcasts it has entered and left to a TCPStore owned
+by the leader, so that an expired wait can name whom it waited for, and any member can release all others by
+posting an abort. No wait here is unbounded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from megarl.weights.errors import ConnectionLost, PeerTimeout, SyncAborted
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2  # how soon an abort is noticed
+STORE_TIMEOUT_S = 30.0  # one store request (the store answers at once unless its owner is gone)
+_GRAVEYARD: list[Any] = []  # aborted groups: destroying one blocks until its last operation times out
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who is in the group. `members[i]` names rank i, e.g. `trainer rank 0`, `engine replica 1 worker 0`."""
+
+    generation: int
+    senders: tuple[int, ...]  # global trainer ranks
+    replicas: tuple[str, ...]
+    workers: tuple[int, ...]  # per replica
+    backend: str  # "nccl" | "gloo"
+
+    @property
+    def members(self) -> list[str]:
+        names = [f"trainer rank {rank}" for rank in self.senders]
+        for replica, count in zip(self.replicas, self.workers, strict=True):
+            names += [f"engine {replica} worker {worker}" for worker in range(count)]
+        return names
+
+    def offset(self, replica: int) -> int:
+        """Group rank of the replica's worker 0."""
+        return len(self.senders) + sum(self.workers[:replica])
+
+    def replica_of(self, member: int) -> int | None:
+        """Index of the replica a group rank belongs to; None for trainer ranks."""
+        for replica, count in enumerate(self.workers):
+            if self.offset(replica) <= member < self.offset(replica) + count:
+                return replica
+        return None
+
+    def to_json(self) -> str:
+        return json.dumps(self.__dict__)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Layout:
+        fields: dict[str, Any] = json.loads(text)
+        for key in ("senders", "replicas", "workers"):
+            fields[key] = tuple(fields[key])
+        return cls(**fields)
+
+
+class Board:
+    """The store, seen by one process. Keys are only ever set, and read without blocking."""
+
+    def __init__(self, host: str, port: int, *, server: bool = False, timeout_s: float = STORE_TIMEOUT_S) -> None:
+        self.host = host
+        self._store = TCPStore(
+            host, port, is_master=server, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+        self.port = self._store.port
+
+    def prefixed(self, prefix: str) -> PrefixStore:
+        return PrefixStore(prefix, self._store)
+
+    def put(self, key: str, value: Any) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def get(self, key: str) -> Any | None:
+        """The value, or None while nobody has set it."""
+        if not self._store.check([key]):
+            return None
+        return json.loads(self._store.get(key))
+
+    def drop(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def wait(self, key: str, timeout_s: float, what: str, *, abort_key: str | None = None) -> Any:
+        """Poll for `key`. PeerTimeout saying `what` was waited for; SyncAborted if `abort_key` appears."""
+        deadline = time.monotonic() + timeout_s
+        pause = 0.001
+        while (value := self.get(key)) is None:
+            if abort_key is not None and (reason := self.get(abort_key)) is not None:
+                raise SyncAborted(reason)
+            if time.monotonic() > deadline:
+                raise PeerTimeout(f"waited {timeout_s:.0f} s for {what}")
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_S / 2)
+        return value
+
+
+class Group:
+    """This process's seat in one generation of the group.
+
+    Every waiting method raises PeerTimeout (who waited for whom), SyncAborted (somebody else failed first) or
+    ConnectionLost.
+    """
+
+    def __init__(self, board: Board, layout: Layout, rank: int | None) -> None:
+        """`rank`: this process's group rank; None for a leader that sends nothing and only watches."""
+        self.board = board
+        self.layout = layout
+        self.rank = rank
+        self.members = layout.members
+        self._backend: Any = None
+        self._prefix = f"g{layout.generation}"
+        self._sync = -1
+        self._buckets = 0
+        self._deadline = self._started = time.monotonic()
+
+    @property
+    def name(self) -> str:
+        return "the leader" if self.rank is None else self.members[self.rank]
+
+    @property
+    def abort_key(self) -> str:
+        return f"{self._prefix}/abort"
+
+    def aborted(self) -> bool:
+        return self.board.get(self.abort_key) is not None
+
+    def join(self, timeout_s: float) -> None:
+        """Report ready, wait for all, connect. Every member must call it."""
+        self._begin(timeout_s)
+        self.board.put(f"{self._prefix}/ready/{self.rank}", True)
+        self._await_all_ready(timeout_s)
+        remaining = timedelta(seconds=max(1.0, self._remaining()))
+        store = self.board.prefixed(f"{self._prefix}/rendezvous")
+        size = len(self.members)
+        if self.layout.backend == "nccl":
+            from torch.distributed import ProcessGroupNCCL
+
+            options = ProcessGroupNCCL.Options()
+            options._timeout = remaining
+            self._backend = ProcessGroupNCCL(store, self.rank, size, options)
+        else:
+            self._backend = ProcessGroupGloo(store, self.rank, size, timeout=remaining)
+        device = "cuda" if self.layout.backend == "nccl" else "cpu"
+        self.broadcast(torch.zeros(1, device=device), 0).wait("the first broadcast")
+
+    def _await_all_ready(self, timeout_s: float) -> None:
+        def missing() -> list[int]:
+            return [i for i in range(len(self.members)) if self.board.get(f"{self._prefix}/ready/{i}") is None]
+
+        absent = missing()
+        pause = 0.002
+        while absent:
+            self.check_abort()
+            if self._remaining() <= 0:
+                names = ", ".join(self.members[i] for i in absent)
+                raise PeerTimeout(
+                    f"{self.name} waited {timeout_s:.0f} s for {names} to join the weight-sync group",
+                    culprits=[self.members[i] for i in absent],
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_S)
+
+    def begin(self, sync: int, buckets: int, timeout_s: float) -> None:
+        """Enter sync number `sync` of this generation; all its waits share one deadline."""
+        if self.rank is not None:
+            for stage in ("entered", "left", "report"):
+                self.board.drop(self.key(stage, self.rank))
+        self._sync, self._buckets = sync, buckets
+        self._begin(timeout_s)
+
+    def _begin(self, timeout_s: float) -> None:
+        self._started = time.monotonic()
+        self._deadline = self._started + timeout_s
+
+    def key(self, *parts: Any) -> str:
+        return "/".join([self._prefix, f"s{self._sync}", *map(str, parts)])
+
+    def _remaining(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def broadcast(self, tensor: torch.Tensor, root: int, bucket: int | None = None) -> Pending:
+        """Start one broadcast from group rank `root`; leave the tensor alone until `wait` returns."""
+        options = BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        options.timeout = timedelta(seconds=max(1.0, self._remaining()))
+        if bucket is not None:
+            self.board.put(self.key("entered", self.rank), bucket + 1)
+        try:
+            work = self._backend.broadcast([tensor], options)
+        except RuntimeError as error:
+            raise self._broken(error, bucket) from error
+        return Pending(self, work, tensor, bucket)
+
+    def check(self, waiting_for: str, bucket: int | None = None) -> None:
+        """Raise if somebody aborted or the deadline has passed."""
+        self.check_abort()
+        if self._remaining() <= 0:
+            raise self._expired(waiting_for, bucket)
+
+    def check_abort(self) -> None:
+        reason = self.board.get(self.abort_key)
+        if reason is not None:
+            raise SyncAborted(reason)
+
+    def post_abort(self, reason: str) -> None:
+        """Release all members from their waits. The first reason stays."""
+        if not self.aborted():
+            self.board.put(self.abort_key, reason)
+
+    def abort(self) -> None:
+        """Leave this generation for good; operations under way end by themselves, at their deadline."""
+        backend, self._backend = self._backend, None
+        if backend is None:
+            return
+        if self.layout.backend == "nccl":
+            backend.abort()
+        _GRAVEYARD.append(backend)
+
+    def close(self) -> None:
+        """Leave an idle, healthy group."""
+        if self._backend is not None:
+            self._backend.shutdown()
+            self._backend = None
+
+    def laggards(self, bucket: int) -> list[str]:
+        """Members that have not entered the broadcast of `bucket`; if all have, those still in it."""
+        others = [i for i in range(len(self.members)) if i != self.rank]
+        for stage in ("entered", "left"):
+            done = {i: self.board.get(self.key(stage, i)) or 0 for i in others}
+            late = [self.members[i] for i in others if done[i] <= bucket]
+            if late:
+                return late
+        return []
+
+    def _expired(self, waiting_for: str, bucket: int | None) -> PeerTimeout:
+        waited = time.monotonic() - self._started
+        if bucket is None:
+            return PeerTimeout(f"{self.name} waited {waited:.1f} s for {waiting_for}")
+        late = self.laggards(bucket)
+        names = ", ".join(late) if late else "the network"
+        return PeerTimeout(
+            f"{self.name} waited {waited:.1f} s for {names} in bucket {bucket + 1} of {self._buckets}",
+            culprits=late,
+        )
+
+    def _broken(self, error: Exception, bucket: int | None) -> ConnectionLost:
+        where = "" if bucket is None else f" in bucket {bucket + 1} of {self._buckets}"
+        late = [] if bucket is None else self.laggards(bucket)
+        behind = f"; behind: {', '.join(late)}" if late else ""
+        return ConnectionLost(f"{self.name} lost its connection{where}: {_first_line(error)}{behind}")
+
+
+class Pending:
+    """One broadcast under way; `wait` until it is done, released by abort or deadline."""
+
+    def __init__(self, group: Group, work: Any, tensor: torch.Tensor, bucket: int | None) -> None:
+        self._group, self._work, self._tensor, self._bucket = group, work, tensor, bucket
+
+    def wait(self, what: str = "a broadcast") -> None:
+        """Returns when the tensor may be read (and, on the sender, written) again."""
+        group = self._group
+        while not self._done():
+            group.check(what, self._bucket)
+        try:
+            self._work.wait()  # complete: orders the current stream behind it, and raises what went wrong
+        except RuntimeError as error:
+            raise group._broken(error, self._bucket) from error
+        if self._bucket is not None:
+            group.board.put(group.key("left", group.rank), self._bucket + 1)
+
+    def _done(self) -> bool:
+        if self._group.layout.backend == "nccl":
+            deadline = time.monotonic() + POLL_S
+            while not self._work.is_completed():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.0005)
+            return True
+        if not self._work.is_completed():
+            try:
+                self._work.wait(timedelta(seconds=POLL_S))
+            except RuntimeError:  # this slice is over, or the operation failed: is_completed tells
+                return bool(self._work.is_completed())
+        return True
+
+
+def names_of(layout: Layout, culprits: Sequence[str]) -> list[str]:
+    """Replicas that the given names (`engine replica 1`, `engine replica 1 worker 0`) belong to."""
+    workers = {name: layout.replica_of(rank) for rank, name in enumerate(layout.members)}
+    workers |= {f"engine {name}": index for index, name in enumerate(layout.replicas)}
+    found = {workers.get(name) for name in culprits}
+    return [layout.replicas[index] for index in sorted(index for index in found if index is not None)]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:300]
