@@ -89,10 +89,10 @@ def _sizes(config: Config) -> Iterator[str]:
         )
     if trainer.optimizer.min_lr > trainer.optimizer.lr:
         yield f"trainer.optimizer.min_lr: above lr={trainer.optimizer.lr}; lower it"
-    if trainer.optimizer.schedule != "constant" and trainer.optimizer.warmup_steps >= config.run.steps:
+    if trainer.optimizer.warmup_steps >= config.run.steps:
         yield (
-            f"trainer.optimizer.warmup_steps: {trainer.optimizer.warmup_steps} leaves nothing of "
-            f"run.steps={config.run.steps} for the decay; lower it or use schedule: constant"
+            f"trainer.optimizer.warmup_steps: {trainer.optimizer.warmup_steps} must be below "
+            f"run.steps={config.run.steps}; lower it"
         )
     for index, beta in enumerate(trainer.optimizer.betas):
         if not 0 <= beta < 1:
@@ -125,9 +125,7 @@ def _evaluation(config: Config) -> Iterator[str]:
     names = [each.name for each in config.evaluation.sets]
     for index, name in enumerate(names):
         if "/" in name or not name.strip():
-            yield (
-                f"evaluation.sets.{index}.name: {name!r} must be non-empty and without '/' (it names metrics)"
-            )
+            yield (f"evaluation.sets.{index}.name: {name!r} must be non-empty and without '/' (it names metrics)")
         if name in names[:index]:
             yield f"evaluation.sets.{index}.name: {name!r} is given twice; rename one"
     if config.evaluation.every and not names:
@@ -140,9 +138,7 @@ def _reward(config: Config) -> Iterator[str]:
         return
     module, colon, name = function.partition(":")
     if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        yield (
-            f"reward.function: {function!r} is neither gsm8k, math nor an import path package.module:function"
-        )
+        yield (f"reward.function: {function!r} is neither gsm8k, math nor an import path package.module:function")
         return
     try:
         found = importlib.util.find_spec(module.split(".", maxsplit=1)[0]) is not None
@@ -175,13 +171,8 @@ def _files(config: Config) -> Iterator[str]:
             yield f"{key}: no such directory: {path} {here}; it must be a Hugging Face directory"
             continue
         if weights and not any(path.glob("*.safetensors")):
-            yield (
-                f"{key}: {path} holds no *.safetensors; convert the checkpoint, or set "
-                "model.load_weights=false"
-            )
-        if key == "model.path" and not any(
-            (path / n).is_file() for n in ("tokenizer.json", "tokenizer.model")
-        ):
+            yield (f"{key}: {path} holds no *.safetensors; convert the checkpoint, or set model.load_weights=false")
+        if key == "model.path" and not any((path / n).is_file() for n in ("tokenizer.json", "tokenizer.model")):
             yield f"{key}: {path} holds no tokenizer.json; copy the tokenizer files of the model into it"
 
 

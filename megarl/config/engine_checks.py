@@ -41,9 +41,7 @@ def engine_problems(config: Config) -> Iterator[str]:
             yield f"{key}: not for the user: {_RESERVED[name]}"
         elif known and name not in known:
             near = difflib.get_close_matches(name, known, n=2)
-            yield (
-                f"{key}: vLLM has no such field{'; did you mean ' + ' or '.join(near) + '?' if near else ''}"
-            )
+            yield (f"{key}: vLLM has no such field{'; did you mean ' + ' or '.join(near) + '?' if near else ''}")
 
 
 @functools.cache

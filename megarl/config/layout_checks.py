@@ -128,9 +128,7 @@ def megatron_problems(config: Config, device: str) -> Iterator[str]:
             "trainer.optimizer.distributed=true or remove it"
         )
     if config.megatron.ddp.get("overlap_param_gather") and not config.megatron.ddp.get("overlap_grad_reduce"):
-        yield (
-            "megatron.ddp.overlap_param_gather: megatron-core needs overlap_grad_reduce: true with it; add it"
-        )
+        yield ("megatron.ddp.overlap_param_gather: megatron-core needs overlap_grad_reduce: true with it; add it")
 
 
 def _transformer_traps(config: Config, device: str) -> Iterator[str]:
@@ -148,10 +146,7 @@ def _transformer_traps(config: Config, device: str) -> Iterator[str]:
                 "remove it"
             )
     if not interleaved and fields.get("overlap_p2p_comm"):
-        yield (
-            "megatron.transformer.overlap_p2p_comm: works only with trainer.parallel.virtual_pipeline; "
-            "remove it"
-        )
+        yield ("megatron.transformer.overlap_p2p_comm: works only with trainer.parallel.virtual_pipeline; remove it")
     if fields.get("moe_token_dispatcher_type") == "allgather":
         yield (
             "megatron.transformer.moe_token_dispatcher_type: allgather cannot handle packed micro-batches of "
@@ -163,15 +158,10 @@ def _transformer_traps(config: Config, device: str) -> Iterator[str]:
     modules = fields.get("recompute_modules")
     if device == "cpu" and isinstance(modules, list) and (bad := sorted(_NEEDS_TE & set(map(str, modules)))):
         yield (
-            f"megatron.transformer.recompute_modules: {', '.join(bad)} needs Transformer Engine (a GPU); "
-            "leave "
-            "it out"
+            f"megatron.transformer.recompute_modules: {', '.join(bad)} needs Transformer Engine (a GPU); leave it out"
         )
     if fields.get("recompute_granularity") == "full" and fields.get("recompute_method") is None:
-        yield (
-            "megatron.transformer.recompute_method: set it to uniform or block with recompute_granularity: "
-            "full"
-        )
+        yield ("megatron.transformer.recompute_method: set it to uniform or block with recompute_granularity: full")
     if fields.get("recompute_granularity") == "full" and fields.get("recompute_num_layers") is None:
         yield "megatron.transformer.recompute_num_layers: set it (e.g. 1) with recompute_granularity: full"
     if fields.get("recompute_method") is not None and fields.get("recompute_granularity") != "full":

@@ -40,8 +40,7 @@ _TRANSFORMER = {
         "dropped tokens make the trainer's log-probs differ from the engine's",
     ),
     **_each(
-        "context_parallel_size hybrid_context_parallel hierarchical_context_parallel_sizes"
-        " max_seqlen_per_dp_cp_rank",
+        "context_parallel_size hybrid_context_parallel hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank",
         "context parallelism does not exist yet; use tensor or pipeline parallelism",
     ),
     **_each(
@@ -55,6 +54,7 @@ _TRANSFORMER = {
     "different lengths (the loss is normalised by global token counts)",
     "variable_seq_lengths": "megarl needs it true: packed micro-batches differ in length",
     "moe_router_force_load_balancing": "random routing is for benchmarks: it ignores the router",
+    "defer_embedding_wgrad_compute": "the output layer is projected in chunks, outside Megatron",
     "test_mode": "it is for Megatron's own tests",
 }
 

@@ -82,26 +82,20 @@ def resolve_pools(config: Config) -> Pools:
     )
 
 
-def _per_node(
-    name: str, total: int, per_node: int | None, devices: list[int] | None, problems: list[str]
-) -> int:
+def _per_node(name: str, total: int, per_node: int | None, devices: list[int] | None, problems: list[str]) -> int:
     """GPUs that the pool holds on each of its nodes; appends what is wrong."""
     if devices is not None:
         if not devices or len(set(devices)) != len(devices) or min(devices) < 0:
             problems.append(f"{name}.devices: {devices} must be distinct indices >= 0")
         if per_node is not None and per_node != len(devices):
-            problems.append(
-                f"{name}.devices: {len(devices)} devices but {name}.gpus_per_node={per_node}; drop one"
-            )
+            problems.append(f"{name}.devices: {len(devices)} devices but {name}.gpus_per_node={per_node}; drop one")
         per_node = max(1, len(devices))
         if total < per_node:
             problems.append(f"{name}.devices: {per_node} devices for {total} GPUs; list only {total}")
     size = min(per_node or total, total)
     if total % size:
         fix = "trainer.gpus" if name == "trainer" else "rollout.replicas x rollout.tensor_parallel"
-        problems.append(
-            f"{name}.gpus_per_node: {fix} = {total} is not a multiple of {size}; nodes are filled evenly"
-        )
+        problems.append(f"{name}.gpus_per_node: {fix} = {total} is not a multiple of {size}; nodes are filled evenly")
     return size
 
 
@@ -113,9 +107,7 @@ def _shared(config: Config) -> bool:
     return listed or not per_node
 
 
-def _devices(
-    config: Config, shared: bool, t_size: int, r_size: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _devices(config: Config, shared: bool, t_size: int, r_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Listed devices as they are; otherwise the lowest indices that the other pool does not hold."""
     t_listed, r_listed = config.trainer.devices, config.rollout.devices
     taken = set(r_listed or ()) if shared else set()

@@ -40,9 +40,7 @@ class ParallelConfig(Section):
     pipeline: int = Field(1, ge=1, description="Pipeline-parallel size (PP).")
     virtual_pipeline: int | None = Field(None, ge=2, description="Model chunks per pipeline rank (VPP).")
     expert: int = Field(1, ge=1, description="Expert-parallel size (EP).")
-    expert_tensor: int | None = Field(
-        None, ge=1, description="Expert tensor-parallel size (ETP); default TP."
-    )
+    expert_tensor: int | None = Field(None, ge=1, description="Expert tensor-parallel size (ETP); default TP.")
     sequence: bool = Field(False, description="Sequence parallelism (SP); needs TP > 1.")
 
 
@@ -72,9 +70,7 @@ class TrainerConfig(Section):
     """The trainer ranks."""
 
     gpus: int = Field(1, ge=1, description="Trainer ranks = torchrun's world size (processes on CPU).")
-    gpus_per_node: int | None = Field(
-        None, ge=1, description="Trainer GPUs on each node; default: all on one node."
-    )
+    gpus_per_node: int | None = Field(None, ge=1, description="Trainer GPUs on each node; default: all on one node.")
     devices: list[int] | None = Field(None, description="GPU indices of the trainer on each node.")
     device_memory_gib: float | None = Field(
         None,
@@ -82,18 +78,10 @@ class TrainerConfig(Section):
         description="Memory of each trainer GPU for the plan, GiB; default: that of this machine's GPU 0.",
     )
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    precision: Literal["bf16", "fp32"] = Field(
-        "bf16", description="Compute precision; master weights stay fp32."
-    )
-    micro_batch_tokens: int = Field(
-        8192, ge=1, description="Upper bound of packed tokens per micro-batch per DP rank."
-    )
-    mini_batches: int = Field(
-        1, ge=1, description="Optimizer updates per step (the batch is split by groups)."
-    )
-    logprob_chunk_tokens: int = Field(
-        1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass."
-    )
+    precision: Literal["bf16", "fp32"] = Field("bf16", description="Compute precision; master weights stay fp32.")
+    micro_batch_tokens: int = Field(8192, ge=1, description="Upper bound of packed tokens per micro-batch per DP rank.")
+    mini_batches: int = Field(1, ge=1, description="Optimizer updates per step (the batch is split by groups).")
+    logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
 
 
@@ -111,17 +99,13 @@ class KLConfig(Section):
 
     coef: float = Field(0.0, ge=0, description="Coefficient; 0 = no reference pass at all.")
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators.")
-    where: Literal["loss", "reward"] = Field(
-        "loss", description="Added to the loss, or subtracted from the reward."
-    )
+    where: Literal["loss", "reward"] = Field("loss", description="Added to the loss, or subtracted from the reward.")
 
 
 class OverlongConfig(Section):
     """DAPO's soft overlong punishment."""
 
-    buffer_tokens: int = Field(
-        0, ge=0, description="Length of the punished tail below `sampling.max_tokens`; 0 = off."
-    )
+    buffer_tokens: int = Field(0, ge=0, description="Length of the punished tail below `sampling.max_tokens`; 0 = off.")
     penalty: float = Field(1.0, ge=0, description="Penalty at full length.")
 
 
@@ -134,18 +118,14 @@ class AlgorithmConfig(Section):
     loss: Literal["ppo", "gspo"] = Field("ppo", description="Token-level PPO clip, or GSPO's sequence ratio.")
     clip_low: float = Field(0.2, ge=0, description="Lower clip: ratio >= 1 - clip_low.")
     clip_high: float = Field(0.2, ge=0, description="Upper clip: ratio <= 1 + clip_high.")
-    clip_dual: float | None = Field(
-        None, gt=1, description="Dual clip c for negative advantages; null = off."
-    )
+    clip_dual: float | None = Field(None, gt=1, description="Dual clip c for negative advantages; null = off.")
     kl: KLConfig = Field(default_factory=KLConfig)
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = Field(
         "token_mean", description="How token losses become one number, by global counts of the mini-batch."
     )
     entropy_coef: float = Field(0.0, ge=0, description="Entropy bonus coefficient.")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
-    filter_zero_variance: bool = Field(
-        True, description="Drop (and count) groups whose rewards are all equal."
-    )
+    filter_zero_variance: bool = Field(True, description="Drop (and count) groups whose rewards are all equal.")
     permute_rewards: bool = Field(
         False,
         description="Control experiment: shuffle the rewards inside each group, so nothing can be learnt.",
@@ -165,9 +145,7 @@ class BatchConfig(Section):
 class SamplingConfig(Section):
     """How training responses are sampled."""
 
-    temperature: float = Field(
-        1.0, gt=0, description="Temperature; the trainer divides its logits by it too."
-    )
+    temperature: float = Field(1.0, gt=0, description="Temperature; the trainer divides its logits by it too.")
     max_tokens: int = Field(..., ge=1, description="Upper bound of response tokens, EOS included.")
     top_p: float = Field(1.0, description="Must be 1 in training: the trainer cannot see the kept set.")
     top_k: int = Field(-1, description="Must be -1 in training.")
@@ -175,9 +153,7 @@ class SamplingConfig(Section):
     repetition_penalty: float = Field(1.0, description="Must be 1 in training.")
     presence_penalty: float = Field(0.0, description="Must be 0 in training.")
     frequency_penalty: float = Field(0.0, description="Must be 0 in training.")
-    stop_token_ids: list[int] | None = Field(
-        None, description="Default: generation config and chat template."
-    )
+    stop_token_ids: list[int] | None = Field(None, description="Default: generation config and chat template.")
     truncated: Literal["keep", "mask", "zero_reward"] = Field(
         "keep", description="Responses cut at max_tokens: train as they are, mask from the loss, or reward 0."
     )
@@ -204,9 +180,7 @@ class EvalSetConfig(Section):
 class EvaluationConfig(Section):
     """Held-out evaluation on the rollout pool, greedy and sampled; `summary.json` shows the first set."""
 
-    sets: list[EvalSetConfig] = Field(
-        default_factory=list, description="Held-out sets; empty = no evaluation."
-    )
+    sets: list[EvalSetConfig] = Field(default_factory=list, description="Held-out sets; empty = no evaluation.")
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 = only before and after.")
     max_tokens: int | None = Field(None, ge=1, description="Default `sampling.max_tokens`.")
     sampling: EvalSamplingConfig = Field(default_factory=EvalSamplingConfig)
@@ -223,9 +197,7 @@ class DataConfig(Section):
     answer_field: str = Field("answer", description="With `fields`: the reference answer.")
     system_prompt: str | None = Field(None, description="Prepended as a system message.")
     suffix: str = Field("", description="Appended to every user message, e.g. an answer-format instruction.")
-    max_prompt_tokens: int | None = Field(
-        None, ge=1, description="Longer prompts are an error (`error`) or skipped."
-    )
+    max_prompt_tokens: int | None = Field(None, ge=1, description="Longer prompts are an error (`error`) or skipped.")
     overlong_prompts: Literal["error", "skip"] = Field("error", description="What to do with longer prompts.")
     shuffle: bool = Field(True, description="Seeded order, new each epoch.")
 
@@ -234,9 +206,7 @@ class RewardConfig(Section):
     """The reward function, run in killable processes."""
 
     function: str = Field("math", description="`gsm8k`, `math`, or an import path `package.module:function`.")
-    kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments bound to the function."
-    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments bound to the function.")
     workers: int = Field(1, ge=1, description="Reward processes.")
     timeout_s: float = Field(10.0, gt=0, description="Seconds per sample; then its process is killed.")
     on_error: float = Field(0.0, description="Reward of a sample whose function hung or raised.")
@@ -247,9 +217,7 @@ class RolloutConfig(Section):
 
     replicas: int = Field(1, ge=1, description="Number of engines.")
     tensor_parallel: int = Field(1, ge=1, description="GPUs per engine; never beyond one node.")
-    gpus_per_node: int | None = Field(
-        None, ge=1, description="Rollout GPUs on each node; default: all on one node."
-    )
+    gpus_per_node: int | None = Field(None, ge=1, description="Rollout GPUs on each node; default: all on one node.")
     devices: list[int] | None = Field(None, description="GPU indices of the pool on each node.")
     nodes: Literal["auto", "shared", "separate"] = Field(
         "auto",
@@ -282,9 +250,7 @@ class WeightSyncConfig(Section):
     """Trainer to engines."""
 
     bucket_mb: float = Field(64.0, gt=0, description="Bucket size, MiB.")
-    transport: Literal["auto", "nccl", "gloo"] = Field(
-        "auto", description="auto: nccl on GPUs, gloo without."
-    )
+    transport: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo without.")
     recompute_kv: bool = Field(True, description="Recompute KV caches of in-flight requests after a sync.")
 
 
@@ -300,9 +266,7 @@ class TelemetryConfig(Section):
     samples_per_step: int = Field(4, ge=0, description="Trajectories per step written to `samples.jsonl`.")
     tensorboard: bool = Field(True, description="Write TensorBoard events to `RUN_DIR/tensorboard`.")
     wandb_project: str | None = Field(None, description="Weights & Biases project; null = off.")
-    dump_batches: bool = Field(
-        False, description="Keep whole batches in `RUN_DIR/batches` for `megarl replay`."
-    )
+    dump_batches: bool = Field(False, description="Keep whole batches in `RUN_DIR/batches` for `megarl replay`.")
 
 
 class TimeoutsConfig(Section):
@@ -321,9 +285,7 @@ class TimeoutsConfig(Section):
 class RayConfig(Section):
     """The Ray cluster of the run; by default the supervisor starts its own, on this host."""
 
-    address: str | None = Field(
-        None, description="Attach to a running cluster instead (launch scripts set it)."
-    )
+    address: str | None = Field(None, description="Attach to a running cluster instead (launch scripts set it).")
     num_cpus: int | None = Field(
         None, ge=1, description="Logical CPUs of the local head; default: what the plan needs."
     )

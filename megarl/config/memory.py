@@ -1,0 +1,177 @@
+"""Memory per GPU of both pools, by named terms; pure arithmetic on the config and the model's sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config import activations
+from megarl.config.parameters import (
+    FP32,
+    bytes_per_element,
+    chunk_parameters,
+    model_parameters,
+    padded_vocabulary,
+    state_bytes,
+)
+from megarl.config.schema import Config
+from megarl.models.info import ModelInfo
+from megarl.models.layout import Layout
+
+GIB = 2**30
+MIB = 2**20
+# Not computed but known from experience: CUDA context, NCCL channels, cuBLAS workspaces, fragmentation.
+TRAINER_OVERHEAD = 2 * GIB
+ENGINE_OVERHEAD = 2 * GIB
+ENGINE_BATCHED_TOKENS = 8192  # vLLM's default max_num_batched_tokens on large GPUs
+
+
+@dataclass(frozen=True)
+class Term:
+    """Bytes under one name. `when`: always, or only in one phase of the step; the phases do not overlap."""
+
+    name: str
+    bytes: int
+    when: str = "always"
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """All terms of one GPU (on CPU: of one process), and the device's memory where it is known."""
+
+    terms: tuple[Term, ...]
+    limit: int | None
+
+    def total(self, phase: str) -> int:
+        return sum(term.bytes for term in self.terms if term.when in ("always", phase))
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(term.when for term in self.terms if term.when != "always")) or ("always",)
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=self.total)
+
+    @property
+    def peak(self) -> int:
+        return self.total(self.peak_phase)
+
+    def term(self, name: str) -> Term:
+        return next(term for term in self.terms if term.name == name)
+
+    def largest(self) -> Term:
+        """The largest term of the phase with the peak."""
+        return max(
+            (term for term in self.terms if term.when in ("always", self.peak_phase)), key=lambda term: term.bytes
+        )
+
+
+def trainer_memory(config: Config, info: ModelInfo, layout: Layout, *, cuda: bool, limit: int | None) -> Memory:
+    """Memory of the fullest trainer rank, over all pipeline stages."""
+    stages = (_stage_memory(config, info, layout, stage, cuda, limit) for stage in range(layout.pipeline))
+    return max(stages, key=lambda memory: memory.peak)
+
+
+def _stage_memory(config: Config, info: ModelInfo, layout: Layout, stage: int, cuda: bool, limit: int | None) -> Memory:
+    state = state_bytes(config, info, layout, stage)
+    where = f"stage {stage}" if layout.pipeline > 1 else ""
+    size = activations.peak_bytes
+    terms = [
+        Term("weights", state.weights, note=where),
+        Term("gradients", state.gradients),
+        Term("optimizer", state.optimizer),
+        Term("activations", int(size(config, info, layout, stage, fused=cuda)), "update"),
+    ]
+    again = activations.recompute_bytes(config, info, layout, stage, fused=cuda)
+    if again:
+        terms.append(Term("recompute", int(again), "update"))
+    if stage == layout.pipeline - 1:
+        logits = activations.logits_bytes(config, info, layout)
+        terms += [Term("logits chunk", logits, "update"), Term("logits chunk", logits, "log-probs")]
+    widest = _widest_layer(config, info, layout, cuda)
+    terms.append(Term("forward of one layer", int(widest), "log-probs"))
+    if config.algorithm.kl.coef:
+        kept = not cuda or config.reference.placement == "gpu"
+        terms.append(Term("reference weights", _raw_weights(config, info, layout, stage),
+                          "always" if kept else "log-probs"))  # fmt: skip
+    bucket = int(config.weight_sync.bucket_mb * MIB)
+    terms.append(Term("sync buckets", 3 * bucket + _largest_tensor(config, info), "sync"))
+    if cuda:
+        terms.append(Term("CUDA and NCCL", TRAINER_OVERHEAD, note="estimate"))
+    return Memory(tuple(terms), limit)
+
+
+def _raw_weights(config: Config, info: ModelInfo, layout: Layout, stage: int) -> int:
+    chunks = range(layout.virtual_pipeline or 1)
+    numel = sum(p.numel for chunk in chunks for p in chunk_parameters(info, layout, stage, chunk))
+    return numel * bytes_per_element(config.trainer.precision)
+
+
+def _largest_tensor(config: Config, info: ModelInfo) -> int:
+    """The largest Hugging Face tensor, gathered whole during a sync."""
+    widest = max(info.vocab_size, info.ffn, info.heads * info.head_dim)
+    return widest * info.hidden * bytes_per_element(config.trainer.precision)
+
+
+def _widest_layer(config: Config, info: ModelInfo, layout: Layout, cuda: bool) -> float:
+    plain = config.model_copy(update={"megatron": config.megatron.model_copy(update={"transformer": {}})})
+    layers = range(info.num_layers)
+    widest = max(activations.saved_per_token(plain, info, layout, layer, cuda) for layer in layers)
+    return widest * config.trainer.micro_batch_tokens
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """One rollout GPU (on CPU: one engine worker); `kv_tokens` is the cache's room over the whole engine."""
+
+    memory: Memory
+    kv_tokens: int | None
+    kv_bytes_per_token: int
+
+
+def engine_memory(
+    config: Config, info: ModelInfo, max_model_len: int, *, cuda: bool, limit: int | None
+) -> EngineMemory:
+    """Weights, working memory and KV cache of one engine GPU.
+
+    vLLM takes `gpu_memory_utilization` of the device and gives to the KV cache what weights and its profiling
+    run leave. Without a GPU the cache has `rollout.cpu_kv_cache_gib`.
+    """
+    rollout = config.rollout
+    element = {"auto": bytes_per_element(config.trainer.precision), "bfloat16": 2, "float32": FP32}[rollout.dtype]
+    ranks = rollout.tensor_parallel
+    kv_heads = max(1, info.kv_heads // ranks)
+    per_token = 2 * info.num_layers * kv_heads * info.head_dim * element
+    terms = [Term("weights", model_parameters(info)[0] * element // ranks)]
+    batched = int(rollout.engine_kwargs.get("max_num_batched_tokens") or ENGINE_BATCHED_TOKENS)
+    columns = padded_vocabulary(info, 64 * ranks) // ranks
+    working = min(batched, max(max_model_len, rollout.max_num_seqs)) * _engine_working_set(info, ranks) * element
+    terms.append(Term("forward", int(working), note="estimate"))
+    terms.append(Term("logits", rollout.max_num_seqs * columns * ranks * FP32 * 2))
+    bucket = int(config.weight_sync.bucket_mb * MIB)
+    terms.append(Term("sync buckets", 3 * bucket + 2 * _largest_fused(info, ranks) * element))
+    if not cuda:
+        cache = rollout.cpu_kv_cache_gib * GIB
+        terms.append(Term("KV cache", cache))
+        return EngineMemory(Memory(tuple(terms), limit), cache // per_token, per_token)
+    terms.append(Term("CUDA, NCCL and graphs", ENGINE_OVERHEAD, note="estimate"))
+    if limit is None:
+        return EngineMemory(Memory(tuple(terms), None), None, per_token)
+    used = sum(term.bytes for term in terms)
+    cache = max(0, int(limit * rollout.gpu_memory_utilization) - used)
+    terms.append(Term("KV cache", cache, note=f"what {rollout.gpu_memory_utilization:.0%} leaves"))
+    return EngineMemory(Memory(tuple(terms), limit), cache // per_token, per_token)
+
+
+def _engine_working_set(info: ModelInfo, ranks: int) -> float:
+    """Elements per batched token alive at once in one layer's forward."""
+    width = info.moe_ffn * info.topk if info.num_experts else info.ffn
+    return 4 * info.hidden + 3 * max(info.heads * info.head_dim, width) / ranks
+
+
+def _largest_fused(info: ModelInfo, ranks: int) -> int:
+    """Elements of the largest module that vLLM rebuilds as a whole when weights arrive."""
+    mlp = 2 * info.ffn * info.hidden
+    experts = (info.num_experts or 0) * 2 * info.moe_ffn * info.hidden
+    return max(mlp, experts, info.vocab_size * info.hidden) // ranks

@@ -1,0 +1,174 @@
+"""What a config amounts to: ranks, layout, replicas, devices, samples per step, memory per GPU.
+
+`make_plan` checks everything and starts nothing; it imports neither torch nor vLLM nor Ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.checks import Device, check, detect_device, longest_response, max_sequence_tokens
+from megarl.config.errors import ConfigError
+from megarl.config.hardware import local_gpus
+from megarl.config.memory import GIB, EngineMemory, Memory, engine_memory, trainer_memory
+from megarl.config.parameters import model_parameters
+from megarl.config.pools import Pools, resolve_pools
+from megarl.config.schema import Config
+from megarl.models.info import ModelInfo
+from megarl.models.layout import Layout
+
+# What removes most of each term, told when a plan does not fit.
+_REMEDIES = {
+    "weights": "raise trainer.parallel.tensor or pipeline (expert for a mixture of experts)",
+    "gradients": "raise trainer.parallel.tensor or pipeline (expert for a mixture of experts)",
+    "optimizer": "use trainer.optimizer.distributed with more data-parallel ranks, or more tensor/pipeline ranks",
+    "activations": "lower trainer.micro_batch_tokens or set megatron.transformer.recompute_granularity",
+    "recompute": "lower trainer.micro_batch_tokens or megatron.transformer.recompute_num_layers",
+    "logits chunk": "lower trainer.logprob_chunk_tokens",
+    "forward of one layer": "lower trainer.micro_batch_tokens",
+    "reference weights": "set reference.placement=cpu_offload",
+    "sync buckets": "lower weight_sync.bucket_mb",
+    "KV cache": "raise rollout.tensor_parallel or rollout.gpu_memory_utilization, or lower max_model_len",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked config, resolved. Bytes and tokens are per GPU (per process on CPU) unless they say otherwise."""
+
+    device: Device
+    info: ModelInfo
+    layout: Layout
+    pools: Pools
+    replicas: int
+    engine_gpus: int
+    parameters: int
+    active_parameters: int
+    groups_per_step: int
+    samples_per_step: int
+    samples_per_update: int
+    max_sequence_tokens: int
+    max_response_tokens: int
+    trainer: Memory
+    engine: EngineMemory
+    notes: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Trainer ranks: torchrun's world size."""
+        return self.layout.world_size
+
+
+def make_plan(config: Config, *, device: Device | None = None, files: bool = True) -> Plan:
+    """Check `config` and resolve it. Raises ConfigError listing every problem, memory included.
+
+    `device` and `files` as in `checks.check`.
+    """
+    device = device or detect_device()
+    info = check(config, device=device, files=files)
+    layout = Layout.from_config(config.trainer.parallel, config.trainer.gpus)
+    cuda = device == "cuda"
+    longest = max_sequence_tokens(config, info)
+    total, active = model_parameters(info)
+    trainer = trainer_memory(config, info, layout, cuda=cuda, limit=_limit(config.trainer.device_memory_gib, cuda))
+    engine = engine_memory(config, info, longest, cuda=cuda, limit=_limit(config.rollout.device_memory_gib, cuda))
+    problems = list(_misfits(config, trainer, engine, longest))
+    if problems:
+        raise ConfigError(problems)
+    batch = config.batch
+    samples = batch.groups * batch.samples_per_group
+    return Plan(
+        device=device,
+        info=info,
+        layout=layout,
+        pools=resolve_pools(config),
+        replicas=config.rollout.replicas,
+        engine_gpus=config.rollout.tensor_parallel,
+        parameters=total,
+        active_parameters=active,
+        groups_per_step=batch.groups,
+        samples_per_step=samples,
+        samples_per_update=-(-batch.groups // config.trainer.mini_batches) * batch.samples_per_group,
+        max_sequence_tokens=longest,
+        max_response_tokens=longest_response(config),
+        trainer=trainer,
+        engine=engine,
+        notes=tuple(_notes(config, layout, trainer, engine, cuda)),
+    )
+
+
+def _limit(gib: float | None, cuda: bool) -> int | None:
+    if gib is not None:
+        return int(gib * GIB)
+    gpus = local_gpus() if cuda else ()
+    return gpus[0].memory if gpus else None
+
+
+def _misfits(config: Config, trainer: Memory, engine: EngineMemory, longest: int) -> list[str]:
+    problems = []
+    if trainer.limit is not None and trainer.peak > trainer.limit:
+        problems.append(_too_big("trainer", trainer))
+    memory = engine.memory
+    if memory.limit is not None:
+        fixed = [term for term in memory.terms if term.name != "KV cache"]
+        needed = sum(term.bytes for term in fixed)
+        allowed = int(memory.limit * config.rollout.gpu_memory_utilization)
+        if needed > allowed:
+            largest = max(fixed, key=lambda term: term.bytes)
+            problems.append(
+                f"rollout: {gib(needed)} per GPU before any KV cache, of {gib(allowed)} allowed (gpu_memory_"
+                f"utilization); the largest term is {largest.name} with {gib(largest.bytes)}: raise "
+                "rollout.tensor_parallel"
+            )
+            return problems
+    if engine.kv_tokens is not None and engine.kv_tokens < longest:
+        cache = memory.term("KV cache").bytes
+        problems.append(
+            f"rollout: the KV cache of {gib(cache)} holds {engine.kv_tokens} tokens, less than one "
+            "sequence of "
+            f"{longest}: {_REMEDIES['KV cache']}"
+            + (" (rollout.cpu_kv_cache_gib without a GPU)" if memory.limit is None else "")
+        )
+    return problems
+
+
+def _too_big(pool: str, memory: Memory) -> str:
+    largest = memory.largest()
+    assert memory.limit is not None
+    return (
+        f"{pool}: {gib(memory.peak)} per GPU in phase {memory.peak_phase!r}, of {gib(memory.limit)} "
+        f"({pool}.device_memory_gib); the largest term is {largest.name} with {gib(largest.bytes)}: "
+        f"{_REMEDIES.get(largest.name, 'use more GPUs')}"
+    )
+
+
+def _notes(config: Config, layout: Layout, trainer: Memory, engine: EngineMemory, cuda: bool) -> list[str]:
+    notes = []
+    pools = resolve_pools(config)
+    if layout.tensor > pools.trainer.gpus_per_node:
+        notes.append(
+            f"trainer.parallel.tensor={layout.tensor} spans nodes of {pools.trainer.gpus_per_node} GPUs: "
+            "every "
+            "layer then waits for the network"
+        )
+    if cuda and trainer.limit is None:
+        notes.append("GPU memory is unknown here: set trainer.device_memory_gib to have the plan checked against it")
+    if config.data.max_prompt_tokens is None and config.rollout.max_model_len is None:
+        notes.append(
+            "data.max_prompt_tokens is not set: the plan takes the model's whole context as the longest sequence"
+        )
+    if engine.kv_tokens is not None and engine.memory.limit is not None:
+        wanted = config.batch.groups * config.batch.samples_per_group / config.rollout.replicas
+        room = engine.kv_tokens / max(1, longest_response(config))
+        if room < min(wanted, config.rollout.max_num_seqs):
+            notes.append(
+                f"the KV cache holds about {room:.0f} full-length sequences per engine, for {wanted:.0f} "
+                "samples "
+                "per engine and step: vLLM will preempt or queue"
+            )
+    return notes
+
+
+def gib(size: float) -> str:
+    """Bytes for people: GiB, or MiB below a tenth of one."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

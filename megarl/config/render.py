@@ -1,0 +1,113 @@
+"""The plan as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from megarl.config.load import to_yaml
+from megarl.config.memory import Memory
+from megarl.config.plan import Plan, gib
+from megarl.config.pools import Pool
+from megarl.config.schema import Config
+
+WIDTH = 100
+
+
+def print_dry_run(config: Config, plan: Plan, stream: TextIO) -> None:
+    """Write the resolved config (YAML) and the plan to `stream`; without colours if it is not a terminal."""
+    console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
+    console.print(Text("# resolved config", style="bold"))
+    if console.is_terminal:
+        console.print(Syntax(to_yaml(config), "yaml", background_color="default"))
+    else:
+        stream.write(to_yaml(config))
+    console.print(render_plan(plan))
+
+
+def render_plan(plan: Plan) -> RenderableType:
+    """Summary, memory of both pools, notes."""
+    parts: list[RenderableType] = [
+        Text("\n# plan", style="bold"),
+        _pairs(_summary(plan)),
+        _memory("trainer, per " + _unit(plan), plan.trainer),
+        _memory("rollout, per " + _unit(plan), plan.engine.memory),
+    ]
+    parts += [Text(f"note: {note}", style="yellow") for note in plan.notes]
+    return Group(*parts)
+
+
+def _unit(plan: Plan) -> str:
+    return "GPU" if plan.device == "cuda" else "process"
+
+
+def _summary(plan: Plan) -> Iterable[tuple[str, str]]:
+    layout, info = plan.layout, plan.info
+    parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"DP {layout.data}"]
+    parts += [f"VPP {layout.virtual_pipeline}"] if layout.virtual_pipeline else []
+    parts += ["SP"] if layout.sequence else []
+    if info.num_experts:
+        parts += [f"EP {layout.expert}", f"ETP {layout.etp}", f"expert DP {layout.expert_data}"]
+    moe = f", {plan.active_parameters / 1e9:.3g} B active" if info.num_experts else ""
+    size = plan.parameters
+    count = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
+    yield "device path", "CUDA" if plan.device == "cuda" else "CPU (gloo, emulated CUDA calls)"
+    yield "model", f"{info.family}, {info.num_layers} layers, {count} parameters{moe}"
+    yield "trainer", f"{plan.ranks} ranks: {' · '.join(parts)}"
+    yield (
+        "rollout",
+        f"{plan.replicas} replicas of {plan.engine_gpus} {_unit(plan)}{'s' if plan.engine_gpus > 1 else ''}",
+    )
+    if plan.device == "cuda":
+        where = "same nodes" if plan.pools.shared else "nodes of its own"
+        yield "trainer devices", _devices(plan.pools.trainer)
+        yield "rollout devices", f"{_devices(plan.pools.rollout)} ({where})"
+    yield "step", f"{plan.groups_per_step} groups, {plan.samples_per_step} samples"
+    yield "update", f"up to {plan.samples_per_update} samples"
+    yield "sequence", f"up to {plan.max_sequence_tokens} tokens, {plan.max_response_tokens} of them response"
+    if plan.engine.kv_tokens is not None:
+        yield (
+            "KV cache",
+            f"{plan.engine.kv_tokens} tokens per engine, {plan.engine.kv_bytes_per_token} bytes each and GPU",
+        )
+
+
+def _devices(pool: Pool) -> str:
+    listed = ",".join(map(str, pool.devices))
+    return f"{pool.gpus} GPUs: {listed} on {'one node' if pool.nodes == 1 else f'each of {pool.nodes} nodes'}"
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _memory(title: str, memory: Memory) -> Table:
+    """One row per term; a column per phase, because terms of different phases do not add up."""
+    table = Table(box=SIMPLE_HEAD, title=f"memory, {title}", title_justify="left", title_style="bold", pad_edge=False)
+    table.add_column("term")
+    for phase in memory.phases:
+        table.add_column(phase if phase != "always" else "", justify="right")
+    table.add_column("")
+    names = dict.fromkeys(term.name for term in memory.terms)
+    for name in names:
+        terms = [term for term in memory.terms if term.name == name]
+        cells = [gib(sum(t.bytes for t in terms if t.when in ("always", phase))) for phase in memory.phases]
+        shown = [
+            cell if any(t.when in ("always", p) for t in terms) else ""
+            for cell, p in zip(cells, memory.phases, strict=True)
+        ]
+        table.add_row(name, *shown, terms[0].note)
+    totals = [gib(memory.total(phase)) for phase in memory.phases]
+    limit = f"of {gib(memory.limit)}" if memory.limit is not None else ""
+    table.add_section()
+    table.add_row("total", *totals, limit, style="bold")
+    return table
