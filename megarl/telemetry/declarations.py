@@ -52,15 +52,11 @@ _GROUPS = [
 _BATCH = [
     Metric("batch/samples", "samples", "sum", "Samples in the batch."),
     Metric("batch/trained_samples", "samples", "sum", "Samples that took part in the update."),
-    Metric(
-        "batch/failed_samples", "samples", "sum", "Samples lost: engine error, NaN or -9999 log-prob, abort."
-    ),
+    Metric("batch/failed_samples", "samples", "sum", "Samples lost: engine error, NaN or -9999 log-prob, abort."),
     Metric("batch/masked_samples", "samples", "sum", "Truncated samples masked from the loss."),
     Metric("batch/prompt_tokens", "tokens", "sum", "Prompt tokens of the batch."),
     Metric("batch/response_tokens", "tokens", "sum", "Response tokens of the batch."),
-    Metric(
-        "batch/trained_tokens", "tokens", "sum", "Prompt and response tokens that passed through the update."
-    ),
+    Metric("batch/trained_tokens", "tokens", "sum", "Prompt and response tokens that passed through the update."),
     Metric("batch/loss_tokens", "tokens", "sum", "Response tokens with a loss."),
     Metric("batch/micro_batches", "micro-batches", "sum", "Micro-batches of the update, per DP rank."),
     Metric("batch/dp_imbalance", "ratio", "max", "Tokens of the fullest DP rank over their mean; 1 is even."),
@@ -90,12 +86,8 @@ _ROLLOUT = [
     Metric("rollout/generate_seconds_max", "s", "max", "The slowest sample.", True),
     Metric("rollout/reward_seconds_mean", "s", "mean", "Time to judge one sample.", True),
     Metric("rollout/reward_seconds_max", "s", "max", "The slowest judgement.", True),
-    Metric(
-        "rollout/idle_ratio", "share", "last", "Share of the step's wall time in which no engine ran.", True
-    ),
-    Metric(
-        "rollout/engine_seconds", "s", "sum", "Wall time in which at least one engine ran for training.", True
-    ),
+    Metric("rollout/idle_ratio", "share", "last", "Share of the step's wall time in which no engine ran.", True),
+    Metric("rollout/engine_seconds", "s", "sum", "Wall time in which at least one engine ran for training.", True),
     Metric("rollout/replicas_alive", "replicas", "last", "Engines that serve.", True),
 ]
 
@@ -117,19 +109,13 @@ _POLICY = [
     Metric("policy/clip_low", "share", "weighted", "Share clipped at 1 - clip_low."),
     Metric("policy/clip_high", "share", "weighted", "Share clipped at 1 + clip_high."),
     Metric("policy/clip_dual", "share", "weighted", "Share of tokens held by the dual clip."),
-    Metric(
-        "policy/logprob_abs_diff", "nats", "weighted", "|new - old log-prob| per token, during the update."
-    ),
+    Metric("policy/logprob_abs_diff", "nats", "weighted", "|new - old log-prob| per token, during the update."),
     Metric("policy/logprob_abs_diff_max", "nats", "max", "The same, largest token."),
-    Metric(
-        "policy/grad_norm", "norm", "mean", "Global gradient norm before clipping, mean over mini-batches."
-    ),
+    Metric("policy/grad_norm", "norm", "mean", "Global gradient norm before clipping, mean over mini-batches."),
     Metric("policy/grad_norm_max", "norm", "max", "The same, largest mini-batch."),
     Metric("policy/lr", "1", "last", "Learning rate of the last update."),
     Metric("policy/updates", "updates", "sum", "Optimizer updates."),
-    Metric(
-        "policy/skipped_updates", "updates", "sum", "Updates the optimizer skipped (non-finite gradients)."
-    ),
+    Metric("policy/skipped_updates", "updates", "sum", "Updates the optimizer skipped (non-finite gradients)."),
     Metric("policy/tokens", "tokens", "sum", "Tokens with a loss, over all updates of the step."),
     Metric("policy/sequences", "samples", "sum", "Sequences with a loss, over all updates of the step."),
     Metric("policy/aux_loss", "loss", "mean", "MoE load-balancing loss."),
@@ -159,9 +145,7 @@ _SYNC = [
     Metric("sync/buckets", "buckets", "sum", "Buckets sent."),
     Metric("sync/gib_per_second", "GiB/s", "last", "Bytes over transfer seconds.", True),
     Metric("sync/version", "version", "last", "Version published."),
-    Metric(
-        "sync/restarted_replicas", "replicas", "sum", "Replicas restarted because they failed a sync.", True
-    ),
+    Metric("sync/restarted_replicas", "replicas", "sum", "Replicas restarted because they failed a sync.", True),
 ]
 
 _TIME = [
@@ -188,9 +172,7 @@ _PERF = [
         "Trained tokens over log-prob and update time.",
         True,
     ),
-    Metric(
-        "perf/rollout_tokens_per_second", "tokens/s", "last", "Response tokens over engine seconds.", True
-    ),
+    Metric("perf/rollout_tokens_per_second", "tokens/s", "last", "Response tokens over engine seconds.", True),
     Metric("perf/tokens_per_second", "tokens/s", "last", "Trained tokens over `time/step`.", True),
     Metric(
         "perf/trainer_tokens_per_second_per_gpu",
@@ -199,12 +181,8 @@ _PERF = [
         "Per trainer GPU (process on CPU).",
         True,
     ),
-    Metric(
-        "perf/rollout_tokens_per_second_per_gpu", "tokens/s", "last", "Per rollout GPU (engine on CPU).", True
-    ),
-    Metric(
-        "perf/tokens_per_second_per_gpu", "tokens/s", "last", "Whole job, GPUs of both pools counted.", True
-    ),
+    Metric("perf/rollout_tokens_per_second_per_gpu", "tokens/s", "last", "Per rollout GPU (engine on CPU).", True),
+    Metric("perf/tokens_per_second_per_gpu", "tokens/s", "last", "Whole job, GPUs of both pools counted.", True),
     Metric(
         "perf/trainer_tflops_per_gpu",
         "TFLOP/s",
@@ -212,9 +190,7 @@ _PERF = [
         "Model FLOPs of log-prob and update passes, recompute not counted, per GPU.",
         True,
     ),
-    Metric(
-        "perf/trainer_mfu", "share", "last", "The same over the GPU's dense peak, where that is known.", True
-    ),
+    Metric("perf/trainer_mfu", "share", "last", "The same over the GPU's dense peak, where that is known.", True),
     Metric(
         "perf/trainer_peak_memory_gib",
         "GiB",

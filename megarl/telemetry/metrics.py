@@ -102,9 +102,7 @@ class StepMetrics:
 
     def reduce(self) -> dict[str, float]:
         """Name to reduced value, in the order of first recording; forgets everything recorded."""
-        reduced = {
-            name: reduce(self._registry.lookup(name).reducer, pairs) for name, pairs in self._values.items()
-        }
+        reduced = {name: reduce(self._registry.lookup(name).reducer, pairs) for name, pairs in self._values.items()}
         self._values = {}
         return reduced
 

@@ -60,9 +60,7 @@ class RunSummary:
     def as_dict(self, exit_status: str) -> dict[str, Any]:
         """The content of summary.json. What was not measured is null."""
         total = self._totals.get
-        trainer = _rate(
-            total("batch/trained_tokens", 0.0), total("time/logprobs", 0.0) + total("time/update", 0.0)
-        )
+        trainer = _rate(total("batch/trained_tokens", 0.0), total("time/logprobs", 0.0) + total("time/update", 0.0))
         rollout = _rate(total("batch/response_tokens", 0.0), total("rollout/engine_seconds", 0.0))
         empty = {"mean": None, "max": None}
         return {

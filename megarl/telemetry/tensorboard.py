@@ -73,9 +73,6 @@ class TensorBoardSink:
         event = b"\x09" + struct.pack("<d", time.time()) + event
         length = struct.pack("<Q", len(event))
         self._file.write(
-            length
-            + struct.pack("<I", masked_crc32c(length))
-            + event
-            + struct.pack("<I", masked_crc32c(event))
+            length + struct.pack("<I", masked_crc32c(length)) + event + struct.pack("<I", masked_crc32c(event))
         )
         self._file.flush()

@@ -1,0 +1,133 @@
+"""docs/configuration.md, generated from the config classes and the list of reserved Megatron fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from megarl.config.load import section_of
+from megarl.config.megatron_reserved import RESERVED
+from megarl.config.schema import Config
+
+_HEAD = """# Configuration
+
+<!-- Generated from megarl/config/schema.py by `megarl docs`; do not edit. -->
+
+A run is described by one YAML file. Every key can also be given on the command line as `section.key=value`, where
+the value is read as YAML and a later one wins. Relative paths start at the current directory. An unknown key, a wrong
+type, an impossible layout or a plan that does not fit into the GPUs is an error that names the key and the fix, before
+any process starts:
+
+    megarl plan --config run.yaml trainer.optimizer.lr=1e-5    # the resolved config and the plan; nothing starts
+
+A key without a default is required. Sections may be left out if all their keys have defaults.
+"""
+
+_TAIL = """
+## Passing fields to Megatron-Core
+
+`megatron.transformer`, `megatron.optimizer` and `megatron.ddp` take named fields of Megatron-Core's
+`TransformerConfig`, `OptimizerConfig` and `DistributedDataParallelConfig`. Names and types are checked against the
+installed version before anything starts. For example:
+
+```yaml
+megatron:
+  transformer:
+    recompute_granularity: full
+    recompute_method: uniform
+    recompute_num_layers: 1
+    moe_router_load_balancing_type: aux_loss
+    moe_aux_loss_coeff: 1.0e-3
+  ddp:
+    overlap_grad_reduce: true
+```
+
+These fields are megarl's own to set, and refused:
+"""
+
+
+def configuration_page() -> str:
+    """The whole page, Markdown."""
+    parts = [_HEAD]
+    for name, field in Config.model_fields.items():
+        section = section_of(field.annotation)
+        if section is not None:
+            parts += list(_section(section, name))
+    parts.append(_TAIL)
+    for target, fields in RESERVED.items():
+        parts.append(f"\n| `megatron.{target}` | why, or what to set instead |\n|---|---|\n")
+        by_reason: dict[str, list[str]] = {}
+        for field_name, reason in fields.items():
+            by_reason.setdefault(reason, []).append(field_name)
+        for reason, names in by_reason.items():
+            parts.append(f"| {', '.join(f'`{each}`' for each in sorted(names))} | {_cell(reason)} |\n")
+    return "".join(parts)
+
+
+def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    yield f"\n## `{prefix}`\n\n{(section.__doc__ or '').strip()}\n\n"
+    inner: list[tuple[type[BaseModel], str]] = []
+    rows = []
+    for name, field in section.model_fields.items():
+        nested = section_of(field.annotation)
+        key = f"{prefix}.{name}"
+        if nested is not None and get_origin(field.annotation) is not list:
+            inner.append((nested, key))
+            continue
+        if nested is not None:
+            inner.append((nested, f"{key}[]"))
+        rows.append(f"| `{name}` | {_type(field)} | {_default(field)} | {_cell(field.description or '')} |\n")
+    if rows:
+        yield "| key | type | default | meaning |\n|---|---|---|---|\n"
+        yield from rows
+    for nested, key in inner:
+        yield from _section(nested, key)
+
+
+def _type(field: FieldInfo) -> str:
+    text = _type_name(field.annotation)
+    bounds = []
+    for limit in field.metadata:
+        for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
+            if hasattr(limit, attribute):
+                bounds.append(f"{sign} {getattr(limit, attribute)}")
+    return _cell(f"{text}, {', '.join(bounds)}" if bounds else text)
+
+
+def _type_name(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " \\| ".join(f"`{value}`" for value in arguments)
+    if arguments and type(None) in arguments:
+        return " or ".join(_type_name(a) for a in arguments if a is not type(None)) + " or null"
+    if origin is list:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is tuple:
+        return f"{len(arguments)} x {_type_name(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path"}
+    return names.get(annotation, "section" if section_of(annotation) else str(annotation))
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined:
+        return "required"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        value = list(value)
+    return f"`{value}`" if value != "" else "empty"
+
+
+def _cell(text: str) -> str:
+    """Keep a table cell on one line."""
+    return " ".join(text.split()).replace(" | ", " \\| ")
