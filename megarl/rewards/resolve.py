@@ -1,0 +1,137 @@
+"""From a name or an import path to a function `RewardInput -> RewardResult`.
+
+A user's function may take the whole sample, or name the fields it wants, or be a plain `(response, answer)`;
+it may return a number or a RewardResult. Anything else is a ValueError that says what was expected.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from inspect import Parameter
+from typing import Any
+
+from megarl.rewards.types import RewardFunction, RewardInput, RewardResult
+
+SHIPPED = {"gsm8k": "megarl.rewards.gsm8k:gsm8k", "math": "megarl.rewards.math:math"}
+FIELDS = tuple(f.name for f in fields(RewardInput))
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFunction:
+    """The reward function behind `gsm8k`, `math` or `package.module:function`, with `kwargs` bound by name.
+
+    A class is instantiated with `kwargs` and its instance called. An attribute `warm_up` of the function is
+    called here, once per process, so that slow imports do not count as some sample's time.
+    Raises ValueError for a path that cannot be imported or a signature that cannot be adapted.
+    """
+    target = _import(SHIPPED.get(function, function))
+    kwargs = dict(kwargs or {})
+    if inspect.isclass(target):
+        try:
+            target, kwargs = target(**kwargs), {}
+        except TypeError as error:
+            raise ValueError(f"reward function {function!r} cannot be made from {kwargs}: {error}") from error
+    if not callable(target):
+        raise ValueError(f"reward function {function!r} is a {type(target).__name__}, not a function")
+    called = target if inspect.isroutine(target) else type(target).__call__
+    if inspect.iscoroutinefunction(called):
+        raise ValueError(f"reward function {function!r} is async: make it plain, it has a process to itself")
+    adapted = _adapt(function, target, kwargs)
+    warm_up = getattr(target, "warm_up", None)
+    if callable(warm_up):
+        warm_up()
+    return lambda sample: as_result(adapted(sample))
+
+
+def as_result(value: Any) -> RewardResult:
+    """Check what a reward function returned; ValueError if it is no finite number and no RewardResult."""
+    try:
+        raw = value if isinstance(value, RewardResult) else RewardResult(float(value))
+        result = RewardResult(float(raw.score), {str(k): float(v) for k, v in raw.components.items()})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"a reward must be a number or a RewardResult, not {value!r:.80}") from error
+    if not math.isfinite(result.score):
+        raise ValueError(f"the reward is {result.score}, not a finite number")
+    return result
+
+
+def import_path(function: Callable[..., Any] | str) -> str:
+    """The import path of a callable; ValueError if another process could not find it by that path."""
+    if isinstance(function, str):
+        return function
+    name = getattr(function, "__qualname__", "")
+    module = getattr(function, "__module__", "")
+    if not name or "<" in name or module in ("", "__main__"):
+        raise ValueError(
+            f"reward function {function!r} cannot be imported by another process: define it at the top level "
+            "of a module and pass `package.module:function`"
+        )
+    return f"{module}:{name}"
+
+
+def _import(path: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        names = ", ".join(sorted(SHIPPED))
+        raise ValueError(f"reward.function {path!r} is neither {names} nor a path `package.module:function`")
+    try:
+        target: Any = importlib.import_module(module_name)
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"reward.function {path!r}: importing {module_name!r} failed: {cause}") from error
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            raise ValueError(f"reward.function {path!r}: {module_name!r} has no {attribute!r}")
+        target = getattr(target, part)
+    return target
+
+
+def _adapt(name: str, target: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[[RewardInput], Any]:
+    parameters = _open_parameters(name, target, kwargs)
+    takes_rest = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
+    named = [p for p in parameters if p.kind not in _VARIADIC]
+    required = [p for p in named if p.default is Parameter.empty]
+    bound = partial(target, **kwargs)
+    if len(required) == 1 and required[0].kind is not Parameter.KEYWORD_ONLY and _is_sample(required[0]):
+        return bound
+    by_keyword = all(p.kind is not Parameter.POSITIONAL_ONLY and p.name in FIELDS for p in required)
+    if by_keyword and (required or takes_rest):
+        wanted = FIELDS if takes_rest else tuple(p.name for p in named if p.name in FIELDS)
+        wanted = tuple(field for field in wanted if field not in kwargs)
+        return lambda sample: bound(**{field: getattr(sample, field) for field in wanted})
+    if len(required) == 2 and all(p.kind is not Parameter.KEYWORD_ONLY for p in required):
+        return lambda sample: bound(sample.response, sample.answer)
+    raise ValueError(
+        f"reward function {name!r} needs ({', '.join(p.name for p in required)}): it should take one "
+        f"RewardInput, or (response, answer), or parameters named among {', '.join(FIELDS)}; others are "
+        "bound by `reward.kwargs`"
+    )
+
+
+def _open_parameters(name: str, target: Callable[..., Any], kwargs: dict[str, Any]) -> list[Parameter]:
+    """The parameters that `kwargs` leaves open; ValueError if a kwarg is not among them."""
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"reward function {name!r} has no signature: wrap it in a plain function") from error
+    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    unknown = sorted(set(kwargs) - by_name)
+    if unknown and not takes_any:
+        raise ValueError(f"reward.kwargs {unknown} are no parameters of {name!r}: {sorted(by_name)}")
+    return [p for p in parameters if p.name not in kwargs]
+
+
+def _is_sample(parameter: Parameter) -> bool:
+    """True if the only required parameter is the whole sample, not one field of it."""
+    annotation = parameter.annotation
+    if annotation is RewardInput:
+        return True
+    if isinstance(annotation, str) and annotation.strip("'\"").split(".")[-1] == "RewardInput":
+        return True
+    return parameter.name not in FIELDS
