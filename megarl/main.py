@@ -1,0 +1,148 @@
+"""A trainer rank from its command line to its exit code.
+
+Mistakes of the user end with one message and exit code 2 before anything starts; failures of the run with one message
+(of the first rank that failed), exit code 1 and `"exit": "failed"` in RUN_DIR/summary.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from megarl.cli import add_config_arguments
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.plan import Plan, make_plan
+from megarl.config.schema import Config
+from megarl.logs import FailureReport, redirect_output
+
+if TYPE_CHECKING:
+    from megarl.rollout.launch import SupervisorHandle
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of `examples/rl/train_rl.py`; ends the process."""
+    options = _parser().parse_args(arguments)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        overrides = [*options.overrides, *(["telemetry.dump_batches=true"] if options.dump_batches else [])]
+        config = load_config(options.config, overrides)
+        plan = make_plan(config)
+        if options.dry_run:
+            from megarl.config.render import print_dry_run
+
+            print_dry_run(config, plan, sys.stdout)
+            return
+        _check_launch(config)
+    except (ConfigError, ValueError, FileNotFoundError) as error:
+        if rank == 0:
+            sys.stderr.write(f"megarl: {error}\n")
+        sys.exit(2)
+    sys.exit(run(config, plan))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Reinforcement learning of a language model: Megatron-Core trainer, vLLM rollout pool.",
+        epilog="example: torchrun --nproc-per-node 2 examples/rl/train_rl.py "
+        "--config examples/rl/configs/quickstart_cpu.yaml run.steps=10",
+    )
+    add_config_arguments(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan; start nothing")
+    parser.add_argument("--dump-batches", action="store_true", help="keep whole batches for `megarl replay`")
+    return parser
+
+
+def _check_launch(config: Config) -> None:
+    """ValueError unless torchrun started as many ranks as the config has trainer GPUs."""
+    world = os.environ.get("WORLD_SIZE")
+    gpus = config.trainer.gpus
+    if world is None:
+        raise ValueError(
+            f"not started by torchrun; use: torchrun --nproc-per-node {gpus} {sys.argv[0]} "
+            "--config ..., or add --dry-run to see the plan"
+        )
+    if int(world) != gpus:
+        raise ValueError(
+            f"torchrun started {world} ranks, but trainer.gpus is {gpus}: use --nproc-per-node {gpus} "
+            f"or set trainer.gpus={world}"
+        )
+
+
+def run(config: Config, plan: Plan) -> int:
+    """Train as this rank; returns the exit code."""
+    rank = int(os.environ["RANK"])
+    log_file = config.run_dir / "logs" / f"trainer-rank-{rank}.log"
+    failures = FailureReport(config.run_dir, rank)
+    if rank == 0:
+        failures.clear()
+    terminal = redirect_output(log_file)
+    try:
+        _train(config, plan, terminal)
+    except Exception as error:
+        failures.claim(error, terminal, log_file)
+        return 1
+    return 0
+
+
+def _train(config: Config, plan: Plan, terminal: TextIO) -> None:
+    from megarl.rollout.processes import die_with_parent
+
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    launch = _launch_pool(config) if rank == 0 else None
+    from megarl import platforms
+
+    platform = platforms.activate()
+    import torch
+
+    if platform.is_cuda:
+        torch.cuda.set_device(plan.pools.trainer.devices[int(os.environ["LOCAL_RANK"])])
+    torch.distributed.init_process_group(platform.backend, timeout=timedelta(seconds=config.timeouts.collective_s))
+    if rank == 0:
+        terminal.write(f"megarl: {config.run.name}: {_headline(config, plan)}\n")
+    from megarl.session import Session
+    from megarl.train import train
+
+    session = Session(config, launch, terminal)
+    try:
+        train(session)
+        session.finish("finished")
+    finally:
+        session.close()
+    torch.distributed.destroy_process_group()
+
+
+def _headline(config: Config, plan: Plan) -> str:
+    layout = plan.layout
+    parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"EP {layout.expert}", f"DP {layout.data}"]
+    engines = f"{plan.replicas} vLLM engine{'s' * (plan.replicas > 1)} (TP {plan.engine_gpus})"
+    return (
+        f"{plan.parameters / 1e6:.3g} M parameters on {plan.device}, trainer {' x '.join(parts)}, {engines}, "
+        f"{plan.groups_per_step} x {plan.samples_per_step // plan.groups_per_step} samples per step; "
+        f"logs in {config.run_dir / 'logs'}"
+    )
+
+
+def _launch_pool(config: Config) -> Future[SupervisorHandle]:
+    """Start the supervisor in the background: engines take longest to come up, the policy is built meanwhile."""
+    from megarl.rollout.launch import launch_supervisor
+
+    executor = ThreadPoolExecutor(1, thread_name_prefix="launch-supervisor")
+    agent = os.getppid()  # torchrun's agent
+    run_dir = Path(config.run_dir)
+    return executor.submit(
+        launch_supervisor, config.model_dump_json(), run_dir, agent, cuda=_cuda(), timeout_s=config.timeouts.ray_start_s
+    )
+
+
+def _cuda() -> bool:
+    from megarl.config.checks import detect_device
+
+    return detect_device() == "cuda"

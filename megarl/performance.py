@@ -1,0 +1,72 @@
+"""Speed and memory of a step as declared metrics, from its token counts and phase times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import psutil
+import torch
+
+from megarl import platforms
+from megarl.config.parameters import model_parameters
+from megarl.config.schema import Config
+from megarl.models.info import ModelInfo
+
+GIB = 2**30
+
+# Dense bf16 peak without sparsity, TFLOP/s (vendor data sheets). An unknown device has no MFU.
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "H20": 148.0, "B200": 2250.0}
+
+
+class Performance:
+    """Built once per run; `of_step` is pure in the step's values."""
+
+    def __init__(self, config: Config, info: ModelInfo) -> None:
+        self._config = config
+        _, self._active = model_parameters(info)
+        self._attention = info.num_layers * info.heads * info.head_dim
+        self._trainer_gpus = config.trainer.gpus
+        self._rollout_gpus = config.rollout.replicas * config.rollout.tensor_parallel
+        self._peak = self._peak_tflops()
+
+    def flops_per_token(self, context: float) -> float:
+        """Forward FLOPs of one token that attends to `context` tokens on average: 2 per weight, 4 per key and dim."""
+        return 2.0 * self._active + 4.0 * self._attention * context
+
+    def of_step(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The `perf/*` metrics. Forward counts once, backward twice; recomputation is not counted (MFU, not HFU)."""
+        tokens = values["batch/trained_tokens"]
+        seconds = values["time/logprobs"] + values["time/update"]
+        step, engine = values["time/step"], values.get("rollout/engine_seconds", 0.0)
+        result = {"perf/host_memory_gib": psutil.Process().memory_info().rss / GIB}
+        result["perf/trainer_peak_memory_gib"] = (
+            torch.cuda.max_memory_allocated() / GIB if platforms.current().is_cuda else result["perf/host_memory_gib"]
+        )
+        if tokens and seconds:
+            rate = tokens / seconds
+            result["perf/trainer_tokens_per_second"] = rate
+            result["perf/trainer_tokens_per_second_per_gpu"] = rate / self._trainer_gpus
+            length = values.get("rollout/prompt_length_mean", 0) + values.get("rollout/response_length_mean", 0)
+            passes = 3.0 + self._extra_passes()
+            tflops = rate * passes * self.flops_per_token(length / 2) / self._trainer_gpus / 1e12
+            result["perf/trainer_tflops_per_gpu"] = tflops
+            if self._peak is not None:
+                result["perf/trainer_mfu"] = tflops / self._peak
+        if engine:
+            rate = values["batch/response_tokens"] / engine
+            result["perf/rollout_tokens_per_second"] = rate
+            result["perf/rollout_tokens_per_second_per_gpu"] = rate / self._rollout_gpus
+        if step:
+            result["perf/tokens_per_second"] = tokens / step
+            result["perf/tokens_per_second_per_gpu"] = tokens / step / (self._trainer_gpus + self._rollout_gpus)
+        return result
+
+    def _extra_passes(self) -> float:
+        algorithm = self._config.algorithm
+        return float(algorithm.old_logprobs == "trainer") + float(algorithm.kl.coef > 0)
+
+    def _peak_tflops(self) -> float | None:
+        if not platforms.current().is_cuda or self._config.trainer.precision != "bf16":
+            return None
+        name = torch.cuda.get_device_name()
+        return next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)

@@ -1,0 +1,312 @@
+"""Everything a run holds while it trains: policy, pool, queue, weight sync, telemetry. `train.py` is its only user.
+
+Each method is collective over the trainer ranks unless it says otherwise. Rank 0 alone talks to the rollout
+controller; the first rank of each data-parallel replica reads the queue; what they learn is broadcast.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import torch
+
+from megarl.batch_metrics import record_batch
+from megarl.config.schema import Config
+from megarl.models.export import HFExporter, save_hf
+from megarl.models.info import load_info
+from megarl.models.layout import Layout
+from megarl.performance import Performance
+from megarl.queue.dump import write_batch
+from megarl.queue.samples import choose_keys, sample_record
+from megarl.queue.schema import SampleTag, Trajectory
+from megarl.queue.transfer import QueueReader
+from megarl.rollout.client import PoolClient
+from megarl.rollout.launch import SupervisorHandle
+from megarl.step import StepPlan
+from megarl.telemetry.declarations import step_metrics
+from megarl.telemetry.sinks import MetricsWriter
+from megarl.telemetry.summary import RunSummary
+from megarl.telemetry.timer import PhaseTimer
+from megarl.trainer import parallel
+from megarl.trainer.policy import NonFiniteError, Policy
+from megarl.weights.sender import WeightSender
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Time that the other ranks grant rank 0 beyond the bound of what it does for them.
+GRACE_S = 60.0
+
+
+class DisagreementError(RuntimeError):
+    """Ranks computed different plans from the same tags: a bug, and nothing may be trained on it."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's batch as every rank knows it; `timings`: the controller's declared metrics."""
+
+    step: int
+    keys: list[str]
+    tags: list[SampleTag]
+    timings: dict[str, float]
+    admitted: int
+
+
+class Session:
+    """Built on every rank after `torch.distributed` is up; `close` ends the pool.
+
+    `launch`: the supervisor being started, on rank 0 only.
+    """
+
+    def __init__(self, config: Config, launch: Future[SupervisorHandle] | None, terminal: TextIO) -> None:
+        self.config = config
+        self.run_dir = config.run_dir
+        self.rank = torch.distributed.get_rank()
+        self._control = self._control_group()
+        self.summary = RunSummary()
+        self.writer = MetricsWriter.open(config, terminal) if self.rank == 0 else None
+        self.metrics = step_metrics()
+        self.timer = PhaseTimer()
+        self._say("building the policy")
+        info = load_info(config.model.path)
+        layout = Layout.from_config(config.trainer.parallel, config.trainer.gpus)
+        parallel.initialize(layout, seed=config.run.seed, timeout_s=config.timeouts.collective_s)
+        self.dp_size = parallel.dp_size()
+        self.policy = Policy(config, layout, info)
+        self.exporter = HFExporter(self.policy.module_chunks, info, self._export_dtype())
+        self.performance = Performance(config, info)
+        self.client: PoolClient | None = None
+        self.reader: QueueReader | None = None
+        self.sender: WeightSender | None = None
+        self._totals = dict.fromkeys(("groups_admitted", "groups_trained", "groups_filtered"), 0.0)
+        self._totals |= dict.fromkeys(
+            ("groups_dropped_stale", "groups_failed", "trained_samples", "trained_tokens"), 0.0
+        )
+        self._attach(launch)
+
+    def _attach(self, launch: Future[SupervisorHandle] | None) -> None:
+        """Wait for the pool and form the weight-sync group with it."""
+        self._say("waiting for the rollout engines")
+        started = time.perf_counter()
+        timeouts = self.config.timeouts
+
+        def connect() -> tuple[SupervisorHandle, list[Any]]:
+            assert launch is not None
+            handle = launch.result(timeout=timeouts.ray_start_s)
+            self.client = PoolClient.connect(handle, self.config)
+            return handle, self.client.devices()
+
+        handle, held = self._on_first_rank(connect)
+        self._refuse_shared_devices(held)
+        if parallel.is_leader():
+            self.reader = QueueReader.attach(handle.partition, namespace=handle.namespace, timeout_s=timeouts.queue_s)
+        self._say(f"engines are up ({time.perf_counter() - started:.0f} s)")
+        self.sender = WeightSender(self.config, self.exporter)
+        self.sender.connect(self.client.engine_handles() if self.client is not None else None)
+
+    def _refuse_shared_devices(self, held: list[Any]) -> None:
+        """ValueError if a GPU that an engine holds is this rank's too."""
+        from megarl.rollout.devices import own_device, refuse_overlap
+
+        mine: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(mine, own_device(self.rank), group=self._control)
+        refuse_overlap(mine, held)
+
+    def take_batch(self, step: int) -> Batch:
+        """The finished groups of `step`, known to every rank by their tags."""
+        config = self.config
+        with self.timer.phase("generate"):
+            self._status(f"step {step + 1}/{config.run.steps}: generating")
+            ready = self._on_first_rank(lambda: self._client.wait_batch(step))
+        with self.timer.phase("queue"):
+            tags = self.reader.read_tags(ready.keys) if self.reader is not None else None
+            tags = parallel.model_parallel_broadcast_object(tags)
+        self._status(f"step {step + 1}/{config.run.steps}: training")
+        return Batch(step, ready.keys, tags, ready.timings, ready.counters.admitted)
+
+    def fetch(self, batch: Batch, plan: StepPlan) -> dict[str, Trajectory]:
+        """This replica's rows by key. Raises DisagreementError if the replicas do not share one plan."""
+        with self.timer.phase("queue"):
+            hashes = set(parallel.dp_all_gather_object(plan.hash))
+            if len(hashes) != 1:
+                raise DisagreementError(f"step {batch.step}: DP ranks planned differently: {sorted(hashes)}")
+            rows = None
+            if self.reader is not None:
+                rows = {row.key: row for row in self.reader.fetch(plan.keys_of(parallel.dp_rank()))}
+            rows = parallel.model_parallel_broadcast_object(rows)
+            if self.config.telemetry.dump_batches:
+                self._dump(self.run_dir / "batches", batch)
+        return rows
+
+    @contextmanager
+    def keep_batch_on_failure(self, batch: Batch) -> Iterator[None]:
+        """A loss or gradient that is not finite stops the run; the batch that did it is kept for `megarl replay`."""
+        try:
+            yield
+        except NonFiniteError as error:
+            directory = self.run_dir / "failed_batch"
+            self._dump(directory, batch)
+            raise NonFiniteError(f"step {batch.step}: {error}; the batch is kept in {directory}") from error
+
+    def commit(self, batch: Batch, plan: StepPlan) -> None:
+        """Tell the controller what became of every group; it frees the rows and may admit new ones."""
+        outcome = plan.outcome
+        if self.reader is not None and self.writer is not None:
+            self._write_samples(batch)  # while the rows are still in the queue
+        if self.client is not None:
+            self.client.commit(
+                batch.step,
+                trained=outcome.trained,
+                filtered=outcome.filtered,
+                dropped_stale=outcome.dropped_stale,
+                failed=outcome.failed,
+            )
+
+    def publish(self, version: int) -> None:
+        """Every engine serves `version` from here on, and groups are admitted for it."""
+        assert self.sender is not None
+        self._status(f"publishing version {version}")
+        with self.timer.phase("sync"):
+            report = self.sender.publish(version)
+            self.metrics.update(
+                {
+                    "seconds": report.seconds,
+                    "digest_seconds": report.digest_seconds,
+                    "bytes": report.bytes,
+                    "buckets": report.buckets,
+                    "version": version,
+                    "restarted_replicas": len(report.restarted),
+                },
+                prefix="sync/",
+            )
+        if self.client is not None:
+            self.client.set_version(version)
+
+    def evaluation_due(self, steps_done: int) -> bool:
+        """After so many steps, the last one left out (it is evaluated anyhow)."""
+        every = self.config.evaluation.every
+        return bool(every) and steps_done % every == 0 and steps_done < self.config.run.steps
+
+    def evaluate(self, label: str) -> None:
+        """Evaluate all sets on the pool; answers go to RUN_DIR/eval_{label}.jsonl."""
+        if not self.config.evaluation.sets:
+            return
+        with self.timer.phase("eval"):
+            self._status(f"evaluating ({label})")
+            version = int(label.removeprefix("step_")) if label.startswith("step_") else None
+            version = version if version is not None else (0 if label == "before" else self.config.run.steps)
+            reports = self._on_first_rank(lambda: self._client.evaluate(version, label))
+        if self.writer is None:
+            return
+        from megarl.evaluation.table import render_line
+
+        record = self.summary.eval_before if label == "before" else self.summary.eval_after
+        record(reports[0].greedy.mean.value, reports[0].sampled.mean.value, reports[0].n)
+        for report in reports:
+            self.writer.progress.message(render_line(label, report))
+            self.writer.write(version, report.metrics(), terminal=False)
+
+    def log_step(self, batch: Batch, plan: StepPlan) -> None:
+        """Close the step's clock and write its metrics."""
+        record_batch(self.metrics, plan)
+        self.metrics.update(batch.timings)
+        values = self.metrics.reduce()
+        values |= self.timer.finish_step(values.get("rollout/engine_seconds", 0.0))
+        values |= self.performance.of_step(values)
+        values |= self._count(values)
+        steps_done = batch.step + 1
+        values["time/eta"] = values["total/wall_seconds"] / steps_done * (self.config.run.steps - steps_done)
+        self.summary.step(values)
+        if self.writer is not None:
+            self.writer.write(steps_done, values)
+            self.summary.write(self.run_dir / "summary.json", "running")
+
+    def export(self) -> None:
+        """Write the policy to RUN_DIR/hf in Hugging Face format."""
+        if self.config.run.export:
+            self._status("exporting")
+            with self.timer.phase("save"):
+                save_hf(self.exporter, self.config.model.path, self.run_dir / "hf", overwrite=True)
+            self._say(f"final policy: {self.run_dir / 'hf'}")
+
+    def finish(self, status: str) -> None:
+        """Write RUN_DIR/summary.json (rank 0). `status`: finished or failed."""
+        if self.writer is not None:
+            self.summary.write(self.run_dir / "summary.json", status)
+
+    def close(self) -> None:
+        """Leave the weight-sync group and end the pool; bounded, and safe after a failure."""
+        for each in (self.sender, self.reader, self.client, self.writer):
+            if each is not None:
+                each.close()
+
+    @property
+    def _client(self) -> PoolClient:
+        assert self.client is not None, "only rank 0 talks to the rollout controller"
+        return self.client
+
+    def _on_first_rank(self, function: Callable[[], T]) -> T:
+        """Run `function` on rank 0; every rank gets its result, or an error naming its failure."""
+        outcome: list[Any] = [None, None]
+        failure: BaseException | None = None
+        if self.rank == 0:
+            try:
+                outcome[0] = function()
+            except Exception as error:
+                failure, outcome[1] = error, f"{type(error).__name__}: {error}"
+        torch.distributed.broadcast_object_list(outcome, src=0, group=self._control)
+        if failure is not None:
+            raise failure
+        if outcome[1] is not None:
+            raise RuntimeError(f"trainer rank 0 failed: {outcome[1]}")
+        return outcome[0]
+
+    def _control_group(self) -> Any:
+        """A gloo group for small objects: its time-out covers the longest thing rank 0 does while others wait."""
+        timeouts = self.config.timeouts
+        longest = max(timeouts.generate_s, timeouts.engine_start_s + timeouts.ray_start_s, timeouts.weight_sync_s)
+        return torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=longest + GRACE_S))
+
+    def _export_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.trainer.precision == "bf16" else torch.float32
+
+    def _dump(self, directory: Path, batch: Batch) -> None:
+        """Each DP leader writes its share of the whole batch, filtered groups too."""
+        if self.reader is not None:
+            rank = parallel.dp_rank()
+            rows = self.reader.fetch(batch.keys[rank :: self.dp_size])
+            write_batch(directory, batch.step, batch.step, rows, part=rank, parts=self.dp_size)
+
+    def _write_samples(self, batch: Batch) -> None:
+        assert self.reader is not None and self.writer is not None and self.client is not None
+        keys = choose_keys(batch.keys, self.config.telemetry.samples_per_step, self.config.run.seed, batch.step)
+        rows = self.reader.fetch(keys)
+        references = self.client.references([row.group_id for row in rows])
+        for row in rows:
+            record = sample_record(batch.step + 1, row, self.client.decode, references.get(row.group_id))
+            self.writer.sample(batch.step + 1, record)
+
+    def _count(self, values: dict[str, float]) -> dict[str, float]:
+        for name in ("admitted", "trained", "filtered", "dropped_stale", "failed"):
+            self._totals[f"groups_{name}"] += values[f"groups/{name}"]
+        for name in ("trained_samples", "trained_tokens"):
+            self._totals[name] += values[f"batch/{name}"]
+        totals = {f"total/{name}": value for name, value in self._totals.items()}
+        return totals | {"total/wall_seconds": self.summary.wall_seconds}
+
+    def _say(self, text: str) -> None:
+        if self.writer is not None:
+            self.writer.progress.message(text)
+
+    def _status(self, text: str) -> None:
+        if self.writer is not None:
+            self.writer.progress.status(text)

@@ -1,0 +1,29 @@
+"""The loop. Synchronous, one-step-off and fully asynchronous training differ in the admission policy, not here."""
+
+from __future__ import annotations
+
+from megarl.session import Session
+from megarl.step import plan_step, train_step
+
+
+def train(session: Session) -> None:
+    """Publish version 0, then: take a batch, update, publish, until `run.steps` are done. Collective over all ranks.
+
+    Version v are the weights after v steps; step s (from 0) trains on what version s sampled, less what is stale.
+    """
+    config, policy, timer = session.config, session.policy, session.timer
+    session.publish(version=0)
+    session.evaluate("before")
+    for step in range(config.run.steps):
+        batch = session.take_batch(step)
+        plan = plan_step(batch.tags, config, dp_size=session.dp_size, version=step)
+        rows = session.fetch(batch, plan)
+        with session.keep_batch_on_failure(batch):
+            train_step(policy, plan, rows, config, timer, session.metrics)
+        session.commit(batch, plan)
+        session.publish(version=step + 1)
+        session.log_step(batch, plan)
+        if session.evaluation_due(step + 1):
+            session.evaluate(f"step_{step + 1}")
+    session.evaluate("after")
+    session.export()
