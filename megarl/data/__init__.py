@@ -1,1 +1,1 @@
-
+"""Prompts: files, order, tokens."""

@@ -1,0 +1,143 @@
+"""Prompt files: JSONL or Parquet, checked as a whole when loaded, read row by row when drawn.
+
+A JSONL file is kept as byte offsets of its lines, a Parquet file as an Arrow table; prompts are made when
+asked for, so that a big data set costs neither parsed rows nor token ids in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, overload
+
+from megarl.config.schema import DataConfig
+from megarl.data.formats import Format, Prompt, RowError, detect_format, to_prompt
+
+__all__ = ["Prompt", "PromptDataset", "load_prompts"]
+
+PARQUET_SUFFIXES = (".parquet", ".pq")
+
+
+class PromptDataset(Sequence[Prompt]):
+    """Every row has been checked once. Reading raises ValueError if the file has changed since."""
+
+    def __init__(self, rows: _JsonLines | _Parquet, config: DataConfig, limit: int | None) -> None:
+        self.path = rows.path
+        self._rows = rows
+        self._config = config
+        self._format: Format | None = None
+        self._length = 0
+        for where, row in islice(rows.scan(), limit):
+            try:
+                if self._format is None:
+                    self._format = detect_format(row, config)
+                to_prompt(self._length, row, self._format, config)
+            except RowError as error:
+                raise ValueError(f"{where}: {error}") from error
+            self._length += 1
+        if self._length == 0:
+            raise ValueError(f"{self.path} holds no rows")
+
+    @property
+    def format(self) -> Format:
+        assert self._format is not None
+        return self._format
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._length))]
+        position = index + self._length if index < 0 else index
+        if not 0 <= position < self._length:
+            raise IndexError(f"prompt {index} of {self._length}")
+        return to_prompt(position, self._rows.read(position), self.format, self._config)
+
+
+def load_prompts(path: Path | str, config: DataConfig, limit: int | None = None) -> PromptDataset:
+    """Open a prompt file and check every row (only the first `limit`, if given).
+
+    `path` may differ from `config.path` (evaluation sets): only the other fields of `config` are used. Raises
+    ValueError naming the file, and the line (or row) and field, of the first thing that is wrong.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"data file {path} does not exist" if not path.exists() else f"{path} is not a file")
+    rows = _Parquet(path) if path.suffix in PARQUET_SUFFIXES else _JsonLines(path)
+    return PromptDataset(rows, config, limit)
+
+
+class _JsonLines:
+    """Rows by byte offset. Blank lines are skipped; lines are counted from 1, blank ones included."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offsets = array("Q")
+        self._stamp = _stamp(path)
+
+    def scan(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        offset = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    where = f"{self.path}:{number}"
+                    row = _parse(line, where)
+                    self._offsets.append(offset)
+                    yield where, row
+                offset += len(line)
+
+    def read(self, position: int) -> dict[str, Any]:
+        if _stamp(self.path) != self._stamp:
+            raise ValueError(f"{self.path} has changed since the run started")
+        with self.path.open("rb") as file:
+            file.seek(self._offsets[position])
+            return _parse(file.readline(), f"{self.path}, row {position}")
+
+
+class _Parquet:
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self.path = path
+        try:
+            self._table = pyarrow.parquet.read_table(path)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
+
+    def scan(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        number = 0
+        for batch in self._table.to_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{self.path}, row {number}", row
+
+    def read(self, position: int) -> dict[str, Any]:
+        (row,) = self._table.slice(position, 1).to_pylist()
+        return dict(row)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
+    except json.JSONDecodeError as error:
+        hint = "; one JSON object per line is needed, not one array" if line.strip() == b"[" else ""
+        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}{hint}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a JSON object is needed, not {type(row).__name__}")
+    return row

@@ -1,0 +1,129 @@
+"""From a row of a data file to messages and a reference answer, by named format. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megarl.config.schema import DataConfig
+
+Message = dict[str, str]
+Format = Literal["gsm8k", "problem_answer", "fields"]
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class RowError(ValueError):
+    """A row that cannot be used; whoever knows file and line adds them."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem. `index`: its number among the file's rows; `row`: the row's own fields, untouched."""
+
+    index: int
+    messages: list[Message]
+    answer: str
+    row: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The last user message, as the model sees it."""
+        return next(m["content"] for m in reversed(self.messages) if m["role"] == "user")
+
+
+def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
+    """The format of a file from its first row. Raises RowError, with what to set, if it is none of the known."""
+    if config.format != "auto":
+        return config.format
+    defaults = DataConfig.model_fields
+    renamed = (config.prompt_field, config.answer_field) != (
+        defaults["prompt_field"].default,
+        defaults["answer_field"].default,
+    )
+    if not renamed and isinstance(row.get("question"), str) and "####" in str(row.get("answer", "")):
+        return "gsm8k"
+    if not renamed and "problem" in row and "answer" in row:
+        return "problem_answer"
+    if _lookup(row, config.prompt_field) is not None:
+        return "fields"
+    raise RowError(
+        f"unknown format: fields {sorted(row)} are neither question/answer with '####' (gsm8k) nor "
+        f"problem/answer, and there is no field {config.prompt_field!r}; set data.prompt_field and "
+        "data.answer_field"
+    )
+
+
+def to_prompt(index: int, row: dict[str, Any], kind: Format, config: DataConfig) -> Prompt:
+    """Raises RowError naming the field that is missing or of the wrong type."""
+    if kind == "gsm8k":
+        question, answer = _text(row, "question"), _text(row, "answer")
+        reference = answer.rpartition("####")[2].strip()
+        if "####" not in answer or not reference:
+            raise RowError("field 'answer' has no number after '####', as GSM8K's answers have")
+        return Prompt(index, _messages(question, "question", config), reference, row)
+    if kind == "problem_answer":
+        return Prompt(index, _messages(_text(row, "problem"), "problem", config), _answer(row, "answer"), row)
+    content = _required(row, config.prompt_field)
+    messages = _messages(content, config.prompt_field, config)
+    return Prompt(index, messages, _answer(row, config.answer_field), row)
+
+
+def _lookup(row: dict[str, Any], field: str) -> Any:
+    """A field, or by a dotted path one inside it (`reward_model.ground_truth`); None if it is not there."""
+    if field in row:
+        return row[field]
+    value: Any = row
+    for part in field.split("."):
+        if not isinstance(value, dict):
+            return None
+        value = value.get(part)
+    return value
+
+
+def _required(row: dict[str, Any], field: str) -> Any:
+    value = _lookup(row, field)
+    if value is None:
+        raise RowError(f"field {field!r} is missing; the row has {sorted(row)}")
+    return value
+
+
+def _text(row: dict[str, Any], field: str) -> str:
+    value = _required(row, field)
+    if not isinstance(value, str) or not value.strip():
+        raise RowError(f"field {field!r} must be a non-empty string, not {value!r:.60}")
+    return value
+
+
+def _answer(row: dict[str, Any], field: str) -> str:
+    value = _required(row, field)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise RowError(f"field {field!r} must be a string or a number, not {value!r:.60}")
+    return str(value)
+
+
+def _messages(content: Any, field: str, config: DataConfig) -> list[Message]:
+    raw = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if not isinstance(raw, list) or not raw:
+        raise RowError(f"field {field!r} must be a string or a list of messages, not {content!r:.60}")
+    messages = [_message(message, field) for message in raw]
+    if messages[-1]["role"] not in ("user", "tool") or all(m["role"] != "user" for m in messages):
+        raise RowError(f"field {field!r} must hold a user message, and end with a user's or a tool's")
+    if config.system_prompt is not None:
+        if messages[0]["role"] == "system":
+            raise RowError(f"field {field!r} has its own system message; remove data.system_prompt")
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    if config.suffix:
+        messages = [{**m, "content": m["content"] + config.suffix} if m["role"] == "user" else m for m in messages]
+    return messages
+
+
+def _message(message: Any, field: str) -> Message:
+    if isinstance(message, dict):  # Parquet fills the fields that other rows have with None
+        message = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(message, dict) or set(message) != {"role", "content"}:
+        raise RowError(f"field {field!r}: a message must have exactly role and content: {message!r:.60}")
+    if message["role"] not in ROLES:
+        raise RowError(f"field {field!r}: role {message['role']!r} is none of {', '.join(ROLES)}")
+    if not isinstance(message["content"], str) or not message["content"].strip():
+        raise RowError(f"field {field!r}: content must be a non-empty string, not {message['content']!r:.60}")
+    return {"role": message["role"], "content": message["content"]}

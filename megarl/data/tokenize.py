@@ -1,0 +1,169 @@
+"""Prompts to token ids by the tokenizer's chat template, and the token ids that end a response."""
+
+from __future__ import annotations
+
+import json
+import logging
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.data.formats import Message, Prompt
+
+log = logging.getLogger(__name__)
+
+_MARKER = "megarl-end-of-turn-probe"
+
+
+class PromptTooLongError(ValueError):
+    """A prompt of more than `data.max_prompt_tokens` tokens."""
+
+
+def load_tokenizer(model_dir: Path | str) -> Any:
+    """The Hugging Face tokenizer of a model directory, nothing fetched. ValueError if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path {model_dir} has no tokenizer that can be loaded: {error}") from error
+
+
+class PromptEncoder:
+    """Chat template, generation prompt included. `skipped` counts prompts left out by `overlong="skip"`.
+
+    Raises ValueError if the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_prompt_tokens: int | None = None,
+        overlong: Literal["error", "skip"] = "error",
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "the tokenizer has no chat template: put a chat_template.jinja into model.path, or take the "
+                "tokenizer of the instruction-tuned variant"
+            )
+        self.tokenizer = tokenizer
+        self.max_prompt_tokens = max_prompt_tokens
+        self.overlong = overlong
+        self.skipped = 0
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids, special tokens of the template included.
+
+        Raises PromptTooLongError (a ValueError) beyond `max_prompt_tokens`, under both policies; prompts that
+        `valid_indices` let pass never raise it. ValueError if the template refuses the messages.
+        """
+        ids = self._ids(prompt.messages, f"prompt {prompt.index}")
+        if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
+            raise PromptTooLongError(
+                f"prompt {prompt.index} has {len(ids)} tokens, more than data.max_prompt_tokens = "
+                f"{self.max_prompt_tokens}; raise it, or set data.overlong_prompts: skip"
+            )
+        return ids
+
+    def valid_indices(self, prompts: Sequence[Prompt]) -> Sequence[int]:
+        """Positions in `prompts` that fit `max_prompt_tokens`; the others are counted in `skipped`.
+
+        With `overlong="error"` the first that does not fit raises PromptTooLongError. Prompts are tokenized
+        only if they are long enough to matter, and no token ids are kept.
+        """
+        if self.max_prompt_tokens is None:
+            return range(len(prompts))
+        # A token stands for at least one byte of text; the template adds what it adds to an empty turn, once
+        # per message at most.
+        overhead = len(self._ids([{"role": "user", "content": "x"}], "a one-letter prompt"))
+        valid = array("q")
+        self.skipped = 0
+        for position, prompt in enumerate(prompts):
+            bound = sum(len(m["content"].encode()) + overhead for m in prompt.messages)
+            try:
+                if bound > self.max_prompt_tokens:
+                    self.encode(prompt)
+                valid.append(position)
+            except PromptTooLongError as error:
+                if self.overlong == "error":
+                    raise
+                self.skipped += 1
+                log.debug("skipped: %s", error)
+        if not valid:
+            raise ValueError(f"all {len(prompts)} prompts are longer than data.max_prompt_tokens")
+        if self.skipped:
+            log.warning("%d of %d prompts skipped as too long", self.skipped, len(prompts))
+        return valid
+
+    def _ids(self, messages: list[Message], what: str) -> list[int]:
+        from jinja2 import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            raise ValueError(f"{what}: the chat template refuses its messages: {error}") from error
+        # The template writes its special tokens itself; the tokenizer must not add a second BOS.
+        ids: list[int] = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids:
+            raise ValueError(f"{what}: the chat template makes no tokens of it")
+        return ids
+
+
+def stop_token_ids(model_dir: Path | str, tokenizer: Any, configured: Sequence[int] | None = None) -> list[int]:
+    """Token ids that end a response, ascending: `configured` if given, else the union of
+    generation_config.json's `eos_token_id`, the tokenizer's EOS, and the special token that ends an
+    assistant's turn in the chat template.
+
+    Raises ValueError if there is none, or one is outside the tokenizer's vocabulary.
+    """
+    if configured is not None:
+        found, source = set(configured), "sampling.stop_token_ids"
+    else:
+        found, source = generation_config_eos(model_dir), "generation_config.json or the tokenizer"
+        if getattr(tokenizer, "eos_token_id", None) is not None:
+            found.add(int(tokenizer.eos_token_id))
+        found |= end_of_turn_ids(tokenizer)
+    if not found:
+        raise ValueError(
+            f"no stop token: {model_dir} has no eos_token_id in generation_config.json, its tokenizer no EOS, "
+            "and its chat template ends no turn with a special token; set sampling.stop_token_ids"
+        )
+    outside = sorted(i for i in found if not 0 <= i < len(tokenizer))
+    if outside:
+        raise ValueError(f"stop token ids {outside} of {source} are outside the vocabulary of {len(tokenizer)}")
+    return sorted(found)
+
+
+def generation_config_eos(model_dir: Path | str) -> set[int]:
+    """`eos_token_id` of generation_config.json, a number or a list there; empty if absent."""
+    path = Path(model_dir) / "generation_config.json"
+    if not path.is_file():
+        return set()
+    try:
+        value = json.loads(path.read_text()).get("eos_token_id")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a JSON object: {error}") from error
+    if value is None:
+        return set()
+    return {int(i) for i in value} if isinstance(value, list) else {int(value)}
+
+
+def end_of_turn_ids(tokenizer: Any) -> set[int]:
+    """The special token that the chat template writes after an assistant's message; empty if it is none."""
+    from jinja2 import TemplateError
+
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARKER}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except (TemplateError, ValueError, TypeError) as error:
+        log.info("the chat template does not render an assistant's turn: %s", error)
+        return set()
+    tail = text.rpartition(_MARKER)[2].lstrip() if _MARKER in text else ""
+    ids = tokenizer(tail, add_special_tokens=False)["input_ids"] if tail else []
+    return {int(ids[0])} & _special_ids(tokenizer) if ids else set()
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {int(i) for i in tokenizer.all_special_ids} | {int(i) for i, t in added.items() if t.special}
