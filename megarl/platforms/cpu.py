@@ -49,6 +49,8 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _install_jit_fuser() -> None:
+    if "megatron.core" in sys.modules:  # imported too early: its functions are compiled ones already
+        torch.compiler.set_stance("force_eager")
     original = torch.compile
     torch.compile = lambda function, *args, **kwargs: function  # type: ignore[assignment]
     try:

@@ -72,9 +72,7 @@ def dp_reshardable_load_needs_no_grad() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original = DistributedOptimizer.load_parameter_state_from_dp_reshardable
-    DistributedOptimizer.load_parameter_state_from_dp_reshardable = functools.wraps(original)(
-        torch.no_grad()(original)
-    )
+    DistributedOptimizer.load_parameter_state_from_dp_reshardable = functools.wraps(original)(torch.no_grad()(original))
 
 
 def adam_step_missing_in_resharded_state() -> None:
@@ -138,6 +136,34 @@ def recompute_without_fp8() -> None:
     CheckpointWithoutOutput.__init__ = init
 
 
+def padding_only_micro_batch_has_no_aux_loss() -> None:
+    """moe_utils.py:227: with nothing but padding the auxiliary loss divides 0 by 0 tokens: NaN in every gradient."""
+    from megatron.core.transformer.moe import moe_utils
+
+    original = moe_utils.get_tokens_per_expert_and_token_count
+
+    @functools.wraps(original)
+    def counts(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any, Any]:
+        per_expert, local, total = original(*args, **kwargs)
+        return per_expert, local, total.clamp(min=1) if isinstance(total, torch.Tensor) else total
+
+    moe_utils.get_tokens_per_expert_and_token_count = counts
+    _rebind("get_tokens_per_expert_and_token_count", original, counts)
+
+
+def expert_bias_padding_mask_shape() -> None:
+    """router.py:542 combines [tokens, experts] with a [tokens] mask: an error, or the wrong axis if both are equal."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    original = TopKRouter._apply_expert_bias
+
+    @functools.wraps(original)
+    def apply_expert_bias(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        original(self, routing_map, None if padding_mask is None else padding_mask[:, None])
+
+    TopKRouter._apply_expert_bias = apply_expert_bias
+
+
 def _rebind(name: str, original: Any, replacement: Any) -> None:
     """Point every Megatron module that imported `original` by name at `replacement`."""
     import sys
@@ -155,4 +181,6 @@ PATCHES: tuple[Callable[[], None], ...] = (
     adam_step_missing_in_resharded_state,
     fresh_optimizer_has_no_state_to_load_into,
     recompute_without_fp8,
+    padding_only_micro_batch_has_no_aux_loss,
+    expert_bias_padding_mask_shape,
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
@@ -14,10 +16,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from megarl.models.export import HFExporter, save_hf
+from megarl.models.families import FAMILIES
 from megarl.models.info import ModelInfo, load_info
 from megarl.models.layout import Layout
 from megarl.models.loader import load_hf_weights
 from megarl.models.provider import build_model, transformer_config
+from megarl.models.shards import local_shards, table
 from megarl.trainer import parallel as parallel_state_setup
 
 Batch = list[list[list[int]]]  # micro-batches of sequences of token ids
@@ -36,9 +40,7 @@ def make_layout(**sizes: Any) -> Layout:
     return Layout(**sizes, world_size=torch.distributed.get_world_size())
 
 
-def load(
-    model_dir: str, layout: Layout, precision: str = "fp32", **overrides: Any
-) -> tuple[ModelInfo, Any, list[Any]]:
+def load(model_dir: str, layout: Layout, precision: str = "fp32", **overrides: Any) -> tuple[ModelInfo, Any, list[Any]]:
     info = load_info(model_dir)
     config = transformer_config(info, layout, precision, overrides, initialize=False)
     chunks = build_model(info, config, layout)
@@ -72,9 +74,7 @@ def packed(sequences: list[list[int]], multiple: int) -> dict[str, Any]:
     }
 
 
-def forward_logprobs(
-    info: ModelInfo, layout: Layout, chunks: list[Any], batch: Batch
-) -> list[torch.Tensor] | None:
+def forward_logprobs(info: ModelInfo, layout: Layout, chunks: list[Any], batch: Batch) -> list[torch.Tensor] | None:
     """Log-softmax [T, vocab] of every micro-batch, on the last pipeline stage (all its TP ranks)."""
 
     def step(data: Iterator[list[list[int]]], model: Any) -> tuple[torch.Tensor, Any]:
@@ -103,9 +103,7 @@ def forward_logprobs(
     return [output[: sum(map(len, sequences))] for output, sequences in zip(outputs, batch, strict=True)]
 
 
-def logprobs(
-    model_dir: str, batch: Batch, precision: str = "fp32", **sizes: Any
-) -> list[torch.Tensor] | None:
+def logprobs(model_dir: str, batch: Batch, precision: str = "fp32", **sizes: Any) -> list[torch.Tensor] | None:
     """Case: load under the layout and return the log-probs of the batch from this rank, if it has them."""
     layout = make_layout(**sizes)
     with parallel(layout):
@@ -122,3 +120,32 @@ def export(model_dir: str, out: str, shard_bytes: int = 2**30, dtype: str = "flo
         save_hf(exporter, model_dir, Path(out), shard_bytes)
         owned = [tensor.name for tensor, value in exporter.stream() if value is not None]
         return exporter.manifest(), owned
+
+
+def bytes_read(model_dir: str, **sizes: Any) -> tuple[int, int]:
+    """Case: (bytes this rank read, bytes of its replicated parameters)."""
+    layout = make_layout(**sizes)
+    with parallel(layout):
+        info = load_info(model_dir)
+        chunks = build_model(info, transformer_config(info, layout, "fp32", initialize=False), layout)
+        own = load_hf_weights(chunks, info, model_dir)
+        held = [shard for shard in local_shards(chunks, info, table(info)) if not shard.is_tied_copy]
+        everyone: list[list[str]] = [[] for _ in range(layout.world_size)]
+        torch.distributed.all_gather_object(everyone, [shard.name for shard in held])
+        replicated = sum(
+            shard.parameter.nbytes
+            for shard in held
+            if all(shard.name in names for names in everyone) and (shard.entry.rule.axis is None or shard.size == 1)
+        )
+        return own, replicated
+
+
+def load_without_qk_norm_rules(model_dir: str) -> None:
+    """Case: a family table that forgot the QK norms."""
+    family = FAMILIES["qwen3"]
+    rules = tuple(rule for rule in family.rules if "q_layernorm" not in rule.megatron)
+    layout = make_layout()
+    with parallel(layout), patch.dict(FAMILIES, qwen3=replace(family, rules=rules)):
+        info = load_info(model_dir)
+        chunks = build_model(info, transformer_config(info, layout, "fp32"), layout)
+        local_shards(chunks, info, table(info))

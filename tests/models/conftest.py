@@ -37,9 +37,7 @@ LENGTHS = [(5, 5, 17, 60), (45,), (7, 1, 9), (3, 3, 4)]
 
 def make_batch() -> Batch:
     generator = torch.Generator().manual_seed(0)
-    return [
-        [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths] for lengths in LENGTHS
-    ]
+    return [[torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths] for lengths in LENGTHS]
 
 
 @pytest.fixture(scope="session")
@@ -69,8 +67,6 @@ def reference(model_dir: Callable[[str], Path], batch: Batch) -> Callable[[str],
     def compute(family: str) -> list[torch.Tensor]:
         model = AutoModelForCausalLM.from_pretrained(model_dir(family), dtype=torch.float32).eval()
         with torch.no_grad():
-            return [
-                torch.cat([model(torch.tensor([s])).logits[0].log_softmax(-1) for s in micro]) for micro in batch
-            ]
+            return [torch.cat([model(torch.tensor([s])).logits[0].log_softmax(-1) for s in micro]) for micro in batch]
 
     return compute

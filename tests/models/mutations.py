@@ -39,9 +39,7 @@ def _order(pattern: str, *order: int) -> Callable[[Entry], Entry]:
     def mutate(entry: Entry) -> Entry:
         if not re.search(pattern, entry.megatron):
             return entry
-        return replace(
-            entry, names=tuple(entry.names[i] for i in order), shapes=tuple(entry.shapes[i] for i in order)
-        )
+        return replace(entry, names=tuple(entry.names[i] for i in order), shapes=tuple(entry.shapes[i] for i in order))
 
     return mutate
 

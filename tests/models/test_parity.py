@@ -61,9 +61,7 @@ def test_logprobs_equal_transformers(
     reference: Callable[[str], list[torch.Tensor]],
     batch: Batch,
 ) -> None:
-    results = world(ranks).run(
-        "tests.models.cases:logprobs", model_dir=str(model_dir(family)), batch=batch, **sizes
-    )
+    results = world(ranks).run("tests.models.cases:logprobs", model_dir=str(model_dir(family)), batch=batch, **sizes)
     answers = [result for result in results if result is not None]
     assert len(answers) == ranks // sizes.get("pipeline", 1)
     for answer in answers:
@@ -111,7 +109,6 @@ def test_a_wrong_rule_shows_in_the_logprobs(
     )
     answer = next(result for result in results if result is not None)
     gap = max(
-        float((ours - theirs).abs().max())
-        for ours, theirs in zip(answer, reference(mutation.family), strict=True)
+        float((ours - theirs).abs().max()) for ours, theirs in zip(answer, reference(mutation.family), strict=True)
     )
     assert gap > 10 * TOLERANCE

@@ -1,0 +1,118 @@
+"""Export is bit-identical to the files that were loaded, through every layout, and owned by exactly one rank each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.world import World
+
+pytestmark = pytest.mark.world
+
+LAYOUTS: list[tuple[int, dict[str, Any], tuple[str, ...]]] = [
+    (2, {}, ("qwen3",)),
+    (2, {"tensor": 2}, ("llama", "qwen3")),
+    (2, {"pipeline": 2, "virtual_pipeline": 2}, ("qwen2",)),
+    (2, {"expert": 2}, ("qwen3_moe",)),
+    (4, {"tensor": 4, "sequence": True}, ("qwen2", "qwen3")),  # more ranks than key/value heads
+    (4, {"tensor": 2, "pipeline": 2}, ("qwen2", "llama")),
+    (4, {"tensor": 2, "sequence": True, "expert": 2}, ("qwen3_moe",)),
+    (4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}, ("qwen3_moe",)),
+    (4, {"pipeline": 2, "expert": 2}, ("qwen3_moe",)),
+]
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for ranks, sizes, fast in LAYOUTS:
+        families = ("qwen3_moe",) if "expert" in sizes else ("llama", "qwen2", "qwen3", "qwen3_moe")
+        for family in families:
+            name = "-".join([family, *(f"{key}{value}" for key, value in sizes.items())])
+            marks = [] if family in fast else [pytest.mark.slow]
+            cases.append(pytest.param(family, ranks, sizes, id=name, marks=marks))
+    return cases
+
+
+def _read(directory: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        part = load_file(file)
+        assert not set(part) & set(tensors)
+        tensors |= part
+    return tensors
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("family", "ranks", "sizes"), _cases())
+def test_round_trip_is_bit_identical(
+    family: str,
+    ranks: int,
+    sizes: dict[str, Any],
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    if family == "qwen3_moe" and sizes.get("tensor", 1) > 1:
+        sizes = {**sizes, "sequence": True}
+    out = tmp_path / "hf"
+    results = world(ranks).run(
+        "tests.models.cases:export", model_dir=str(model_dir(family)), out=str(out), shard_bytes=100_000, **sizes
+    )
+    manifest = results[0][0]
+    assert all(other == manifest for other, _ in results)
+    for rank, (_, owned) in enumerate(results):
+        assert owned == [tensor.name for tensor in manifest if tensor.owner == rank]
+
+    before, after = _read(model_dir(family)), _read(out)
+    assert set(before) == set(after) == {tensor.name for tensor in manifest}
+    assert [name for name in before if not _same_bits(before[name], after[name])] == []
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(after)
+    assert not list(tmp_path.glob(".*"))  # nothing partial stays
+
+
+def test_layer_order_and_tie(world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    results = world(2).run(
+        "tests.models.cases:export", model_dir=str(model_dir("qwen2")), out=str(tmp_path / "hf"), pipeline=2
+    )
+    names = [tensor.name for tensor in results[0][0]]
+    assert names[0] == "model.embed_tokens.weight" and names[-1] == "model.norm.weight"
+    assert "lm_head.weight" not in names
+    layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+    assert layers == sorted(layers)
+    assert {tensor.owner for tensor in results[0][0]} == {0, 1}
+
+
+def test_the_export_is_a_model(world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """bf16 export of fp32 weights: plain `transformers` loads it, config and tokenizer included."""
+    out, source = tmp_path / "hf", model_dir("qwen3")
+    world(2).run("tests.models.cases:export", model_dir=str(source), out=str(out), dtype="bfloat16", tensor=2)
+    assert [file.name for file in out.glob("*.safetensors")] == ["model.safetensors"]
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    before, after = _read(source), _read(out)
+    assert all(_same_bits(before[name].bfloat16(), after[name]) for name in before)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.bfloat16
+    assert AutoTokenizer.from_pretrained(out).chat_template is not None
+    assert model.generation_config.eos_token_id
+
+
+def test_an_existing_directory_is_not_overwritten(
+    world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "hf"
+    out.mkdir()
+    (out / "precious").write_text("")
+    with pytest.raises(AssertionError, match="exists already"):
+        world(2).run("tests.models.cases:export", model_dir=str(model_dir("qwen3")), out=str(out), tensor=2)
+    assert [file.name for file in out.iterdir()] == ["precious"]

@@ -1,0 +1,144 @@
+"""config.json in its old and new styles; what would be silently wrong is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megarl.config.schema import ParallelConfig
+from megarl.models.info import info_from_config, load_info
+from megarl.models.layout import Layout
+from megarl.models.provider import padded_vocab, rope_inverse_frequencies
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+QWEN3_MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+}
+SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def test_old_and_new_keys_mean_the_same() -> None:
+    old = info_from_config(
+        LLAMA | {"rope_theta": 5e5, "torch_dtype": "bfloat16", "rope_scaling": {"type": "llama3", **SCALING}}
+    )
+    new = info_from_config(
+        LLAMA | {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **SCALING}}
+    )
+    assert old == new
+    assert (old.rope_theta, old.dtype, old.kv_heads, old.head_dim) == (5e5, "bfloat16", 4, 16)
+
+
+def test_default_rope_is_no_scaling() -> None:
+    info = info_from_config(LLAMA | {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}})
+    assert (info.rope_theta, info.rope_scaling) == (1e6, None)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "not supported; supported: LlamaForCausalLM, Qwen2"),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "RoPE scaling 'yarn'"),
+        (LLAMA | {"attention_bias": True}, "attention_bias"),
+        (LLAMA | {"mlp_bias": True}, "mlp_bias"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act"),
+        (LLAMA | {"use_sliding_window": True}, "use_sliding_window"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (LLAMA | {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "missing key 'hidden_size'"),
+    ],
+)
+def test_refusals_name_the_file_and_the_field(raw: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_info(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not found"):
+        load_info(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, (True, True, True, True)),
+        ({"decoder_sparse_step": 2}, (False, True, False, True)),
+        ({"mlp_only_layers": [0, 3]}, (False, True, True, False)),
+    ],
+)
+def test_which_layers_are_experts(changes: dict[str, Any], layers: tuple[bool, ...]) -> None:
+    info = info_from_config(QWEN3_MOE | {"num_hidden_layers": 4, **changes})
+    assert info.moe_layers == layers
+    assert (info.num_experts, info.topk, info.moe_ffn, info.norm_topk_prob) == (8, 2, 16, False)
+
+
+def test_what_transformers_writes_today_is_read() -> None:
+    """It calls the number of experts num_local_experts."""
+    written = Qwen3MoeConfig(num_experts=6, num_hidden_layers=3, architectures=["Qwen3MoeForCausalLM"]).to_dict()
+    assert info_from_config(written).num_experts == 6
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "llama3", **SCALING},
+        {"rope_type": "llama3", **SCALING, "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0},
+        {"rope_type": "linear", "factor": 3.0},
+    ],
+)
+def test_rope_frequencies_equal_transformers(scaling: dict[str, Any]) -> None:
+    config = LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        rope_parameters={"rope_theta": 5e5, **scaling},
+    )
+    expected, _ = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
+    info = info_from_config(LLAMA | {"head_dim": 64, "rope_parameters": {"rope_theta": 5e5, **scaling}})
+    torch.testing.assert_close(rope_inverse_frequencies(info), expected, rtol=1e-6, atol=0)
+
+
+def test_vocabulary_is_padded_to_tp_only() -> None:
+    info = info_from_config(LLAMA | {"vocab_size": 151_936})
+    assert [padded_vocab(info, tp) for tp in (1, 2, 3, 8)] == [151_936, 151_936, 151_938, 151_936]
+
+
+class TestLayout:
+    def test_sizes(self) -> None:
+        layout = Layout.from_config(ParallelConfig(tensor=2, pipeline=2, expert=4, expert_tensor=1), gpus=16)
+        assert (layout.data, layout.expert_data, layout.etp) == (4, 2, 1)
+        assert Layout(tensor=4, world_size=8).expert_tensor == 4
+
+    @pytest.mark.parametrize(
+        ("sizes", "message"),
+        [
+            ({"tensor": 2, "expert_tensor": 1, "world_size": 2}, "must equal tensor=2 when expert=1"),
+            ({"tensor": 3, "world_size": 4}, "do not divide into tensor x pipeline = 3"),
+            ({"expert": 8, "world_size": 4}, "expert_tensor x expert x pipeline = 8"),
+            ({"sequence": True, "world_size": 2}, "needs tensor > 1"),
+            ({"virtual_pipeline": 2, "world_size": 2}, "needs pipeline > 1"),
+        ],
+    )
+    def test_what_megatron_cannot_run_is_refused(self, sizes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            Layout(**sizes)

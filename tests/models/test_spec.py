@@ -1,0 +1,91 @@
+"""Own RMSNorm and packed attention against the plain formulas."""
+
+# ruff: noqa: E402  # the platform comes before Megatron
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl import platforms
+
+platforms.activate()
+
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megarl.models.spec import PackedAttention, RMSNorm, _runs
+
+CONFIG = SimpleNamespace(context_parallel_size=1, params_dtype=torch.float32, sequence_parallel=True)
+
+
+def _naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """[L, N, D] causal softmax attention in fp64, one sequence."""
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
+    scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
+    mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+
+def _params(lengths: list[int]) -> PackedSeqParams:
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
+    kv_heads=st.sampled_from([1, 2]),
+    tail=st.integers(0, 2),
+)
+def test_packed_attention_is_causal_inside_each_sequence(lengths: list[int], kv_heads: int, tail: int) -> None:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    total = sum(lengths) + tail
+    q = torch.randn(total, 4, 8, generator=generator)
+    k, v = (torch.randn(total, kv_heads, 8, generator=generator) for _ in range(2))
+    out = PackedAttention(CONFIG)(q, k, v, None, packed_seq_params=_params(lengths))
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        torch.testing.assert_close(out[part].double(), _naive(q[part], k[part], v[part]), atol=1e-5, rtol=1e-5)
+        start += length
+    assert out.shape == (total, 32) and (out[start:] == 0).all()
+
+
+def test_gradients_stay_inside_their_sequence() -> None:
+    q, k, v = (torch.randn(7, 2, 4, requires_grad=True) for _ in range(3))
+    out = PackedAttention(CONFIG)(q, k, v, None, packed_seq_params=_params([3, 4]))
+    out[3:].sum().backward()
+    assert v.grad is not None
+    assert (v.grad[:3] == 0).all() and (v.grad[3:].abs().sum((1, 2)) > 0).all()
+
+
+def test_unpacked_equals_packed() -> None:
+    q, k, v = torch.randn(5, 2, 4, 8), torch.randn(5, 2, 2, 8), torch.randn(5, 2, 2, 8)
+    out = PackedAttention(CONFIG)(q, k, v, None)
+    assert out.shape == (5, 2, 32)
+    for b in range(2):
+        torch.testing.assert_close(out[:, b].double(), _naive(q[:, b], k[:, b], v[:, b]), atol=1e-5, rtol=1e-5)
+
+
+def test_equal_neighbours_are_one_batch() -> None:
+    assert _runs([0, 3, 6, 6, 9, 10]) == [(0, 3, 3), (9, 1, 1)]
+
+
+def test_context_parallelism_is_refused() -> None:
+    with pytest.raises(ValueError, match="context parallelism"):
+        PackedAttention(SimpleNamespace(context_parallel_size=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_is_the_formula(dtype: torch.dtype) -> None:
+    norm = RMSNorm(SimpleNamespace(**{**vars(CONFIG), "params_dtype": dtype}), 16, eps=1e-2)
+    torch.nn.init.normal_(norm.weight)
+    x = (0.1 * torch.randn(3, 1, 16)).to(dtype)
+    expected = (x.float() / (x.float().pow(2).mean(-1, keepdim=True) + 1e-2).sqrt()).to(dtype) * norm.weight
+    torch.testing.assert_close(norm(x), expected)
+    assert norm(x).dtype == dtype and norm.weight.sequence_parallel is True
