@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -328,11 +329,7 @@ def _default_store() -> Any:
 
 def _own_address() -> str:
     """An address of this host that the engines can reach: Ray's where it is connected, else this host only."""
-    try:
-        import ray
-
-        if ray.is_initialized():
-            return str(ray.util.get_node_ip_address())
-    except ImportError:
-        logger.debug("no Ray: engines are expected on this host")
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return str(ray.util.get_node_ip_address())
     return "127.0.0.1"

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2  # how soon an abort is noticed
 STORE_TIMEOUT_S = 30.0  # one store request (the store answers at once unless its owner is gone)
+OPERATION_SLACK_S = 5.0  # the library's own timeout names nobody: ours comes first
 _GRAVEYARD: list[Any] = []  # aborted groups: destroying one blocks until its last operation times out
 
 
@@ -157,12 +158,9 @@ class Group:
         self.broadcast(torch.zeros(1, device=device), 0).wait("the first broadcast")
 
     def _await_all_ready(self, timeout_s: float) -> None:
-        def missing() -> list[int]:
-            return [i for i in range(len(self.members)) if self.board.get(f"{self._prefix}/ready/{i}") is None]
-
-        absent = missing()
+        absent = list(range(len(self.members)))
         pause = 0.002
-        while absent:
+        while absent := [i for i in absent if self.board.get(f"{self._prefix}/ready/{i}") is None]:
             self.check_abort()
             if self._remaining() <= 0:
                 names = ", ".join(self.members[i] for i in absent)
@@ -196,7 +194,7 @@ class Group:
         options = BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
-        options.timeout = timedelta(seconds=max(1.0, self._remaining()))
+        options.timeout = timedelta(seconds=max(1.0, self._remaining()) + OPERATION_SLACK_S)
         if bucket is not None:
             self.board.put(self.key("entered", self.rank), bucket + 1)
         try:
@@ -257,7 +255,9 @@ class Group:
             culprits=late,
         )
 
-    def _broken(self, error: Exception, bucket: int | None) -> ConnectionLost:
+    def _broken(self, error: Exception, bucket: int | None) -> ConnectionLost | PeerTimeout:
+        if self._remaining() <= 0:
+            return self._expired("a broadcast", bucket)
         where = "" if bucket is None else f" in bucket {bucket + 1} of {self._buckets}"
         late = [] if bucket is None else self.laggards(bucket)
         behind = f"; behind: {', '.join(late)}" if late else ""

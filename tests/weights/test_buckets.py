@@ -22,9 +22,9 @@ from megarl.weights.buckets import (
 
 DTYPES = ["float32", "bfloat16", "int64", "uint8"]
 shapes = st.lists(st.integers(0, 17), min_size=0, max_size=3).map(tuple)
-manifests = st.lists(
-    st.tuples(shapes, st.sampled_from(DTYPES), st.integers(0, 3)), min_size=0, max_size=25
-).map(lambda rows: [TensorSpec(f"t{i}", s, d, o) for i, (s, d, o) in enumerate(rows)])
+manifests = st.lists(st.tuples(shapes, st.sampled_from(DTYPES), st.integers(0, 3)), min_size=0, max_size=25).map(
+    lambda rows: [TensorSpec(f"t{i}", s, d, o) for i, (s, d, o) in enumerate(rows)]
+)
 sizes = st.integers(24, 4096)
 
 

@@ -34,9 +34,7 @@ def reference(payload: torch.Tensor, version: int, bucket: int) -> int:
         return seed
     words = np.frombuffer(data, dtype="<u8").tolist()
     shifted = np.frombuffer(data[4:] + b"\0" * 4, dtype="<u8").tolist()
-    coefficients = [
-        [int(c) & MASK for c in vector.tolist()] for vector in module._coefficients(torch.device("cpu"))
-    ]
+    coefficients = [[int(c) & MASK for c in vector.tolist()] for vector in module._coefficients(torch.device("cpu"))]
     total = 0
     for row in range(-(-len(words) // ROW_WORDS)):
         span = slice(row * ROW_WORDS, (row + 1) * ROW_WORDS)
@@ -47,9 +45,7 @@ def reference(payload: torch.Tensor, version: int, bucket: int) -> int:
     return module._mix_int(total + seed & MASK)
 
 
-@pytest.mark.parametrize(
-    "words", [0, 1, 2, 100, ROW_WORDS, ROW_WORDS + 1, 4 * ROW_WORDS, 4 * ROW_WORDS + 3, WORDS]
-)
+@pytest.mark.parametrize("words", [0, 1, 2, 100, ROW_WORDS, ROW_WORDS + 1, 4 * ROW_WORDS, 4 * ROW_WORDS + 3, WORDS])
 def test_equals_the_formula(words: int) -> None:
     payload = random_payload(words)
     assert value(payload) & MASK == reference(payload, 3, 5)

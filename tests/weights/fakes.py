@@ -1,0 +1,155 @@
+"""A pool of engines without vLLM: the real receiver in threads, loading into dictionaries."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.weights.buckets import unpack_manifest
+from megarl.weights.receiver import Receiver
+from megarl.weights.transport import Board, Group, Layout
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int
+
+
+class ListExporter:
+    """`HFExporter`'s interface over tensors that every rank has; `owner(name)` decides who yields what."""
+
+    def __init__(
+        self, tensors: dict[str, torch.Tensor], rank: int = 0, owner: Callable[[str], int] = lambda _: 0
+    ) -> None:
+        self.tensors, self._rank, self._owner = tensors, rank, owner
+
+    def manifest(self) -> list[Entry]:
+        return [Entry(n, tuple(t.shape), t.dtype, self._owner(n)) for n, t in self.tensors.items()]
+
+    def stream(self) -> Iterator[tuple[Entry, torch.Tensor | None]]:
+        for entry in self.manifest():
+            yield entry, self.tensors[entry.name] if entry.owner == self._rank else None
+
+
+class DictLoader:
+    """Copies what it is given; can fail or hang at the n-th load."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.loads = 0
+        self.before_load: Callable[[int], None] = lambda _: None
+
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.before_load(self.loads)
+        self.loads += 1
+        for name, tensor in tensors:
+            self.tensors[name] = tensor.clone()
+
+    def detach(self, buffer: torch.Tensor) -> None:
+        """Nothing is held."""
+
+
+class FakeReplica:
+    """A replica with `workers` receivers. It records every call, and the version it would serve."""
+
+    def __init__(self, name: str, workers: int = 1) -> None:
+        self.name = name
+        self.loaders = [DictLoader() for _ in range(workers)]
+        self.calls: list[str] = []
+        self.version: str | None = None
+        self.serving = True
+        self.failed: str | None = None
+        self.on: dict[str, Callable[[], None]] = {}
+        self._receivers: list[Receiver] = []
+        self._pool = ThreadPoolExecutor(max_workers=workers)
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        self.calls.append(method)
+        if method in self.on:
+            self.on[method]()
+        if self.failed is not None:
+            raise RuntimeError(f"{self.name} refuses: {self.failed}")
+        return getattr(self, f"_{method}")(*args)
+
+    def _world_size(self) -> int:
+        return len(self.loaders)
+
+    def _init_weight_transfer(self, info: dict[str, Any]) -> None:
+        plan = unpack_manifest(info["manifest"], info["plan_hash"])
+        layout = Layout.from_json(info["layout"])
+
+        def join(worker: int) -> Receiver:
+            board = Board(info["host"], info["port"])
+            group = Group(board, layout, layout.offset(info["replica"]) + worker)
+            group.join(info["timeout_s"])
+            return Receiver(group, plan, self.loaders[worker], torch.device("cpu"))
+
+        self._receivers = list(self._pool.map(join, range(len(self.loaders))))
+
+    def _pause(self, clear_cache: bool) -> None:
+        self.serving = False
+
+    def _start_weight_update(self) -> None:
+        pass
+
+    def _update_weights(self, info: dict[str, Any]) -> None:
+        futures = [
+            self._pool.submit(r.receive, info["sync"], info["version"], info["timeout_s"], plan_hash=info["plan_hash"])
+            for r in self._receivers
+        ]
+        for future in futures:
+            future.result()
+
+    def _finish_weight_update(self, version: str) -> None:
+        self.version = version
+
+    def _resume(self) -> None:
+        self.serving = True
+
+    def _fail(self, reason: str) -> None:
+        self.failed = reason
+
+
+class FakePool:
+    def __init__(self, *workers: int) -> None:
+        self._replicas = [FakeReplica(f"replica {i}", n) for i, n in enumerate(workers)]
+        self.restarted: list[str] = []
+        self.can_restart = True
+        self.lock = threading.Lock()
+
+    def replicas(self) -> list[FakeReplica]:
+        return self._replicas
+
+    def restart(self, names: Sequence[str], timeout_s: float) -> None:
+        if not self.can_restart:
+            raise RuntimeError("no GPU is free")
+        for index, replica in enumerate(self._replicas):
+            if replica.name in names:
+                self.restarted.append(replica.name)
+                self._replicas[index] = FakeReplica(replica.name, len(replica.loaders))
+
+
+def random_tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Some layers, a large embedding, odd sizes, an empty tensor."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    tensors = {"embed": make(301, 32)}
+    for layer in range(6):
+        tensors |= {
+            f"layers.{layer}.q": make(32, 32),
+            f"layers.{layer}.bias": make(33),
+            f"layers.{layer}.down": make(17, 48),
+            f"layers.{layer}.scalar": make(),
+        }
+    return tensors | {"empty": make(0, 4), "head": make(301, 32).t()}
