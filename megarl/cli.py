@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from megarl import replay
 from megarl.config.errors import ConfigError
 
 Command = Callable[[argparse.Namespace], int]
@@ -66,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     docs.add_argument("--out", type=Path, default=Path("docs"), help="directory (default: docs)")
     docs.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
     docs.set_defaults(run=_docs)
+    replay.add_parser(commands)
     return parser
 
 

@@ -1,0 +1,234 @@
+"""`megarl replay`: train on the batches that a run recorded (`telemetry.dump_batches`), without a pool, Ray or vLLM.
+
+The same plan and the same step as in the training loop, on the trajectories as they were: what it changes is only what
+is overridden (learning rate, loss, layout, number of ranks, ...). Training starts from `model.path`, so replaying a
+run from its first step repeats it; old log-probs are those of the recorded engine.
+
+    megarl replay --run runs/quickstart trainer.gpus=1 trainer.parallel.tensor=1
+    torchrun --nproc-per-node 2 -m megarl.replay --run runs/quickstart --steps 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from megarl.config.errors import ConfigError
+from megarl.queue.dump import DumpError, read_batch, recorded_steps
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
+    from megarl.trainer.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+StepValues = dict[str, float]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `replay` to the `megarl` command."""
+    parser = commands.add_parser(
+        "replay",
+        help="train on the recorded batches of a run, without a rollout pool",
+        description="Train on the batches that a run recorded with telemetry.dump_batches=true, from model.path on, "
+        "without a rollout pool. With more than one trainer rank: torchrun --nproc-per-node N -m megarl.replay ...",
+        epilog="example: torchrun --nproc-per-node 2 -m megarl.replay --run runs/quickstart --steps 5 "
+        "trainer.optimizer.lr=1e-5",
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `megarl replay` and of `python -m megarl.replay`."""
+    parser.add_argument("--run", dest="run_dir", type=Path, required=True, metavar="RUN_DIR", help="recorded run")
+    parser.add_argument("--steps", type=int, metavar="N", help="only the first N recorded steps (default: all)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where metrics go (default: RUN_DIR/replay)")
+    parser.add_argument("--batches", type=Path, metavar="DIR", help="recorded batches (default: RUN_DIR/batches)")
+    parser.add_argument("--export", action="store_true", help="export the final policy to OUT/hf")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run's config")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replay as the options say; 0 on success, 1 if training failed (told once); ConfigError for a mistake."""
+    try:
+        return _run(options)
+    except DumpError as error:
+        raise ConfigError([str(error)]) from None
+
+
+def _run(options: argparse.Namespace) -> int:
+    config = replay_config(options.run_dir, options.out, options.overrides)
+    batches = options.batches or options.run_dir / "batches"
+    steps = choose_steps(batches, options.steps)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != config.trainer.gpus:
+        raise ConfigError([_wrong_world(world, config.trainer.gpus, options.run_dir)])
+    if config.run_dir.resolve() == options.run_dir.resolve():
+        raise ConfigError([f"--out: {config.run_dir} is the recorded run itself; choose another directory"])
+    return _run_rank(config, batches, steps, export=options.export)
+
+
+def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> Config:
+    """The recorded run's config, writing to `out`, with overrides. ConfigError if there is none or it is wrong."""
+    from megarl.config.load import load_config
+
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise ConfigError([f"--run: {run_dir} has no config.yaml, so it is not the directory of a run"])
+    fixed = [f"run.dir={out or run_dir / 'replay'}", "telemetry.dump_batches=false", "telemetry.samples_per_step=0"]
+    return load_config(path, [*fixed, *overrides])
+
+
+def choose_steps(batches: Path, limit: int | None) -> list[int]:
+    """The first `limit` recorded steps. DumpError if there are none or one is missing in between."""
+    recorded = recorded_steps(batches)
+    if not recorded:
+        raise DumpError(f"{batches}: no recorded batch; run the training with telemetry.dump_batches=true")
+    if limit is not None and limit < 1:
+        raise DumpError(f"--steps: {limit} steps are nothing to replay; give 1 or more, or leave it out")
+    missing = sorted(set(range(recorded[0], recorded[-1] + 1)) - set(recorded))
+    if missing:
+        raise DumpError(
+            f"{batches}: step {missing[0]} is missing or incomplete between {recorded[0]} and {recorded[-1]}"
+        )
+    return recorded[:limit]
+
+
+def replay_steps(
+    policy: Policy,
+    config: Config,
+    batches: Path,
+    steps: Sequence[int],
+    on_step: Callable[[int, StepValues], None] | None = None,
+) -> None:
+    """Train `policy` on recorded steps, in order. Collective over the ranks of the layout.
+
+    `on_step` gets each step's reduced metrics, on every rank. RuntimeError if ranks read different batches.
+    """
+    from megarl.batch_metrics import record_batch
+    from megarl.step import plan_step, train_step
+    from megarl.telemetry.declarations import step_metrics
+    from megarl.telemetry.timer import PhaseTimer
+    from megarl.trainer import parallel
+
+    timer, metrics = PhaseTimer(), step_metrics()
+    for step in steps:
+        with timer.phase("queue"):
+            batch = read_batch(batches, step)
+            plan = plan_step(batch.tags, config, dp_size=parallel.dp_size(), version=batch.version)
+            if len(set(parallel.dp_all_gather_object(plan.hash))) != 1:
+                raise RuntimeError(f"the ranks read different batches of step {step} from {batches}; is it shared?")
+            wanted = set(plan.keys_of(parallel.dp_rank()))
+            rows = {row.key: row for row in batch.trajectories if row.key in wanted}
+        train_step(policy, plan, rows, config, timer, metrics)
+        record_batch(metrics, plan)
+        values = metrics.reduce() | timer.finish_step()
+        if on_step is not None:
+            on_step(step, values)
+
+
+def _run_rank(config: Config, batches: Path, steps: Sequence[int], *, export: bool) -> int:
+    """One rank's whole replay: process group, policy, steps, export."""
+    from megarl.logs import FailureReport, redirect_output
+
+    rank = int(os.environ.get("RANK", "0"))
+    log_file = config.run_dir / "logs" / f"replay-rank-{rank}.log"
+    terminal = redirect_output(log_file)
+    failure = FailureReport(config.run_dir, rank)
+    if rank == 0:
+        failure.clear()
+    try:
+        _train(config, batches, steps, terminal, export=export)
+    except Exception as error:
+        failure.claim(error, terminal, log_file)
+        terminal.flush()
+        # Not through the interpreter's end: peers may hang in a collective that this rank has left.
+        os._exit(1)
+    return 0
+
+
+def _train(config: Config, batches: Path, steps: Sequence[int], terminal: TextIO, *, export: bool) -> None:
+    from megarl import platforms
+
+    platform = platforms.activate()
+    import torch
+
+    from megarl.config.checks import check
+    from megarl.models.layout import Layout
+    from megarl.telemetry.sinks import MetricsWriter
+    from megarl.trainer import parallel
+    from megarl.trainer.policy import Policy
+
+    info = check(config, files=False)
+    _init_process_group(platform.backend, timedelta(seconds=config.timeouts.collective_s))
+    layout = Layout.from_config(config.trainer.parallel, config.trainer.gpus)
+    parallel.initialize(layout, seed=config.run.seed, timeout_s=config.timeouts.collective_s)
+    leads = torch.distributed.get_rank() == 0
+    policy = Policy(config, layout, info)
+    writer = MetricsWriter.open(config, terminal) if leads else None
+    try:
+        if writer is not None:
+            writer.progress.message(f"replaying {len(steps)} steps of {batches} on {layout.world_size} rank(s)")
+        replay_steps(policy, config, batches, steps, None if writer is None else writer.write)
+        if export:
+            _export(policy, config)
+        if writer is not None:
+            writer.progress.message(f"metrics: {config.run_dir / 'metrics.jsonl'}")
+    finally:
+        if writer is not None:
+            writer.close()
+    torch.distributed.barrier()
+    parallel.destroy()
+    torch.distributed.destroy_process_group()
+
+
+def _export(policy: Policy, config: Config) -> None:
+    import torch
+
+    from megarl.models.export import HFExporter, save_hf
+
+    dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
+    exporter = HFExporter(policy.module_chunks, policy.info, dtype)
+    save_hf(exporter, config.model.path, config.run_dir / "hf", overwrite=True)
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    import torch
+
+    if "RANK" in os.environ:
+        if backend == "nccl":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group(backend, timeout=timeout)
+    else:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _wrong_world(world: int, gpus: int, run_dir: Path) -> str:
+    return (
+        f"trainer.gpus: the run used {gpus} ranks, here are {world}; start torchrun --nproc-per-node {gpus} -m "
+        f"megarl.replay --run {run_dir}, or override trainer.gpus={world} and the layout (trainer.parallel.*)"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry of `python -m megarl.replay`, also under torchrun."""
+    parser = argparse.ArgumentParser(prog="megarl replay", description=__doc__.splitlines()[0] if __doc__ else "")
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(arguments))
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"megarl: {error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
