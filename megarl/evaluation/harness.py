@@ -89,9 +89,7 @@ async def evaluate_set(
     )
 
 
-async def _ask(
-    respond: Respond[Problem], problem: Problem, index: int, mode: Mode, sample: int
-) -> ScoredResponse:
+async def _ask(respond: Respond[Problem], problem: Problem, index: int, mode: Mode, sample: int) -> ScoredResponse:
     return await respond(problem, index, mode, sample)
 
 

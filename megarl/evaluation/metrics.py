@@ -201,8 +201,7 @@ def evaluate_responses(
     sizes = {len(problem) for problem in problems}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
-            f"evaluation set {name!r}: every problem needs the same number of responses (>= 1), "
-            f"got {sorted(sizes)}"
+            f"evaluation set {name!r}: every problem needs the same number of responses (>= 1), got {sorted(sizes)}"
         )
     samples = sizes.pop()
     ks = default_ks(samples) if ks is None else sorted(set(ks))
@@ -224,9 +223,7 @@ def evaluate_responses(
             (0.0, 1.0) if unit else (-math.inf, math.inf),
         ),
         pass_at={
-            k: estimate_mean(
-                [pass_at_k(samples, sum(judged), k) for judged in correct], confidence, (0.0, 1.0)
-            )
+            k: estimate_mean([pass_at_k(samples, sum(judged), k) for judged in correct], confidence, (0.0, 1.0))
             for k in ks
         },
         majority=estimate_mean(votes, confidence, (0.0, 1.0)),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from megarl.evaluation.harness import SetReport
 from megarl.evaluation.metrics import Estimate, EvalReport
 
 
@@ -43,6 +44,16 @@ def report_table(reports: Sequence[EvalReport]) -> Table:
             f"{100 * report.parsed_share:.1f}%",
         )
     return table
+
+
+def render_line(label: str, report: SetReport) -> str:
+    """One plain line for the progress output of a run."""
+    greedy, sampled = report.greedy, report.sampled
+    return (
+        f"eval {report.name} ({label}): greedy {format_estimate(greedy.mean)}, "
+        f"sampled mean@{sampled.samples_per_problem} {format_estimate(sampled.mean)}, "
+        f"{report.n} problems, {100 * greedy.parsed_share:.1f}% parsed, {100 * greedy.truncated_share:.1f}% truncated"
+    )
 
 
 def format_estimate(estimate: Estimate) -> str:

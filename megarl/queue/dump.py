@@ -97,22 +97,16 @@ def read_batch(directory: Path, step: int) -> DumpedBatch:
     """All parts of one step. DumpError if a part is missing or damaged, or a sample appears twice."""
     found = _parts(directory).get(step, {})
     if not found:
-        raise DumpError(
-            f"{directory}: no batch of step {step} was recorded (telemetry.dump_batches=true records them)"
-        )
+        raise DumpError(f"{directory}: no batch of step {step} was recorded (telemetry.dump_batches=true records them)")
     totals = {total for _, total in found}
     if len(totals) != 1 or len(found) != max(totals):
-        raise DumpError(
-            f"{directory}: step {step} is incomplete, it has only {sorted(p.name for p in found.values())}"
-        )
+        raise DumpError(f"{directory}: step {step} is incomplete, it has only {sorted(p.name for p in found.values())}")
     version: int | None = None
     rows: dict[str, Trajectory] = {}
     for path in found.values():
         part_version, trajectories = _read_part(path, step)
         if version is not None and part_version != version:
-            raise DumpError(
-                f"{path}: weight version {part_version}, but other parts of the step say {version}"
-            )
+            raise DumpError(f"{path}: weight version {part_version}, but other parts of the step say {version}")
         version = part_version
         for trajectory in trajectories:
             if trajectory.key in rows:
@@ -204,9 +198,7 @@ def _read_part(path: Path, step: int) -> tuple[int, list[Trajectory]]:
         raise DumpError(f"{path}: not a readable batch dump ({error})") from error
     metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
     if metadata.get("megarl.format") != FORMAT:
-        raise DumpError(
-            f"{path}: not a batch dump of format {FORMAT} (found {metadata.get('megarl.format')!r})"
-        )
+        raise DumpError(f"{path}: not a batch dump of format {FORMAT} (found {metadata.get('megarl.format')!r})")
     if metadata["megarl.step"] != str(step):
         raise DumpError(f"{path}: holds step {metadata['megarl.step']}, its name says {step}")
     return int(metadata["megarl.version"]), [_from_row(row) for row in table.to_pylist()]

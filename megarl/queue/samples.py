@@ -14,12 +14,12 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids -> text, special tokens kept (they are what the model really wrote)."""
 
 
-def choose(trajectories: Sequence[Trajectory], count: int, seed: int, step: int) -> list[Trajectory]:
-    """`count` of the trajectories (all, if there are fewer), in (group, sample) order.
+def choose_keys(keys: Sequence[str], count: int, seed: int, step: int) -> list[str]:
+    """`count` of a batch's sample keys (all, if there are fewer), in (group, sample) order.
 
-    A random draw that depends only on (seed, step, the keys of the batch), never on the order of arrival.
+    A random draw that depends only on (seed, step, the keys), never on the order of arrival.
     """
-    ordered = sorted(trajectories, key=lambda each: (each.group_id, each.sample_index))
+    ordered = sorted(keys, key=lambda key: tuple(map(int, key.split(":"))))
     if count >= len(ordered):
         return ordered
     picked = random.Random(f"{seed}:{step}").sample(range(len(ordered)), count)

@@ -8,6 +8,7 @@ import pytest
 
 from megarl.evaluation.harness import evaluate_set
 from megarl.evaluation.metrics import ScoredResponse
+from megarl.evaluation.table import render_line
 from megarl.telemetry.declarations import REGISTRY
 
 
@@ -37,6 +38,13 @@ def test_metrics_are_the_declared_ones():
     assert metrics["eval/dev/greedy"] == 0.5 and metrics["eval/dev/n"] == 2
     assert metrics["eval/dev/greedy_low"] < 0.5 < metrics["eval/dev/greedy_high"]
     assert {"eval/dev/pass@2", "eval/dev/maj@2", "eval/dev/length_mean", "eval/dev/parsed"} <= set(metrics)
+
+
+def test_the_line_a_run_prints():
+    report = asyncio.run(evaluate_set("dev", ["easy", "long"], respond, samples=4, version=3))
+    line = render_line("after", report)
+    assert line.startswith("eval dev (after): greedy 50.0% [") and "sampled mean@4 25.0% [" in line
+    assert line.endswith("2 problems, 50.0% parsed, 50.0% truncated")
 
 
 def test_a_failure_is_raised_as_itself_and_stops_the_rest():

@@ -24,9 +24,9 @@ from megarl.evaluation.metrics import (
 )
 from megarl.evaluation.table import report_table
 
-responses = st.lists(
-    st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=7
-).flatmap(lambda pairs: st.tuples(st.just(pairs), st.integers(1, len(pairs))))
+responses = st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=7).flatmap(
+    lambda pairs: st.tuples(st.just(pairs), st.integers(1, len(pairs)))
+)
 
 
 def subsets(pairs, k):
@@ -162,9 +162,7 @@ def test_report_dict_and_table():
     assert as_json["pass@2"]["value"] == report.pass_at[2].value
     assert {"mean@2", "maj@2", "truncated_share"} <= set(as_json)
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(
-        report_table([report, evaluate_responses("one", [problem[:1] for problem in make_problems()])])
-    )
+    console.print(report_table([report, evaluate_responses("one", [problem[:1] for problem in make_problems()])]))
     text = console.export_text()
     assert "held-out" in text and "pass@2" in text and "50.0% [" in text and "66.7% [" in text
 
