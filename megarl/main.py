@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from megarl.cli import add_config_arguments
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import load_config, to_yaml
 from megarl.config.plan import Plan, make_plan
 from megarl.config.schema import Config
 from megarl.logs import FailureReport, redirect_output
@@ -83,6 +83,8 @@ def run(config: Config, plan: Plan) -> int:
     if rank == 0:
         failures.clear()
     terminal = redirect_output(log_file)
+    if rank == 0:
+        (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")  # read by `megarl replay`
     try:
         _train(config, plan, terminal)
     except Exception as error:
