@@ -195,7 +195,7 @@ def test_an_engine_that_dies_is_named() -> None:
 
     pool.replicas()[1].on["update_weights"] = die
     start = time.monotonic()
-    with pytest.raises(WeightSyncError, match="engine replica 1 failed in update_weights.*the actor died") as info:
+    with pytest.raises(WeightSyncError, match=r"engine replica 1 failed in update_weights.*the actor died") as info:
         sender.publish(0)
     assert time.monotonic() - start < 8.0
     assert info.value.culprits == ("engine replica 1",) and len(info.value.caught) == 2
