@@ -43,8 +43,14 @@ class GlobalCounts:
         return GlobalCounts(self.tokens + other.tokens, self.sequences + other.sequences, self.max_tokens)
 
 
-def token_weights(mask_T: Tensor, cu_seqlens: Tensor, aggregation: Aggregation, counts: GlobalCounts) -> Tensor:
-    """Weight of each token, fp32 [T]; 0 where `mask_T` (bool or 0/1) is 0. Sequences must be whole.
+def token_weights(
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    aggregation: Aggregation,
+    counts: GlobalCounts,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Weight of each token, `dtype` [T]; 0 where `mask_T` (bool or 0/1) is 0. Sequences must be whole.
 
     - `token_mean`: 1 / tokens (DAPO, arXiv:2503.14476 eq. 8).
     - `sequence_mean`: 1 / (sequences * own length) (GRPO, arXiv:2402.03300 eq. 3; GSPO).
@@ -54,7 +60,7 @@ def token_weights(mask_T: Tensor, cu_seqlens: Tensor, aggregation: Aggregation, 
     Raises ValueError for an unknown aggregation, or counts that are 0 although a token is trained.
     """
     check_packed(cu_seqlens, mask_T)
-    mask_T = mask_T.to(torch.float32)
+    mask_T = mask_T.to(dtype)
     if mask_T.numel() == 0:
         return mask_T
     if counts.tokens <= 0 or counts.sequences <= 0:

@@ -188,7 +188,7 @@ def micro_batch_loss(
         clip_dual=spec.clip_dual,
         kind=spec.kind,
     )
-    weights_T = token_weights(mask_T, cu_seqlens, spec.aggregation, counts).to(policy.loss_T.dtype)
+    weights_T = token_weights(mask_T, cu_seqlens, spec.aggregation, counts, policy.loss_T.dtype)
     keep_T = mask_T.bool()
     stats = policy.stats
     loss = (weights_T * policy.loss_T).sum()

@@ -1,0 +1,114 @@
+"""Random ragged batches, packed for megarl and padded for the references."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.aggregation import GlobalCounts
+from megarl.algorithms.losses import LossSpec, micro_batch_loss
+from megarl.algorithms.stats import LossStats
+
+MAX_TOKENS = 16
+
+
+@dataclass
+class Batch:
+    """Per-sequence lists of fp64 tensors [length]; `advantages` one number per sequence."""
+
+    logprobs: list[Tensor]
+    old: list[Tensor]
+    reference: list[Tensor]
+    entropy: list[Tensor]
+    mask: list[Tensor]
+    advantages: list[float]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(t) for t in self.logprobs]
+
+    def counts(self) -> GlobalCounts:
+        return GlobalCounts.of([int(m.sum()) for m in self.mask], MAX_TOKENS)
+
+    def padded(self, name: str, fill: float = 0.0) -> Tensor:
+        """[B, L], right-padded."""
+        values: list[Tensor] = getattr(self, name)
+        return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill)
+
+
+def random_batch(
+    seed: int, lengths: Sequence[int] = (5, 1, 9, 3, 16, 2), spread: float = 0.5, holes: bool = True
+) -> Batch:
+    """Ratios of about exp(+-spread), advantages of both signs, masks with holes but no sequence fully masked."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(length, generator=generator, dtype=torch.float64)
+
+    logprobs = [-draw(n).abs() - 0.1 for n in lengths]
+    mask = [torch.rand(n, generator=generator) > (0.25 if holes else -1.0) for n in lengths]
+    for each in mask:
+        if not each.any():
+            each[0] = True
+    return Batch(
+        logprobs=logprobs,
+        old=[lp + draw(len(lp), spread) for lp in logprobs],
+        reference=[lp + draw(len(lp), 0.7) for lp in logprobs],
+        entropy=[draw(n).abs() for n in lengths],
+        mask=mask,
+        advantages=[float(x) for x in draw(len(lengths))],
+    )
+
+
+def cu_seqlens(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+@dataclass
+class Result:
+    loss: float
+    gradient: list[Tensor]  # d loss / d logprobs, per sequence
+    entropy_gradient: list[Tensor]
+    stats: LossStats
+
+
+def packed_result(
+    batch: Batch, spec: LossSpec, split: Sequence[Sequence[int]] | None = None, counts: GlobalCounts | None = None
+) -> Result:
+    """megarl's loss, over micro-batches that hold the sequences of `split` (default: one with all)."""
+    counts = counts or batch.counts()
+    leaves = [t.clone().requires_grad_() for t in batch.logprobs]
+    entropies = [t.clone().requires_grad_() for t in batch.entropy]
+    total = torch.zeros((), dtype=torch.float64)
+    parts = []
+    for indices in split if split is not None else [list(range(len(leaves)))]:
+
+        def pack(values: Sequence[Tensor]) -> Tensor:
+            return torch.cat([torch.zeros(0, dtype=torch.float64), *(values[i] for i in indices)])
+
+        lengths = [batch.lengths[i] for i in indices]
+        advantages = [torch.full((len(leaves[i]),), batch.advantages[i], dtype=torch.float64) for i in indices]
+        result = micro_batch_loss(
+            spec,
+            pack(leaves),
+            pack(batch.old),
+            torch.cat([torch.zeros(0, dtype=torch.float64), *advantages]),
+            pack([m.double() for m in batch.mask]).bool(),
+            cu_seqlens=cu_seqlens(lengths),
+            counts=counts,
+            ref_logprobs_T=pack(batch.reference),
+            entropy_T=pack(entropies),
+        )
+        total = total + result.loss
+        parts.append(result.stats)
+    total.backward()
+    zeros = [torch.zeros_like(t) for t in leaves]
+    return Result(
+        float(total.detach()),
+        [z if t.grad is None else t.grad for t, z in zip(leaves, zeros, strict=True)],
+        [z if t.grad is None else t.grad for t, z in zip(entropies, zeros, strict=True)],
+        LossStats.merge(parts),
+    )
