@@ -121,9 +121,7 @@ def _install_rng() -> None:
     random._set_cuda_rng_state = set_state
     # Both states are one generator here, so the tracker's "CPU state changed" warning is always a false
     # alarm.
-    logging.getLogger(random.__name__).addFilter(
-        lambda record: "CPU RNG state changed" not in record.getMessage()
-    )
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 class _NoStream:
@@ -179,9 +177,7 @@ def _install_uneven_collectives() -> None:
     original_scatter = mappings._reduce_scatter_along_first_dim
 
     @functools.wraps(original_gather)
-    def gather(
-        input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
-    ) -> Any:
+    def gather(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return original_gather(input_, group, output_split_sizes, use_global_buffer)
         sizes = [int(size) for size in output_split_sizes]
@@ -192,9 +188,7 @@ def _install_uneven_collectives() -> None:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     @functools.wraps(original_scatter)
-    def scatter(
-        input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
-    ) -> Any:
+    def scatter(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return original_scatter(input_, group, input_split_sizes, use_global_buffer)
         total = input_.contiguous().clone()

@@ -29,7 +29,10 @@ def router_gemm_without_te() -> None:
 
 
 def all_to_all_split_sizes() -> None:
-    """token_dispatcher.py:875 gives split sizes as arrays; torch 2.13 takes only lists of int."""
+    """token_dispatcher.py:875 turns split sizes into arrays only if they are CUDA tensors.
+
+    Without CUDA they stay tensors, which all_to_all_single refuses (TypeError): EP > 1 cannot run.
+    """
     from megatron.core.tensor_parallel import mappings
 
     original = mappings.all_to_all
@@ -75,10 +78,11 @@ def dp_reshardable_load_needs_no_grad() -> None:
     DistributedOptimizer.load_parameter_state_from_dp_reshardable = functools.wraps(original)(torch.no_grad()(original))
 
 
-def adam_step_missing_in_resharded_state() -> None:
-    """distrib_optimizer.py `_set_main_param_and_optimizer_states`: KeyError 'step' with torch Adam.
+def adam_step_is_not_parameter_state() -> None:
+    """distrib_optimizer.py `_set_main_param_and_optimizer_states` copies `step` with the tensors (torch Adam).
 
-    The fully reshardable format leaves `step` to the parameter groups, but the setter copies every state key.
+    `step` comes from the parameter groups. The fully reshardable format leaves it out (KeyError); in the DP
+    reshardable one it is the loading optimizer's own, so a fresh one silently restarts at 0.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -88,7 +92,7 @@ def adam_step_missing_in_resharded_state() -> None:
     def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state.get(self.optimizer.param_groups[group]["params"][order], {})
-        if "step" in state and "step" not in tensors:
+        if "step" in state:
             tensors = {**tensors, "step": state["step"]}
         original(self, model_param, tensors)
 
@@ -178,7 +182,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     all_to_all_split_sizes,
     adam_step_is_shared,
     dp_reshardable_load_needs_no_grad,
-    adam_step_missing_in_resharded_state,
+    adam_step_is_not_parameter_state,
     fresh_optimizer_has_no_state_to_load_into,
     recompute_without_fp8,
     padding_only_micro_batch_has_no_aux_loss,

@@ -1,0 +1,92 @@
+"""The emulation is complete, inactive on CUDA, and changes nothing but what would raise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megarl import platforms
+from megarl.platforms import cpu
+from tests.support.world import World
+
+
+def test_the_table_is_complete() -> None:
+    names = [emulation.name for emulation in cpu.EMULATIONS]
+    assert len(set(names)) == len(names)
+    assert all(e.where and e.reason and e.install.__name__ == f"_install_{e.name}" for e in cpu.EMULATIONS)
+    installers = {name for name in vars(cpu) if name.startswith("_install_")}
+    assert installers == {f"_install_{name}" for name in names}
+
+
+def test_not_installed_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA is present"):
+        cpu.install()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulation is for machines without CUDA")
+class TestWithoutCuda:
+    def test_the_platform(self) -> None:
+        platform = platforms.activate()
+        assert platform is platforms.current() is platforms.activate()
+        assert (platform.device.type, platform.is_cuda, platform.backend) == ("cpu", False, "gloo")
+
+    def test_factories_and_types(self) -> None:
+        platforms.activate()
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.tensor([1], device=torch.cuda.current_device()).cuda().device.type == "cpu"
+        assert torch.zeros(1).type() == "torch.FloatTensor"  # only Megatron's optimizer sees a CUDA name
+        assert torch.zeros(1).type(torch.float64).dtype == torch.float64
+        assert not torch.cuda.is_available()
+
+    @pytest.mark.world
+    def test_the_random_state_tracker(self, world: Callable[[int], World]) -> None:
+        results = world(2).run("tests.platforms.cases:tracker_states")
+        for plain, after, first, second in results:
+            assert plain == after
+            assert len({tuple(plain), tuple(first), tuple(second)}) == 3
+        assert results[0][0] == results[1][0] and results[0][2] != results[1][2]  # per TP rank inside the fork
+
+    @pytest.mark.world
+    def test_uneven_collectives(self, world: Callable[[int], World]) -> None:
+        for rank, (before, after) in enumerate(world(2).run("tests.platforms.cases:uneven_collectives")):
+            assert isinstance(before, str)  # gloo refuses
+            assert after == ([1.0, 2.0, 2.0, 2.0], [2.0] if rank == 0 else [4.0] * 3)
+
+    # jit_fuser saves compile time, nvtx and uneven_collectives need profiling and ETP > 1, synchronize PP > 1.
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["current_device", "factories", "tensor_cuda", "tensor_type", "rng", "streams"])
+    def test_training_needs_it(self, name: str) -> None:
+        assert _train_without(None).returncode == 0
+        broken = _train_without(name)
+        assert broken.returncode != 0 and "Traceback" in broken.stderr
+
+
+def _train_without(name: str | None) -> subprocess.CompletedProcess[str]:
+    """Two training steps of a one-rank MoE in a fresh process, with one emulation left out."""
+    program = f"""
+import os, torch
+from megarl.platforms import cpu
+cpu.EMULATIONS = tuple(e for e in cpu.EMULATIONS if e.name != {name!r})
+from megarl import platforms
+platforms.activate()
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+from dataclasses import replace
+from tests.platforms import cases
+cases.INFO = replace(cases.INFO, family="qwen3_moe", num_experts=4, topk=2, moe_ffn=8, moe_layers=(True,))
+with cases.parallel() as layout:
+    cases.train(*cases.build(layout), 2)
+"""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )

@@ -1,0 +1,91 @@
+"""Each patch of Megatron-Core 0.16.1: the defect shows without it, and not with it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl import platforms
+from megarl.platforms import patches
+from tests.support.world import World
+
+
+def test_every_patch_says_what_it_is_for() -> None:
+    functions = {
+        function
+        for name, function in inspect.getmembers(patches, inspect.isfunction)
+        if not name.startswith("_") and name != "apply" and function.__module__ == patches.__name__
+    }
+    assert functions == set(patches.PATCHES)
+    assert all(".py" in (patch.__doc__ or "") for patch in patches.PATCHES)
+
+
+def test_router_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    platforms.activate()
+    from megatron.core.transformer.moe import moe_utils
+
+    x, weight = torch.randn(3, 4), torch.randn(2, 4)
+
+    def logits() -> torch.Tensor:
+        return moe_utils.router_gating_linear(x, weight, None, torch.float32)
+
+    torch.testing.assert_close(logits(), x @ weight.t())
+    monkeypatch.delattr(moe_utils, "te_general_gemm")
+    with pytest.raises(NameError):
+        logits()
+
+
+@pytest.mark.world
+def test_all_to_all_split_sizes(world: Callable[[int], World]) -> None:
+    for before, after in world(2).run("tests.platforms.cases:all_to_all_with_tensors"):
+        assert before == "TypeError"
+        assert after == 1 + 2
+
+
+@pytest.mark.world
+def test_adam_step_after_a_resume(world: Callable[[int], World]) -> None:
+    for before, after in world(2).run("tests.platforms.cases:adam_steps_after_resume"):
+        assert before != {5.0}
+        assert after == {5.0}
+
+
+@pytest.mark.world
+def test_dp_reshardable_load_into_fp32(world: Callable[[int], World], tmp_path: Path) -> None:
+    for unbroken, resumed, (without_no_grad, without_step) in world(2).run(
+        "tests.platforms.cases:resume",
+        path=_directory(tmp_path),
+        sharding="dp_reshardable",
+        patches=("load_parameter_state_from_dp_reshardable", "_set_main_param_and_optimizer_states"),
+    ):
+        assert without_no_grad == "RuntimeError"  # a leaf that requires grad, written in place
+        assert without_step[0] == unbroken[0] and without_step != unbroken  # Adam restarted at step 0
+        assert resumed == unbroken
+
+
+@pytest.mark.world
+def test_fully_reshardable_load_and_fresh_optimizers(world: Callable[[int], World], tmp_path: Path) -> None:
+    for unbroken, resumed, (without_step, without_state) in world(2).run(
+        "tests.platforms.cases:resume",
+        path=_directory(tmp_path),
+        sharding="fully_reshardable",
+        patches=("_set_main_param_and_optimizer_states", "sharded_state_dict"),
+    ):
+        assert without_step == "KeyError"
+        assert without_state == "AssertionError"
+        assert resumed == unbroken
+
+
+@pytest.mark.world
+def test_norm_recompute_without_transformer_engine(world: Callable[[int], World]) -> None:
+    for before, after, plain in world(2).run("tests.platforms.cases:norm_recompute"):
+        assert before == "NameError"
+        assert after == pytest.approx(plain, rel=1e-6)
+
+
+def _directory(tmp_path: Path) -> str:
+    (tmp_path / "checkpoint").mkdir()
+    return str(tmp_path / "checkpoint")
