@@ -34,6 +34,10 @@ def redirect_output(log_file: Path) -> TextIO:
     return terminal
 
 
+class PeerFailedError(RuntimeError):
+    """Another rank failed, and tells the user itself: this one only logs."""
+
+
 class FailureReport:
     """The first rank that fails tells the user; the others only log, so that one cause gives one message."""
 
@@ -48,6 +52,8 @@ class FailureReport:
     def claim(self, error: BaseException, terminal: TextIO, log_file: Path) -> bool:
         """Write the traceback to this rank's log and, if no rank has failed before, one message to the terminal."""
         traceback.print_exception(error)
+        if isinstance(error, PeerFailedError):
+            return False
         message = f"megarl: {describe(error)}\n(rank {self.rank}; traceback in {log_file})\n"
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)

@@ -20,6 +20,7 @@ import torch
 
 from megarl.batch_metrics import record_batch
 from megarl.config.schema import Config
+from megarl.logs import PeerFailedError
 from megarl.models.export import HFExporter, save_hf
 from megarl.models.info import load_info
 from megarl.models.layout import Layout
@@ -28,7 +29,7 @@ from megarl.queue.dump import write_batch
 from megarl.queue.samples import choose_keys, sample_record
 from megarl.queue.schema import SampleTag, Trajectory
 from megarl.queue.transfer import QueueReader
-from megarl.rollout.client import PoolClient
+from megarl.rollout.client import PoolClient, connect_ray
 from megarl.rollout.launch import SupervisorHandle
 from megarl.step import StepPlan
 from megarl.telemetry.declarations import step_metrics
@@ -108,6 +109,7 @@ class Session:
         handle, held = self._on_first_rank(connect)
         self._refuse_shared_devices(held)
         if parallel.is_leader():
+            connect_ray(handle, timeouts.ray_start_s)
             self.reader = QueueReader.attach(handle.partition, namespace=handle.namespace, timeout_s=timeouts.queue_s)
         self._say(f"engines are up ({time.perf_counter() - started:.0f} s)")
         self.sender = WeightSender(self.config, self.exporter)
@@ -267,7 +269,7 @@ class Session:
         if failure is not None:
             raise failure
         if outcome[1] is not None:
-            raise RuntimeError(f"trainer rank 0 failed: {outcome[1]}")
+            raise PeerFailedError(f"trainer rank 0 failed: {outcome[1]}")
         return outcome[0]
 
     def _control_group(self) -> Any:

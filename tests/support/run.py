@@ -1,0 +1,89 @@
+"""Whole runs as a user starts them: torchrun on a config file, in a directory of the test's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support.tiny import make_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished torchrun: its exit code, what the terminal showed, and its run directory."""
+
+    code: int
+    output: str
+    directory: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.directory / "summary.json").read_text())
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Step records of metrics.jsonl (evaluations left out)."""
+        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if "time/step" in record]
+
+
+def tiny_config(directory: Path, *, family: str = "qwen3", steps: int = 2, **model: Any) -> dict[str, Any]:
+    """A config whose model and data lie in `directory`; its reward (share of digits) varies within any group."""
+    make_tiny_model(directory / "model", family=family, **model)
+    problems = [{"problem": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(3, 11) for b in range(2, 9)]
+    for name, part in (("train", problems[8:]), ("heldout", problems[:8])):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return {
+        "run": {"name": "tiny", "dir": str(directory / "run"), "steps": steps},
+        "model": {"path": str(directory / "model")},
+        "data": {"path": str(directory / "train.jsonl")},
+        "trainer": {"gpus": 2, "precision": "fp32", "micro_batch_tokens": 256, "optimizer": {"lr": 1e-3}},
+        "batch": {"groups": 4, "samples_per_group": 4},
+        "sampling": {"max_tokens": 12},
+        "reward": {"function": "tests.support.run:digit_share"},
+        "evaluation": {"sets": [{"name": "heldout", "path": str(directory / "heldout.jsonl")}]},
+        "rollout": {"max_num_seqs": 32},
+        "timeouts": {"collective_s": 120, "rpc_s": 60, "generate_s": 180, "weight_sync_s": 120, "engine_start_s": 300},
+    }
+
+
+def digit_share(response: str, answer: str) -> float:
+    """A reward that a random model can raise: the share of digits in what it writes."""
+    return sum(character.isdigit() for character in response) / max(1, len(response))
+
+
+def train(config: dict[str, Any], *overrides: str, ranks: int = 2, timeout: float = 400.0) -> Run:
+    """Start torchrun on `config` and wait for its end."""
+    directory = Path(config["run"]["dir"])
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    path = directory.parent / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    process = start(path, *overrides, ranks=ranks)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate(timeout=30)
+        raise AssertionError(f"the run did not end within {timeout:.0f} s:\n{output[-4000:]}") from None
+    return Run(process.returncode, output, directory)
+
+
+def start(config: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen[str]:
+    """torchrun in a session of its own; stdout and stderr together in its pipe."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+               "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
+               str(ROOT / "examples/rl/train_rl.py"), "--config", str(config), *overrides]  # fmt: skip
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
