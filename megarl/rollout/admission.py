@@ -1,0 +1,164 @@
+"""Admission of prompt groups and their exact bookkeeping. Pure: no clock, no tasks, no processes.
+
+Invariant: every admitted group ends as exactly one of trained, filtered, dropped_stale, failed; at every moment
+`admitted == in_flight + ready + taken + trained + filtered + dropped_stale + failed`.
+
+Group g belongs to no step until it is taken; with staleness 0 (synchronous) the groups admitted for version v are
+exactly [v * groups, (v + 1) * groups). `failed` groups count towards their step: they are not redrawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Prompt groups since the start of the committed history."""
+
+    admitted: int = 0
+    in_flight: int = 0
+    ready: int = 0
+    taken: int = 0
+    trained: int = 0
+    filtered: int = 0
+    dropped_stale: int = 0
+    failed: int = 0
+
+    @property
+    def settled(self) -> int:
+        return self.trained + self.filtered + self.dropped_stale + self.failed
+
+    @property
+    def balanced(self) -> bool:
+        return self.admitted == self.in_flight + self.ready + self.taken + self.settled
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class Admission:
+    """`groups` per step; `max_staleness` versions ahead of the weights."""
+
+    def __init__(self, groups: int, max_staleness: int = 0) -> None:
+        if groups < 1 or max_staleness < 0:
+            raise ValueError(f"admission needs groups >= 1 and max_staleness >= 0, got {groups}, {max_staleness}")
+        self.groups = groups
+        self.max_staleness = max_staleness
+        self.version = -1
+        self._next_group = 0
+        self._redraw: list[int] = []  # rolled back: admitted again before any new group
+        self._in_flight: set[int] = set()
+        self._finished: dict[int, bool] = {}  # group -> ok, in order of completion, not yet taken
+        self._taken: dict[int, tuple[list[int], list[int]]] = {}  # step -> (ok groups, failed groups)
+        self._done: dict[str, int] = {"trained": 0, "filtered": 0, "dropped_stale": 0, "failed": 0}
+        self._committed_steps: int = 0
+
+    def set_version(self, version: int) -> None:
+        """The engines now serve `version`; versions only grow."""
+        if version < self.version:
+            raise ValueError(f"weight version went back from {self.version} to {version}")
+        self.version = version
+
+    @property
+    def capacity(self) -> int:
+        """How many groups may have been admitted in all, at this version."""
+        return (self.version + 1 + self.max_staleness) * self.groups if self.version >= 0 else 0
+
+    def admit(self) -> list[int]:
+        """Ids of the groups that may start now; they are in flight from here on."""
+        room = max(0, self.capacity - self.counters.admitted)
+        redrawn, self._redraw = self._redraw[:room], self._redraw[room:]
+        fresh = list(range(self._next_group, self._next_group + room - len(redrawn)))
+        self._next_group += len(fresh)
+        self._in_flight.update(redrawn, fresh)
+        return redrawn + fresh
+
+    def finish(self, group: int, ok: bool) -> None:
+        """`group` has left the engines and its rewards are known; not `ok` = nothing of it can be trained on."""
+        if group not in self._in_flight:
+            raise ValueError(f"group {group} is not in flight")
+        self._in_flight.remove(group)
+        self._finished[group] = ok
+
+    def batch(self, step: int) -> tuple[list[int], list[int]] | None:
+        """(trainable, failed) groups of `step`, sorted, once there are enough; the same again when asked again."""
+        if step in self._taken:
+            return self._taken[step]
+        if step != self._committed_steps + len(self._taken):
+            expected = self._committed_steps + len(self._taken)
+            raise ValueError(f"batches are taken in order: step {step} asked for, {expected} is next")
+        if len(self._finished) < self.groups:
+            return None
+        # The first finished ones; with staleness 0 these are all there are, so order of completion cannot matter.
+        chosen = list(self._finished)[: self.groups]
+        taken = (sorted(g for g in chosen if self._finished[g]), sorted(g for g in chosen if not self._finished[g]))
+        for group in chosen:
+            del self._finished[group]
+        self._taken[step] = taken
+        return taken
+
+    def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> None:
+        """Settle every group of `step`; ValueError unless the numbers account for each of them once.
+
+        `failed` includes the groups that `batch` already reported as failed.
+        """
+        if step not in self._taken:
+            raise ValueError(f"step {step} was never taken, or is already committed")
+        numbers = {"trained": trained, "filtered": filtered, "dropped_stale": dropped_stale, "failed": failed}
+        ok, bad = self._taken[step]
+        total = len(ok) + len(bad)
+        if min(numbers.values()) < 0 or sum(numbers.values()) != total or failed < len(bad):
+            raise ValueError(
+                f"step {step}: {numbers} do not account for its {total} groups, {len(bad)} of them failed in rollout"
+            )
+        del self._taken[step]
+        self._committed_steps += 1
+        for name, number in numbers.items():
+            self._done[name] += number
+
+    @property
+    def counters(self) -> Counters:
+        return Counters(
+            admitted=self._next_group - len(self._redraw),
+            in_flight=len(self._in_flight),
+            ready=len(self._finished),
+            taken=sum(len(ok) + len(bad) for ok, bad in self._taken.values()),
+            **self._done,
+        )
+
+    @property
+    def in_flight(self) -> frozenset[int]:
+        return frozenset(self._in_flight)
+
+    @property
+    def unsettled(self) -> list[int]:
+        """Groups that were started but whose end is not committed, sorted."""
+        taken = [group for ok, bad in self._taken.values() for group in ok + bad]
+        return sorted([*self._in_flight, *self._finished, *taken, *self._redraw])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The committed history; whatever is unsettled is redrawn under the same ids."""
+        return {
+            "steps": self._committed_steps,
+            "done": dict(self._done),
+            "version": self.version,
+            "next_group": self._next_group,
+            "unsettled": self.unsettled,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a committed history; the groups that were unsettled then are admitted again first."""
+        self._done = dict(state["done"])
+        self._committed_steps = int(state["steps"])
+        self.version = int(state["version"])
+        self._next_group = int(state["next_group"])
+        self._redraw = list(state["unsettled"])
+        self._in_flight, self._finished, self._taken = set(), {}, {}
+
+
+def usable_samples(statuses: Iterable[str], minimum: int = 2) -> bool:
+    """A group can be trained on if at least `minimum` of its samples are ok: an advantage compares samples."""
+    return sum(status == "ok" for status in statuses) >= minimum

@@ -1,0 +1,82 @@
+"""From the config to vLLM's arguments and environment. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config.schema import Config
+
+# Set by megarl itself, for reasons that a user's value would break.
+RESERVED = {
+    "model": "model.path",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "logprobs_mode": "always processed_logprobs: the trainer divides its logits by the temperature",
+    "max_model_len": "rollout.max_model_len",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "dtype": "rollout.dtype",
+    "enforce_eager": "rollout.enforce_eager",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "weight_transfer_config": "always the megarl backend",
+    "skip_tokenizer_init": "always true: token ids in and out",
+}
+
+
+def engine_dtype(config: Config) -> str:
+    """`rollout.dtype`, or the trainer's precision."""
+    if config.rollout.dtype != "auto":
+        return config.rollout.dtype
+    return {"bf16": "bfloat16", "fp32": "float32"}[config.trainer.precision]
+
+
+def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None) -> dict[str, Any]:
+    """Keyword arguments of AsyncEngineArgs. ValueError if `rollout.engine_kwargs` touches what megarl sets."""
+    rollout = config.rollout
+    for key in rollout.engine_kwargs:
+        if key in RESERVED:
+            raise ValueError(f"rollout.engine_kwargs.{key} cannot be set there: {RESERVED[key]}")
+    # CPU, one worker: the engine process runs the model itself (see `engine_environment`).
+    single = "uni" if not cuda else None
+    arguments: dict[str, Any] = {
+        "model": str(config.model.path),
+        "tensor_parallel_size": rollout.tensor_parallel,
+        "distributed_executor_backend": "mp" if rollout.tensor_parallel > 1 else single,
+        "dtype": engine_dtype(config),
+        "logprobs_mode": "processed_logprobs",
+        "enforce_eager": not cuda if rollout.enforce_eager is None else rollout.enforce_eager,
+        "max_model_len": rollout.max_model_len or max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+        "seed": config.run.seed,
+    }
+    return {**arguments, **rollout.engine_kwargs}
+
+
+def engine_environment(config: Config, *, cuda: bool) -> dict[str, str]:
+    """Environment of a replica's processes; must be set before vLLM is imported."""
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if cuda:
+        return environment
+    threads = config.rollout.tensor_parallel
+    environment |= {
+        "VLLM_CPU_KVCACHE_SPACE": str(config.rollout.cpu_kv_cache_gib),
+        "OMP_NUM_THREADS": "1",
+        # Compiling the sampler's helpers would cost 25 s at the first token and gain nothing at this size.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    if threads > 1:
+        # One core per worker; vLLM would otherwise ask for one NUMA node per worker.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(threads))
+    else:
+        # Lets the engine process run the model itself instead of a worker process of its own: vLLM refuses the "uni"
+        # executor on CPU unless this is set. Saves one interpreter start (15 s of CPU) and an RPC per token.
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return environment

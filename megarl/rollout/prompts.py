@@ -1,0 +1,107 @@
+"""Prompts by group id: which problem a group works on, its token ids, and what its reward needs.
+
+Group g takes draw number g of the cursor, so a group that is redrawn after a resume gets the problem it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.checks import longest_response, max_sequence_tokens
+from megarl.config.schema import Config, EvalSetConfig
+from megarl.data.cursor import Cursor
+from megarl.data.dataset import Prompt, load_prompts
+from megarl.data.tokenize import PromptEncoder, load_tokenizer, stop_token_ids
+from megarl.models.info import load_info
+from megarl.rewards.types import RewardInput
+from megarl.rollout.evaluate import EvalProblem, EvalSet
+from megarl.rollout.requests import SamplingSpec
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A prompt and its token ids."""
+
+    prompt: Prompt
+    ids: list[int]
+
+    @property
+    def answer(self) -> str:
+        return self.prompt.answer
+
+    def judge(self, response: str, token_ids: list[int], finish_reason: str) -> RewardInput:
+        """What the reward function sees of one response."""
+        return RewardInput(
+            prompt=self.prompt.text,
+            response=response,
+            token_ids=token_ids,
+            finish_reason=finish_reason,
+            answer=self.prompt.answer,
+            row=self.prompt.row,
+        )
+
+
+class PromptSource:
+    """Training prompts, evaluation sets and the tokenizer of a run. ValueError for anything the user got wrong."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.stop_token_ids = tuple(stop_token_ids(config.model.path, self.tokenizer, config.sampling.stop_token_ids))
+        self._room = max_sequence_tokens(config, load_info(config.model.path)) - longest_response(config)
+        limit = config.data.max_prompt_tokens or self._room
+        self._prompts = load_prompts(config.data.path, config.data)
+        self._encoder = PromptEncoder(self.tokenizer, limit, config.data.overlong_prompts)
+        self._valid = self._encoder.valid_indices(self._prompts)
+        self._cursor = Cursor(len(self._valid), config.run.seed, config.data.shuffle)
+
+    @property
+    def skipped(self) -> int:
+        """Prompts left out because they are too long."""
+        return self._encoder.skipped
+
+    def draw(self, group_id: int) -> Drawn:
+        """The problem of a group; the same at every call."""
+        _, index = self._cursor.at(group_id)
+        prompt = self._prompts[self._valid[index]]
+        return Drawn(prompt, self._encoder.encode(prompt))
+
+    def reference(self, group_id: int) -> str:
+        """The reference answer of a group's problem."""
+        return self._prompts[self._valid[self._cursor.at(group_id)[1]]].answer
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens: what a reward function judges."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def eval_sets(self) -> list[EvalSet]:
+        """The configured held-out sets, tokenized. Prompts too long for the model are an error."""
+        return [self._eval_set(each) for each in self.config.evaluation.sets]
+
+    def _eval_set(self, wanted: EvalSetConfig) -> EvalSet:
+        config = self.config
+        encoder = PromptEncoder(self.tokenizer, self._room)
+        problems = []
+        for prompt in load_prompts(wanted.path, config.data, wanted.limit):
+            drawn = Drawn(prompt, encoder.encode(prompt))
+            problems.append(EvalProblem(drawn.ids, drawn.judge, prompt.answer))
+        max_tokens = config.evaluation.max_tokens or config.sampling.max_tokens
+        return EvalSet(
+            name=wanted.name,
+            problems=problems,
+            greedy=SamplingSpec.greedy(max_tokens, self.stop_token_ids),
+            sampled=SamplingSpec.evaluation(config.evaluation.sampling, max_tokens, self.stop_token_ids),
+            samples=config.evaluation.sampling.samples,
+            seed=config.run.seed,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order of the prompts depends on; the position is the group id."""
+        return self._cursor.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """ValueError if the data set, seed or order is another one."""
+        self._cursor.load_state_dict(state)

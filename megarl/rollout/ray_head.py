@@ -1,0 +1,144 @@
+"""A Ray head of one run's own: own ports, own short temporary directory, own access token.
+
+It is started by `ray.init()` in the supervisor's main thread, so that Ray's processes die with the supervisor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from megarl.rollout.errors import SupervisorFailed
+from megarl.rollout.processes import descendants, sweep
+from megarl.rollout.replica import ROLLOUT_RESOURCE
+
+logger = logging.getLogger(__name__)
+
+TOKEN_FILE = "ray_token"
+OBJECT_STORE_BYTES = 256 * 2**20
+ATTEMPT_S = 30
+MAX_ATTEMPTS = 5
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def access_environment(run_dir: Path, create: bool = False) -> dict[str, str]:
+    """How the processes of a run prove to its Ray that they belong to it; what the user has set is kept."""
+    if any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return {}
+    path = run_dir.resolve() / TOKEN_FILE
+    if create:
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+
+
+class RayHead:
+    """`start` ... `stop`; `address` is what ranks connect to. Must be used in the main thread."""
+
+    def __init__(self, num_cpus: int, num_gpus: int, namespace: str, log_dir: Path, start_timeout_s: float) -> None:
+        self.num_cpus = num_cpus
+        self.num_gpus = num_gpus
+        self.namespace = namespace
+        self.log_dir = log_dir
+        self.start_timeout_s = start_timeout_s
+        self.address = ""
+        # Unix socket paths are limited to 107 bytes, so not inside the run directory.
+        self.temp_dir = Path(tempfile.mkdtemp(prefix="megarl-", dir="/tmp"))
+
+    def start(self) -> None:
+        """SupervisorFailed with Ray's reason if no attempt succeeds within `start_timeout_s`."""
+        deadline = time.monotonic() + self.start_timeout_s
+        for attempt in itertools.count(1):
+            before = descendants(os.getpid())
+            try:
+                return self._init()
+            except Exception as error:
+                logger.exception("Ray head, attempt %d", attempt)
+                sweep(descendants(os.getpid()) - before, grace_s=0.0)
+                if attempt == MAX_ATTEMPTS or time.monotonic() + ATTEMPT_S > deadline:
+                    raise SupervisorFailed(
+                        f"the Ray head did not start in {attempt} attempts within {self.start_timeout_s:.0f} s: "
+                        f"{error}; see {self.log_dir}"
+                    ) from error
+
+    def _init(self) -> None:
+        # Read by Ray's C++ side when it is imported.
+        os.environ["RAY_raylet_start_wait_time_s"] = str(ATTEMPT_S)  # noqa: SIM112
+        import ray
+
+        with patched_start():
+            context = ray.init(
+                address="local",
+                num_cpus=self.num_cpus,
+                num_gpus=self.num_gpus,
+                resources={ROLLOUT_RESOURCE: 10000},
+                namespace=self.namespace,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(self.temp_dir),
+            )
+        self.address = context.address_info["gcs_address"]
+
+    def stop(self) -> None:
+        """Move Ray's own logs to the run directory and remove the temporary directory; after `ray.shutdown()`."""
+        target = self.log_dir / "ray"
+        shutil.rmtree(target, ignore_errors=True)
+        for session in sorted(self.temp_dir.glob("session_2*/logs")):
+            shutil.copytree(session, target, dirs_exist_ok=True, symlinks=True, ignore_dangling_symlinks=True)
+        shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+
+@contextmanager
+def patched_start() -> Iterator[None]:
+    """Patch of ray.init, Ray 2.60.0, where two things have no arguments.
+
+    The raylet aborts if its dashboard agent has not written its ports to files within a hard-coded 15 s, which a busy
+    host exceeds (https://github.com/ray-project/ray/issues/65983): ports that are given are not waited for, and for
+    the one that cannot be given, of an HTTP service unused here, the file is there beforehand and says "none" (-1).
+    The autoscaler's monitor and the log monitor have no use here.
+    """
+    from ray._private import node, parameter
+    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
+
+    params, start_processes = parameter.RayParams, node.Node.start_ray_processes
+    metrics, agent, runtime_env = free_ports(3)
+    ours = {
+        "metrics_export_port": metrics,
+        "metrics_agent_port": agent,
+        "runtime_env_agent_port": runtime_env,
+        "no_monitor": True,
+        "include_log_monitor": False,
+    }
+
+    def start(self: Any) -> None:
+        persist_port(self.get_session_dir_path(), self.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, -1)
+        start_processes(self)
+
+    parameter.RayParams = lambda **fields: params(**{**fields, **ours})
+    node.Node.start_ray_processes = start
+    try:
+        yield
+    finally:
+        parameter.RayParams = params
+        node.Node.start_ray_processes = start_processes

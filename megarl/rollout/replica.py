@@ -1,0 +1,287 @@
+"""EngineReplica: one vLLM engine inside an async Ray actor. Token ids in; token ids, log-probs and versions out.
+
+It knows nothing of prompts' texts, groups or rewards. Every engine failure leaves as `ReplicaFailed` with this
+replica's index; a replica that failed once refuses everything afterwards, so that a half-updated engine never serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.config.schema import Config
+from megarl.logs import redirect_output
+from megarl.queue.schema import FinishReason, VersionSpan
+from megarl.rollout.devices import Held, held_devices
+from megarl.rollout.engine_args import engine_args, engine_environment
+from megarl.rollout.errors import ReplicaFailed
+from megarl.rollout.processes import ProcessId, die_with
+from megarl.rollout.requests import GenerateRequest, GenerateResult
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN_VERSION = -1
+ROLLOUT_RESOURCE = "megarl_rollout"
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """What every replica of a run is made from; `supervisor` on this host (None: on another one)."""
+
+    config_json: str
+    run_dir: str
+    namespace: str
+    cuda: bool
+    max_model_len: int | None
+    supervisor: ProcessId | None
+
+
+def replica_name(index: int) -> str:
+    """Ray name of a replica inside the run's namespace."""
+    return f"replica-{index}"
+
+
+def create_replica(spec: ReplicaSpec, index: int) -> Any:
+    """Actor handle of a new replica, not started. The calling process owns it: the supervisor or one of its actors.
+
+    `num_gpus` = TP and no placement group: inside one vLLM would silently choose its Ray executor, which wants GPUs
+    outside the actor.
+    """
+    import ray
+
+    tensor_parallel = Config.model_validate_json(spec.config_json).rollout.tensor_parallel
+    options = {"num_gpus": tensor_parallel if spec.cuda else 0, "num_cpus": 1, "max_concurrency": 1000}
+    return (
+        ray.remote(EngineReplica)
+        .options(name=replica_name(index), namespace=spec.namespace, resources={ROLLOUT_RESOURCE: 1}, **options)
+        .remote(spec, index)
+    )
+
+
+async def restart_replica(spec: ReplicaSpec, index: int, old: Any, timeout_s: float) -> Any:
+    """Kill `old` and start a fresh replica under its name. ReplicaFailed if it does not come up in time."""
+    import ray
+
+    deadline = time.monotonic() + timeout_s
+    ray.kill(old)
+    while True:
+        try:
+            # The old name is free only once Ray has seen the death.
+            handle = create_replica(spec, index)
+            break
+        except ValueError:
+            if time.monotonic() > deadline:
+                raise ReplicaFailed(index, f"replica {index} did not die within {timeout_s:.0f} s") from None
+            await asyncio.sleep(0.1)
+    try:
+        await asyncio.wait_for(handle.start.remote(), deadline - time.monotonic())
+    except TimeoutError:
+        raise ReplicaFailed(index, f"waited {timeout_s:.0f} s for replica {index} to restart") from None
+    return handle
+
+
+class EngineReplica:
+    """Created by `create_replica`; see the module's docstring."""
+
+    def __init__(self, spec: ReplicaSpec, index: int) -> None:
+        self.index = index
+        self.config = Config.model_validate_json(spec.config_json)
+        self.cuda = spec.cuda
+        self.max_model_len = spec.max_model_len
+        self._engine: Any = None
+        self._failed: str | None = None
+        self._served = 0
+        redirect_output(Path(spec.run_dir) / "logs" / f"replica-{index}.log")
+        os.environ.update(engine_environment(self.config, cuda=spec.cuda))
+        if spec.supervisor is not None:
+            die_with(spec.supervisor, "supervisor")
+
+    async def start(self) -> dict[str, float]:
+        """Build the engine and let it produce one token; seconds of both. ReplicaFailed with the engine's reason."""
+        started = time.monotonic()
+        try:
+            self._engine = self._build()
+            built = time.monotonic()
+            await self._probe()
+        except Exception as error:
+            self._fail(f"failed to start: {_reason(error)}")
+        return {"build_s": built - started, "probe_s": time.monotonic() - built}
+
+    def _build(self) -> Any:
+        # Built in the event loop's own thread, which lives as long as this actor: the engine process is tied to the
+        # thread that forks it (PR_SET_PDEATHSIG).
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = engine_args(self.config, cuda=self.cuda, max_model_len=self.max_model_len)
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**arguments, weight_transfer_config=WeightTransferConfig(backend="megarl"))
+        )
+
+    async def _probe(self) -> None:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, detokenize=False)
+        async for _ in self._engine.generate({"prompt_token_ids": [0]}, parameters, request_id="probe"):
+            pass
+
+    async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        """All responses, in the order of `requests`. ReplicaFailed if the engine died."""
+        self._check()
+        try:
+            return await asyncio.gather(*(self._generate(request) for request in requests))
+        except ReplicaFailed:
+            raise
+        except Exception as error:
+            self._raise(f"generation failed: {_reason(error)}", error)
+
+    async def _generate(self, request: GenerateRequest) -> GenerateResult:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            repetition_penalty=sampling.repetition_penalty,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=request.seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        final, started = None, time.monotonic()
+        prompt = {"prompt_token_ids": request.prompt_ids}
+        async for output in self._engine.generate(prompt, parameters, request_id=request.request_id):
+            final = output
+        if final is None:
+            raise ReplicaFailed(self.index, f"replica {self.index} ended request {request.request_id} without output")
+        self._served += 1
+        return _result(request, final.outputs[0], self.index, time.monotonic() - started)
+
+    async def pause(self, clear_cache: bool = True) -> None:
+        """Freeze generation; requests in flight stay. `clear_cache`: recompute their KV cache after `resume`."""
+        self._check()
+        await self._guard(self._engine.pause_generation(mode="keep", clear_cache=clear_cache), "pause")
+
+    async def resume(self) -> None:
+        self._check()
+        await self._guard(self._engine.resume_generation(), "resume")
+
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._check()
+        request = WeightTransferInitRequest(init_info=init_info)
+        await self._guard(self._engine.init_weight_transfer_engine(request), "init_weight_transfer")
+
+    async def start_weight_update(self) -> None:
+        self._check()
+        await self._guard(self._engine.start_weight_update(), "start_weight_update")
+
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._check()
+        request = WeightTransferUpdateRequest(update_info=update_info)
+        await self._guard(self._engine.update_weights(request), "update_weights")
+
+    async def finish_weight_update(self, version: str | None = None) -> None:
+        self._check()
+        await self._guard(self._engine.finish_weight_update(version), "finish_weight_update")
+
+    async def set_weight_version(self, version: str) -> None:
+        """Label what is produced from now on, without touching the weights."""
+        self._check()
+        await self._guard(self._engine.update_weight_version(version), "set_weight_version")
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Call a method of every engine worker; results in worker order."""
+        self._check()
+        return await self._guard(self._engine.collective_rpc(method, args=args), method)
+
+    async def world_size(self) -> int:
+        """Engine workers of this replica (TP)."""
+        return self.config.rollout.tensor_parallel
+
+    async def health(self) -> dict[str, Any]:
+        """ReplicaFailed if the engine is dead or was never started."""
+        self._check()
+        await self._guard(self._engine.check_health(), "health")
+        return {"replica": self.index, "served": self._served, "pid": os.getpid()}
+
+    async def devices(self) -> Held:
+        """What this replica holds."""
+        return held_devices(f"replica {self.index}", self.cuda)
+
+    async def fail(self, reason: str) -> None:
+        """Refuse everything from now on (e.g. after a failed weight sync)."""
+        self._failed = f"replica {self.index} {reason}"
+
+    async def shutdown(self) -> None:
+        """Stop the engine's processes."""
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise ReplicaFailed(self.index, self._failed)
+        if self._engine is None:
+            raise ReplicaFailed(
+                self.index, f"replica {self.index} has no engine: start() was not called or has not ended"
+            )
+
+    async def _guard(self, call: Any, what: str) -> Any:
+        try:
+            return await call
+        except Exception as error:
+            self._raise(f"{what} failed: {_reason(error)}", error)
+
+    def _raise(self, message: str, cause: Exception) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(cause, EngineDeadError):
+            self._failed = f"replica {self.index} is dead: {message}"
+        raise ReplicaFailed(self.index, f"replica {self.index}: {message}") from cause
+
+    def _fail(self, message: str) -> None:
+        logger.exception("replica %d %s", self.index, message)
+        self._failed = f"replica {self.index} {message}"
+        raise ReplicaFailed(self.index, self._failed)
+
+
+def _result(request: GenerateRequest, output: Any, replica: int, seconds: float) -> GenerateResult:
+    ids = list(output.token_ids)
+    logprobs = [math.nan if value is None else float(value) for value in output.logprobs.logprobs]
+    if len(logprobs) != len(ids) or list(output.logprobs.token_ids) != ids:
+        raise ReplicaFailed(
+            replica, f"replica {replica} gave {len(logprobs)} log-probs for {len(ids)} tokens of {request.request_id}"
+        )
+    spans = tuple(VersionSpan(_version(s.version), s.start, s.end) for s in output.weight_versions or ())
+    reason: FinishReason = output.finish_reason if output.finish_reason in {"stop", "length"} else "abort"
+    return GenerateResult(request.request_id, ids, logprobs, spans, reason, replica, seconds)
+
+
+def _version(label: str) -> int:
+    """vLLM's label is free text, "default" until the first sync."""
+    return int(label) if label.isdecimal() else UNKNOWN_VERSION
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause in one line: vLLM wraps the engine's own error in several layers."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {text[0] if text else ''}"

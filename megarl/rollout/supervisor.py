@@ -1,0 +1,269 @@
+"""The supervisor: owns the Ray head, the replicas, the controller and the queue of one run, and their end.
+
+`python -m megarl.rollout.supervisor SPEC`, started in a session of its own by `launch.py`, so that neither a killed
+rank nor a Ctrl-C takes the pool along unasked. It tears everything down when the torchrun agent (pid and start time)
+is gone, when RUN_DIR/supervisor.stop names this launch, on SIGTERM, and when the Ray head dies.
+
+Its actors are named but not `lifetime="detached"`: they belong to this process, so that even its SIGKILL ends them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megarl.config.checks import max_sequence_tokens
+from megarl.config.pools import resolve_pools
+from megarl.config.schema import Config
+from megarl.logs import redirect_output
+from megarl.models.info import load_info
+from megarl.rollout.devices import refuse_split_replica, visible_devices
+from megarl.rollout.errors import RolloutError
+from megarl.rollout.launch import STOP_FILE, SupervisorSpec, write_state
+from megarl.rollout.processes import ProcessId, descendants, is_alive, sweep
+from megarl.rollout.ray_head import RayHead, access_environment
+from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec, create_replica
+
+logger = logging.getLogger(__name__)
+
+CONTROLLER = "controller"
+HEARTBEAT_S = 5.0
+
+
+class Supervisor:
+    def __init__(self, spec: SupervisorSpec) -> None:
+        self.spec = spec
+        self.config = Config.model_validate_json(spec.config_json)
+        self.run_dir = Path(spec.run_dir)
+        self.stop_reason: str | None = None
+        self._stop = threading.Event()
+        self._children: set[ProcessId] = set()
+        self._lock = threading.Lock()
+        self._state: dict[str, Any] = {
+            "state": "starting",
+            "error": None,
+            "address": "",
+            "namespace": spec.namespace,
+            "partition": spec.partition,
+            "attempt": spec.attempt,
+            "launch_id": spec.launch_id,
+            "process": asdict(ProcessId.own()),
+            "agent": asdict(spec.agent),
+        }
+        self._head: RayHead | None = None
+        self._actors: list[Any] = []
+        self._queue: Any = None
+
+    def run(self) -> int:
+        """Start, watch, tear down. 0 if it was asked to stop, 1 if something failed."""
+        self._publish()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        failure: BaseException | None = None
+        try:
+            self._start_ray()
+            self._start_actors()
+            self._publish(state="ready")
+            logger.info("pool ready")
+            self._serve()
+        except Exception as error:
+            failure = error
+            if not self._stop.is_set():
+                logger.exception("the pool failed")
+        self._tear_down(failure)
+        return 0 if failure is None or self.stop_reason is not None else 1
+
+    def _serve(self) -> None:
+        """Until asked to stop; RolloutError if Ray or the controller goes first."""
+        import ray
+
+        beat = self._actors[-1].counters
+        while not self._stop.wait(HEARTBEAT_S):
+            try:
+                ray.get(beat.remote(), timeout=self.config.timeouts.rpc_s)
+            except Exception as error:
+                raise RolloutError(f"the rollout controller does not answer: {_cause(error)}") from error
+
+    def request_stop(self, reason: str) -> None:
+        if not self._stop.is_set():
+            self.stop_reason = reason
+            logger.info("stopping: %s", reason)
+            self._stop.set()
+
+    def _publish(self, **changes: Any) -> None:
+        with self._lock:
+            self._state.update(changes)
+            self._state["children"] = [asdict(child) for child in self._children if is_alive(child)]
+            write_state(self.run_dir, self._state)
+
+    def _watch(self) -> None:
+        """Every half second: agent, stop file, Ray head; and remember every descendant, orphans included."""
+        stop_file = self.run_dir / STOP_FILE
+        recorded: set[ProcessId] = set()
+        while True:
+            self._children |= descendants(os.getpid())
+            if not is_alive(self.spec.agent):
+                self.request_stop(f"the launcher (pid {self.spec.agent.pid}) is gone")
+            elif stop_file.exists() and stop_file.read_text() in {"", self.spec.launch_id}:
+                self.request_stop("asked to")
+            if self._children != recorded and not self._stop.is_set():
+                recorded = set(self._children)
+                self._publish()
+            time.sleep(0.5)
+
+    def _start_ray(self) -> None:
+        config, rollout = self.config, self.config.rollout
+        if self.spec.cuda:
+            devices = resolve_pools(config).rollout.devices
+            refuse_split_replica(rollout.tensor_parallel, len(devices))
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(devices)
+        if config.ray.address is None:
+            os.environ.update(access_environment(self.run_dir, create=True))
+            actors = rollout.replicas + 1 + 1 + config.queue.storage_units
+            gpus = rollout.replicas * rollout.tensor_parallel if self.spec.cuda else 0
+            self._head = RayHead(
+                config.ray.num_cpus or actors + 2, gpus, self.spec.namespace, self.run_dir / "logs",
+                config.timeouts.ray_start_s,
+            )  # fmt: skip
+            self._head.start()
+            address = self._head.address
+        else:
+            import ray
+
+            address = config.ray.address
+            ray.init(address=address, namespace=self.spec.namespace, log_to_driver=False, configure_logging=False)
+        # Ray has installed its own SIGTERM handler by now.
+        signal.signal(signal.SIGTERM, lambda *_: self.request_stop("SIGTERM"))
+        self._publish(address=address)
+        logger.info("Ray at %s", address)
+
+    def _start_actors(self) -> None:
+        """Queue, replicas and controller, all at the same time; RolloutError naming the first that failed."""
+        import ray
+
+        from megarl.queue.transfer import start_queue
+        from megarl.rollout.controller import RolloutController
+
+        spec, config = self.spec, self.config
+        replica_spec = ReplicaSpec(
+            config_json=spec.config_json,
+            run_dir=spec.run_dir,
+            namespace=spec.namespace,
+            cuda=spec.cuda,
+            max_model_len=max_sequence_tokens(config, load_info(config.model.path)),
+            supervisor=ProcessId.own() if self._head is not None else None,
+        )
+        pending: dict[Any, str] = {}
+        replicas = [create_replica(replica_spec, index) for index in range(config.rollout.replicas)]
+        for index, replica in enumerate(replicas):
+            pending[replica.start.remote()] = f"engine replica {index}"
+        options = {"resources": {ROLLOUT_RESOURCE: 1}, "num_cpus": 1, "max_concurrency": 1000}
+        controller = (
+            ray.remote(RolloutController)
+            .options(name=CONTROLLER, namespace=spec.namespace, **options)
+            .remote(replica_spec, spec.partition, cwd=spec.cwd)
+        )
+        self._actors = [*replicas, controller]
+        pending[controller.start.remote()] = "the rollout controller"
+        self._queue = start_queue(
+            spec.partition,
+            namespace=spec.namespace,
+            storage_units=config.queue.storage_units,
+            node_resource=ROLLOUT_RESOURCE,
+            timeout_s=config.timeouts.ray_start_s,
+        )
+        self._await_actors(pending, config.timeouts.engine_start_s)
+
+    def _await_actors(self, pending: dict[Any, str], timeout_s: float) -> None:
+        import ray
+
+        deadline = time.monotonic() + timeout_s
+        while pending:
+            if self._stop.is_set():
+                raise RolloutError(f"stopped while starting: {self.stop_reason}")
+            if time.monotonic() > deadline:
+                waited = ", ".join(pending.values())
+                raise RolloutError(f"the supervisor waited {timeout_s:.0f} s for {waited}; see {self.run_dir / 'logs'}")
+            done, _ = ray.wait(list(pending), timeout=0.2)
+            for reference in done:
+                name = pending.pop(reference)
+                try:
+                    logger.info("%s is up: %s", name, ray.get(reference))
+                except Exception as error:
+                    raise RolloutError(f"{name}: {_cause(error)}; see {self.run_dir / 'logs'}") from error
+
+    def _tear_down(self, failure: BaseException | None) -> None:
+        """Engines first (bounded), then Ray, then whatever is left by pid and start time."""
+        started = time.monotonic()
+        state = "failed" if failure is not None and self.stop_reason is None else "stopped"
+        if state == "failed":
+            # Said before the clean-up: the launcher is waiting for it.
+            self._publish(state=state, error=_cause(failure) if failure else None)
+        self._children |= descendants(os.getpid())
+        grace = min(5.0, self.config.timeouts.shutdown_s / 3)
+        self._close_actors(grace)
+        self._children |= descendants(os.getpid())
+        left = sweep(self._children, grace_s=1.0)
+        if self._head is not None:
+            self._head.stop()
+        if left:
+            logger.error("still alive after SIGKILL: %s", sorted(process.pid for process in left))
+        self._publish(state=state, error=_cause(failure) if failure else self.stop_reason)
+        logger.info("torn down in %.1f s", time.monotonic() - started)
+
+    def _close_actors(self, grace_s: float) -> None:
+        import ray
+
+        if not ray.is_initialized():
+            return
+        try:
+            ray.wait([a.shutdown.remote() for a in self._actors], num_returns=len(self._actors) or 1, timeout=grace_s)
+            for actor in self._actors:
+                ray.kill(actor)
+            if self._queue is not None:
+                self._queue.close()
+        except Exception as error:
+            logger.warning("closing the actors: %s", error)
+        ray.shutdown()
+
+
+def _cause(error: BaseException) -> str:
+    """One line: what an actor raised, without Ray's wrapping."""
+    cause = getattr(error, "cause", None)
+    inner = cause if isinstance(cause, BaseException) else error
+    lines = [line for line in str(inner).strip().splitlines() if line.strip()]
+    text = lines[-1] if lines and type(inner).__name__.startswith("RayTask") else (lines[0] if lines else "")
+    return text or type(inner).__name__
+
+
+def main() -> int:
+    spec = SupervisorSpec.load(Path(sys.argv[1]))
+    os.chdir(spec.cwd)
+    os.environ.update(
+        OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
+        PYTHONPATH=os.pathsep.join(filter(None, (spec.cwd, os.environ.get("PYTHONPATH")))),
+        RAY_enable_worker_prestart="0",
+        RAY_prestart_worker_first_driver="0",
+        RAY_worker_register_timeout_seconds="300",
+        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        TQ_NUM_THREADS="1",
+        TQ_LOGGING_LEVEL="ERROR",
+    )
+    redirect_output(Path(spec.run_dir) / "logs" / "supervisor.log")
+    logger.info("supervisor of %s: %s", spec.run_dir, json.dumps({"attempt": spec.attempt, "launch": spec.launch_id}))
+    code = Supervisor(spec).run()
+    logging.shutdown()
+    # Not sys.exit: a library's non-daemon thread or exit hook must not keep a supervisor alive that has nothing left.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

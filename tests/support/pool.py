@@ -1,0 +1,75 @@
+"""A real rollout pool on a tiny model, for tests: supervisor, Ray head, one vLLM engine, controller and queue.
+
+`start_pool(directory)` takes 30 to 60 s on two cores; share it by a session- or module-scoped fixture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.config.schema import Config
+from megarl.rollout.client import PoolClient
+from megarl.rollout.launch import SupervisorHandle, launch_supervisor
+from tests.support.tiny import make_tiny_model
+
+# One token for all pools of this process: Ray reads it once.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def count_digits(response: str, answer: str) -> float:
+    """A reward that a random model sometimes gets: the share of digits, 0 if there is none."""
+    return sum(c.isdigit() for c in response) / max(1, len(response))
+
+
+def write_problems(path: Path, count: int, offset: int = 0) -> Path:
+    """`{"problem", "answer"}` lines: small additions."""
+    rows = [{"problem": f"{i}+{i + 1}=?", "answer": str(2 * i + 1)} for i in range(offset, offset + count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def tiny_config(directory: Path, model: Path | None = None, **sections: dict[str, Any]) -> Config:
+    """An fp32 config on a tiny model and additions in `directory`; `sections` update whole sections' fields."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if model is None:
+        model = make_tiny_model(directory / "model")
+    fields: dict[str, dict[str, Any]] = {
+        "run": {"name": "test", "dir": directory / "run", "steps": 2},
+        "model": {"path": model},
+        "trainer": {"precision": "fp32"},
+        "batch": {"groups": 4, "samples_per_group": 4},
+        "sampling": {"max_tokens": 16},
+        "data": {"path": write_problems(directory / "train.jsonl", 32), "max_prompt_tokens": 64},
+        "reward": {"function": "tests.support.pool:count_digits"},
+        "evaluation": {"sets": [{"name": "held_out", "path": write_problems(directory / "eval.jsonl", 8, 100)}]},
+        "timeouts": {"ray_start_s": 240, "engine_start_s": 400, "rpc_s": 60, "generate_s": 120},
+    }
+    for name, update in sections.items():
+        fields[name] = {**fields.get(name, {}), **update}
+    return Config.model_validate(fields)
+
+
+@dataclass
+class TestPool:
+    """A running pool; `close()` ends it."""
+
+    __test__ = False
+    config: Config
+    handle: SupervisorHandle
+    client: PoolClient
+    close: Callable[[], None]
+
+
+def start_pool(directory: Path, model: Path | None = None, agent_pid: int | None = None, **sections: Any) -> TestPool:
+    """Start and connect; ends with this process at the latest."""
+    config = tiny_config(directory, model, **sections)
+    handle = launch_supervisor(config.model_dump_json(), config.run_dir, agent_pid or os.getpid())
+    client = PoolClient.connect(handle, config)
+    return TestPool(config, handle, client, client.close)
