@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megarl import replay
 from megarl.config.errors import ConfigError
+from megarl.evaluation import standalone
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -67,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     docs.add_argument("--out", type=Path, default=Path("docs"), help="directory (default: docs)")
     docs.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
     docs.set_defaults(run=_docs)
+    standalone.add_parser(commands)
     replay.add_parser(commands)
     return parser
 

@@ -1,0 +1,110 @@
+"""`megarl eval`: from options to a config, messages for mistakes, and one real engine end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import build_parser, main
+from megarl.config.errors import ConfigError
+from megarl.evaluation.standalone import eval_config, report_content
+from tests.support.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("eval") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def heldout(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "heldout.jsonl"
+    rows = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config_of(*arguments: str):
+    return eval_config(build_parser().parse_args(["eval", *arguments]))
+
+
+def test_options_become_a_config(model, heldout, tmp_path):
+    config = config_of(
+        "--model", str(model), "--data", str(heldout), "--data", "other/heldout.jsonl", "--samples", "8",
+        "--temperature", "0.7", "--top-k", "20", "--limit", "5", "--max-tokens", "64", "--run-dir", str(tmp_path),
+        "--reward", "gsm8k", "reward.timeout_s=3",
+    )  # fmt: skip
+    assert [(each.name, each.limit) for each in config.evaluation.sets] == [("heldout", 5), ("other-heldout", 5)]
+    sampling = config.evaluation.sampling
+    assert (sampling.samples, sampling.temperature, sampling.top_k) == (8, 0.7, 20)
+    assert config.sampling.max_tokens == 64 and config.run_dir == tmp_path
+    assert config.reward.function == "gsm8k" and config.reward.timeout_s == 3
+    assert config_of("--model", str(model), "--data", str(heldout)).sampling.max_tokens == 256  # of 512 positions
+    assert config_of("--model", "nowhere", "--data", str(heldout)).sampling.max_tokens == 1024
+    # A float32 checkpoint is evaluated in float32, not in what a training run would default to.
+    assert config.rollout.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (["--model", "nowhere", "--data", "{data}"], ["--model: no such directory: nowhere"]),
+        (["--model", "{model}", "--data", "nowhere.jsonl"], ["--data: no such file: nowhere.jsonl"]),
+        (["--model", "{model}", "--data", "{data}", "--samples", "0"], ["--samples: must be at least 1"]),
+        (["--model", "{model}", "--data", "{data}", "--temperature", "0"], ["--temperature: must be greater than 0"]),
+        (["--model", "{model}", "--data", "{data}", "--limit", "0"], ["--limit: must be at least 1"]),
+        (["--model", "{model}", "--data", "{data}", "--max-tokens", "9999"], ["--max-tokens: responses of 9999"]),
+        (["--model", "{model}", "--data", "{data}", "--reward", "nonsense"], ["--reward: 'nonsense' is neither"]),
+        (["--model", "{model}", "--data", "{data}", "reward.nonsense=1"], ["reward.nonsense: no such key"]),
+    ],
+)
+def test_mistakes_end_with_one_message_naming_the_option(model, heldout, arguments, messages, capsys):
+    filled = [argument.format(model=model, data=heldout) for argument in arguments]
+    assert main(["eval", *filled]) == 2
+    error = capsys.readouterr().err
+    for message in messages:
+        assert error.count(message) == 1
+    assert error.startswith("megarl: ") and "Traceback" not in error
+
+
+def test_one_problem_is_told_once(model):
+    # data.path and evaluation.sets.0.path are both the same option.
+    with pytest.raises(ConfigError) as caught:
+        config = config_of("--model", str(model), "--data", "nowhere.jsonl")
+        from megarl.evaluation.standalone import _check
+
+        _check(config)
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.engine
+def test_a_real_engine_end_to_end(model, heldout, tmp_path):
+    command = [
+        sys.executable, "-m", "megarl.cli", "eval", "--model", str(model), "--data", str(heldout), "--max-tokens", "16",
+        "--samples", "2", "--limit", "4", "--run-dir", str(tmp_path / "run"), "--json", str(tmp_path / "report.json"),
+    ]  # fmt: skip
+    ended = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=400, env=dict(os.environ, OMP_NUM_THREADS="1")
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "heldout greedy" in ended.stdout and "pass@2" in ended.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    (only,) = report["sets"]
+    assert only["name"] == "heldout" and only["greedy"]["problems"] == 4 and "maj@2" in only["sampled"]
+    assert 0 < only["greedy"]["mean_tokens"] <= 16
+    lines = [json.loads(line) for line in Path(report["responses"]).read_text().splitlines()]
+    assert len(lines) == 4 * (1 + 2)
+    assert {line["reference"] for line in lines} == {"0", "2", "4", "6"}
+    state = json.loads((tmp_path / "run" / "supervisor.json").read_text())
+    assert not Path(f"/proc/{state['process']['pid']}").exists()
+
+
+def test_report_content_says_how_it_was_sampled(model, heldout):
+    content = report_content([], config_of("--model", str(model), "--data", str(heldout)))
+    assert content["sampling"]["samples"] == 4 and content["max_tokens"] == 256 and content["sets"] == []
+    json.dumps(content)
