@@ -79,7 +79,7 @@ class LossStats:
         zero = torch.zeros((), dtype=torch.float64, device=new_T.device)
         old_T = torch.where(keep_T, old_T.detach().double(), zero)
         new_T = torch.where(keep_T, new_T.detach().double(), zero)
-        stats = cls.of_ratios((new_T - old_T).exp(), new_T - old_T, keep_T, cu_seqlens)
+        stats = cls.of_ratios((new_T - old_T).clamp(max=50.0).exp(), new_T - old_T, keep_T, cu_seqlens)
         stats.add_moments(old_T, new_T)
         return stats
 

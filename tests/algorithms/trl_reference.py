@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict
-from types import SimpleNamespace
+from functools import cache
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,6 +23,13 @@ LOSS_TYPES = {
 }
 
 
+@cache
+def grpo_module() -> ModuleType:
+    """TRL's own module, imported without vLLM, which it would load for nothing."""
+    with mock.patch("trl.import_utils.is_vllm_available", lambda *args, **kwargs: False):
+        return importlib.import_module("trl.trainer.grpo_trainer")
+
+
 class _OneProcess:
     num_processes = 1
 
@@ -31,8 +41,7 @@ class _OneProcess:
 
 
 def trl_result(batch: Batch, spec: LossSpec, loss_type: str) -> Result:
-    from trl import GRPOTrainer
-
+    GRPOTrainer = grpo_module().GRPOTrainer
     assert spec.kl_estimator == "k3" and spec.aggregation == LOSS_TYPES[loss_type]
     logprobs_BL = batch.padded("logprobs").requires_grad_()
     entropy_BL = batch.padded("entropy").requires_grad_()

@@ -1,0 +1,84 @@
+"""shape_batch: every sample that comes in leaves exactly once, with the right reward and advantage."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algorithms.filters import ScoredSample, ShapingSpec, shape_batch
+
+
+def group(name: str, *rewards: float, **kwargs: bool) -> list[ScoredSample]:
+    return [ScoredSample(f"{name}:{i}", r, length=5, **kwargs) for i, r in enumerate(rewards)]
+
+
+def test_mixed_batch() -> None:
+    groups = [
+        group("a", 1.0, 0.0),
+        group("b", 1.0, 1.0),
+        group("c", 0.0, 0.0, 0.0),
+        [*group("d", 1.0), ScoredSample("d:1", 0.0, 5, failed=True)],
+        [*group("e", 0.0, 1.0), ScoredSample("e:2", 9.0, 5, failed=True)],
+    ]
+    batch = shape_batch(groups, ShapingSpec("dr_grpo", max_tokens=8))
+    assert [[(s.key, s.group, s.advantage) for s in g] for g in batch.groups] == [
+        [("a:0", 0, 0.5), ("a:1", 0, -0.5)],
+        [("e:0", 4, -0.5), ("e:1", 4, 0.5)],  # the failed sample is in no baseline
+    ]
+    assert (batch.trained_groups, batch.filtered_groups, batch.failed_groups) == (2, 2, 1)
+    assert (batch.solved_all, batch.solved_none) == (1, 1)
+    assert batch.filtered_keys == ["b:0", "b:1", "c:0", "c:1", "c:2"]
+    assert sorted(batch.failed_keys) == ["d:0", "d:1", "e:2"] and batch.failed_samples == 3
+
+
+def test_filter_off_trains_on_zero_advantages() -> None:
+    batch = shape_batch([group("a", 1.0, 1.0)], ShapingSpec(filter_zero_variance=False, max_tokens=8))
+    assert [s.advantage for s in batch.groups[0]] == [0.0, 0.0]
+    assert (batch.trained_groups, batch.filtered_groups, batch.solved_all) == (1, 0, 1)
+
+
+def test_the_filter_judges_shaped_rewards() -> None:
+    """Equal raw rewards with unequal overlong penalties have an advantage; zeroed truncated ones have none."""
+    long = [ScoredSample("a:0", 1.0, length=4), ScoredSample("a:1", 1.0, length=8, truncated=True)]
+    batch = shape_batch([long], ShapingSpec("dr_grpo", max_tokens=8, overlong_buffer=4, overlong_penalty=1.0))
+    assert [(s.reward, s.advantage) for s in batch.groups[0]] == [(1.0, 0.5), (0.0, -0.5)]
+    cut = [ScoredSample("a:0", 0.0, length=4), ScoredSample("a:1", 1.0, length=8, truncated=True)]
+    zeroed = shape_batch([cut], ShapingSpec(truncated="zero_reward", max_tokens=8))
+    assert (zeroed.trained_groups, zeroed.filtered_groups, zeroed.truncated_samples) == (0, 1, 1)
+
+
+def test_masked_samples_stay_in_the_baseline_but_not_in_the_loss() -> None:
+    samples = [ScoredSample("a:0", 1.0, 4), ScoredSample("a:1", 0.0, 8, truncated=True)]
+    batch = shape_batch([samples], ShapingSpec("dr_grpo", truncated="mask", max_tokens=8))
+    assert [(s.trained, s.advantage) for s in batch.groups[0]] == [(True, 0.5), (False, -0.5)]
+    assert batch.masked_samples == 1
+
+
+def test_equal_keys_are_an_error() -> None:
+    with pytest.raises(ValueError, match="share a key"):
+        shape_batch([group("a", 1.0, 0.0), group("a", 1.0, 0.0)], ShapingSpec(max_tokens=8))
+
+
+SAMPLE = st.tuples(st.sampled_from((0.0, 0.5, 1.0)), st.integers(0, 8), st.booleans(), st.booleans())
+
+
+@given(
+    st.lists(st.lists(SAMPLE, max_size=5), max_size=6),
+    st.sampled_from(("keep", "mask", "zero_reward")),
+    st.booleans(),
+    st.integers(0, 8),
+)
+def test_every_sample_leaves_exactly_once(raw: list, truncated: str, filtering: bool, buffer: int) -> None:
+    groups = [
+        [ScoredSample(f"{g}:{i}", r, length, cut, failed) for i, (r, length, cut, failed) in enumerate(samples)]
+        for g, samples in enumerate(raw)
+    ]
+    spec = ShapingSpec("grpo", truncated, 8, buffer, 0.5, filtering)  # type: ignore[arg-type]
+    batch = shape_batch(groups, spec)
+    kept = [sample.key for each in batch.groups for sample in each]
+    out = kept + batch.filtered_keys + batch.failed_keys
+    assert sorted(out) == sorted(sample.key for each in groups for sample in each)
+    assert batch.trained_groups + batch.filtered_groups + batch.failed_groups == len(groups)
+    assert batch.failed_samples == len(batch.failed_keys)
+    assert not any(sample.failed for each in groups for sample in each if sample.key in kept)

@@ -1,0 +1,281 @@
+"""Exact values and properties of the packed losses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms.losses import (
+    LossSpec,
+    importance_ratio,
+    kl_penalty,
+    kl_per_sequence,
+    micro_batch_loss,
+    policy_loss,
+)
+from megarl.algorithms.segments import expand, segment_sum, sequence_ids
+from megarl.algorithms.stats import LossStats
+from tests.algorithms.batches import MAX_TOKENS, Batch, cu_seqlens, packed_result, random_batch
+
+LOG2 = math.log(2.0)
+SPECS = st.builds(
+    LossSpec,
+    kind=st.sampled_from(("ppo", "gspo")),
+    clip_low=st.floats(0.0, 0.5),
+    clip_high=st.floats(0.0, 0.5),
+    clip_dual=st.none() | st.floats(1.1, 3.0),
+    kl_coef=st.sampled_from((0.0, 0.3)),
+    kl_estimator=st.sampled_from(("k1", "k2", "k3")),
+    entropy_coef=st.sampled_from((0.0, 0.1)),
+    aggregation=st.sampled_from(("token_mean", "sequence_mean", "constant_length")),
+)
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def numbers(stats: LossStats) -> dict[str, float]:
+    """All means but the correlation, which a policy loss leaves undefined."""
+    return {key: value for key, value in stats.means().items() if key != "pearson"}
+
+
+def loss_of(ratio: float, advantage: float, **kwargs: float | None) -> float:
+    """Loss of one token with the given importance ratio."""
+    loss = policy_loss(
+        tensor(math.log(ratio)), tensor(0.0), tensor(advantage), tensor(1.0), cu_seqlens=cu_seqlens([1]), **kwargs
+    )
+    return float(loss.loss_T)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected"),
+    [
+        (1.0, 2.0, -2.0),
+        (1.1, 2.0, -2.2),
+        (1.5, 2.0, -2.6),  # cut at 1.3
+        (0.5, 2.0, -1.0),  # a small ratio of a good token is not cut
+        (1.5, -2.0, 3.0),  # nor a large one of a bad token
+        (0.5, -2.0, 1.6),  # cut at 0.8
+        (5.0, -2.0, 6.0),  # dual: at most 3 |A|
+        (5.0, 2.0, -2.6),
+    ],
+)
+def test_clip_by_hand(ratio: float, advantage: float, expected: float) -> None:
+    assert loss_of(ratio, advantage, clip_low=0.2, clip_high=0.3, clip_dual=3.0) == pytest.approx(expected)
+
+
+def test_dual_clip_off_is_unbounded() -> None:
+    assert loss_of(5.0, -2.0) == pytest.approx(10.0)
+
+
+def test_gspo_ratio_by_hand() -> None:
+    """Two sequences, (4, 1) and (1/2): geometric means 2 and 1/2; the masked token counts for nothing."""
+    log_ratio = tensor(2 * LOG2, 0.0, 9.0, -LOG2).requires_grad_()
+    mask = torch.tensor([True, True, False, True])
+    ratio = importance_ratio(log_ratio, mask, cu_seqlens([3, 1]), "gspo")
+    torch.testing.assert_close(ratio[[0, 1, 3]], tensor(2.0, 2.0, 0.5))
+    (gradient,) = torch.autograd.grad(ratio[0], log_ratio)
+    torch.testing.assert_close(gradient, tensor(2.0, 0.0, 0.0, 0.0))  # the token's own, as in GSPO-token
+
+
+def test_kl_by_hand() -> None:
+    new, reference = tensor(-1.0), tensor(-1.0 + LOG2)
+    assert float(kl_penalty(new, reference, "k1")) == pytest.approx(-LOG2)
+    assert float(kl_penalty(new, reference, "k2")) == pytest.approx(LOG2**2 / 2)
+    assert float(kl_penalty(new, reference, "k3")) == pytest.approx(1.0 - LOG2)
+    with pytest.raises(ValueError, match="k1, k2 or k3"):
+        kl_penalty(new, reference, "k4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("estimator", ("k1", "k3"))
+def test_k1_and_k3_are_unbiased(estimator: str) -> None:
+    """Their expectation over a whole categorical distribution is its KL, and k2's is not."""
+    policy = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(0)
+    other = torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64).log_softmax(0)
+    exact = float((policy.exp() * (policy - other)).sum())
+    estimates = kl_penalty(policy, other, estimator)  # type: ignore[arg-type]
+    assert float((policy.exp() * estimates).sum()) == pytest.approx(exact, rel=1e-12)
+    assert float((policy.exp() * kl_penalty(policy, other, "k2")).sum()) != pytest.approx(exact, rel=1e-2)
+
+
+def test_kl_per_sequence_sums_over_its_own_trained_tokens() -> None:
+    new, reference = tensor(-1.0, -1.0, -1.0, -1.0), tensor(-2.0, -3.0, -9.0, -1.5)
+    mask = torch.tensor([True, True, False, True])
+    kl = kl_per_sequence(new, reference, mask, cu_seqlens([3, 0, 1]), "k1")
+    torch.testing.assert_close(kl, tensor(3.0, 0.0, 0.5))
+
+
+def test_constant_length_by_hand() -> None:
+    """Dr. GRPO's normalizer: sequences * max_tokens, whatever the lengths."""
+    batch = Batch(
+        logprobs=[tensor(-1.0, -1.0), tensor(-1.0)],
+        old=[tensor(-1.0, -1.0), tensor(-1.0)],
+        reference=[tensor(-1.0, -1.0), tensor(-1.0)],
+        entropy=[tensor(0.0, 0.0), tensor(0.0)],
+        mask=[torch.ones(2).bool(), torch.ones(1).bool()],
+        advantages=[3.0, -1.0],
+    )
+    assert packed_result(batch, LossSpec(aggregation="constant_length")).loss == -5.0 / (2 * MAX_TOKENS)
+    assert packed_result(batch, LossSpec(aggregation="token_mean")).loss == pytest.approx(-5.0 / 3)
+    assert packed_result(batch, LossSpec(aggregation="sequence_mean")).loss == pytest.approx(-2.0 / 2)
+
+
+@st.composite
+def batch_and_split(draw: st.DrawFn) -> tuple[Batch, list[list[int]]]:
+    """A ragged batch, some sequences empty or fully masked, and any partition of its sequences."""
+    lengths = draw(st.lists(st.integers(0, 7), min_size=1, max_size=7))
+    batch = random_batch(draw(st.integers(0, 2**20)), [max(n, 1) for n in lengths])
+    for index, length in enumerate(lengths):
+        for values in (batch.logprobs, batch.old, batch.reference, batch.entropy, batch.mask):
+            values[index] = values[index][:length]  # an empty sequence is legal
+    for mask in batch.mask:
+        if draw(st.integers(0, 4)) == 0:
+            mask[:] = False
+    parts = draw(st.integers(1, 4))
+    owner = [draw(st.integers(0, parts - 1)) for _ in lengths]
+    return batch, [[i for i, part in enumerate(owner) if part == p] for p in range(parts)]
+
+
+@settings(max_examples=120, deadline=None)
+@given(batch_and_split(), SPECS)
+def test_any_split_into_micro_batches_gives_the_same(case: tuple[Batch, list[list[int]]], spec: LossSpec) -> None:
+    """Loss, gradients and statistics do not depend on the micro-batches, empty ones and any order included."""
+    batch, split = case
+    whole, parts = packed_result(batch, spec), packed_result(batch, spec, split)
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-9, abs=1e-12)
+    for one, other in zip(whole.gradient + whole.entropy_gradient, parts.gradient + parts.entropy_gradient):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    assert numbers(parts.stats) == pytest.approx(numbers(whole.stats), rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**20), SPECS)
+def test_on_policy_the_ratio_is_one_and_the_gradient_is_the_advantage(seed: int, spec: LossSpec) -> None:
+    batch = random_batch(seed)
+    batch.old = [t.clone() for t in batch.logprobs]
+    spec = LossSpec(kind=spec.kind, clip_low=0.2, clip_high=0.2, aggregation="token_mean")
+    result = packed_result(batch, spec)
+    tokens = batch.counts().tokens
+    means = result.stats.means()
+    assert means["ratio"] == means["ratio_max"] == means["ess"] == 1.0
+    assert means["approx_kl"] == means["clip_fraction"] == means["logprob_abs_diff_max"] == 0.0
+    for gradient, mask, advantage in zip(result.gradient, batch.mask, batch.advantages, strict=True):
+        torch.testing.assert_close(gradient, -advantage * mask.double() / tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**20), SPECS)
+def test_masked_tokens_reach_nothing(seed: int, spec: LossSpec) -> None:
+    """NaN and infinity in masked positions change no value, gradient or statistic."""
+    clean, dirty = random_batch(seed), random_batch(seed)
+    for values in (dirty.logprobs, dirty.old, dirty.reference, dirty.entropy):
+        for each, mask in zip(values, dirty.mask, strict=True):
+            each[~mask] = torch.tensor([math.nan, math.inf, -9999.0], dtype=torch.float64)[
+                torch.arange(int((~mask).sum())) % 3
+            ]
+    one, other = packed_result(clean, spec), packed_result(dirty, spec)
+    assert other.loss == one.loss
+    for a, b in zip(one.gradient + one.entropy_gradient, other.gradient + other.entropy_gradient):
+        assert torch.equal(a, b)
+    assert numbers(other.stats) == numbers(one.stats)
+
+
+def test_huge_ratios_stay_finite() -> None:
+    for kind in ("ppo", "gspo"):
+        new = torch.zeros(2, requires_grad=True)
+        result = micro_batch_loss(
+            LossSpec(kind=kind, kl_coef=1.0),  # type: ignore[arg-type]
+            new,
+            torch.full((2,), -500.0),
+            torch.tensor([1.0, -1.0]),
+            torch.ones(2),
+            cu_seqlens=cu_seqlens([1, 1]),
+            counts=random_batch(0).counts(),
+            ref_logprobs_T=torch.tensor([400.0, -400.0]),
+        )
+        result.loss.backward()
+        assert torch.isfinite(result.loss) and torch.isfinite(new.grad).all()
+        assert all(math.isfinite(value) for value in numbers(result.stats).values())
+
+
+def test_bf16_inputs_are_computed_in_fp32() -> None:
+    new = torch.full((1,), -1.0, dtype=torch.bfloat16)
+    result = policy_loss(new, new.float() - 1e-3, torch.ones(1), torch.ones(1), cu_seqlens=cu_seqlens([1]))
+    assert result.loss_T.dtype == torch.float32
+    assert float(result.loss_T) == pytest.approx(-math.exp(1e-3), rel=1e-6)
+
+
+def test_an_empty_micro_batch_weighs_nothing_and_has_a_gradient() -> None:
+    empty = torch.zeros(0, requires_grad=True)
+    result = micro_batch_loss(
+        LossSpec(kl_coef=0.1, entropy_coef=0.1),
+        empty,
+        empty.detach(),
+        empty.detach(),
+        empty.detach(),
+        cu_seqlens=cu_seqlens([]),
+        counts=random_batch(0).counts(),
+        ref_logprobs_T=empty.detach(),
+        entropy_T=empty,
+    )
+    result.loss.backward()
+    assert float(result.loss) == 0.0
+    assert all(float(value) == 0.0 for value in result.stats.sums.values())
+
+
+def test_missing_inputs_and_wrong_shapes_are_errors() -> None:
+    one, counts = torch.zeros(1), random_batch(0).counts()
+    packed = {"cu_seqlens": cu_seqlens([1]), "counts": counts}
+    with pytest.raises(ValueError, match="no reference log-probs"):
+        micro_batch_loss(LossSpec(kl_coef=0.1), one, one, one, one, **packed)
+    with pytest.raises(ValueError, match="no entropy"):
+        micro_batch_loss(LossSpec(entropy_coef=0.1), one, one, one, one, **packed)
+    with pytest.raises(ValueError, match="equal length"):
+        policy_loss(one, one, torch.zeros(2), one, cu_seqlens=cu_seqlens([1]))
+    with pytest.raises(ValueError, match="covers 2 tokens"):
+        sequence_ids(cu_seqlens([2]), 1)
+    with pytest.raises(ValueError, match="ppo or gspo"):
+        policy_loss(one, one, one, one, cu_seqlens=cu_seqlens([1]), kind="cispo")  # type: ignore[arg-type]
+
+
+def test_segments() -> None:
+    cuts = cu_seqlens([2, 0, 3])
+    ids = sequence_ids(cuts, 5)
+    assert ids.tolist() == [0, 0, 2, 2, 2]
+    assert segment_sum(tensor(1, 2, 3, 4, 5), ids, 3).tolist() == [3.0, 0.0, 12.0]
+    assert expand(tensor(7, 8, 9), cuts).tolist() == [7.0, 7.0, 9.0, 9.0, 9.0]
+
+
+def test_statistics_survive_the_trip_through_vectors() -> None:
+    stats = packed_result(random_batch(5), LossSpec(kl_coef=0.1)).stats
+    again = LossStats.from_vectors(stats.sum_vector(), stats.max_vector())
+    assert numbers(again) == numbers(stats)
+    doubled = LossStats.merge([stats, again]).means()
+    assert doubled["tokens"] == 2 * stats.means()["tokens"]
+    assert doubled["approx_kl"] == pytest.approx(stats.means()["approx_kl"])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**20), st.integers(1, 5))
+def test_correlation_of_two_log_probs_over_any_split(seed: int, parts: int) -> None:
+    batch = random_batch(seed)
+    masked = [torch.where(m, t, torch.nan) for t, m in zip(batch.old, batch.mask, strict=True)]
+    stats = LossStats.merge(
+        LossStats.of_pair(
+            torch.cat([torch.zeros(0), *masked[p::parts]]),
+            torch.cat([torch.zeros(0), *batch.logprobs[p::parts]]),
+            torch.cat([torch.zeros(0).bool(), *batch.mask[p::parts]]),
+            cu_seqlens([len(m) for m in batch.mask[p::parts]]),
+        )
+        for p in range(parts)
+    )
+    old, new = (torch.cat([t[m] for t, m in zip(v, batch.mask, strict=True)]) for v in (batch.old, batch.logprobs))
+    means = stats.means()
+    assert means["pearson"] == pytest.approx(float(torch.corrcoef(torch.stack([old, new]))[0, 1]), rel=1e-6)
+    assert means["logprob_abs_diff"] == pytest.approx(float((old - new).abs().mean()))
+    assert means["logprob_abs_diff_max"] == pytest.approx(float((old - new).abs().max()))
