@@ -88,28 +88,42 @@ def chunk_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int, chu
         kept = sum(per_token)
     predicts = stage == layout.pipeline - 1 and chunk == (layout.virtual_pipeline or 1) - 1
     if predicts:
-        # Final norm, the hidden states that the chunked log-prob pass keeps, and its few numbers per row.
-        kept += _norm(sizes, sizes.shard) + sizes.hidden * sizes.element + 40
+        kept += _output_per_token(sizes)
     if stage == 0 and chunk == 0:
         kept += 8
     return kept * tokens
 
 
 def recompute_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int, *, fused: bool) -> float:
-    """Working set of backward: what is recomputed at one time, on top of what forward kept."""
+    """What backward recomputes at one time, on top of what forward kept.
+
+    By then the output's part is released, and with the method `block`, which recomputes a stage's first layers,
+    also the other layers.
+    """
     passed = config.megatron.transformer
-    if passed.get("recompute_granularity") is None:
+    granularity = passed.get("recompute_granularity")
+    if granularity is None:
         return 0.0
     plain = config.model_copy(update={"megatron": config.megatron.model_copy(update={"transformer": {}})})
     chunks = range(layout.virtual_pipeline or 1)
     layers = [layer for chunk in chunks for layer in chunk_layers(info, layout, stage, chunk)]
     whole = max(saved_per_token(plain, info, layout, layer, fused) for layer in layers)
-    if passed.get("recompute_granularity") == "full":
-        block = passed.get("recompute_method") == "block"
-        at_once = 1 if block else int(passed.get("recompute_num_layers") or 1)
-        return whole * at_once * config.trainer.micro_batch_tokens
-    kept = min(saved_per_token(config, info, layout, layer, fused) for layer in layers)
-    return (whole - kept) * config.trainer.micro_batch_tokens
+    released = _output_per_token(_Sizes.of(config, info, layout, fused)) if stage == layout.pipeline - 1 else 0.0
+    if granularity == "full":
+        count = int(passed.get("recompute_num_layers") or 1)
+        per_chunk = len(layers) // len(chunks)
+        if passed.get("recompute_method") == "block":
+            released += whole * max(0, per_chunk - count)
+            count = 1
+        working = whole * min(count, per_chunk)
+    else:
+        working = whole - min(saved_per_token(config, info, layout, layer, fused) for layer in layers)
+    return max(0.0, working - released) * config.trainer.micro_batch_tokens
+
+
+def _output_per_token(sizes: _Sizes) -> float:
+    """Final norm, the hidden states that the chunked log-prob pass keeps, and its few numbers per row."""
+    return _norm(sizes, sizes.shard) + sizes.hidden * sizes.element + 40
 
 
 def in_flight_chunks(layout: Layout, stage: int, micro_batches: int | None = None) -> int:

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Family to the directory of a tiny model with 4 layers; `tied` is Qwen3 with tied embeddings."""
+    root = tmp_path_factory.mktemp("config-models")
+    found = {
+        family: make_tiny_model(root / family, family, num_hidden_layers=4)
+        for family in ("llama", "qwen2", "qwen3", "qwen3_moe")
+    }
+    found["tied"] = make_tiny_model(root / "tied", "qwen3", num_hidden_layers=4, tie_word_embeddings=True)
+    return found
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config-data") / "prompts.jsonl"
+    path.write_text('{"problem": "1+1", "answer": "2"}\n')
+    return path

@@ -1,0 +1,83 @@
+"""The plan's bytes against a trainer that is really built and updated, per family and layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import activations
+from megarl.config.parameters import state_bytes
+from megarl.models.info import load_info
+from megarl.models.layout import Layout
+from tests.config import cases
+from tests.config.helpers import config, tree
+
+SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
+UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+
+# family, trainer.parallel, trainer.precision, further changes
+Case = tuple[str, dict[str, Any], str, dict[str, Any]]
+CASES: list[Case] = [
+    ("qwen3", {}, "fp32", {}),
+    ("llama", {"tensor": 2}, "bf16", {}),
+    ("qwen2", {"tensor": 2, "sequence": True}, "bf16", {"trainer__optimizer__distributed": False}),
+    ("tied", {"pipeline": 2}, "bf16", {}),
+    ("qwen3", {"pipeline": 2, "virtual_pipeline": 2}, "bf16", {"megatron__ddp": {"overlap_grad_reduce": True}}),
+    ("qwen3_moe", {"expert": 2}, "bf16", {}),
+    ("qwen3_moe", {"tensor": 2, "sequence": True}, "fp32", {}),
+    ("llama", {}, "bf16", {"megatron__ddp": {"grad_reduce_in_fp32": False}}),
+    ("qwen3_moe", {"expert": 2}, "fp32", {"megatron__transformer": SELECTIVE}),
+    ("llama", {}, "fp32", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["mlp"]}}),
+    ("qwen3_moe", {}, "bf16", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["moe"]}}),
+    ("qwen2", {"tensor": 2}, "fp32", {"megatron__transformer": UNIFORM}),
+    ("qwen3", {"tensor": 2, "sequence": True}, "bf16", {"megatron__transformer": BLOCK}),
+]
+WIDE: list[Case] = [
+    ("llama", {"tensor": 2, "pipeline": 2}, "bf16", {}),
+    ("qwen3_moe", {"expert": 2, "pipeline": 2}, "bf16", {}),
+    ("qwen3_moe", {"tensor": 2, "sequence": True, "expert": 4, "expert_tensor": 1}, "bf16", {}),
+    ("tied", {}, "bf16", {}),
+]
+
+
+def compare(world: Any, size: int, model: Path, case: Case) -> None:
+    _, parallel, precision, more = case
+    changes: dict[str, Any] = {
+        "trainer__gpus": size,
+        "trainer__parallel": parallel,
+        "trainer__precision": precision,
+        "trainer__micro_batch_tokens": cases.TOKENS,
+        "sampling__max_tokens": 180,
+        **more,
+    }
+    planned, info = config(model, **changes), load_info(model)
+    layout = Layout.from_config(planned.trainer.parallel, size)
+    stages = layout.pipeline
+    micro_batches = 1 if stages == 1 else 2 * stages
+    ranks = world(size).run("tests.config.cases:measure", tree=tree(model, **changes), micro_batches=micro_batches)
+    for stage in range(stages):
+        real = [rank for rank in ranks if rank["stage"] == stage]
+        state = state_bytes(planned, info, layout, stage)
+        for kind in ("weights", "gradients", "optimizer"):
+            measured = max(rank[kind] for rank in real)
+            assert getattr(state, kind) == pytest.approx(measured, rel=0.01), f"{kind} of stage {stage}"
+        expected = activations.peak_bytes(planned, info, layout, stage, fused=False)
+        expected += activations.recompute_bytes(planned, info, layout, stage, fused=False)
+        measured = max(rank["activations"] for rank in real)
+        assert expected == pytest.approx(measured, rel=0.15), f"activations of stage {stage}"
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_plan_equals_built_trainer(world: Any, models: dict[str, Path], case: Case) -> None:
+    compare(world, 2, models[case[0]], case)
+
+
+@pytest.mark.slow
+@pytest.mark.world
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_plan_equals_built_trainer_on_four_ranks(world: Any, models: dict[str, Path], case: Case) -> None:
+    compare(world, 4, models[case[0]], case)
