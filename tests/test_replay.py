@@ -121,7 +121,7 @@ def test_command_line_on_one_rank(recorded, tmp_path):
         str(out),
         "--export",
     ]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr + ended.stdout
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1]

@@ -33,6 +33,7 @@ def subsets(pairs, k):
     return list(itertools.combinations(pairs, k))
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(correct, data):
     k = data.draw(st.integers(1, len(correct)))
@@ -64,7 +65,7 @@ def vote(draw, rate):
     return sum(rate[answer] for answer in best) / len(best)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(responses)
 def test_majority_is_the_mean_vote_over_all_subsets(case):
     pairs, k = case
@@ -78,6 +79,7 @@ def test_majority_is_the_mean_vote_over_all_subsets(case):
     assert majority_at_k(answers, correct, k) == pytest.approx(expected, abs=1e-12)
 
 
+@settings(deadline=None)
 @given(responses, st.randoms())
 def test_majority_does_not_depend_on_order(case, random):
     pairs, k = case
@@ -112,6 +114,7 @@ def test_wilson_reference_values():
     assert wilson_interval(20, 20)[1] == 1.0
 
 
+@settings(deadline=None)
 @given(st.integers(1, 400), st.floats(0, 1), st.floats(0.5, 0.999))
 def test_wilson_contains_the_proportion(n, share, confidence):
     successes = round(share * n)
