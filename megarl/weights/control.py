@@ -53,10 +53,12 @@ class Control:
         self.handles = handles
         self._rpc_s = rpc_s
         self._recompute_kv = recompute_kv
+        # Of this generation: a dead replica may no longer be found by name, and must still be called to be named.
+        self._replicas: list[ReplicaHandle] = []
 
     def layout(self, generation: int, senders: Sequence[int], backend: str) -> Layout:
         """Ask every replica how many workers it has."""
-        replicas = list(self.handles.replicas())
+        replicas = self._replicas = list(self.handles.replicas())
         try:
             sizes = self._all(replicas, "world_size", timeout_s=self._rpc_s)
         except CallsFailed as error:
@@ -66,7 +68,7 @@ class Control:
 
     def connect(self, board: Board, layout: Layout, plan: Plan, timeout_s: float) -> None:
         """Have every engine worker join; the senders join at the same time."""
-        replicas = list(self.handles.replicas())
+        replicas = self._replicas
         common = {
             "host": board.host,
             "port": board.port,
@@ -89,7 +91,7 @@ class Control:
         Raises:
             WeightSyncError: names the culprits and the replicas that must be restarted.
         """
-        replicas = list(self.handles.replicas())
+        replicas = self._replicas
         started = time.perf_counter()
         deadline = time.monotonic() + timeout_s
         phases: dict[str, float] = {}
@@ -187,7 +189,7 @@ class Control:
 
     def after_failure(self, failure: WeightSyncError) -> None:
         """Caught replicas refuse to serve from now on; the others go on with the version they have."""
-        for replica in self.handles.replicas():
+        for replica in self._replicas:
             try:
                 if replica.name in failure.caught:
                     replica.call("fail", f"was caught in a failed weight sync: {failure}", timeout_s=GRACE_S)

@@ -133,6 +133,10 @@ class Sending:
                 torch.cuda.set_device(self._scratch.device)
             before: tuple[Pending, torch.Tensor | None] | None = None
             for bucket in self._plan.buckets:
+                if before is not None and before[1] is None and bucket.owner != self._rank:
+                    # Broadcasts are relayed through the members' buffers: the one scratch buffer holds one at a time.
+                    self._complete(before)
+                    before = None
                 current = self._start(bucket)
                 self._complete(before)
                 before = current

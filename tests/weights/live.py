@@ -21,7 +21,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine process runs the model itself
 }
-START_S = 240.0
+START_S = 600.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,98 @@
+"""A receiver that is killed, or stopped, in mid-sync: named within the deadline, everybody released."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.weights.errors import WeightSyncError
+from megarl.weights.sender import SyncSettings, WeightSender
+from tests.weights.fakes import FakePool, FakeReplica, ListExporter
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 6.0
+SETTINGS = SyncSettings(bucket_bytes=2**23, sync_s=DEADLINE_S, rpc_s=30.0, restarts=0, transport="gloo")
+
+
+class ProcessReplica:
+    """A FakeReplica in a process of its own, which can be killed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        listener = Listener(("127.0.0.1", 0), authkey=b"test")
+        listener._listener._socket.settimeout(120.0)  # type: ignore[attr-defined]
+        command = [sys.executable, "-m", "tests.weights.replica_process", str(listener.address[1]), name]
+        self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self._connection: Connection = listener.accept()
+        listener.close()
+        self._lock = threading.Lock()
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        with self._lock:
+            try:
+                self._connection.send((method, args))
+                if not self._connection.poll(timeout_s):
+                    raise TimeoutError(f"{self.name} did not answer {method} within {timeout_s:.0f} s")
+                ok, value = self._connection.recv()
+            except (EOFError, OSError) as error:
+                raise ConnectionError(f"{self.name}'s process died") from error
+        if not ok:
+            raise RuntimeError(value)
+        return value
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+class MixedPool(FakePool):
+    def __init__(self, victim: ProcessReplica) -> None:
+        super().__init__(1)
+        self._all = [FakeReplica("replica 0"), victim]
+
+    def replicas(self) -> list[Any]:  # type: ignore[override]
+        return self._all
+
+
+@pytest.fixture
+def victim() -> Iterator[ProcessReplica]:
+    replica = ProcessReplica("replica 1")
+    yield replica
+    replica.process.send_signal(signal.SIGCONT)
+    replica.close()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_receiver_lost_in_mid_sync_is_named_within_the_deadline(victim: ProcessReplica, end: signal.Signals) -> None:
+    pool = MixedPool(victim)
+    exporter = ListExporter({f"t{i}": torch.randn(1 << 20) for i in range(24)})
+    sender = WeightSender(SETTINGS, exporter)
+    sender.connect(pool)
+    sender.publish(0)
+    survivor = pool.replicas()[0]
+    loaded = survivor.loaders[0].loads
+    survivor.loaders[0].before_load = lambda load: victim.process.send_signal(end) if load == loaded + 5 else None
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError) as info:
+        sender.publish(1)
+    elapsed = time.monotonic() - start
+    assert elapsed < DEADLINE_S + 8.0
+    if end == signal.SIGKILL:
+        assert elapsed < DEADLINE_S, "a closed connection is noticed before the deadline"
+    else:
+        assert "waited" in str(info.value) and "replica 1 worker 0 in bucket" in str(info.value)
+    assert [name for name in info.value.culprits if "replica 1" not in name] == []
+    assert info.value.culprits and info.value.caught == ("replica 0", "replica 1")
+    assert survivor.version == "0" and not survivor.serving
+    assert not [t for t in threading.enumerate() if t.name == "weight-broadcast"], "no thread is left waiting"
