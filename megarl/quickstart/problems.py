@@ -1,0 +1,112 @@
+"""Two-digit additions, split into disjoint warm-start, training and held-out sets, and the worked solutions.
+
+The unit of the split is the unordered pair {a, b}: 47 + 35 and 35 + 47 are always on the same side.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+CARRY_SHARE = 0.75  # of the problems of each set; a uniform draw would give 0.45
+SOLUTIONS_PER_PROBLEM = 4
+CAREFUL_SOLUTIONS = 1  # of the four solutions of a warm-start problem with a carry, so many do not forget it
+
+
+@dataclass(frozen=True)
+class Addition:
+    """The problem `a + b`, both in 10..99."""
+
+    a: int
+    b: int
+
+    @property
+    def problem(self) -> str:
+        return f"What is {self.a} + {self.b}?"
+
+    @property
+    def answer(self) -> str:
+        return str(self.a + self.b)
+
+    @property
+    def has_carry(self) -> bool:
+        return self.a % 10 + self.b % 10 >= 10
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        """What must not be shared between sets: the numbers without their order."""
+        return (min(self.a, self.b), max(self.a, self.b))
+
+    def solution(self, *, careful: bool) -> str:
+        """Column addition. A solution that is not careful forgets the carry, if there is one."""
+        ones = self.a % 10 + self.b % 10
+        carry = self.has_carry and careful
+        tens = self.a // 10 + self.b // 10 + carry
+        steps = f"ones {self.a % 10}+{self.b % 10}={ones}, tens {self.a // 10}+{self.b // 10}"
+        return f"{steps}{'+1' if carry else ''}={tens}, \\boxed{{{tens * 10 + ones % 10}}}"
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Disjoint problem sets, in seeded order."""
+
+    warm_start: list[Addition]
+    train: list[Addition]
+    heldout: list[Addition]
+
+
+def make_splits(seed: int, *, heldout: int = 600, train: int = 1000) -> Splits:
+    """Split all pairs of two-digit numbers; `heldout` and `train` count problems.
+
+    Held-out problems take one order of each pair, training and warm-start problems both. CARRY_SHARE of the problems
+    of each set have a carry; the warm-start set takes all pairs with a carry that are left.
+    """
+    rng = random.Random(f"megarl-quickstart-problems-{seed}")
+    pairs = [Addition(a, b) for a in range(10, 100) for b in range(a, 100)]
+    pools = {flag: [pair for pair in pairs if pair.has_carry is flag] for flag in (True, False)}
+    for pool in pools.values():
+        rng.shuffle(pool)
+
+    def take(count: int, flag: bool) -> list[Addition]:
+        if count > len(pools[flag]):
+            raise ValueError(f"only {len(pools[flag])} pairs are left, {count} asked: lower `heldout` or `train`")
+        taken, pools[flag] = pools[flag][:count], pools[flag][count:]
+        return taken
+
+    held: list[Addition] = []
+    trained: list[Addition] = []
+    for flag, share in ((True, CARRY_SHARE), (False, 1 - CARRY_SHARE)):
+        held += [rng.choice((pair, _swapped(pair))) for pair in take(round(heldout * share), flag)]
+        trained += _both_orders(take(round(train * share / 2), flag))
+    with_carry = len(pools[True])
+    without = round(with_carry * (1 - CARRY_SHARE) / CARRY_SHARE)
+    warm = _both_orders(take(with_carry, True) + take(without, False))
+    for problems in (held, trained, warm):
+        rng.shuffle(problems)
+    splits = Splits(warm_start=warm, train=trained, heldout=held)
+    check_disjoint(splits)
+    return splits
+
+
+def check_disjoint(splits: Splits) -> None:
+    """Raise AssertionError unless no pair of numbers, in whichever order, is in two sets, or twice in held-out."""
+    sets = {name: {item.pair for item in getattr(splits, name)} for name in ("warm_start", "train", "heldout")}
+    for first, second in (("warm_start", "train"), ("warm_start", "heldout"), ("train", "heldout")):
+        shared = sets[first] & sets[second]
+        if shared:
+            raise AssertionError(f"{first} and {second} share {len(shared)} problems, e.g. {sorted(shared)[0]}")
+    if len(sets["heldout"]) != len(splits.heldout):
+        raise AssertionError("a held-out problem occurs twice")
+
+
+def solutions(problem: Addition) -> list[str]:
+    """The warm-start corpus of one problem: four solutions, of which one remembers a carry."""
+    return [problem.solution(careful=index < CAREFUL_SOLUTIONS) for index in range(SOLUTIONS_PER_PROBLEM)]
+
+
+def _swapped(problem: Addition) -> Addition:
+    return Addition(problem.b, problem.a)
+
+
+def _both_orders(pairs: list[Addition]) -> list[Addition]:
+    return [order for pair in pairs for order in dict.fromkeys((pair, _swapped(pair)))]

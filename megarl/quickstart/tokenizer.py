@@ -1,0 +1,58 @@
+"""A real byte-level BPE tokenizer trained on the quickstart's text: digits are single tokens, any text round-trips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+EOS = "<|im_end|>"
+BEGIN = "<|im_start|>"
+PAD = "<|endoftext|>"
+VOCAB_SIZE = 320  # upper bound: 3 special tokens, 256 bytes, merges
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over `texts`, with a ChatML template. The vocabulary's size is even, so TP=2 needs no padding."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[PAD, BEGIN, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() % 2:
+        tokenizer.add_special_tokens(["<|unused|>"])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=256,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.add_special_tokens({"additional_special_tokens": [BEGIN]})
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: str) -> list[int]:
+    """Token ids of the chat prompt that ends where the assistant begins."""
+    messages = [{"role": "user", "content": problem}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,0 +1,146 @@
+"""The directory that `python -m megarl.quickstart` makes: reproducible, loadable, all or nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import megarl.quickstart.build as build_module
+from megarl.config.load import load_config
+from megarl.quickstart.__main__ import main
+from megarl.quickstart.build import build_assets, check_written
+from megarl.quickstart.problems import Addition
+from megarl.quickstart.tokenizer import prompt_ids
+from megarl.quickstart.warm_start import WarmStart, encode_corpus
+
+SIZE = WarmStart(steps=3, batch=8, warmup=1)
+CONFIG = Path(__file__).parents[2] / "examples/rl/configs/quickstart_cpu.yaml"
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("quickstart") / "assets"
+    assert build_assets(out, seed=3, size=SIZE)
+    return out
+
+
+@pytest.fixture(scope="module")
+def tokenizer(assets: Path) -> AutoTokenizer:
+    return AutoTokenizer.from_pretrained(assets / "model")
+
+
+def test_same_seed_same_bytes_other_seed_other_ones(assets: Path, tmp_path: Path) -> None:
+    build_assets(tmp_path / "again", seed=3, size=SIZE)
+    build_assets(tmp_path / "other", seed=4, size=SIZE)
+    first, again, other = contents(assets), contents(tmp_path / "again"), contents(tmp_path / "other")
+    assert first == again
+    for name in ("train.jsonl", "heldout.jsonl", "warm_start.jsonl", "model/model.safetensors"):
+        assert first[name] != other[name], name
+
+
+def test_complete_directory_is_left_alone_and_a_damaged_one_made_anew(assets: Path, tmp_path: Path) -> None:
+    out = tmp_path / "assets"
+    build_assets(out, seed=3, size=SIZE)
+    stamp = (out / "assets.json").stat().st_mtime_ns
+    assert not build_assets(out, seed=3, size=SIZE)
+    assert (out / "assets.json").stat().st_mtime_ns == stamp
+    (out / "heldout.jsonl").write_text("")
+    assert build_assets(out, seed=3, size=SIZE)
+    assert contents(out) == contents(assets)
+    assert [path.name for path in tmp_path.iterdir()] == ["assets"]
+
+
+def test_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> float:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(build_module, "warm_start", broken)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        build_assets(tmp_path / "assets", size=SIZE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_of_the_user_is_not_touched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with caplog.at_level(logging.ERROR):
+        assert main(["--out", str(tmp_path), "--warm-start-steps", "1"]) == 2
+    assert "not made by megarl.quickstart" in caplog.text
+    assert contents(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+def test_files_are_what_the_config_reads(assets: Path) -> None:
+    config = load_config(CONFIG, [])
+    assert config.evaluation.limit is not None and config.evaluation.limit >= 500
+    for name in (config.data.path.name, config.evaluation.path.name):  # type: ignore[union-attr]
+        rows = [json.loads(line) for line in (assets / name).read_text().splitlines()]
+        assert len(rows) >= 500
+        assert all(set(row) == {"problem", "answer"} and row["answer"].isdigit() for row in rows)
+    assert (assets / config.model.path.name / "model.safetensors").is_file()
+
+
+def test_written_files_are_checked_for_leaks(assets: Path, tmp_path: Path) -> None:
+    for name in ("train", "heldout", "warm_start"):
+        (tmp_path / f"{name}.jsonl").write_text((assets / f"{name}.jsonl").read_text())
+    check_written(tmp_path)
+    leak = (tmp_path / "heldout.jsonl").read_text().splitlines()[0]
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(leak + "\n")
+    with pytest.raises(AssertionError, match="train and heldout share"):
+        check_written(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["ones 7+5=12, tens 4+3+1=8, \\boxed{82}", "  naïve\t中文 🙂\n\n1234", ""])
+def test_tokenizer_round_trip(tokenizer: AutoTokenizer, text: str) -> None:
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+
+
+def test_digits_are_single_tokens(tokenizer: AutoTokenizer) -> None:
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer("\\boxed{182}")["input_ids"])
+    assert [token for token in tokens if any(digit in token for digit in "0123456789")] == ["1", "8", "2"]
+
+
+def test_chat_template_and_special_tokens(assets: Path, tokenizer: AutoTokenizer) -> None:
+    problem = Addition(47, 35).problem
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": problem}], add_generation_prompt=True, tokenize=False
+    )
+    assert text == "<|im_start|>user\nWhat is 47 + 35?<|im_end|>\n<|im_start|>assistant\n"
+    ids = prompt_ids(tokenizer, problem)
+    assert tokenizer.decode(ids) == text
+    assert ids.count(tokenizer.eos_token_id) == 1  # special tokens in the text are tokens, not characters
+    assert tokenizer.eos_token == "<|im_end|>" != tokenizer.pad_token
+    assert GenerationConfig.from_pretrained(assets / "model").eos_token_id == tokenizer.eos_token_id
+
+
+def test_model_loads_and_splits_over_two_ranks(assets: Path, tokenizer: AutoTokenizer) -> None:
+    model = AutoModelForCausalLM.from_pretrained(assets / "model")
+    config = AutoConfig.from_pretrained(assets / "model")
+    assert config.model_type == "qwen3" and config.vocab_size == len(tokenizer)
+    for size in (config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.intermediate_size):
+        assert size % 2 == 0
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    logits = model(torch.tensor([prompt_ids(tokenizer, "What is 10 + 10?")])).logits
+    assert logits.isfinite().all() and logits.shape[-1] == config.vocab_size
+
+
+def test_only_the_response_and_its_end_are_learned(tokenizer: AutoTokenizer) -> None:
+    item = Addition(47, 35)
+    ids, labels = encode_corpus(tokenizer, [item])
+    assert ids.shape == labels.shape and len(ids) == 4
+    learned = labels[0][labels[0] != -100].tolist()
+    assert tokenizer.decode(learned) == item.solution(careful=True) + "<|im_end|>"
+    start = len(prompt_ids(tokenizer, item.problem))
+    assert (labels[:, :start] == -100).all() and (labels[:, start] != -100).all()
+    config = load_config(CONFIG, [])
+    assert (labels != -100).sum(1).max() <= config.sampling.max_tokens
+    assert config.rollout.max_model_len is None or ids.shape[1] <= config.rollout.max_model_len
