@@ -1,0 +1,135 @@
+r"""Math answers through math-verify, \boxed{} first."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rewards.math import last_boxed, math
+from megarl.rewards.pool import RewardPool
+from megarl.rewards.types import RewardInput
+
+EXCERPT = Path(__file__).parents[1] / "data" / "excerpts" / "problems.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"so \boxed{7}", "7"),
+        (r"\boxed{7}, no, \boxed{8}.", "8"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{ {a} + {b} }", "{a} + {b}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed {3}", "3"),
+        (r"\\boxed{3}", "3"),  # escaped twice
+        (r"\boxed{7} and then \boxed{8", "7"),  # the last one was cut
+        (r"\boxed{7", None),
+        (r"} \boxed{5}", "5"),
+        ("boxed{5}", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text: str, expected: str | None) -> None:
+    assert last_boxed(text) == expected
+
+
+@given(st.text(alphabet="{}\\boxed 1", max_size=60))
+def test_last_boxed_never_raises_and_balances(text: str) -> None:
+    content = last_boxed(text)
+    assert content is None or content in text
+
+
+@given(st.integers(1, 4000))
+def test_last_boxed_is_linear_on_a_degenerate_response(n: int) -> None:
+    assert last_boxed(r"\boxed{" * n) is None
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        (r"\boxed{27}", "27.0", 1.0),
+        (r"\boxed{27.0}", "27", 1.0),
+        (r"\boxed{28}", "27", 0.0),
+        (r"The answer is 27.", "27", 1.0),
+        (r"First 27, so the answer is \boxed{28}.", "27", 0.0),
+        (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{0.5}", "1/2", 1.0),
+        (r"\boxed{1,234}", "1234", 1.0),
+        (r"\boxed{72}", "He has 2*36=72\n#### 72", 1.0),  # GSM8K's own answers work too
+        (r"\boxed{5}", r"Thus $x=\boxed{5}$.", 1.0),  # a worked solution as the reference
+        (r"\boxed{5}", "$5$", 1.0),
+        (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", 1.0),
+        ("no idea", "27", 0.0),
+        ("", "27", 0.0),
+    ],
+)
+def test_equivalence(response: str, answer: str, score: float) -> None:
+    assert math(RewardInput("", response, answer=answer)).score == score
+
+
+def test_components() -> None:
+    def components(response: str, **kwargs: bool) -> tuple[float, ...]:
+        result = math(RewardInput("", response, answer="27"), **kwargs).components
+        return result["correct"], result["parsed"], result["boxed"]
+
+    assert components(r"\boxed{27}") == (1.0, 1.0, 1.0)
+    assert components("it is 27") == (1.0, 1.0, 0.0)
+    assert components("it is 27", require_box=True) == (0.0, 0.0, 0.0)
+    assert components("no idea") == (0.0, 0.0, 0.0)
+    assert components(r"\boxed{}") == (0.0, 0.0, 1.0)
+
+
+def test_a_reference_that_cannot_be_read_is_an_error() -> None:
+    with pytest.raises(ValueError, match="cannot be read by math-verify"):
+        math(RewardInput("", r"\boxed{1}", answer=""))
+
+
+def test_outside_the_main_thread() -> None:
+    """Where math-verify's own time-out raises."""
+    scores: list[float] = []
+    thread = threading.Thread(
+        target=lambda: scores.append(math(RewardInput("", r"\boxed{\frac{6}{2}}", answer="3")).score)
+    )
+    thread.start()
+    thread.join(timeout=60)
+    assert scores == [1.0]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    pool = RewardPool("math", workers=1, timeout_s=3.0)
+    yield pool
+    pool.close()
+
+
+def test_a_hostile_answer_is_killed_in_the_pool(pool: RewardPool) -> None:
+    """sympy works on this tower for hours; a policy does find such answers."""
+    samples = [RewardInput("", rf"\boxed{{{x}}}", answer="3") for x in ("3", "10^{10^{10^{10}}}", "6/2")]
+    outcomes = asyncio.run(pool.score_many(samples))
+    assert [o.score for o in outcomes] == [1.0, 0.0, 1.0]
+    assert [o.reason for o in outcomes] == [None, "timeout", None]
+
+
+def test_the_excerpts_own_answers_are_right() -> None:
+    for line in EXCERPT.read_text().splitlines():
+        answer = json.loads(line)["answer"]
+        assert math(RewardInput("", rf"Hence \boxed{{{answer}}}", answer=answer)).score == 1.0
+
+
+def test_the_full_files_own_answers_are_right(pool: RewardPool) -> None:
+    if "MEGARL_DATA" not in os.environ:
+        pytest.skip("MEGARL_DATA is not set: the full AIME and AMC files are not here")
+    for name, rows in (("aime24", 30), ("amc23", 40)):
+        lines = (Path(os.environ["MEGARL_DATA"]) / "math" / f"{name}.jsonl").read_text().splitlines()
+        answers = [str(json.loads(line)["answer"]) for line in lines]
+        samples = [RewardInput("", rf"Hence \boxed{{{a}}}", answer=a) for a in answers]
+        assert [o.score for o in asyncio.run(pool.score_many(samples))] == [1.0] * rows
