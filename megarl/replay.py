@@ -155,6 +155,10 @@ def _run_rank(config: Config, batches: Path, steps: Sequence[int], *, export: bo
 
 
 def _train(config: Config, batches: Path, steps: Sequence[int], terminal: TextIO, *, export: bool) -> None:
+    from megarl.rollout.processes import die_with_parent
+
+    if "RANK" in os.environ:
+        die_with_parent()  # torchrun's agent
     from megarl import platforms
 
     platform = platforms.activate()

@@ -83,7 +83,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Evaluate and report: 0, or 1 with one message if the pool failed. ConfigError for a mistake of the user's."""
+    """Evaluate and report: 0, or one message and 1 if the pool failed, 130 after Ctrl-C. ConfigError for a mistake."""
     from megarl.rollout.errors import RolloutError
 
     config = eval_config(options)
@@ -93,6 +93,9 @@ def run(options: argparse.Namespace) -> int:
     except (RolloutError, ValueError, TimeoutError) as error:
         sys.stderr.write(f"megarl: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("megarl: interrupted; the engine is gone\n")
+        return 130
     _show(reports, config)
     if options.json is not None:
         from megarl.telemetry.summary import write_json
@@ -113,7 +116,13 @@ def eval_config(options: argparse.Namespace) -> Config:
         "trainer": {"precision": "fp32", "micro_batch_tokens": NO_LIMIT},
         "batch": {"groups": 1, "samples_per_group": 2},
         "sampling": {"max_tokens": _max_tokens(options.max_tokens, options.max_model_len, own)},
-        "data": {"path": options.data[0], "system_prompt": options.system_prompt, "suffix": options.suffix},
+        "data": {
+            "path": options.data[0],
+            "system_prompt": options.system_prompt,
+            "suffix": options.suffix,
+            # Prompts that are not evaluated (beyond --limit) may be too long; an evaluated one is an error.
+            "overlong_prompts": "skip",
+        },
         "reward": {"function": options.reward, "workers": os.cpu_count() or 1},
         "evaluation": {
             "sets": [
@@ -181,12 +190,19 @@ def _evaluate(config: Config) -> list[SetReport]:
 
 
 def _check(config: Config) -> None:
+    """Everything that can be wrong with model, tokenizer and data, before any process starts. ConfigError."""
     from megarl.config.checks import check
 
     try:
         check(config)
     except ConfigError as error:
         raise _by_option(error) from None
+    from megarl.rollout.prompts import PromptSource
+
+    try:
+        PromptSource(config).eval_sets()
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
 
 
 def _show(reports: Sequence[SetReport], config: Config) -> None:

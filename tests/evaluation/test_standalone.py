@@ -82,6 +82,20 @@ def test_one_problem_is_told_once(model):
     assert len(caught.value.problems) == 1
 
 
+def test_bad_data_and_tokenizer_are_told_before_anything_starts(model, heldout, tmp_path, capsys):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(heldout.read_text() + "{not json\n")
+    run_dir = tmp_path / "run"
+    assert main(["eval", "--model", str(model), "--data", str(broken), "--run-dir", str(run_dir)]) == 2
+    assert f"{broken}:7: not JSON" in capsys.readouterr().err
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"problem": "x" * 600, "answer": "1"}) + "\n" + heldout.read_text())
+    assert main(["eval", "--model", str(model), "--data", str(long), "--run-dir", str(run_dir)]) == 2
+    assert "prompt 0 has 6" in capsys.readouterr().err
+    assert not run_dir.exists()
+
+
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_real_engine_end_to_end(model, heldout, tmp_path):
     command = [
@@ -100,8 +114,33 @@ def test_a_real_engine_end_to_end(model, heldout, tmp_path):
     lines = [json.loads(line) for line in Path(report["responses"]).read_text().splitlines()]
     assert len(lines) == 4 * (1 + 2)
     assert {line["reference"] for line in lines} == {"0", "2", "4", "6"}
+    for mode in ("greedy", "sampled"):
+        scores = [line["score"] for line in lines if line["mode"] == mode]
+        assert sum(scores) / len(scores) == pytest.approx(
+            next(v for k, v in only[mode].items() if "mean@" in k)["value"]
+        )
+    greedy = {line["index"]: line["response"] for line in lines if line["mode"] == "greedy"}
+    assert greedy == transformers_greedy(model, [f"What is {i} + {i}?" for i in range(4)], 16)
     state = json.loads((tmp_path / "run" / "supervisor.json").read_text())
     assert not Path(f"/proc/{state['process']['pid']}").exists()
+
+
+def transformers_greedy(model: Path, problems: list[str], max_tokens: int) -> dict[int, str]:
+    """What the checkpoint itself answers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    answers = {}
+    for index, problem in enumerate(problems):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem}], add_generation_prompt=True, tokenize=False
+        )
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        output = plain.generate(ids, do_sample=False, max_new_tokens=max_tokens)
+        answers[index] = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return answers
 
 
 def test_report_content_says_how_it_was_sampled(model, heldout):
