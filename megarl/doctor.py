@@ -9,7 +9,7 @@ import resource
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from io import StringIO
 from pathlib import Path
 from typing import Literal
@@ -115,6 +115,12 @@ def _package_findings(cuda: bool) -> Iterator[Finding]:
             yield Finding("fail", name, "not installed", "run make setup")
         else:
             yield Finding("ok", name, found)
+    plugins = [point.name for point in entry_points(group="vllm.general_plugins")]
+    if "megarl" in plugins:
+        yield Finding("ok", "megarl plugin for vLLM", "registered")
+    else:
+        fix = "pip install --no-deps --no-build-isolation -e ."
+        yield Finding("fail", "megarl plugin for vLLM", "not registered: weights could not be sent", fix)
     lock = LOCKS / ("gpu.lock" if cuda else "cpu.lock")
     if not lock.is_file():
         yield Finding("warn", "lock file", "requirements/ is not beside the package: versions not compared")

@@ -96,6 +96,7 @@ _POLICY = [
     Metric("policy/policy_loss", "loss", "mean", "Its policy-gradient part, without KL and entropy terms."),
     Metric("policy/entropy", "nats", "weighted", "Entropy of the policy per token."),
     Metric("policy/ratio", "ratio", "weighted", "Importance ratio new/old per token; 1 on policy."),
+    Metric("policy/ratio_squared", "1", "weighted", "Squared importance ratio per token."),
     Metric("policy/ratio_max", "ratio", "max", "Largest importance ratio."),
     Metric("policy/ess", "share", "weighted", "Relative effective sample size of the ratios; 1 on policy."),
     Metric("policy/approx_kl", "nats", "weighted", "k3 estimate of KL(old || new) per token."),

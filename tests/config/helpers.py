@@ -10,7 +10,7 @@ from megarl.config.load import config_from_tree
 from megarl.config.schema import Config
 
 
-def tree(model: Path | str, data: Path | str = "prompts.jsonl", **changes: Any) -> dict[str, Any]:
+def tree(model: Path | str, data_path: Path | str = "prompts.jsonl", **changes: Any) -> dict[str, Any]:
     """A complete config; `changes` are keys with `__` for the dots (`trainer__gpus=2`)."""
     base: dict[str, Any] = {
         "run": {"name": "test", "steps": 4},
@@ -18,7 +18,7 @@ def tree(model: Path | str, data: Path | str = "prompts.jsonl", **changes: Any) 
         "trainer": {"gpus": 1, "precision": "fp32", "micro_batch_tokens": 256},
         "batch": {"groups": 4, "samples_per_group": 4},
         "sampling": {"max_tokens": 32},
-        "data": {"path": str(data), "max_prompt_tokens": 32},
+        "data": {"path": str(data_path), "max_prompt_tokens": 32},
     }
     result = copy.deepcopy(base)
     for key, value in changes.items():
@@ -30,5 +30,5 @@ def tree(model: Path | str, data: Path | str = "prompts.jsonl", **changes: Any) 
     return result
 
 
-def config(model: Path | str, data: Path | str = "prompts.jsonl", **changes: Any) -> Config:
-    return config_from_tree(tree(model, data, **changes))
+def config(model: Path | str, data_path: Path | str = "prompts.jsonl", **changes: Any) -> Config:
+    return config_from_tree(tree(model, data_path, **changes))

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl import cli, doctor
+from megarl.config.reference import configuration_page
+from megarl.telemetry.reference import metrics_page
+from tests.config.helpers import tree
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_plan_reports_mistakes_in_one_message(
+    models: dict[str, Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(tree(models["qwen3"], data)))
+    assert cli.main(["plan", "--config", str(path), "trainer.gpus=3", "trainer.parallel.tensor=2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megarl: ") and "trainer.gpus: 3 is not a multiple" in error
+    assert "Traceback" not in error
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(command in text for command in ("plan", "doctor", "docs"))
+
+
+def test_committed_references_are_what_the_code_says() -> None:
+    """Fix: megarl docs."""
+    assert (ROOT / "docs" / "configuration.md").read_text() == configuration_page()
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page()
+
+
+def test_docs_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["docs", "--out", str(tmp_path), "--check"]) == 1
+    assert cli.main(["docs", "--out", str(tmp_path)]) == 0
+    assert cli.main(["docs", "--out", str(tmp_path), "--check"]) == 0
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_every_key_is_in_the_reference() -> None:
+    from megarl.config.load import walk_keys
+
+    page = configuration_page()
+    assert all(f"`{key.rsplit('.', 1)[-1]}`" in page or f"## `{key}`" in page for key in walk_keys())
+
+
+def test_doctor_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["can_start"] and report["device"] in ("cpu", "cuda")
+    assert {"device path", "ray", "megarl plugin for vLLM"} <= {finding["what"] for finding in report["findings"]}
+
+
+def test_doctor_fails_when_a_run_could_not_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "ray" else real(name))
+    assert cli.main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "fail  ray" in text and "cannot start" in text
+
+
+def test_doctor_compares_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", {"a": "1", "b": "2"}.get)
+    lock = "# comment\na==1\nb==3\nc[x]==4 ; python_version > '3'\n"
+    assert doctor.compare_lock(lock) == (["b 2 != 3"], ["c[x]"])

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.telemetry.declarations import GROUPS, REGISTRY, step_metrics
+from megarl.telemetry.metrics import Metric, Registry, StepMetrics, UndeclaredMetricError, reduce
+from megarl.telemetry.reference import metrics_page
+
+SMALL = Registry(
+    [
+        Metric("a/sum", "1", "sum", "."),
+        Metric("a/mean", "1", "mean", "."),
+        Metric("a/max", "1", "max", "."),
+        Metric("a/min", "1", "min", "."),
+        Metric("a/last", "1", "last", "."),
+        Metric("a/weighted", "1", "weighted", "."),
+        Metric("eval/{set}/pass@{k}", "1", "last", "."),
+    ]
+)
+
+
+def test_each_reducer() -> None:
+    step = StepMetrics(SMALL)
+    for value in (3.0, 1.0, 2.0):
+        for name in ("sum", "mean", "max", "min", "last"):
+            step.record(f"a/{name}", value)
+        step.record("a/weighted", value, weight=value)
+    assert step.reduce() == {
+        "a/sum": 6.0, "a/mean": 2.0, "a/max": 3.0, "a/min": 1.0, "a/last": 2.0, "a/weighted": 14.0 / 6.0,
+    }  # fmt: skip
+    assert step.reduce() == {}  # nothing of one step leaks into the next
+
+
+def test_undeclared_names_are_refused_with_a_hint() -> None:
+    with pytest.raises(UndeclaredMetricError, match="'policy/entropi' is not declared; did you mean policy/entropy"):
+        step_metrics().record("policy/entropi", 1.0)
+    with pytest.raises(UndeclaredMetricError):
+        StepMetrics(SMALL).update({"sum": 1.0, "nothing": 2.0}, prefix="a/")
+
+
+def test_templates_match_one_part_of_a_name() -> None:
+    assert SMALL.lookup("eval/gsm8k/pass@4").reducer == "last"
+    for wrong in ("eval/a/b/pass@4", "eval//pass@4", "eval/x/pass@", "eval/x/pass"):
+        with pytest.raises(UndeclaredMetricError):
+            SMALL.lookup(wrong)
+
+
+def test_weights_where_they_belong() -> None:
+    step = StepMetrics(SMALL)
+    with pytest.raises(ValueError, match="needs a weight"):
+        step.record("a/weighted", 1.0)
+    with pytest.raises(ValueError, match="takes no weight"):
+        step.record("a/sum", 1.0, weight=2.0)
+    step.update({"weighted": 4.0, "sum": 1.0}, prefix="a/", weight=3.0)
+    assert step.reduce() == {"a/weighted": 4.0, "a/sum": 1.0}
+
+
+def test_no_weight_at_all_is_not_a_number() -> None:
+    assert math.isnan(reduce("weighted", [(5.0, 0.0)]))
+
+
+def test_a_name_is_declared_once() -> None:
+    with pytest.raises(ValueError, match="declared twice"):
+        Registry([Metric("x", "1", "sum", "."), Metric("x", "1", "mean", ".")])
+
+
+@given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.001, 100)), min_size=1, max_size=20), st.randoms())
+def test_order_changes_nothing_but_last(pairs: list[tuple[float, float]], shuffle: random.Random) -> None:
+    other = pairs[:]
+    shuffle.shuffle(other)
+    for reducer in ("sum", "mean", "max", "min", "weighted"):
+        assert reduce(reducer, pairs) == pytest.approx(reduce(reducer, other), rel=1e-9, abs=1e-6)  # type: ignore[arg-type]
+    assert min(v for v, _ in pairs) - 1e-6 <= reduce("weighted", pairs) <= max(v for v, _ in pairs) + 1e-6
+
+
+def test_declarations_are_complete() -> None:
+    page = metrics_page()
+    for metric in REGISTRY:
+        assert metric.name.split("/")[0] in GROUPS, metric.name
+        assert metric.meaning.endswith(".") and metric.unit
+        assert f"`{metric.name}`" in page
+    for group in GROUPS:
+        assert any(metric.name.startswith(f"{group}/") for metric in REGISTRY), group
+
+
+def test_what_depends_on_the_clock_is_marked() -> None:
+    for metric in REGISTRY:
+        clock = metric.unit in ("s", "tokens/s", "GiB/s", "TFLOP/s")
+        assert metric.timing or not clock, metric.name
+        assert not metric.timing or metric.name.split("/")[0] not in ("reward", "groups", "batch", "policy", "eval")
+
+
+def test_the_loss_statistics_are_declared() -> None:
+    """What the trainer's update returns goes in under `policy/`."""
+    from megarl.algorithms.stats import LossStats
+
+    for name in (*LossStats.zeros().means(), "grad_norm", "lr"):
+        REGISTRY.lookup(f"policy/{name}")
