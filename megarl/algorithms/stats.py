@@ -116,7 +116,7 @@ class LossStats:
         """Reported numbers of the union over all micro-batches and ranks.
 
         Clip fractions and KL are per token; `ess` = (sum r)^2 / (n sum r^2) is the relative effective sample
-        size, 1 on policy.
+        size, 1 on policy. `pearson`, of old and new log-probs, is NaN where either of them does not vary.
         """
         sums = {key: float(value) for key, value in self.sums.items()}
         tokens = max(sums["tokens"], 1.0)
@@ -126,8 +126,10 @@ class LossStats:
         result["logprob_abs_diff_max"] = float(self.maxima["logprob_abs_diff"])
         covariance = tokens * sums["product"] - sums["old"] * sums["new"]
         variances = [tokens * sums[f"{name}_squared"] - sums[name] ** 2 for name in ("old", "new")]
-        product = max(variances[0], 0.0) * max(variances[1], 0.0)
-        result["pearson"] = covariance / math.sqrt(product) if product else math.nan
+        # Differences of large sums: below rounding there is no variance, and no correlation.
+        floors = [1e-12 * tokens * sums[f"{name}_squared"] for name in ("old", "new")]
+        defined = all(variance > floor for variance, floor in zip(variances, floors, strict=True))
+        result["pearson"] = covariance / math.sqrt(variances[0] * variances[1]) if defined else math.nan
         squared = tokens * sums["ratio_squared"]
         result["ess"] = sums["ratio"] ** 2 / squared if squared else 1.0
         result |= {key: sums[key] for key in ("loss", "policy_loss", "tokens", "sequences")}

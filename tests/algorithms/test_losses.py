@@ -40,7 +40,7 @@ def tensor(*values: float) -> torch.Tensor:
 
 
 def numbers(stats: LossStats) -> dict[str, float]:
-    """All means but the correlation, which a policy loss leaves undefined."""
+    """All means but the correlation, which is NaN for too few tokens."""
     return {key: value for key, value in stats.means().items() if key != "pearson"}
 
 
@@ -279,3 +279,14 @@ def test_correlation_of_two_log_probs_over_any_split(seed: int, parts: int) -> N
     assert means["pearson"] == pytest.approx(float(torch.corrcoef(torch.stack([old, new]))[0, 1]), rel=1e-6)
     assert means["logprob_abs_diff"] == pytest.approx(float((old - new).abs().mean()))
     assert means["logprob_abs_diff_max"] == pytest.approx(float((old - new).abs().max()))
+    loss_stats = packed_result(batch, LossSpec()).stats.means()
+    assert loss_stats["pearson"] == pytest.approx(means["pearson"], rel=1e-6)
+
+
+def test_correlation_of_what_does_not_vary_is_undefined() -> None:
+    constant, cuts = torch.full((1000,), -0.1), cu_seqlens([1000])
+    varying = -torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    keep = torch.ones(1000).bool()
+    assert math.isnan(LossStats.of_pair(constant, varying, keep, cuts).means()["pearson"])
+    assert LossStats.of_pair(varying, varying, keep, cuts).means()["pearson"] == pytest.approx(1.0)
+    assert math.isnan(LossStats.zeros().means()["pearson"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 from megarl.rewards.types import RewardInput, RewardResult
 
@@ -29,6 +31,10 @@ def by_response(sample: RewardInput) -> float:
         return float("nan")
     if command == "none":
         return None  # type: ignore[return-value]
+    if command == "spawn":  # a child of its own, as a code-running reward has
+        child = subprocess.Popen(["sleep", "600"])
+        Path(argument).write_text(str(child.pid))
+        time.sleep(600)
     if command == "sleep":
         time.sleep(float(argument))
         return 1.0

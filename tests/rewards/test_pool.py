@@ -82,6 +82,11 @@ def test_it_costs_that_sample_its_reward_and_no_other(
     assert changed == {"errors", reason} and after[reason] == before[reason] + 1
 
 
+def test_what_a_hanging_function_started_goes_with_it(pool: RewardPool, tmp_path: Path) -> None:
+    assert run(pool, f"spawn {tmp_path / 'pid'}")[0].reason == "timeout"
+    assert gone([int((tmp_path / "pid").read_text())])
+
+
 def test_a_hang_holds_up_nobody_on_the_other_worker(pool: RewardPool) -> None:
     async def race() -> float:
         hanging = asyncio.create_task(pool.score(sample("hang")))
