@@ -134,7 +134,7 @@ def pack(samples: Sequence[TrainSample], indices: Sequence[int], align: int = 1)
         rows=torch.cat(rows),
         targets=torch.tensor(targets),
         response_cu_seqlens=_cumulative(responses or [1]),
-        mask=_join(chosen, lambda s: _mask(s), torch.zeros(1, dtype=torch.bool)),
+        mask=_join(chosen, _mask, torch.zeros(1, dtype=torch.bool)),
         advantages=_join(chosen, lambda s: torch.full((len(s.response_ids),), s.advantage), torch.zeros(1)),
         old_logprobs=_join_optional(chosen, "old_logprobs"),
         reference_logprobs=_join_optional(chosen, "reference_logprobs"),

@@ -53,10 +53,7 @@ def plan_micro_batches(
         packed.append(_first_fit_decreasing(lengths, max_tokens))
     number = max([minimum, *(len(bins) for bins in packed)])
     number = -(-number // multiple_of) * multiple_of
-    return [
-        _spread(lengths, bins, number, max_tokens)
-        for lengths, bins in zip(lengths_per_rank, packed, strict=True)
-    ]
+    return [_spread(lengths, bins, number, max_tokens) for lengths, bins in zip(lengths_per_rank, packed, strict=True)]
 
 
 def partition_hash(plan: Any) -> str:

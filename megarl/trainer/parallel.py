@@ -26,9 +26,7 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float) -> None:
         raise RuntimeError("torch.distributed is not initialised; start the trainer with torchrun")
     world = torch.distributed.get_world_size()
     if world != layout.world_size:
-        raise ValueError(
-            f"the layout is for {layout.world_size} ranks, torchrun started {world}; set trainer.gpus"
-        )
+        raise ValueError(f"the layout is for {layout.world_size} ranks, torchrun started {world}; set trainer.gpus")
     if parallel_state.model_parallel_is_initialized():
         raise RuntimeError("a parallel layout is already initialised; call parallel.destroy() first")
     parallel_state.initialize_model_parallel(
@@ -77,9 +75,7 @@ def model_parallel_broadcast_object(obj: T | None) -> T:
     if group.size() == 1:
         return obj  # type: ignore[return-value]
     box = [obj]
-    torch.distributed.broadcast_object_list(
-        box, src=torch.distributed.get_process_group_ranks(group)[0], group=group
-    )
+    torch.distributed.broadcast_object_list(box, src=torch.distributed.get_process_group_ranks(group)[0], group=group)
     return box[0]  # type: ignore[return-value]
 
 

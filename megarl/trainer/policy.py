@@ -27,6 +27,7 @@ from megarl.models.loader import load_hf_weights
 from megarl.models.provider import build_model, transformer_config
 from megarl.trainer.batch import MicroBatch, TrainSample, check_samples, pack, unpack
 from megarl.trainer.head import response_logprobs, return_hidden_states
+from megarl.trainer.moe import aux_loss_metrics, clear_aux_losses
 from megarl.trainer.optimizer import (
     NonFiniteError,
     build_optimizer,
@@ -35,7 +36,7 @@ from megarl.trainer.optimizer import (
     precision_wrap,
 )
 from megarl.trainer.packing import plan_micro_batches
-from megarl.trainer.pipeline import forward_backward, forward_only
+from megarl.trainer.pipeline import WithLoss, forward_backward, forward_only
 from megarl.trainer.reference import ReferenceModel
 
 __all__ = ["LogProbs", "NonFiniteError", "Policy", "TrainSample"]
@@ -57,6 +58,7 @@ class _Plan:
     micro_batches: list[MicroBatch]
     counts: GlobalCounts
     rows: int  # rows that this rank's routers, and those of its peers in other replicas, see in total
+    non_empty: int  # micro-batches of all replicas that hold samples
 
 
 class Policy:
@@ -133,7 +135,7 @@ class Policy:
     def update(self, samples: Sequence[TrainSample], counts: GlobalCounts | None = None) -> dict[str, float]:
         """One optimizer update on a mini-batch; `samples` are this replica's, `counts` those of all replicas.
 
-        Returns metrics reduced over all ranks, the same on each (see `LossStats.means`, plus lr, grad_norm, aux losses).
+        Returns metrics reduced over all ranks, the same on each: `LossStats.means`, lr, grad_norm, MoE losses.
         Raises ValueError when `counts` is not what the replicas hold together, or a sample lacks `old_logprobs` (or
         `reference_logprobs` with a KL loss), NonFiniteError before any weight has changed.
         """
@@ -146,8 +148,9 @@ class Policy:
         for chunk in self.module_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        clear_aux_losses()
         parts = forward_backward(self.module_chunks, plan.micro_batches, self._loss_function(plan))
-        metrics = self._reduce(parts)
+        metrics = self._reduce(parts) | aux_loss_metrics(self.tf_config, plan.non_empty)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteError(f"the loss is {metrics['loss']}; no weight was changed")
         self.scheduler.step(1)
@@ -163,7 +166,7 @@ class Policy:
         """Of the last update (before the first one: the schedule's start)."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _loss_function(self, plan: _Plan):  # type: ignore[no-untyped-def]  # pipeline.WithLoss
+    def _loss_function(self, plan: _Plan) -> WithLoss:
         scale = float(plan.rows)
         tensor = self.layout.tensor if self.layout.sequence else 1
 
@@ -222,10 +225,14 @@ class Policy:
         )
         mine = plans[group.rank()]
         device = platforms.current().device
-        counts = GlobalCounts.of(
-            [trained for rank in shapes for _, trained in rank], self.config.sampling.max_tokens
+        counts = GlobalCounts.of([trained for rank in shapes for _, trained in rank], self.config.sampling.max_tokens)
+        return _Plan(
+            indices=mine,
+            micro_batches=[pack(samples, indices, tensor).to(device) for indices in mine],
+            counts=counts,
+            rows=rows,
+            non_empty=sum(bool(indices) for plan in plans for indices in plan),
         )
-        return _Plan(mine, [pack(samples, indices, tensor).to(device) for indices in mine], counts, rows)
 
     def _check_trainable(self, samples: Sequence[TrainSample]) -> None:
         for sample in samples:
@@ -253,9 +260,7 @@ class Policy:
     def _reduce(self, parts: list[LossStats]) -> dict[str, float]:
         """Statistics of all micro-batches of all replicas: one rank per replica contributes, all ranks learn."""
         device = platforms.current().device
-        contributes = parallel_state.is_pipeline_last_stage() and (
-            parallel_state.get_tensor_model_parallel_rank() == 0
-        )
+        contributes = parallel_state.is_pipeline_last_stage() and (parallel_state.get_tensor_model_parallel_rank() == 0)
         stats = LossStats.merge(parts if contributes else [], device)
         sums, maxima = stats.sum_vector(), stats.max_vector()
         torch.distributed.all_reduce(sums)

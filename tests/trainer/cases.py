@@ -66,28 +66,54 @@ def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
     return gradients
 
 
+def one_each(
+    lengths_per_rank: list[list[int]], max_tokens: int, multiple_of: int = 1, minimum: int = 1
+) -> list[list[list[int]]]:
+    """Instead of `plan_micro_batches`: no packing at all, and empty micro-batches wherever a replica has fewer."""
+    number = max([minimum, *map(len, lengths_per_rank)])
+    number = -(-number // multiple_of) * multiple_of
+    return [[[index] if index < len(lengths) else [] for index in range(number)] for lengths in lengths_per_rank]
+
+
 def train(
     model_dir: Path,
     layout: dict[str, Any],
     samples: list[TrainSample],
     steps: int = 1,
     mutation: str | None = None,
+    packed: bool = True,
     **changes: Any,
 ) -> dict[str, Any]:
     """`steps` updates on the same mini-batch: the first one's gradients, metrics, and the weights after the last."""
-    with policy_under(model_dir, layout, **changes) as policy, mutated(mutation):
+    with contextlib.ExitStack() as stack:
+        if not packed:
+            stack.enter_context(mock.patch.object(policy_module, "plan_micro_batches", one_each))
+        stack.enter_context(mutated(mutation))
+        policy = stack.enter_context(policy_under(model_dir, layout, **changes))
         _, mine = own_share(samples)
-        gradients: dict[str, torch.Tensor] = {}
+        captured: list[dict[str, torch.Tensor]] = []
         step = policy.optimizer.step
 
         def capture() -> Any:
-            if not gradients:
-                gradients.update(exported_gradients(policy))
+            if not captured:
+                captured.append(exported_gradients(policy))
             return step()
 
         policy.optimizer.step = capture
         metrics = [policy.update(mine) for _ in range(steps)]
-        return {"gradients": gradients, "metrics": metrics, "weights": exported(policy)}
+        return {
+            "gradients": captured[0],
+            "metrics": metrics,
+            "weights": exported(policy),
+            "expert_bias": expert_biases(policy),
+        }
+
+
+def expert_biases(policy: Policy) -> dict[str, torch.Tensor]:
+    """Routers' fp32 balancing biases of this stage, by layer."""
+    modules = [module for chunk in policy.module_chunks for module in chunk.modules()]
+    found = [m for m in modules if getattr(m, "expert_bias", None) is not None]
+    return {f"layer {m.layer_number}": m.expert_bias.clone() for m in found}
 
 
 def logprobs(
@@ -172,7 +198,35 @@ def _targets_off_by_one() -> dict[str, Any]:
     return {"response_logprobs": broken}
 
 
+def _mean_over_replicas() -> dict[str, Any]:
+    original = policy_module.forward_backward
+
+    def broken(chunks: Any, *args: Any) -> Any:
+        result = original(chunks, *args)
+        for chunk in chunks:
+            chunk.scale_gradients(1 / parallel.dp_size())
+        return result
+
+    return {"forward_backward": broken}
+
+
+def _unscaled_experts() -> dict[str, Any]:
+    """Expert gradients left at the sum over micro-batch rows, as if the division skipped their buffers."""
+    original = policy_module.forward_backward
+
+    def broken(chunks: Any, *args: Any) -> Any:
+        result = original(chunks, *args)
+        for chunk in chunks:
+            for buffer in chunk.expert_parallel_buffers:
+                buffer.scale_gradients(parallel.dp_size())
+        return result
+
+    return {"forward_backward": broken}
+
+
 MUTATIONS = {
+    "mean_over_replicas": _mean_over_replicas,
+    "unscaled_experts": _unscaled_experts,
     "per_micro_batch": _per_micro_batch,
     "doubled": _doubled,
     "dropped_replica": _dropped_replica,

@@ -21,9 +21,7 @@ def problem(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     return {
         "hidden": draw(ROWS, HIDDEN),
         "weight": draw(VOCAB, HIDDEN),
-        "targets": torch.cat(
-            [torch.tensor([0, VOCAB - 1]), torch.randint(VOCAB, (ROWS - 2,), generator=generator)]
-        ),
+        "targets": torch.cat([torch.tensor([0, VOCAB - 1]), torch.randint(VOCAB, (ROWS - 2,), generator=generator)]),
         "grad_logprobs": draw(ROWS),
         "grad_entropy": draw(ROWS),
     }
@@ -54,12 +52,7 @@ def shares(temperature: float, chunk: int, padding: int) -> dict[str, torch.Tens
     rank, size = group.rank(), group.size()
     p = problem(torch.float32)
     # Were a padded column to enter a softmax, these large weights would show.
-    weight = (
-        torch.cat([p["weight"], torch.full((padding, HIDDEN), 9.0)])
-        .chunk(size)[rank]
-        .clone()
-        .requires_grad_()
-    )
+    weight = torch.cat([p["weight"], torch.full((padding, HIDDEN), 9.0)]).chunk(size)[rank].clone().requires_grad_()
     hidden = p["hidden"].requires_grad_()
     got, entropy = linear_token_logprobs(
         hidden, weight, p["targets"], temperature=temperature, vocab_size=VOCAB, chunk=chunk, group=group, with_entropy=True
