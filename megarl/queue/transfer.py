@@ -136,17 +136,18 @@ class _Client:
         self.timeout_s = timeout_s
 
     @classmethod
-    def attach(cls, partition: str, namespace: str, timeout_s: float) -> _Client:
+    def attach(cls, partition: str, namespace: str, timeout_s: float, start_timeout_s: float | None = None) -> _Client:
         """Connect to the queue of `partition`; Ray must be initialised. TimeoutError if it does not exist in time."""
         quiet_library()
         import ray
 
-        name, deadline = _controller_name(partition), time.monotonic() + timeout_s
+        start_s = timeout_s if start_timeout_s is None else start_timeout_s
+        name, deadline = _controller_name(partition), time.monotonic() + start_s
         conf = None
         while conf is None:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise TimeoutError(f"waited {timeout_s:.0f} s for the trajectory queue {name!r} to be up")
+                raise TimeoutError(f"waited {start_s:.0f} s for the trajectory queue {name!r} to be up")
             try:
                 controller = ray.get_actor(name, namespace=namespace)
                 conf = ray.get(controller.get_config.remote(), timeout=remaining)
@@ -216,8 +217,11 @@ class QueueWriter:
         self._client = client
 
     @classmethod
-    def attach(cls, partition: str, *, namespace: str, timeout_s: float) -> QueueWriter:
-        return cls(_Client.attach(partition, namespace, timeout_s))
+    def attach(
+        cls, partition: str, *, namespace: str, timeout_s: float, start_timeout_s: float | None = None
+    ) -> QueueWriter:
+        """`start_timeout_s`: bound of the wait for the queue to be up, default `timeout_s`."""
+        return cls(_Client.attach(partition, namespace, timeout_s, start_timeout_s))
 
     async def put_group(self, trajectories: Sequence[Trajectory]) -> None:
         """Write all samples of a group, failed ones too. TimeoutError after the writer's `timeout_s`."""

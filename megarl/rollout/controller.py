@@ -91,10 +91,15 @@ class RolloutController:
             on_error=config.reward.on_error,
         )
         self._pool = RolloutPool(
-            await self._attach_replicas(timeouts.ray_start_s), timeout_s=timeouts.generate_s, describe=self._log_of
+            await self._attach_replicas(timeouts.engine_start_s), timeout_s=timeouts.generate_s, describe=self._log_of
         )
+        # The queue's actors are starting at the same time as this one.
         self._writer = await asyncio.to_thread(
-            QueueWriter.attach, self.partition, namespace=self.spec.namespace, timeout_s=timeouts.queue_s
+            QueueWriter.attach,
+            self.partition,
+            namespace=self.spec.namespace,
+            start_timeout_s=timeouts.engine_start_s,
+            timeout_s=timeouts.queue_s,
         )
         await self._rewards.start()
         return {"start_s": time.monotonic() - started}

@@ -178,7 +178,7 @@ class Supervisor:
             namespace=spec.namespace,
             storage_units=config.queue.storage_units,
             node_resource=ROLLOUT_RESOURCE,
-            timeout_s=config.timeouts.ray_start_s,
+            timeout_s=config.timeouts.engine_start_s,
         )
         self._await_actors(pending, config.timeouts.engine_start_s)
 
@@ -252,6 +252,8 @@ def main() -> int:
         PYTHONPATH=os.pathsep.join(filter(None, (spec.cwd, os.environ.get("PYTHONPATH")))),
         RAY_enable_worker_prestart="0",
         RAY_prestart_worker_first_driver="0",
+        # Ray starts workers at nice 15 otherwise: with the trainer on the same cores the engines would starve.
+        RAY_worker_niceness="0",
         RAY_worker_register_timeout_seconds="300",
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
         TQ_NUM_THREADS="1",

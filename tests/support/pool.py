@@ -49,7 +49,7 @@ def tiny_config(directory: Path, model: Path | None = None, **sections: dict[str
         "data": {"path": write_problems(directory / "train.jsonl", 32), "max_prompt_tokens": 64},
         "reward": {"function": "tests.support.pool:count_digits"},
         "evaluation": {"sets": [{"name": "held_out", "path": write_problems(directory / "eval.jsonl", 8, 100)}]},
-        "timeouts": {"ray_start_s": 240, "engine_start_s": 400, "rpc_s": 60, "generate_s": 120},
+        "timeouts": {"ray_start_s": 400, "engine_start_s": 1200, "rpc_s": 120, "generate_s": 300},
     }
     for name, update in sections.items():
         fields[name] = {**fields.get(name, {}), **update}

@@ -1,0 +1,199 @@
+"""Trajectories through a real TransferQueue: bit-exact, unpadded, bounded, separated by partition."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.queue.schema import Trajectory, VersionSpan
+from megarl.queue.transfer import QueueReader, QueueWriter, bounded, decode, encode, start_queue
+from tests.support import pool as _tokens  # noqa: F401  (one Ray access token for this process)
+
+float32 = st.floats(width=32, allow_nan=False, max_value=0.0)
+
+
+@st.composite
+def groups(draw: st.DrawFn, group_id: int = 0) -> list[Trajectory]:
+    rows = []
+    prompt = draw(st.lists(st.integers(0, 151_935), min_size=1, max_size=6))
+    for index in range(draw(st.integers(1, 4))):
+        response = draw(st.lists(st.integers(0, 151_935), max_size=6))
+        cut = draw(st.integers(0, len(response)))
+        spans = [VersionSpan(3, 0, cut), VersionSpan(7, cut, len(response))]
+        status = draw(st.sampled_from(["ok", "failed"]))
+        rows.append(
+            Trajectory(
+                group_id=group_id,
+                sample_index=index,
+                prompt_ids=prompt,
+                response_ids=response,
+                rollout_logprobs=[draw(float32) for _ in response],
+                versions=tuple(span for span in spans if span.end > span.start),
+                finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+                reward=draw(st.floats(-1e3, 1e3)),
+                reward_components={"parsed": draw(st.floats(0, 1))},
+                status=status,
+                failure="it failed" if status == "failed" else "",
+            )
+        )
+    return rows
+
+
+@settings(deadline=None, max_examples=50)
+@given(groups())
+def test_encoding_is_exact(rows: list[Trajectory]) -> None:
+    fields, tags = encode(rows)
+    assert decode(fields, tags) == rows
+    assert fields["response_ids"].values().numel() == sum(len(row.response_ids) for row in rows)  # no padding
+
+
+def test_bounded_raises_in_time_and_passes_errors_on() -> None:
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="a sleep did not end"):
+        bounded(lambda: time.sleep(5), 0.1, "a sleep")
+    assert time.monotonic() - started < 2
+    assert bounded(lambda: 7, 1, "seven") == 7
+    with pytest.raises(ZeroDivisionError):
+        bounded(lambda: 1 // 0, 1, "a division")
+
+
+@pytest.fixture(scope="module")
+def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A Ray head and the queue of one partition, in this process."""
+    from megarl.rollout.ray_head import RayHead
+
+    os.environ.update(RAY_worker_niceness="0", RAY_enable_worker_prestart="0", TQ_NUM_THREADS="1")
+    head = RayHead(4, 0, "queue-test", tmp_path_factory.mktemp("logs"), 200.0)
+    head.start()
+    import ray
+
+    try:
+        server = start_queue("run.0", namespace="queue-test", storage_units=2, node_resource=None, timeout_s=120)
+        yield {"partition": "run.0", "namespace": "queue-test", "timeout_s": 60.0}
+        server.close()
+    finally:
+        ray.shutdown()
+        head.stop()
+
+
+def group(group_id: int, lengths: list[int]) -> list[Trajectory]:
+    torch.manual_seed(group_id)
+    return [
+        Trajectory(
+            group_id=group_id,
+            sample_index=i,
+            prompt_ids=[group_id, 1, 2],
+            response_ids=list(range(n)),
+            rollout_logprobs=(-torch.rand(n)).tolist(),
+            versions=(VersionSpan(0, 0, n),) if n else (),
+            finish_reason="stop",
+            reward=float(i),
+            reward_components={"correct": float(i)},
+            status="ok" if n else "failed",
+            failure="" if n else "empty response",
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+def test_rows_come_back_exact_in_any_order_and_only_those_asked_for(queue: dict[str, Any]) -> None:
+    writer, reader = QueueWriter.attach(**queue), QueueReader.attach(**queue)
+    written = {row.key: row for g in range(6) for row in group(g, [3, 3, 3] if g == 2 else [g + 1, 17, 0, 1])}
+
+    async def write() -> None:
+        by_group = [[row for row in written.values() if row.group_id == g] for g in range(6)]
+        await asyncio.gather(*(writer.put_group(rows) for rows in by_group))
+
+    asyncio.run(write())
+    assert reader.fetch(list(written)) == list(written.values())
+    some = ["5:1", "0:0", "2:2", "3:2"]
+    assert reader.fetch(some) == [written[key] for key in some]
+    tags = reader.read_tags(some)
+    assert [tag.key for tag in tags] == some
+    assert [(t.prompt_tokens, t.response_tokens, t.oldest_version, t.status) for t in tags] == [
+        (3, 17, 0, "ok"),
+        (3, 1, 0, "ok"),
+        (3, 3, 0, "ok"),
+        (3, 0, -1, "failed"),
+    ]
+    assert tags[0].reward_components == {"correct": 1.0} and tags[0].total_tokens == 20
+    assert [tag.key for tag in reader.read_tags()] == sorted(written, key=lambda k: tuple(map(int, k.split(":"))))
+    reader.clear(list(written))
+    reader.clear(["0:0"])
+    assert reader.read_tags() == []
+    with pytest.raises(KeyError, match="0 of the 1 rows"):
+        reader.fetch(["0:0"])
+    with pytest.raises(KeyError, match="1 of 1 rows"):
+        reader.read_tags(["0:0"])
+    assert reader.fetch([]) == []
+    writer.close()
+    reader.close()
+
+
+def test_logprobs_are_the_same_float32_bits(queue: dict[str, Any]) -> None:
+    bits = [0x80000000, 0xBF800001, 0x80000001, 0xC61C3C00]  # -0.0, just below -1, a denormal, -9999
+    values = [struct.unpack("<f", struct.pack("<I", b))[0] for b in bits]
+    row = Trajectory(9, 0, [1], [1, 2, 3, 4], values, (VersionSpan(0, 0, 4),), "length", 0.0)
+    writer, reader = QueueWriter.attach(**queue), QueueReader.attach(**queue)
+    asyncio.run(writer.put_group([row]))
+    back = reader.fetch([row.key])[0].rollout_logprobs
+    assert [struct.unpack("<I", struct.pack("<f", v))[0] for v in back] == bits
+    assert math.copysign(1, back[0]) == -1
+    reader.clear([row.key])
+    writer.close()
+    reader.close()
+
+
+def test_another_attempt_of_the_run_has_its_own_rows(queue: dict[str, Any]) -> None:
+    server = start_queue("run.1", namespace=queue["namespace"], storage_units=1, node_resource=None, timeout_s=120)
+    try:
+        writer = QueueWriter.attach(**queue)
+        asyncio.run(writer.put_group(group(1, [2, 2])))
+        other = QueueReader.attach(**{**queue, "partition": "run.1"})
+        assert other.read_tags() == []
+        other.close()
+        writer.close()
+        reader = QueueReader.attach(**queue)
+        reader.clear(["1:0", "1:1"])
+        reader.close()
+    finally:
+        server.close()
+
+
+def test_attaching_to_a_queue_that_is_not_there_ends_in_time(queue: dict[str, Any]) -> None:
+    with pytest.raises(TimeoutError, match=r"waited 1 s for the trajectory queue .*missing\.0"):
+        QueueReader.attach(**{**queue, "partition": "missing.0", "timeout_s": 1.0})
+
+
+def test_starting_with_too_few_logical_cpus_ends_in_time_and_says_so(queue: dict[str, Any]) -> None:
+    with pytest.raises(TimeoutError, match=r"9 actors of 1 CPU each; .* logical CPUs were free.*ray\.num_cpus"):
+        start_queue("run.2", namespace=queue["namespace"], storage_units=8, node_resource=None, timeout_s=3)
+
+
+def test_storage_stays_off_nodes_without_the_pools_resource(queue: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="no_such_resource"):
+        start_queue(
+            "run.3", namespace=queue["namespace"], storage_units=1, node_resource="no_such_resource", timeout_s=30
+        )
+
+
+def test_a_queue_that_hangs_is_an_error_naming_the_wait(queue: dict[str, Any]) -> None:
+    reader = QueueReader.attach(**queue)
+    release = threading.Event()
+    reader._client._client._loop.call_soon_threadsafe(release.wait, 5)
+    reader._client.timeout_s = 0.2
+    with pytest.raises(TimeoutError, match=r"waited 0 s for the trajectory queue to list its rows"):
+        reader.read_tags()
+    release.set()
+    reader.close()

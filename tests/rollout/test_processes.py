@@ -1,0 +1,105 @@
+"""Process identity, death with the parent, sweeping: on real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.rollout.processes import ProcessId, descendants, is_alive, kill, sweep, wait_until
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+def start(code: str, *args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True)
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_process_is_alive_until_it_ends_and_a_reused_pid_is_another_one() -> None:
+    process = start("import time; print('up', flush=True); time.sleep(60)")
+    line(process)
+    identity = ProcessId.of(process.pid)
+    assert is_alive(identity)
+    assert not is_alive(ProcessId(identity.pid, identity.start_time - 1))
+    process.kill()
+    wait_until(lambda: not is_alive(identity), 10, "the killed process")  # not yet waited for: a zombie counts as gone
+    process.wait(timeout=10)
+    assert not is_alive(identity)
+    with pytest.raises(ProcessLookupError):
+        ProcessId.of(identity.pid)
+
+
+def test_kill_spares_a_later_process_of_the_same_pid() -> None:
+    process = start("import time; print('up', flush=True); time.sleep(60)")
+    line(process)
+    identity = ProcessId.of(process.pid)
+    kill([ProcessId(identity.pid, identity.start_time + 1)], signal.SIGKILL)
+    time.sleep(0.2)
+    assert is_alive(identity)
+    kill([identity], signal.SIGKILL)
+    assert process.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_descendants_are_found_through_generations_and_swept_although_they_ignore_sigterm() -> None:
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {STUBBORN!r}])"
+    process = start(child)
+    line(process)
+    found = descendants(process.pid)
+    assert len(found) == 1
+    assert ProcessId.of(process.pid) in descendants(os.getpid())
+    assert sweep(found, grace_s=0.3) == set()
+    assert process.wait(timeout=10) == 0
+
+
+DIES_WITH_PARENT = """
+import os, subprocess, sys, time
+from megarl.rollout.processes import die_with_parent
+parent = os.getpid()
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],
+                         preexec_fn=lambda: die_with_parent(parent))
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_tied_child_goes_with_its_killed_parent() -> None:
+    process = start(DIES_WITH_PARENT)
+    child = ProcessId.of(int(line(process)))
+    process.kill()
+    process.wait(timeout=10)
+    wait_until(lambda: not is_alive(child), 10, "the child of the killed process")
+
+
+WATCHES = """
+import os, sys, time
+from megarl.rollout.processes import ProcessId, die_with
+die_with(ProcessId.of(int(sys.argv[1])), 'the test', interval_s=0.1)
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_watcher_ends_with_a_process_that_is_not_its_parent() -> None:
+    watched = start("import time; print('up', flush=True); time.sleep(60)")
+    line(watched)
+    watcher = start(WATCHES, str(watched.pid))
+    line(watcher)
+    assert watcher.poll() is None
+    watched.kill()
+    watched.wait(timeout=10)
+    assert watcher.wait(timeout=10) == 1
+
+
+def test_waiting_too_long_says_for_what(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match=r"0 s for a file that never comes"):
+        wait_until((tmp_path / "never").exists, 0.1, "a file that never comes")

@@ -1,0 +1,67 @@
+"""Routing: least-loaded, prefix affinity within its slack, exact outstanding counts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rollout.routing import Router
+
+events = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 8)), max_size=40)
+
+
+@given(replicas=st.integers(1, 5), slack=st.integers(0, 16), work=events)
+def test_affinity_gives_way_only_beyond_the_slack(replicas: int, slack: int, work: list[tuple[int, int]]) -> None:
+    router = Router(range(replicas), slack)
+    home: dict[int, int] = {}
+    for prefix, samples in work:
+        before = router.load
+        chosen = router.assign(prefix, samples)
+        least = min(before.values())
+        if prefix in home and before[home[prefix]] - least <= slack:
+            assert chosen == home[prefix]
+        else:
+            assert before[chosen] == least
+        home[prefix] = chosen
+        assert router.load == {**before, chosen: before[chosen] + samples}
+
+
+@given(replicas=st.integers(1, 4), work=events, order=st.randoms())
+def test_everything_finished_leaves_no_load(replicas: int, work: list[tuple[int, int]], order: object) -> None:
+    router = Router(range(replicas))
+    open_work = [(prefix, router.assign(prefix, samples), samples) for prefix, samples in work]
+    order.shuffle(open_work)  # type: ignore[attr-defined]
+    for item in open_work:
+        router.finish(*item)
+    assert set(router.load.values()) == {0}
+    assert router.assign("new", 1) == 0
+
+
+@given(groups=st.integers(1, 40), replicas=st.integers(1, 6))
+def test_equal_groups_are_spread_evenly(groups: int, replicas: int) -> None:
+    router = Router(range(replicas))
+    for group in range(groups):
+        router.assign(group, 8)
+    assert max(router.load.values()) - min(router.load.values()) <= 8
+
+
+def test_a_removed_replica_gets_nothing_and_may_come_back() -> None:
+    router = Router([0, 1])
+    assert router.assign("a", 4) == 0
+    router.remove(0)
+    assert [router.assign("a", 1) for _ in range(3)] == [1, 1, 1]
+    router.finish("a", 0, 4)
+    with pytest.raises(ValueError, match="last"):
+        router.remove(1)
+    router.add(0)
+    assert router.load == {0: 0, 1: 3} and router.assign("b", 1) == 0
+    with pytest.raises(ValueError, match="already"):
+        router.add(0)
+
+
+def test_finishing_more_than_was_assigned_is_refused() -> None:
+    router = Router([0])
+    router.assign("a", 1)
+    with pytest.raises(ValueError, match="outstanding"):
+        router.finish("a", 0, 2)

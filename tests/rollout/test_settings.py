@@ -1,0 +1,122 @@
+"""Config to vLLM's arguments, devices of the two pools, and the small pure parts around them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rollout.devices import Held, refuse_overlap, refuse_split_replica, visible_devices
+from megarl.rollout.engine_args import engine_args, engine_environment
+from megarl.rollout.errors import ReplicaFailed, RolloutError
+from megarl.rollout.progress import BatchStats, BusyClock, quantile
+from tests.support.pool import tiny_config
+
+
+def config(tmp_path: Path, **sections: dict):
+    return tiny_config(tmp_path, tmp_path / "no_model_needed", **sections)
+
+
+def test_on_cpu_one_process_runs_the_model_eagerly(tmp_path: Path) -> None:
+    args = engine_args(config(tmp_path), cuda=False, max_model_len=80)
+    assert args["distributed_executor_backend"] == "uni" and args["enforce_eager"] is True
+    assert args["dtype"] == "float32" and args["logprobs_mode"] == "processed_logprobs" and args["max_model_len"] == 80
+    environment = engine_environment(config(tmp_path), cuda=False)
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and "VLLM_CPU_OMP_THREADS_BIND" not in environment
+
+
+def test_tensor_parallel_engines_get_workers_and_cores(tmp_path: Path) -> None:
+    two = config(tmp_path, rollout={"tensor_parallel": 2, "cpu_kv_cache_gib": 3})
+    assert engine_args(two, cuda=False)["distributed_executor_backend"] == "mp"
+    environment = engine_environment(two, cuda=False)
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0|1" and environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment
+
+
+def test_on_gpu_nothing_of_the_cpu_path_remains(tmp_path: Path) -> None:
+    gpu = config(tmp_path, trainer={"precision": "bf16"})
+    args = engine_args(gpu, cuda=True)
+    assert args["distributed_executor_backend"] is None and args["enforce_eager"] is False
+    assert args["dtype"] == "bfloat16"
+    assert not any("CPU" in name or "DYNAMO" in name for name in engine_environment(gpu, cuda=True))
+
+
+def test_engine_kwargs_cannot_undo_what_training_relies_on(tmp_path: Path) -> None:
+    passed = config(tmp_path, rollout={"engine_kwargs": {"block_size": 32}})
+    assert engine_args(passed, cuda=False)["block_size"] == 32
+    broken = config(tmp_path, rollout={"engine_kwargs": {"logprobs_mode": "raw_logprobs"}})
+    with pytest.raises(ValueError, match=r"rollout\.engine_kwargs\.logprobs_mode.*temperature"):
+        engine_args(broken, cuda=False)
+
+
+def test_shared_gpus_are_refused_by_name() -> None:
+    trainer = [Held("trainer rank 0", "a", ("GPU-1",)), Held("trainer rank 1", "a", ("GPU-2",))]
+    refuse_overlap(trainer, [Held("replica 0", "a", ("GPU-3",)), Held("replica 1", "b", ("GPU-2",))])
+    with pytest.raises(RolloutError, match=r"GPU-2 on a \(by trainer rank 1 and replica 0\)"):
+        refuse_overlap(trainer, [Held("replica 0", "a", ("GPU-2", "GPU-4"))])
+    refuse_overlap([Held("trainer rank 0", "a", ())], [Held("replica 0", "a", ())])
+
+
+def test_an_engine_never_spans_nodes() -> None:
+    refuse_split_replica(8, 8)
+    with pytest.raises(ValueError, match="tensor_parallel=16 does not fit into a node with 8"):
+        refuse_split_replica(16, 8)
+
+
+def test_device_indices_count_within_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_devices([4, 5]) == "4,5"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6")
+    assert visible_devices([1, 2]) == "3,6"
+    with pytest.raises(ValueError, match="do not exist"):
+        visible_devices([3])
+
+
+def test_replica_failures_survive_pickling() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(ReplicaFailed(4, "replica 4 died")))
+    assert (error.replica, str(error)) == (4, "replica 4 died")
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.001, 10)), min_size=1, max_size=20))
+def test_busy_time_is_the_union_of_the_intervals(spans: list[tuple[float, float]]) -> None:
+    events = sorted([(start, 1) for start, _ in spans] + [(start + length, -1) for start, length in spans])
+    events.sort(key=lambda event: (event[0], -event[1]))
+    clock, expected, active, last = BusyClock(), 0.0, 0, 0.0
+    for now, change in events:
+        expected += (now - last) if active else 0.0
+        active, last = active + change, now
+        clock.enter(now) if change > 0 else clock.leave(now)
+    assert clock.total(1e6) == pytest.approx(expected)
+
+
+def test_a_running_interval_counts_up_to_now() -> None:
+    clock = BusyClock()
+    clock.enter(1.0)
+    assert clock.total(3.5) == 2.5
+    clock.leave(4.0)
+    assert clock.total(9.0) == 3.0
+    with pytest.raises(ValueError, match="without enter"):
+        clock.leave(9.0)
+
+
+def test_batch_metrics() -> None:
+    stats = BatchStats([0.1, 0.4, 0.2, 0.3], [0.01, 0.03], Counter({"timeout": 2, "crash": 1}), skipped_prompts=5)
+    values = stats.metrics(queue_depth=3, replicas_alive=2)
+    assert values["reward/errors"] == 3 and values["rollout/skipped_prompts"] == 5
+    assert values["rollout/generate_seconds_max"] == 0.4 and values["rollout/generate_seconds_p50"] == 0.3
+    assert values["rollout/reward_seconds_mean"] == pytest.approx(0.02)
+    assert quantile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0
+    assert "rollout/generate_seconds_p50" not in BatchStats().metrics(queue_depth=0, replicas_alive=1)
+
+
+def test_batch_metrics_are_declared() -> None:
+    from megarl.telemetry.declarations import step_metrics
+
+    metrics = step_metrics()
+    metrics.update(BatchStats([0.1], [0.1]).metrics(queue_depth=0, replicas_alive=1))
+    assert metrics.reduce()["rollout/replicas_alive"] == 1
