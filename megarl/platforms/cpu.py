@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,10 @@ def _install_factories() -> None:
 
         return make
 
-    for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
+    # `with torch.device("meta")` knows the factories by identity, from a list made at its first use. Make that list
+    # now: with the wrappers in it the context would be ignored (and transformers' RoPE buffers be garbage).
+    torch.utils._device._device_constructors()
+    for name in FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
 

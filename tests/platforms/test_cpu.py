@@ -44,6 +44,19 @@ class TestWithoutCuda:
         assert torch.zeros(1).type(torch.float64).dtype == torch.float64
         assert not torch.cuda.is_available()
 
+    def test_device_contexts_still_work(self) -> None:
+        """In a fresh process: which factories a context knows is decided when the first one is used."""
+        program = """
+import torch
+from megarl.platforms import cpu
+cpu._install_factories()
+with torch.device("meta"):
+    made = [getattr(torch, name)(*([3, 1] if name == "full" else [3])) for name in cpu.FACTORIES]
+assert [tensor.device.type for tensor in made] == ["meta"] * len(made), made
+assert torch.zeros(2, device="cuda").device.type == "cpu"
+"""
+        assert _run(program).returncode == 0
+
     @pytest.mark.world
     def test_the_random_state_tracker(self, world: Callable[[int], World]) -> None:
         results = world(2).run("tests.platforms.cases:tracker_states")
@@ -82,6 +95,10 @@ cases.INFO = replace(cases.INFO, family="qwen3_moe", num_experts=4, topk=2, moe_
 with cases.parallel() as layout:
     cases.train(*cases.build(layout), 2)
 """
+    return _run(program)
+
+
+def _run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
