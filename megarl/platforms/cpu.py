@@ -83,7 +83,9 @@ def _install_factories() -> None:
 
     # `with torch.device("meta")` knows the factories by identity, from a list made at its first use. Make that list
     # now: with the wrappers in it the context would be ignored (and transformers' RoPE buffers be garbage).
-    torch.utils._device._device_constructors()
+    from torch.utils import _device
+
+    _device._device_constructors()
     for name in FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
