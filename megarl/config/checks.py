@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -33,8 +34,12 @@ _PLAIN_SAMPLING = {
 
 
 def detect_device() -> Device:
-    """The device path that a run on this machine takes."""
-    return "cuda" if local_gpus() else "cpu"
+    """The device path that a run on this machine takes: CUDA needs a GPU and a torch that is built for it."""
+    try:
+        built_for_cpu = version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        built_for_cpu = False
+    return "cuda" if local_gpus() and not built_for_cpu else "cpu"
 
 
 def check(config: Config, *, device: Device | None = None, files: bool = True) -> ModelInfo:

@@ -96,7 +96,6 @@ _POLICY = [
     Metric("policy/policy_loss", "loss", "mean", "Its policy-gradient part, without KL and entropy terms."),
     Metric("policy/entropy", "nats", "weighted", "Entropy of the policy per token."),
     Metric("policy/ratio", "ratio", "weighted", "Importance ratio new/old per token; 1 on policy."),
-    Metric("policy/ratio_squared", "1", "weighted", "Squared importance ratio per token."),
     Metric("policy/ratio_max", "ratio", "max", "Largest importance ratio."),
     Metric("policy/ess", "share", "weighted", "Relative effective sample size of the ratios; 1 on policy."),
     Metric("policy/approx_kl", "nats", "weighted", "k3 estimate of KL(old || new) per token."),
@@ -119,7 +118,8 @@ _POLICY = [
     Metric("policy/skipped_updates", "updates", "sum", "Updates the optimizer skipped (non-finite gradients)."),
     Metric("policy/tokens", "tokens", "sum", "Tokens with a loss, over all updates of the step."),
     Metric("policy/sequences", "samples", "sum", "Sequences with a loss, over all updates of the step."),
-    Metric("policy/aux_loss", "loss", "mean", "MoE load-balancing loss."),
+    Metric("policy/aux_loss", "loss", "mean", "MoE load-balancing loss without its coefficient; 1 is even."),
+    Metric("policy/moe_z_loss", "loss", "mean", "MoE router z-loss without its coefficient."),
     Metric("policy/advantage_mean", "1", "mean", "Mean advantage of the trained samples."),
     Metric("policy/advantage_std", "1", "mean", "Standard deviation of the trained samples' advantages."),
 ]
