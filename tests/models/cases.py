@@ -149,3 +149,17 @@ def load_without_qk_norm_rules(model_dir: str) -> None:
         info = load_info(model_dir)
         chunks = build_model(info, transformer_config(info, layout, "fp32"), layout)
         local_shards(chunks, info, table(info))
+
+
+def shard_attributes(model_dir: str, initialize: bool) -> dict[str, tuple[Any, ...]]:
+    """Case: what Megatron's gradient norm and reductions read off each parameter, under TP 2 + SP."""
+    layout = make_layout(tensor=2, sequence=True)
+    names = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
+    with parallel(layout):
+        info = load_info(model_dir)
+        config = transformer_config(info, layout, "fp32", initialize=initialize)
+        (chunk,) = build_model(info, config, layout)
+        return {
+            name: tuple(getattr(parameter, attribute, None) for attribute in names)
+            for name, parameter in chunk.named_parameters()
+        }
