@@ -61,6 +61,9 @@ class Supervisor:
         self._head: RayHead | None = None
         self._actors: list[Any] = []
         self._queue: Any = None
+        self._ending_since: float | None = None
+        # Half of what the launcher grants, so that the orderly way and the forced one both fit.
+        self._patience_s = self.config.timeouts.shutdown_s / 2
 
     def run(self) -> int:
         """Start, watch, tear down. 0 if it was asked to stop, 1 if something failed."""
@@ -95,8 +98,18 @@ class Supervisor:
     def request_stop(self, reason: str) -> None:
         if not self._stop.is_set():
             self.stop_reason = reason
+            self._ending_since = self._ending_since or time.monotonic()
             logger.info("stopping: %s", reason)
             self._stop.set()
+
+    def _force_exit(self) -> None:
+        """The main thread is stuck in a library's call: end everything from the watch thread."""
+        logger.error("the orderly tear-down took more than %.0f s: killing what is left", self._patience_s)
+        left = sweep(self._children | descendants(os.getpid()), grace_s=0.0)
+        self._publish(state="stopped" if self.stop_reason else "failed", error=self.stop_reason or "tear-down hung")
+        logger.error("still alive: %s", sorted(process.pid for process in left))
+        logging.shutdown()
+        os._exit(1)
 
     def _publish(self, **changes: Any) -> None:
         with self._lock:
@@ -110,6 +123,8 @@ class Supervisor:
         recorded: set[ProcessId] = set()
         while True:
             self._children |= descendants(os.getpid())
+            if self._ending_since is not None and time.monotonic() > self._ending_since + self._patience_s:
+                self._force_exit()
             if not is_alive(self.spec.agent):
                 self.request_stop(f"the launcher (pid {self.spec.agent.pid}) is gone")
             elif stop_file.exists() and stop_file.read_text() in {"", self.spec.launch_id}:
@@ -203,6 +218,7 @@ class Supervisor:
     def _tear_down(self, failure: BaseException | None) -> None:
         """Engines first (bounded), then Ray, then whatever is left by pid and start time."""
         started = time.monotonic()
+        self._ending_since = self._ending_since or started
         state = "failed" if failure is not None and self.stop_reason is None else "stopped"
         if state == "failed":
             # Said before the clean-up: the launcher is waiting for it.

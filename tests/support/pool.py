@@ -23,11 +23,6 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
-def count_digits(response: str, answer: str) -> float:
-    """A reward that a random model sometimes gets: the share of digits, 0 if there is none."""
-    return sum(c.isdigit() for c in response) / max(1, len(response))
-
-
 def write_problems(path: Path, count: int, offset: int = 0) -> Path:
     """`{"problem", "answer"}` lines: small additions."""
     rows = [{"problem": f"{i}+{i + 1}=?", "answer": str(2 * i + 1)} for i in range(offset, offset + count)]
@@ -47,7 +42,7 @@ def tiny_config(directory: Path, model: Path | None = None, **sections: dict[str
         "batch": {"groups": 4, "samples_per_group": 4},
         "sampling": {"max_tokens": 16},
         "data": {"path": write_problems(directory / "train.jsonl", 32), "max_prompt_tokens": 64},
-        "reward": {"function": "tests.support.pool:count_digits"},
+        "reward": {"function": "tests.support.rewards:count_digits"},
         "evaluation": {"sets": [{"name": "held_out", "path": write_problems(directory / "eval.jsonl", 8, 100)}]},
         "timeouts": {"ray_start_s": 400, "engine_start_s": 1200, "rpc_s": 120, "generate_s": 300},
     }

@@ -1,0 +1,277 @@
+"""The rollout side on a real engine: batches, versions, log-probs, evaluation; then every way in which it can end.
+
+One pool serves all tests of this file, in order: the last ones kill parts of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.queue.schema import Trajectory
+from megarl.queue.transfer import QueueReader
+from megarl.rollout.errors import ReplicaFailed, RolloutError
+from megarl.rollout.launch import launch_supervisor, read_state
+from megarl.rollout.processes import ProcessId, descendants, is_alive, wait_until
+from megarl.rollout.requests import GenerateRequest, SamplingSpec
+from tests.support.pool import TestPool, start_pool, tiny_config
+
+pytestmark = pytest.mark.engine
+
+TEMPERATURE = 0.7
+GONE_S = 30.0
+
+
+def fake_agent() -> subprocess.Popen[bytes]:
+    """Stands for torchrun's agent: something whose end must end the pool."""
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[subprocess.Popen[bytes]]:
+    process = fake_agent()
+    yield process
+    process.kill()
+    process.wait(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory, agent: subprocess.Popen[bytes]) -> Iterator[TestPool]:
+    sampling = {"temperature": TEMPERATURE, "max_tokens": 24}
+    running = start_pool(tmp_path_factory.mktemp("pool"), agent_pid=agent.pid, sampling=sampling)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def reader(pool: TestPool) -> Iterator[QueueReader]:
+    attached = QueueReader.attach(pool.handle.partition, namespace=pool.handle.namespace, timeout_s=60)
+    yield attached
+    attached.close()
+
+
+def serve(pool: TestPool, version: int) -> None:
+    """What a weight sync ends with, here without new weights."""
+    for replica in pool.client.engine_handles().replicas():
+        replica.call("set_weight_version", str(version), timeout_s=60)
+    pool.client.set_version(version)
+
+
+def reference_logprobs(pool: TestPool, row: Trajectory) -> torch.Tensor:
+    """Log-probs of the response by plain transformers in fp32, at the sampling temperature."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(pool.config.model.path, dtype=torch.float32)
+    ids = torch.tensor([row.prompt_ids + row.response_ids])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(row.prompt_ids) - 1 : -1].double() / TEMPERATURE
+    return logits.log_softmax(-1).gather(-1, torch.tensor(row.response_ids)[:, None])[:, 0]
+
+
+def test_synchronous_steps(pool: TestPool, reader: QueueReader) -> None:
+    client, batch = pool.client, pool.config.batch
+    [held] = client.devices()
+    assert held.owner == "replica 0" and held.devices == ()
+    prompts = []
+    for step in range(2):
+        serve(pool, step)
+        ready = client.wait_batch(step)
+        assert client.wait_batch(step) == ready
+        assert ready.counters.taken == batch.groups and ready.counters.balanced
+        assert len(ready.keys) == batch.groups * batch.samples_per_group
+        assert [key.split(":")[0] for key in ready.keys[:: batch.samples_per_group]] == [
+            str(group) for group in range(step * batch.groups, (step + 1) * batch.groups)
+        ]
+        rows = reader.fetch(ready.keys)
+        prompts += [tuple(row.prompt_ids) for row in rows[:: batch.samples_per_group]]
+        check_rows(pool, rows, version=step)
+        tags = reader.read_tags(ready.keys)
+        assert [(tag.reward, tag.response_tokens) for tag in tags] == [(r.reward, len(r.response_ids)) for r in rows]
+        assert ready.timings["rollout/engine_seconds"] > 0 and ready.timings["rollout/replicas_alive"] == 1
+        counters = client.commit(step, trained=3, filtered=1, dropped_stale=0, failed=0)
+        assert (counters.trained, counters.filtered, counters.taken) == (3 * (step + 1), step + 1, 0)
+        wait_until(lambda: reader.read_tags() == [], 10, "the queue to forget the step's rows")
+    assert len(set(prompts)) == 2 * batch.groups
+
+
+def check_rows(pool: TestPool, rows: list[Trajectory], version: int) -> None:
+    stop = 2  # <|im_end|>
+    worst, tokens = 0.0, 0
+    for row in rows:
+        assert row.status == "ok", row.failure
+        assert [(span.version, span.start, span.end) for span in row.versions] == [(version, 0, len(row.response_ids))]
+        assert (row.response_ids[-1] == stop) == (row.finish_reason == "stop")
+        assert stop not in row.response_ids[:-1] and len(row.response_ids) <= pool.config.sampling.max_tokens
+        assert 0.0 <= row.reward <= 1.0
+        expected = reference_logprobs(pool, row)
+        worst = max(worst, float((torch.tensor(row.rollout_logprobs).double() - expected).abs().max()))
+        tokens += len(row.rollout_logprobs)
+    assert tokens == sum(len(row.response_ids) for row in rows) > 0
+    assert worst <= 1e-4
+
+
+def test_rewards_judge_the_text_without_special_tokens(pool: TestPool, reader: QueueReader) -> None:
+    serve(pool, 2)
+    ready = pool.client.wait_batch(2)
+    for row in reader.fetch(ready.keys):
+        text = pool.client.decode(row.response_ids).replace("<|im_end|>", "").replace("<|im_start|>", "")
+        text = text.replace("<|endoftext|>", "").replace("<unk>", "")
+        assert row.reward == pytest.approx(sum(c.isdigit() for c in text) / max(1, len(text)))
+    group = int(ready.keys[0].split(":")[0])
+    problem = pool.client.decode(reader.fetch(ready.keys[:1])[0].prompt_ids).split("user\n")[1].split("=")[0]
+    left, right = problem.split("+")
+    assert pool.client.references([group]) == {group: str(int(left) + int(right))}
+    pool.client.commit(2, trained=0, filtered=4, dropped_stale=0, failed=0)
+
+
+def test_wrong_bookkeeping_and_missing_batches_are_errors(pool: TestPool) -> None:
+    with pytest.raises(ValueError, match="never taken"):
+        pool.client.commit(3, trained=4, filtered=0, dropped_stale=0, failed=0)
+    with pytest.raises(RolloutError, match=r"waited 0 s for the batch of step 3; 0 groups in flight"):
+        pool.client.wait_batch(3, timeout_s=0.3)
+    with pytest.raises(RolloutError, match="only be loaded before"):
+        pool.client.load_state_dict(pool.client.state_dict())
+
+
+def test_evaluation_repeats_and_keeps_every_answer(pool: TestPool) -> None:
+    [first], [second] = pool.client.evaluate(3, "before"), pool.client.evaluate(3, "again")
+    assert first == second
+    assert (first.name, first.version, first.n) == ("held_out", 3, 8)
+    assert first.greedy.mean.value != first.sampled.mean.value
+    records = [json.loads(line) for line in (pool.config.run_dir / "eval_before.jsonl").read_text().splitlines()]
+    assert len(records) == 16 and {record["mode"] for record in records} == {"greedy", "sampled"}
+    greedy = [record["score"] for record in records if record["mode"] == "greedy"]
+    assert sum(greedy) / 8 == pytest.approx(first.greedy.mean.value)
+    assert records[0]["reference"] == "201" and "100+101=?" in records[0]["prompt"]
+
+
+def test_seeded_requests_repeat_in_another_order_and_across_a_pause(pool: TestPool) -> None:
+    [replica] = pool.client.engine_handles().replicas()
+    spec = SamplingSpec(24, TEMPERATURE, (2,))
+    wanted = [GenerateRequest(f"a{i}", [1, 60 + i], spec, seed=i) for i in range(6)]
+    again = [GenerateRequest(f"b{i}", [1, 60 + i], spec, seed=i) for i in reversed(range(6))]
+    first = replica.call("generate", wanted, timeout_s=60)
+    replica.call("pause", True, timeout_s=60)
+    paused: list[Any] = []
+    thread = threading.Thread(target=lambda: paused.extend(replica.call("generate", again, timeout_s=60)))
+    thread.start()
+    time.sleep(0.3)
+    assert not paused
+    replica.call("resume", timeout_s=60)
+    thread.join(60)
+    assert [(r.response_ids, r.logprobs) for r in reversed(paused)] == [(r.response_ids, r.logprobs) for r in first]
+
+
+def test_the_run_directory_of_a_living_run_is_refused(pool: TestPool) -> None:
+    with pytest.raises(ValueError, match="in use by another run"):
+        launch_supervisor(pool.config.model_dump_json(), pool.config.run_dir, os.getpid())
+
+
+def test_the_supervisor_lives_in_a_session_of_its_own(pool: TestPool) -> None:
+    supervisor = pool.handle.process.pid
+    assert os.getsid(supervisor) == supervisor != os.getsid(0)
+
+
+def find(pool: TestPool, name: str) -> ProcessId:
+    """A descendant of the supervisor by a part of its command line."""
+    for process in descendants(pool.handle.process.pid):
+        if name in Path(f"/proc/{process.pid}/cmdline").read_text(errors="replace"):
+            return process
+    raise AssertionError(f"no {name!r} under the supervisor")
+
+
+def everything(pool: TestPool) -> set[ProcessId]:
+    found = descendants(pool.handle.process.pid) | {pool.handle.process}
+    assert len(found) >= 8  # gcs, raylet, agents, replica, engine, controller, queue
+    return found
+
+
+def assert_all_go(processes: set[ProcessId], kill: Callable[[], None]) -> None:
+    started = time.monotonic()
+    kill()
+    wait_until(lambda: not any(map(is_alive, processes)), GONE_S, "every process of the pool to go")
+    assert time.monotonic() - started < GONE_S
+
+
+def test_a_killed_engine_actor_fails_its_calls_by_name_and_takes_its_engine_along(pool: TestPool) -> None:
+    actor, engine = find(pool, "ray::replica-0"), find(pool, "EngineCore")
+    [replica] = pool.client.engine_handles().replicas()
+    replica.call("pause", True, timeout_s=60)
+    serve_error: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            pool.client.wait_batch(3)
+        except RolloutError as error:
+            serve_error.append(error)
+
+    pool.client.set_version(3)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.5)
+    os.kill(actor.pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(engine), 5, "the engine of the killed actor")
+    thread.join(GONE_S)
+    [error] = serve_error
+    assert isinstance(error, ReplicaFailed) and "replica 0 died" in str(error) and "replica-0.log" in str(error)
+    with pytest.raises(ReplicaFailed, match="replica 0"):
+        replica.call("health", timeout_s=60)
+
+
+def test_a_restarted_replica_works_again(pool: TestPool) -> None:
+    handles = pool.client.engine_handles()
+    handles.restart(["replica 0"], timeout_s=1200)
+    [replica] = handles.replicas()
+    request = GenerateRequest("fresh", [1, 2, 3], SamplingSpec(4, 0.0, (2,)))
+    assert replica.call("health", timeout_s=60)["replica"] == 0
+    assert 1 <= len(replica.call("generate", [request], timeout_s=60)[0].response_ids) <= 4
+
+
+def test_nothing_outlives_a_killed_agent(pool: TestPool, agent: subprocess.Popen[bytes]) -> None:
+    assert_all_go(everything(pool), agent.kill)
+    state = read_state(pool.config.run_dir)
+    assert state is not None and state["state"] == "stopped" and str(agent.pid) in state["error"]
+    with pytest.raises(RolloutError, match=r"has ended: the launcher \(pid \d+\) is gone"):
+        pool.client.counters()
+    assert not list(Path("/tmp").glob(f"megarl-*/session_*_{pool.handle.process.pid}"))
+    pool.client.close()
+
+
+def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    running = start_pool(tmp_path)
+    try:
+        kill = lambda: os.kill(running.handle.process.pid, signal.SIGKILL)  # noqa: E731
+        assert_all_go(everything(running), kill)
+        with pytest.raises(RolloutError, match="its supervisor was killed"):
+            running.client.counters()
+    finally:
+        running.close()
+
+
+def test_an_engine_that_cannot_start_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    weights = config.model.path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:200])
+    before = descendants(os.getpid())
+    from megarl.rollout.client import PoolClient
+
+    handle = launch_supervisor(config.model_dump_json(), config.run_dir, os.getpid())
+    children = descendants(handle.process.pid)
+    with pytest.raises(RolloutError, match=r"engine replica 0.*failed to start: .*"):
+        PoolClient.connect(handle, config)
+    wait_until(
+        lambda: not any(map(is_alive, {handle.process, *children})) and descendants(os.getpid()) <= before,
+        GONE_S,
+        "the failed pool to go",
+    )
