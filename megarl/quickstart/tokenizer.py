@@ -51,8 +51,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     return fast
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: str) -> list[int]:
-    """Token ids of the chat prompt that ends where the assistant begins."""
+def prompt_text(tokenizer: PreTrainedTokenizerFast, problem: str) -> str:
+    """The chat prompt that ends where the assistant begins."""
     messages = [{"role": "user", "content": problem}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from megarl.quickstart.problems import Addition, solutions
-from megarl.quickstart.tokenizer import prompt_ids
+from megarl.quickstart.problems import SOLUTIONS_PER_PROBLEM, Addition, solutions
+from megarl.quickstart.tokenizer import prompt_text
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +61,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
 def encode_corpus(tokenizer: PreTrainedTokenizerFast, problems: list[Addition]) -> tuple[Tensor, Tensor]:
     """All (problem, solution) rows, right-padded: ids and labels, both int64 [rows, L]."""
     rows: list[tuple[list[int], list[int]]] = []
-    for problem in problems:
-        prompt = prompt_ids(tokenizer, problem.problem)
-        for solution in solutions(problem):
-            response = [*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-            rows.append((prompt + response, [IGNORED] * len(prompt) + response))
+    prompts = [prompt_text(tokenizer, problem.problem) for problem in problems]
+    texts = [text for problem in problems for text in solutions(problem)]
+    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    for index, solution in enumerate(tokenizer(texts, add_special_tokens=False)["input_ids"]):
+        prompt = prompt_ids[index // SOLUTIONS_PER_PROBLEM]
+        response = [*solution, tokenizer.eos_token_id]
+        rows.append((prompt + response, [IGNORED] * len(prompt) + response))
     longest = max(len(ids) for ids, _ in rows)
     ids_BL = torch.full((len(rows), longest), tokenizer.pad_token_id)
     labels_BL = torch.full((len(rows), longest), IGNORED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,15 @@ from megarl.config.load import load_config
 from megarl.quickstart.__main__ import main
 from megarl.quickstart.build import build_assets, check_written
 from megarl.quickstart.problems import Addition
-from megarl.quickstart.tokenizer import prompt_ids
+from megarl.quickstart.tokenizer import prompt_text
 from megarl.quickstart.warm_start import WarmStart, encode_corpus
 
-SIZE = WarmStart(steps=3, batch=8, warmup=1)
+SIZE = WarmStart(steps=3, batch=8, warmup=1, threads=1)
 CONFIG = Path(__file__).parents[2] / "examples/rl/configs/quickstart_cpu.yaml"
+
+
+def prompt_ids(tokenizer: AutoTokenizer, problem: str) -> list[int]:
+    return tokenizer(prompt_text(tokenizer, problem), add_special_tokens=False)["input_ids"]
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -49,7 +54,7 @@ def test_same_seed_same_bytes_other_seed_other_ones(assets: Path, tmp_path: Path
 
 def test_complete_directory_is_left_alone_and_a_damaged_one_made_anew(assets: Path, tmp_path: Path) -> None:
     out = tmp_path / "assets"
-    build_assets(out, seed=3, size=SIZE)
+    shutil.copytree(assets, out)
     stamp = (out / "assets.json").stat().st_mtime_ns
     assert not build_assets(out, seed=3, size=SIZE)
     assert (out / "assets.json").stat().st_mtime_ns == stamp
@@ -79,8 +84,9 @@ def test_a_directory_of_the_user_is_not_touched(tmp_path: Path, caplog: pytest.L
 
 def test_files_are_what_the_config_reads(assets: Path) -> None:
     config = load_config(CONFIG, [])
-    assert config.evaluation.limit is not None and config.evaluation.limit >= 500
-    for name in (config.data.path.name, config.evaluation.path.name):  # type: ignore[union-attr]
+    (heldout,) = config.evaluation.sets
+    assert heldout.limit is None or heldout.limit >= 500
+    for name in (config.data.path.name, heldout.path.name):
         rows = [json.loads(line) for line in (assets / name).read_text().splitlines()]
         assert len(rows) >= 500
         assert all(set(row) == {"problem", "answer"} and row["answer"].isdigit() for row in rows)

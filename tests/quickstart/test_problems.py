@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.quickstart.problems import Addition, check_disjoint, make_splits, solutions
@@ -13,6 +13,7 @@ from megarl.quickstart.problems import Addition, check_disjoint, make_splits, so
 number = st.integers(10, 99)
 
 
+@settings(deadline=None)
 @given(number, number)
 def test_careful_solution_is_right_and_careless_one_forgets_exactly_the_carry(a: int, b: int) -> None:
     item = Addition(a, b)
@@ -21,6 +22,7 @@ def test_careful_solution_is_right_and_careless_one_forgets_exactly_the_carry(a:
     assert careful - careless == (10 if (a % 10) + (b % 10) > 9 else 0)
 
 
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 50))
 def test_splits_share_no_pair_in_either_order(seed: int) -> None:
     splits = make_splits(seed)
