@@ -1,6 +1,6 @@
 """The trajectory queue over TransferQueue: one row per sample, one column per field, unpadded.
 
-The supervisor starts the controller and the storage units (`start_queue`); everybody else attaches by name
+The rollout controller starts TransferQueue's actors (`start_queue`); everybody else attaches by name
 (`QueueWriter.attach`, `QueueReader.attach`). Names and the partition carry the run and its attempt, so that two runs
 on one Ray cluster, or a restarted one, never see each other's rows.
 
@@ -17,11 +17,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.queue.schema import SampleTag, Trajectory, VersionSpan
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -141,13 +142,12 @@ class _Client:
         quiet_library()
         import ray
 
-        start_s = timeout_s if start_timeout_s is None else start_timeout_s
-        name, deadline = _controller_name(partition), time.monotonic() + start_s
+        name, deadline = _controller_name(partition), time.monotonic() + timeout_s
         conf = None
         while conf is None:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise TimeoutError(f"waited {start_s:.0f} s for the trajectory queue {name!r} to be up")
+                raise TimeoutError(f"waited {timeout_s:.0f} s for the trajectory queue {name!r} to be up")
             try:
                 controller = ray.get_actor(name, namespace=namespace)
                 conf = ray.get(controller.get_config.remote(), timeout=remaining)
@@ -217,11 +217,8 @@ class QueueWriter:
         self._client = client
 
     @classmethod
-    def attach(
-        cls, partition: str, *, namespace: str, timeout_s: float, start_timeout_s: float | None = None
-    ) -> QueueWriter:
-        """`start_timeout_s`: bound of the wait for the queue to be up, default `timeout_s`."""
-        return cls(_Client.attach(partition, namespace, timeout_s, start_timeout_s))
+    def attach(cls, partition: str, *, namespace: str, timeout_s: float) -> QueueWriter:
+        return cls(_Client.attach(partition, namespace, timeout_s))
 
     async def put_group(self, trajectories: Sequence[Trajectory]) -> None:
         """Write all samples of a group, failed ones too. TimeoutError after the writer's `timeout_s`."""
@@ -272,6 +269,7 @@ class QueueReader:
 
 def encode(trajectories: Sequence[Trajectory]) -> tuple[Any, list[dict[str, Any]]]:
     """Trajectories -> (TensorDict of jagged rows, tags). Log-probs are float32, bit for bit the engine's."""
+    import torch
     from tensordict import TensorDict
 
     def jagged(rows: list[list[Any]], dtype: torch.dtype) -> torch.Tensor:

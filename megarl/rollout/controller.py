@@ -20,7 +20,7 @@ from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.logs import redirect_output
 from megarl.queue.schema import sample_key
-from megarl.queue.transfer import QueueWriter
+from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
 from megarl.rollout.admission import Admission, Counters, usable_samples
 from megarl.rollout.devices import Held
 from megarl.rollout.errors import RolloutError
@@ -28,7 +28,7 @@ from megarl.rollout.evaluate import evaluate_on_pool, write_records
 from megarl.rollout.pool import RolloutPool
 from megarl.rollout.processes import die_with
 from megarl.rollout.progress import BatchStats, BusyClock
-from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
+from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, SamplingSpec, request_seed
 from megarl.rollout.samples import defect, trajectory
 
@@ -74,35 +74,43 @@ class RolloutController:
         self._changed = asyncio.Event()
 
     async def start(self) -> dict[str, float]:
-        """Load prompts and tokenizer, start the reward processes, attach to replicas and queue; seconds it took."""
+        """Start queue and reward processes, load prompts and tokenizer, attach to the replicas; seconds it took."""
         from megarl.rewards.pool import RewardPool
         from megarl.rollout.prompts import PromptSource
 
         started = time.monotonic()
         config, timeouts = self.config, self.config.timeouts
-        # Not in the event loop: the data set may be large.
-        self._source = await asyncio.to_thread(PromptSource, config)
-        self._stats.skipped_prompts = self._source.skipped
         self._rewards = RewardPool(
             config.reward.function,
             config.reward.kwargs,
             workers=config.reward.workers,
             timeout_s=config.reward.timeout_s,
             on_error=config.reward.on_error,
+            start_timeout_s=timeouts.engine_start_s,
         )
-        self._pool = RolloutPool(
-            await self._attach_replicas(timeouts.engine_start_s), timeout_s=timeouts.generate_s, describe=self._log_of
+        # What takes long and imports much is not done in the event loop.
+        self._queue, self._source, replicas, _ = await asyncio.gather(
+            asyncio.to_thread(self._start_queue),
+            asyncio.to_thread(PromptSource, config),
+            self._attach_replicas(timeouts.engine_start_s),
+            self._rewards.start(),
         )
-        # The queue's actors are starting at the same time as this one.
+        self._stats.skipped_prompts = self._source.skipped
+        self._pool = RolloutPool(replicas, timeout_s=timeouts.generate_s, describe=self._log_of)
         self._writer = await asyncio.to_thread(
-            QueueWriter.attach,
+            QueueWriter.attach, self.partition, namespace=self.spec.namespace, timeout_s=timeouts.queue_s
+        )
+        return {"start_s": time.monotonic() - started}
+
+    def _start_queue(self) -> QueueServer:
+        """The queue's actors belong to this one, in a process that needs the library anyhow."""
+        return start_queue(
             self.partition,
             namespace=self.spec.namespace,
-            start_timeout_s=timeouts.engine_start_s,
-            timeout_s=timeouts.queue_s,
+            storage_units=self.config.queue.storage_units,
+            node_resource=ROLLOUT_RESOURCE,
+            timeout_s=self.config.timeouts.engine_start_s,
         )
-        await self._rewards.start()
-        return {"start_s": time.monotonic() - started}
 
     async def _attach_replicas(self, timeout_s: float) -> dict[int, Any]:
         import ray
@@ -246,6 +254,7 @@ class RolloutController:
         for task in self._tasks:
             task.cancel()
         await asyncio.to_thread(self._rewards.close)
+        self._queue.close()
 
     def _check(self) -> None:
         if self._failure is not None:

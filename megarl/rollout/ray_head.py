@@ -111,17 +111,18 @@ class RayHead:
 
 @contextmanager
 def patched_start() -> Iterator[None]:
-    """Patch of ray.init, Ray 2.60.0, where two things have no arguments.
+    """Patch of ray.init, Ray 2.60.0, for what it has no arguments.
 
     The raylet aborts if its dashboard agent has not written its ports to files within a hard-coded 15 s, which a busy
     host exceeds (https://github.com/ray-project/ray/issues/65983): ports that are given are not waited for, and for
     the one that cannot be given, of an HTTP service unused here, the file is there beforehand and says "none" (-1).
-    The autoscaler's monitor and the log monitor have no use here.
+    The dashboard, the autoscaler's monitor and the log monitor have no use here.
     """
     from ray._private import node, parameter
     from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
 
     params, start_processes = parameter.RayParams, node.Node.start_ray_processes
+    start_dashboard = node.Node.start_api_server
     metrics, agent, runtime_env = free_ports(3)
     ours = {
         "metrics_export_port": metrics,
@@ -135,10 +136,15 @@ def patched_start() -> Iterator[None]:
         persist_port(self.get_session_dir_path(), self.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, -1)
         start_processes(self)
 
+    def no_dashboard(self: Any, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        """`include_dashboard=False` would still start its process."""
+
     parameter.RayParams = lambda **fields: params(**{**fields, **ours})
     node.Node.start_ray_processes = start
+    node.Node.start_api_server = no_dashboard
     try:
         yield
     finally:
         parameter.RayParams = params
         node.Node.start_ray_processes = start_processes
+        node.Node.start_api_server = start_dashboard

@@ -60,7 +60,6 @@ class Supervisor:
         }
         self._head: RayHead | None = None
         self._actors: list[Any] = []
-        self._queue: Any = None
         self._ending_since: float | None = None
         # Half of what the launcher grants, so that the orderly way and the forced one both fit.
         self._patience_s = self.config.timeouts.shutdown_s / 2
@@ -161,10 +160,9 @@ class Supervisor:
         logger.info("Ray at %s", address)
 
     def _start_actors(self) -> None:
-        """Queue, replicas and controller, all at the same time; RolloutError naming the first that failed."""
+        """Replicas and controller (it starts the queue), all at once; RolloutError naming the first that failed."""
         import ray
 
-        from megarl.queue.transfer import start_queue
         from megarl.rollout.controller import RolloutController
 
         spec, config = self.spec, self.config
@@ -188,13 +186,6 @@ class Supervisor:
         )
         self._actors = [*replicas, controller]
         pending[controller.start.remote()] = "the rollout controller"
-        self._queue = start_queue(
-            spec.partition,
-            namespace=spec.namespace,
-            storage_units=config.queue.storage_units,
-            node_resource=ROLLOUT_RESOURCE,
-            timeout_s=config.timeouts.engine_start_s,
-        )
         self._await_actors(pending, config.timeouts.engine_start_s)
 
     def _await_actors(self, pending: dict[Any, str], timeout_s: float) -> None:
@@ -244,8 +235,6 @@ class Supervisor:
             ray.wait([a.shutdown.remote() for a in self._actors], num_returns=len(self._actors) or 1, timeout=grace_s)
             for actor in self._actors:
                 ray.kill(actor)
-            if self._queue is not None:
-                self._queue.close()
         except Exception as error:
             logger.warning("closing the actors: %s", error)
         ray.shutdown()
