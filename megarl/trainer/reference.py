@@ -44,12 +44,15 @@ class Placement:
     def resident(self) -> Iterator[None]:
         """The tensors are on the device inside; afterwards back in host memory, unchanged."""
         for tensor, home in zip(self._tensors, self._home, strict=True):
-            tensor.data = home.to(self._device, non_blocking=True)
+            tensor.data = self._upload(home)
         try:
             yield
         finally:
             for tensor, home in zip(self._tensors, self._home, strict=True):
                 tensor.data = home
+
+    def _upload(self, home: Tensor) -> Tensor:
+        return home.to(self._device, non_blocking=True)
 
 
 class ReferenceModel:

@@ -6,12 +6,16 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
 
+from megarl.algorithms.aggregation import GlobalCounts
 from megarl.models.export import HFExporter
 from megarl.models.info import load_info
 from megarl.models.layout import Layout
@@ -234,3 +238,84 @@ MUTATIONS = {
     "padding_in_softmax": _padding_in_softmax,
     "targets_off_by_one": _targets_off_by_one,
 }
+
+
+def raised(function: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except (ValueError, FloatingPointError) as error:
+        return str(error)
+    return ""
+
+
+def no_reference(model_dir: Path, samples: list[TrainSample]) -> str:
+    with policy_under(model_dir, {}, algorithm__kl={"coef": 0.0}) as policy:
+        assert policy.reference is None
+        return raised(policy.compute_logprobs, samples, reference=True)
+
+
+def refused(model_dir: Path, samples: list[TrainSample], what: str) -> str:
+    changes = {"trainer__micro_batch_tokens": 8} if what == "too_long" else {}
+    with policy_under(model_dir, {}, **changes) as policy:
+        counts = None
+        if what == "counts":
+            counts = GlobalCounts(tokens=1, sequences=1, max_tokens=1)
+        elif what == "no_old":
+            samples = [replace(sample, old_logprobs=None) for sample in samples]
+        elif what == "no_reference":
+            samples = [replace(sample, reference_logprobs=None) for sample in samples]
+        elif what == "nothing":
+            samples = [samples[2]]
+        return raised(policy.update, samples, counts)
+
+
+def non_finite(model_dir: Path, samples: list[TrainSample], what: str) -> tuple[str, bool]:
+    """Only one replica makes the NaN; all must stop."""
+    with policy_under(model_dir, {}) as policy:
+        before = [p.detach().clone() for chunk in policy.module_chunks for p in chunk.parameters()]
+        if what == "loss" and parallel.dp_rank() == 1:
+            poisoned = torch.full((len(samples[0].response_ids),), float("nan"))
+            samples = [replace(samples[0], old_logprobs=poisoned), *samples[1:]]
+        if what == "gradient" and parallel.dp_rank() == 1:
+            weight = next(iter(policy.module_chunks[0].parameters()))
+            weight.register_hook(lambda grad: grad * float("nan"))
+        message = raised(policy.update, samples)
+        after = [p for chunk in policy.module_chunks for p in chunk.parameters()]
+        return message, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def broadcast(layout: dict[str, Any]) -> tuple[int, bool, Any]:
+    parallel.initialize(Layout(**layout, world_size=torch.distributed.get_world_size()), seed=1, timeout_s=60)
+    try:
+        message = {"from": parallel.dp_rank()} if parallel.is_leader() else None
+        return parallel.dp_rank(), parallel.is_leader(), parallel.model_parallel_broadcast_object(message)
+    finally:
+        parallel.destroy()
+
+
+def padding_only_counts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Auxiliary loss of a micro-batch of padding, without and with the patch."""
+    nothing = torch.zeros(3, 4)
+    losses = []
+    for counts in (
+        moe_utils.get_tokens_per_expert_and_token_count.__wrapped__,
+        moe_utils.get_tokens_per_expert_and_token_count,
+    ):
+        per_expert, _, total = counts(nothing.bool(), torch.distributed.group.WORLD, 2, with_padding_mask=True)
+        losses.append(moe_utils.switch_load_balancing_loss_func(nothing, per_expert, total, 2, 4, 1.0))
+    return losses[0], losses[1]
+
+
+def expert_bias_of_padding() -> tuple[str, list[float]]:
+    """Tokens counted per expert where one of two tokens is padding, without and with the patch."""
+    router = SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.zeros(3))
+    routing = torch.tensor([[True, True, False], [False, True, True]])
+    padding = torch.tensor([False, True])
+    try:
+        TopKRouter._apply_expert_bias.__wrapped__(router, routing, padding)
+        unpatched = "no error"
+    except RuntimeError as error:
+        unpatched = str(error)
+    router.local_tokens_per_expert.zero_()
+    TopKRouter._apply_expert_bias(router, routing, padding)
+    return unpatched, router.local_tokens_per_expert.tolist()

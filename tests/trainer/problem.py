@@ -46,7 +46,7 @@ def make_samples(model_dir: Path, count: int = 11, seed: int = 3) -> list[TrainS
     with torch.no_grad():
         for sample in samples:
             own, _ = plain_logprobs(model, sample)
-            noise = lambda scale: scale * torch.randn(own.shape, generator=generator)  # noqa: B023, E731
+            noise = lambda scale: scale * torch.randn(own.shape, generator=generator)  # noqa: E731
             sample.old_logprobs = own + noise(0.3)
             sample.reference_logprobs = own + noise(0.2)
     return samples

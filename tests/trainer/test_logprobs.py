@@ -54,21 +54,14 @@ def shares(temperature: float, chunk: int, padding: int) -> dict[str, torch.Tens
     # Were a padded column to enter a softmax, these large weights would show.
     weight = torch.cat([p["weight"], torch.full((padding, HIDDEN), 9.0)]).chunk(size)[rank].clone().requires_grad_()
     hidden = p["hidden"].requires_grad_()
-    got, entropy = linear_token_logprobs(
-        hidden, weight, p["targets"], temperature=temperature, vocab_size=VOCAB, chunk=chunk, group=group, with_entropy=True
-    )  # fmt: skip
+    options: dict[str, Any] = dict(
+        temperature=temperature, vocab_size=VOCAB, chunk=chunk, group=group, with_entropy=True
+    )
+    got, entropy = linear_token_logprobs(hidden, weight, p["targets"], **options)
     ((got * p["grad_logprobs"]).sum() + (entropy * p["grad_entropy"]).sum()).backward()
     logits = (hidden.detach() @ weight.detach().t()).requires_grad_()
     before = logits.detach().clone()
-    again, entropy_again = token_logprobs(
-        logits,
-        p["targets"],
-        temperature=temperature,
-        vocab_size=VOCAB,
-        chunk=chunk,
-        group=group,
-        with_entropy=True,
-    )
+    again, entropy_again = token_logprobs(logits, p["targets"], **options)
     ((again * p["grad_logprobs"]).sum() + (entropy_again * p["grad_entropy"]).sum()).backward()
     assert torch.equal(logits.detach(), before), "the logits were overwritten"
     torch.testing.assert_close(again, got)

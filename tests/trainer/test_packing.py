@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.trainer.packing import assign_to_ranks, partition_hash, plan_micro_batches
@@ -11,6 +11,7 @@ from megarl.trainer.packing import assign_to_ranks, partition_hash, plan_micro_b
 LENGTHS = st.lists(st.integers(1, 64), max_size=40)
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 8))
 def test_every_sequence_goes_to_one_rank_and_tokens_are_balanced(lengths: list[int], dp_size: int) -> None:
     parts = assign_to_ranks(lengths, dp_size)
@@ -20,6 +21,7 @@ def test_every_sequence_goes_to_one_rank_and_tokens_are_balanced(lengths: list[i
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
+@settings(deadline=None)
 @given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(64, 200), st.integers(1, 4), st.integers(1, 6))
 def test_micro_batches_fit_and_are_equally_many(
     per_rank: list[list[int]], max_tokens: int, multiple_of: int, minimum: int

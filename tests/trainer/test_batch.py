@@ -1,0 +1,92 @@
+"""Packing into THD micro-batches, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.trainer.batch import TrainSample, check_samples, pack, unpack
+
+
+def sample(key: str, prompt: list[int], response: list[int], **fields: object) -> TrainSample:
+    return TrainSample(key, prompt, response, **fields)  # type: ignore[arg-type]
+
+
+def test_two_sequences_end_to_end() -> None:
+    samples = [
+        sample("a", [5, 6], [7, 8, 9], advantage=2.0, loss_mask=torch.tensor([1, 0, 1])),
+        sample("unused", [1], [1]),
+        sample("b", [3], [4], advantage=-1.0),
+    ]
+    batch = pack(samples, [2, 0])
+    assert batch.input_ids.tolist() == [[3, 4, 5, 6, 7, 8, 9]]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 4]]
+    assert batch.cu_seqlens.tolist() == [0, 2, 7] and batch.max_seqlen == 5
+    # The row that holds token t predicts token t + 1.
+    assert batch.rows.tolist() == [0, 3, 4, 5]
+    assert batch.targets.tolist() == [4, 7, 8, 9]
+    assert batch.input_ids[0, batch.rows + 1].tolist() == batch.targets.tolist()
+    assert batch.response_cu_seqlens.tolist() == [0, 1, 4]
+    assert batch.advantages.tolist() == [-1.0, 2.0, 2.0, 2.0]
+    assert batch.mask.tolist() == [True, True, False, True]
+    assert batch.old_logprobs is None and batch.tokens == 7 and not batch.is_empty
+    assert [part.tolist() for part in unpack(batch.targets, samples, [2, 0])] == [[4], [7, 8, 9]]
+
+
+def test_sequence_parallel_padding_is_a_sequence_of_its_own() -> None:
+    batch = pack([sample("a", [5, 6], [7])], [0], align=4)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 0]]
+    assert batch.cu_seqlens.tolist() == [0, 3, 4] and batch.position_ids.tolist() == [[0, 1, 2, 0]]
+    assert batch.rows.tolist() == [1] and batch.tokens == 4
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_an_empty_micro_batch_weighs_nothing(align: int) -> None:
+    batch = pack([sample("a", [1], [2], old_logprobs=torch.zeros(1))], [], align=align)
+    assert batch.is_empty and batch.tokens == 0
+    assert batch.input_ids.shape == (1, align) and batch.cu_seqlens.tolist() == [0, align]
+    assert batch.mask.tolist() == [False] and batch.rows.tolist() == [0]
+    assert batch.old_logprobs is not None and batch.reference_logprobs is not None
+    assert unpack(batch.targets, [], []) == []
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
+def test_every_response_token_has_the_row_before_it(shapes: list[tuple[int, int]], align: int) -> None:
+    token = iter(range(1000))
+    samples = [
+        sample(
+            str(number),
+            [next(token) for _ in range(prompt)],
+            [next(token) for _ in range(response)],
+            old_logprobs=torch.full((response,), float(number)),
+        )
+        for number, (prompt, response) in enumerate(shapes)
+    ]
+    order = list(reversed(range(len(samples))))
+    batch = pack(samples, order, align)
+    assert batch.input_ids.shape[1] % align == 0
+    assert batch.input_ids.shape[1] - sum(s.length for s in samples) < align
+    assert torch.equal(batch.input_ids[0, batch.rows] + 1, batch.targets)
+    assert batch.old_logprobs is not None
+    pieces = unpack(batch.old_logprobs, samples, order)
+    for index, piece in zip(order, pieces, strict=True):
+        assert torch.equal(piece, samples[index].old_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (sample("x", [], [1]), "x: prompt and response need"),
+        (sample("x", [1], []), "x: prompt and response need"),
+        (sample("x", [1], [10]), "x: a token id is outside the vocabulary of 10"),
+        (sample("x", [-1], [1]), "x: a token id is outside"),
+        (sample("x", [1], [1, 2], old_logprobs=torch.zeros(1)), r"old_logprobs has shape \(1,\).* 2 tokens"),
+        (sample("x", [1], [1, 2], loss_mask=torch.ones(3)), "loss_mask has shape"),
+    ],
+)
+def test_bad_samples_are_refused(broken: TrainSample, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_samples([sample("good", [1], [2]), broken], vocab_size=10)

@@ -1,0 +1,264 @@
+"""Log-prob passes, empty micro-batches, MoE balancing, refusals; gradients are in test_layouts.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.trainer.batch import TrainSample
+from tests.support.tiny import make_tiny_model
+from tests.trainer.conftest import worst
+from tests.trainer.problem import dense_dims, make_samples, plain_logprobs
+
+pytestmark = pytest.mark.world
+
+SP2 = {"tensor": 2, "sequence": True}
+VPP2 = {"pipeline": 2, "virtual_pipeline": 2}
+GetModel = Callable[[str], Path]
+GetSamples = Callable[[str], list[TrainSample]]
+
+
+def gathered(ranks: list[Any]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """By sample; every rank of a replica must hold the same."""
+    merged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for result in ranks:
+        for index, logprobs, entropy in result:
+            if index in merged:
+                assert torch.equal(merged[index][0], logprobs) and torch.equal(merged[index][1], entropy)
+            merged[index] = (logprobs, entropy)
+    return merged
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "layout"),
+    [
+        (1, "dense", {}),
+        (2, "dense", SP2),
+        (2, "dense", {"tensor": 2}),
+        (2, "dense", {"pipeline": 2}),
+        (2, "tied", VPP2),
+        (2, "dense", {}),
+        (2, "moe", {"expert": 2}),
+    ],
+)
+def test_logprobs_are_those_of_transformers(
+    world: Callable[[int], Any],
+    model_dir: GetModel,
+    samples_of: GetSamples,
+    ranks: int,
+    model: str,
+    layout: dict[str, Any],
+) -> None:
+    samples = samples_of(model)
+    got = gathered(
+        world(ranks).run("tests.trainer.cases:logprobs", model_dir=model_dir(model), layout=layout, samples=samples)
+    )
+    plain = AutoModelForCausalLM.from_pretrained(model_dir(model), dtype=torch.float32)
+    assert sorted(got) == list(range(len(samples)))
+    for index, sample in enumerate(samples):
+        with torch.no_grad():
+            logprobs, entropy = plain_logprobs(plain, sample)
+        torch.testing.assert_close(got[index][0], logprobs, atol=2e-5, rtol=0)
+        torch.testing.assert_close(got[index][1], entropy, atol=2e-5, rtol=0)
+
+
+def test_the_reference_has_its_own_weights(
+    world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples, tmp_path: Path
+) -> None:
+    other = make_tiny_model(tmp_path, "qwen3", seed=9, **dense_dims())
+    samples = samples_of("dense")
+    got = gathered(
+        world(2).run(
+            "tests.trainer.cases:logprobs",
+            model_dir=model_dir("dense"),
+            layout={"pipeline": 2},
+            samples=samples,
+            reference=True,
+            reference__path=other,
+        )
+    )
+    plain = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    for index, sample in enumerate(samples):
+        with torch.no_grad():
+            torch.testing.assert_close(got[index][0], plain_logprobs(plain, sample)[0], atol=2e-5, rtol=0)
+
+
+def test_without_a_kl_coefficient_there_is_no_reference(
+    world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples
+) -> None:
+    got = world(1).run("tests.trainer.cases:no_reference", model_dir=model_dir("dense"), samples=samples_of("dense"))
+    assert "algorithm.kl.coef is 0" in got[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "layout"),
+    [
+        (2, "dense", VPP2),
+        (2, "dense", {}),
+        (2, "moe", {"expert": 2}),
+        (2, "moe", {"pipeline": 2}),
+        (2, "moe", SP2),
+    ],
+)
+def test_a_single_sample_leaves_empty_micro_batches_that_weigh_nothing(
+    trained: Callable[..., Any], samples_of: GetSamples, ranks: int, model: str, layout: dict[str, Any]
+) -> None:
+    """The other replica, or the other micro-batch of the pipeline, is empty."""
+    alone = samples_of(model)[:1]
+    got = trained(ranks, model, layout, samples=alone)
+    one = trained(1, model, samples=alone)
+    silent = {name for name, value in one["gradients"].items() if not value.any()}
+    assert all(not got["gradients"][name].any() for name in silent)  # experts that saw no token
+    loud = one["gradients"].keys() - silent
+    assert worst({n: got["gradients"][n] for n in loud}, {n: one["gradients"][n] for n in loud}) <= 1e-5
+    assert got["metrics"][0]["tokens"] == one["metrics"][0]["tokens"] == alone[0].trained_tokens
+
+
+BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.01}
+
+
+def even(model_dir: Path) -> list[TrainSample]:
+    """Sequence parallelism pads odd micro-batches, and the pads are load like any other token: keep them even."""
+    samples = make_samples(model_dir)
+    for sample in samples:
+        if sample.length % 2:
+            sample.prompt_ids = [*sample.prompt_ids, 7]
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, SP2),
+        (2, {"expert": 2}),
+        (2, {"pipeline": 2}),
+        (2, VPP2),
+        (2, {"expert": 2, "expert_tensor": 1, **SP2}),
+    ],
+)
+def test_moe_auxiliary_losses_are_scaled_alike_in_every_layout(
+    trained: Callable[..., Any], model_dir: GetModel, ranks: int, layout: dict[str, Any]
+) -> None:
+    """One sequence per micro-batch (the balance is per micro-batch), with empty ones where replicas have fewer."""
+    options = {"samples": even(model_dir("moe")), "packed": False}
+    one = trained(1, "moe", megatron__transformer=BALANCED, **options)
+    plain = trained(1, "moe", **options)
+    assert worst(one["gradients"], plain["gradients"]) > 1e-2, "the auxiliary losses do nothing"
+    got = trained(ranks, "moe", layout, megatron__transformer=BALANCED, **options)
+    assert worst(got["gradients"], one["gradients"]) <= 1e-5
+    for name in ("aux_loss", "moe_z_loss"):
+        assert got["metrics"][0][name] == pytest.approx(one["metrics"][0][name], rel=1e-5)
+
+
+def plain_balancing(model_dir: Path, samples: list[TrainSample]) -> dict[str, torch.Tensor]:
+    """Gradient of the mean over tokens of each sequence's Switch loss and z-loss, per layer, written out."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    total = torch.zeros(())
+    for sample in samples:
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        for logits in model(input_ids=ids, output_router_logits=True).router_logits:
+            probabilities = logits.softmax(-1)
+            tokens, experts = probabilities.shape
+            chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(2).indices, 1.0)
+            switch = experts * (chosen.mean(0) / 2 * probabilities.mean(0)).sum()
+            total = total + tokens * (0.3 * switch + 0.01 * logits.logsumexp(-1).square().mean())
+    (total / sum(sample.length for sample in samples)).backward()
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and name.endswith("mlp.gate.weight")
+    }
+
+
+def test_moe_auxiliary_losses_are_means_over_tokens(trained: Callable[..., Any], model_dir: GetModel) -> None:
+    samples = even(model_dir("moe"))
+    options = {"samples": samples, "packed": False}
+    with_losses = trained(1, "moe", megatron__transformer=BALANCED, **options)["gradients"]
+    without = trained(1, "moe", **options)["gradients"]
+    expected = plain_balancing(model_dir("moe"), samples)
+    assert expected
+    # Routers of lower layers also feel the losses of the layers above: that is in both.
+    assert worst({name: with_losses[name] - without[name] for name in expected}, expected) <= 1e-4
+
+
+def test_expert_bias_counts_real_tokens_only_and_stays_fp32(
+    trained: Callable[..., Any], samples_of: GetSamples
+) -> None:
+    options = {
+        "samples": samples_of("moe")[:3],
+        "packed": False,
+        "trainer__precision": "bf16",
+        "megatron__transformer": {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.01,
+        },
+    }
+    one = trained(1, "moe", **options)["expert_bias"][0]
+    assert len(one) == 4 and all(bias.any() for bias in one.values())
+    for bias in trained(2, "moe", {"expert": 2}, **options)["expert_bias"]:
+        for layer, values in bias.items():
+            assert values.dtype == torch.float32
+            torch.testing.assert_close(values, one[layer], rtol=0, atol=0)
+
+
+def test_what_megatron_does_without_the_two_patches(world: Callable[[int], Any]) -> None:
+    unpatched, patched = world(1).run("tests.trainer.cases:padding_only_counts")[0]
+    assert torch.isnan(unpatched) and patched == 0
+    unpatched, patched = world(1).run("tests.trainer.cases:expert_bias_of_padding")[0]
+    assert "size" in unpatched and patched == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("counts", "the replicas hold GlobalCounts"),
+        ("no_old", "0:0 has no old_logprobs"),
+        ("no_reference", "0:0 has no reference_logprobs"),
+        ("nothing", "no replica holds a trained token"),
+        ("too_long", "micro_batch_tokens=8"),
+    ],
+)
+def test_bad_mini_batches_are_refused(
+    world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples, what: str, message: str
+) -> None:
+    got = world(2).run(
+        "tests.trainer.cases:refused", model_dir=model_dir("dense"), samples=samples_of("dense"), what=what
+    )
+    assert all(message in text for text in got), got
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_nan_stops_every_rank_before_any_weight_changed(
+    world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples, what: str
+) -> None:
+    for message, unchanged in world(2).run(
+        "tests.trainer.cases:non_finite", model_dir=model_dir("dense"), samples=samples_of("dense"), what=what
+    ):
+        assert "no weight was changed" in message and what in message and unchanged
+
+
+def test_learning_rate_schedule_counts_updates(
+    world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples
+) -> None:
+    run = {"model_dir": model_dir("dense"), "layout": {}, "samples": samples_of("dense")[:2], "steps": 4}
+    options = {
+        "run__steps": 4,
+        "trainer__optimizer__warmup_steps": 2,
+        "trainer__optimizer__schedule": "linear",
+        "trainer__optimizer__min_lr": 1e-4,
+    }
+    metrics = world(1).run("tests.trainer.cases:train", **run, **options)[0]["metrics"]
+    assert [m["lr"] for m in metrics] == pytest.approx([5e-4, 1e-3, 5.5e-4, 1e-4])
+
+
+def test_leader_broadcast_and_replicas(world: Callable[[int], Any]) -> None:
+    results = world(4).run("tests.trainer.cases:broadcast", layout={"tensor": 2})
+    assert sum(leader for _, leader, _ in results) == 2
+    for replica, _, received in results:
+        assert received == {"from": replica}
