@@ -123,6 +123,11 @@ class Session:
         torch.distributed.all_gather_object(mine, own_device(self.rank), group=self._control)
         refuse_overlap(mine, held)
 
+    def start_clock(self) -> None:
+        """Step 1 begins here: what start-up, version 0 and the first evaluation took belongs to no step."""
+        self.timer.finish_step()
+        self.metrics.reduce()
+
     def take_batch(self, step: int) -> Batch:
         """The finished groups of `step`, known to every rank by their tags."""
         config = self.config

@@ -14,6 +14,7 @@ def train(session: Session) -> None:
     config, policy, timer = session.config, session.policy, session.timer
     session.publish(version=0)
     session.evaluate("before")
+    session.start_clock()
     for step in range(config.run.steps):
         batch = session.take_batch(step)
         plan = plan_step(batch.tags, config, dp_size=session.dp_size, version=step)

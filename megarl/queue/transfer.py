@@ -226,6 +226,10 @@ class QueueWriter:
         fields, tags = encode(trajectories)
         await self._client.submit(self._client.put(keys, fields, tags), f"take {len(keys)} rows")
 
+    async def clear(self, keys: Sequence[str]) -> None:
+        """Remove rows that are settled; unknown keys are ignored."""
+        await self._client.submit(self._client.clear(list(keys)), f"clear {len(keys)} rows")
+
     def close(self) -> None:
         self._client.close()
 

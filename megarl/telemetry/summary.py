@@ -39,6 +39,11 @@ class RunSummary:
         self._eval: dict[str, dict[str, float] | None] = {"before": None, "after": None}
         self.steps = 0
 
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds since the summary was made."""
+        return self._clock() - self._start
+
     def step(self, values: Mapping[str, float]) -> None:
         """Take one finished step's metrics (names as declared; missing ones count as 0)."""
         self.steps += 1
@@ -65,7 +70,7 @@ class RunSummary:
         empty = {"mean": None, "max": None}
         return {
             "steps": self.steps,
-            "wall_seconds": round(self._clock() - self._start, 3),
+            "wall_seconds": round(self.wall_seconds, 3),
             "eval_before": self._eval["before"],
             "eval_after": self._eval["after"],
             "trained_samples": int(total("batch/trained_samples", 0.0)),
