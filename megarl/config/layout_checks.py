@@ -10,8 +10,8 @@ from megarl.config.megatron_reserved import GPU_ONLY, Target
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 
-# Recompute modules that Megatron-Core 0.16.1 runs only with Transformer Engine (CheckpointWithoutOutput).
-_NEEDS_TE = frozenset({"layernorm", "moe_act"})
+# What Megatron-Core 0.16.1 can recompute selectively in the supported families; moe_act needs the grouped GEMM.
+_RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 
 
 def layout_problems(config: Config) -> Iterator[str]:
@@ -155,20 +155,33 @@ def _transformer_traps(config: Config, device: str) -> Iterator[str]:
         )
     if fields.get("moe_token_dispatcher_type") == "flex" and device == "cpu":
         yield "megatron.transformer.moe_token_dispatcher_type: flex needs a GPU; use alltoall"
-    modules = fields.get("recompute_modules")
-    if device == "cpu" and isinstance(modules, list) and (bad := sorted(_NEEDS_TE & set(map(str, modules)))):
-        yield (
-            f"megatron.transformer.recompute_modules: {', '.join(bad)} needs Transformer Engine (a GPU); leave it out"
-        )
-    if fields.get("recompute_granularity") == "full" and fields.get("recompute_method") is None:
-        yield ("megatron.transformer.recompute_method: set it to uniform or block with recompute_granularity: full")
-    if fields.get("recompute_granularity") == "full" and fields.get("recompute_num_layers") is None:
-        yield "megatron.transformer.recompute_num_layers: set it (e.g. 1) with recompute_granularity: full"
-    if fields.get("recompute_method") is not None and fields.get("recompute_granularity") != "full":
-        yield "megatron.transformer.recompute_method: only with recompute_granularity: full; remove it"
+    yield from _recompute_problems(fields, device)
     if device == "cpu" and parallel.expert > 1 and (parallel.expert_tensor or parallel.tensor) > 1:
         yield (
             "trainer.parallel.expert_tensor: without GPUs megatron-core's uneven all-gather fails for "
             "expert > 1 "
             "and expert_tensor > 1 (gloo: invalid tensor size); set expert_tensor=1"
         )
+
+
+def _recompute_problems(fields: dict[str, Any], device: str) -> Iterator[str]:
+    modules = fields.get("recompute_modules")
+    if isinstance(modules, list):
+        if unknown := [each for each in modules if each not in _RECOMPUTABLE]:
+            yield (
+                f"megatron.transformer.recompute_modules: {unknown} cannot be recomputed in these models; choose "
+                f"from {', '.join(_RECOMPUTABLE)}"
+            )
+        if fields.get("recompute_granularity") != "selective":
+            yield "megatron.transformer.recompute_modules: only with recompute_granularity: selective; add it"
+        if device == "cpu" and "moe_act" in modules:
+            yield (
+                "megatron.transformer.recompute_modules: moe_act needs the grouped GEMM (a GPU); leave it out, or "
+                "use moe"
+            )
+    if fields.get("recompute_granularity") == "full" and fields.get("recompute_method") is None:
+        yield ("megatron.transformer.recompute_method: set it to uniform or block with recompute_granularity: full")
+    if fields.get("recompute_granularity") == "full" and fields.get("recompute_num_layers") is None:
+        yield "megatron.transformer.recompute_num_layers: set it (e.g. 1) with recompute_granularity: full"
+    if fields.get("recompute_method") is not None and fields.get("recompute_granularity") != "full":
+        yield "megatron.transformer.recompute_method: only with recompute_granularity: full; remove it"

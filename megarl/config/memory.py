@@ -67,13 +67,17 @@ class Memory:
         )
 
 
-def trainer_memory(config: Config, info: ModelInfo, layout: Layout, *, cuda: bool, limit: int | None) -> Memory:
-    """Memory of the fullest trainer rank, over all pipeline stages."""
-    stages = (_stage_memory(config, info, layout, stage, cuda, limit) for stage in range(layout.pipeline))
+def trainer_memory(
+    config: Config, info: ModelInfo, layout: Layout, *, cuda: bool, fused: bool, limit: int | None
+) -> Memory:
+    """Memory of the fullest trainer rank, over all pipeline stages; `fused` as in `activations`."""
+    stages = (_stage_memory(config, info, layout, stage, cuda, fused, limit) for stage in range(layout.pipeline))
     return max(stages, key=lambda memory: memory.peak)
 
 
-def _stage_memory(config: Config, info: ModelInfo, layout: Layout, stage: int, cuda: bool, limit: int | None) -> Memory:
+def _stage_memory(
+    config: Config, info: ModelInfo, layout: Layout, stage: int, cuda: bool, fused: bool, limit: int | None
+) -> Memory:
     state = state_bytes(config, info, layout, stage)
     where = f"stage {stage}" if layout.pipeline > 1 else ""
     size = activations.peak_bytes
@@ -81,15 +85,15 @@ def _stage_memory(config: Config, info: ModelInfo, layout: Layout, stage: int, c
         Term("weights", state.weights, note=where),
         Term("gradients", state.gradients),
         Term("optimizer", state.optimizer),
-        Term("activations", int(size(config, info, layout, stage, fused=cuda)), "update"),
+        Term("activations", int(size(config, info, layout, stage, fused=fused)), "update"),
     ]
-    again = activations.recompute_bytes(config, info, layout, stage, fused=cuda)
+    again = activations.recompute_bytes(config, info, layout, stage, fused=fused)
     if again:
         terms.append(Term("recompute", int(again), "update"))
     if stage == layout.pipeline - 1:
         logits = activations.logits_bytes(config, info, layout)
         terms += [Term("logits chunk", logits, "update"), Term("logits chunk", logits, "log-probs")]
-    widest = _widest_layer(config, info, layout, cuda)
+    widest = _widest_layer(config, info, layout, fused)
     terms.append(Term("forward of one layer", int(widest), "log-probs"))
     if config.algorithm.kl.coef:
         kept = not cuda or config.reference.placement == "gpu"
@@ -114,10 +118,10 @@ def _largest_tensor(config: Config, info: ModelInfo) -> int:
     return widest * info.hidden * bytes_per_element(config.trainer.precision)
 
 
-def _widest_layer(config: Config, info: ModelInfo, layout: Layout, cuda: bool) -> float:
+def _widest_layer(config: Config, info: ModelInfo, layout: Layout, fused: bool) -> float:
     plain = config.model_copy(update={"megatron": config.megatron.model_copy(update={"transformer": {}})})
     layers = range(info.num_layers)
-    widest = max(activations.saved_per_token(plain, info, layout, layer, cuda) for layer in layers)
+    widest = max(activations.saved_per_token(plain, info, layout, layer, fused) for layer in layers)
     return widest * config.trainer.micro_batch_tokens
 
 

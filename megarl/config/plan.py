@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 from megarl.config.checks import Device, check, detect_device, longest_response, max_sequence_tokens
@@ -70,7 +71,9 @@ def make_plan(config: Config, *, device: Device | None = None, files: bool = Tru
     cuda = device == "cuda"
     longest = max_sequence_tokens(config, info)
     total, active = model_parameters(info)
-    trainer = trainer_memory(config, info, layout, cuda=cuda, limit=_limit(config.trainer.device_memory_gib, cuda))
+    trainer = trainer_memory(
+        config, info, layout, cuda=cuda, fused=_fused(cuda), limit=_limit(config.trainer.device_memory_gib, cuda)
+    )
     engine = engine_memory(config, info, longest, cuda=cuda, limit=_limit(config.rollout.device_memory_gib, cuda))
     problems = list(_misfits(config, trainer, engine, longest))
     if problems:
@@ -95,6 +98,11 @@ def make_plan(config: Config, *, device: Device | None = None, files: bool = Tru
         engine=engine,
         notes=tuple(_notes(config, layout, trainer, engine, cuda)),
     )
+
+
+def _fused(cuda: bool) -> bool:
+    """Whether the layers will be Transformer Engine's: with it installed here, or where no GPU here can tell."""
+    return cuda and (not local_gpus() or importlib.util.find_spec("transformer_engine") is not None)
 
 
 def _limit(gib: float | None, cuda: bool) -> int | None:

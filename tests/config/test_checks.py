@@ -94,7 +94,7 @@ MEGATRON: list[tuple[str, dict[str, Any], str]] = [
     (
         "transformer",
         {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
-        "needs Transformer Engine",
+        "needs the grouped GEMM",
     ),
     ("transformer", {"apply_rope_fusion": True}, "needs a GPU"),
     ("transformer", {"overlap_p2p_comm": True}, "works only with trainer.parallel.virtual_pipeline"),

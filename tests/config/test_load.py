@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError
@@ -141,12 +141,14 @@ def test_overrides_leave_the_tree_alone() -> None:
     assert tree == {"run": {"steps": 1}}
 
 
+@settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_every_float_survives_an_override(value: float) -> None:
     assert parse_override(f"a.b={value!r}") == (["a", "b"], value)
     assert float(parse_yaml(f"{value:e}")) == pytest.approx(value, rel=1e-5)
 
 
+@settings(deadline=None)
 @given(st.integers())
 def test_integers_stay_integers(value: int) -> None:
     assert parse_yaml(str(value)) == value

@@ -32,6 +32,7 @@ CASES: list[Case] = [
     ("qwen3_moe", {"expert": 2}, "fp32", {"megatron__transformer": SELECTIVE}),
     ("llama", {}, "fp32", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["mlp"]}}),
     ("qwen3_moe", {}, "bf16", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["moe"]}}),
+    ("qwen3", {}, "bf16", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["layernorm", "core_attn"]}}),
     ("qwen2", {"tensor": 2}, "fp32", {"megatron__transformer": UNIFORM}),
     ("qwen3", {"tensor": 2, "sequence": True}, "bf16", {"megatron__transformer": BLOCK}),
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.activations import in_flight_chunks
@@ -134,6 +134,7 @@ def test_in_flight_micro_batches() -> None:
     assert [in_flight_chunks(interleaved, stage) for stage in range(2)] == [5, 3]
 
 
+@settings(deadline=None)
 @given(
     tensor=st.sampled_from([1, 2, 4]),
     pipeline=st.sampled_from([1, 2, 4]),

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError
@@ -86,6 +86,7 @@ def test_refusals(changes: dict[str, Any], told: str) -> None:
     assert told in refusal(**changes)
 
 
+@settings(deadline=None)
 @given(
     trainer=st.integers(1, 64),
     per_node=st.sampled_from([None, 1, 2, 4, 8]),

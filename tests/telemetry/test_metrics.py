@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.telemetry.declarations import GROUPS, REGISTRY, step_metrics
@@ -69,6 +69,7 @@ def test_a_name_is_declared_once() -> None:
         Registry([Metric("x", "1", "sum", "."), Metric("x", "1", "mean", ".")])
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.001, 100)), min_size=1, max_size=20), st.randoms())
 def test_order_changes_nothing_but_last(pairs: list[tuple[float, float]], shuffle: random.Random) -> None:
     other = pairs[:]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.telemetry.declarations import REGISTRY
@@ -87,6 +87,7 @@ def test_engine_time_beyond_the_wait_hides_no_overhead(clock: Clock) -> None:
     assert timer.finish_step(engine_seconds=7.0)["time/overhead"] == pytest.approx(1.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 50)), max_size=12), st.integers(0, 100))
 def test_phases_add_up(blocks: list[tuple[Phase, int]], engine: int) -> None:
     clock = Clock()
