@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -51,11 +52,12 @@ import torch
 from megarl.platforms import cpu
 cpu._install_factories()
 with torch.device("meta"):
-    made = [getattr(torch, name)(*([3, 1] if name == "full" else [3])) for name in cpu.FACTORIES]
+    made = [getattr(torch, name)(*([(3,), 1] if name == "full" else [3])) for name in cpu.FACTORIES]
 assert [tensor.device.type for tensor in made] == ["meta"] * len(made), made
 assert torch.zeros(2, device="cuda").device.type == "cpu"
 """
-        assert _run(program).returncode == 0
+        result = _run(program)
+        assert result.returncode == 0, result.stderr
 
     @pytest.mark.world
     def test_the_random_state_tracker(self, world: Callable[[int], World]) -> None:
@@ -80,6 +82,7 @@ assert torch.zeros(2, device="cuda").device.type == "cpu"
         assert broken.returncode != 0 and "Traceback" in broken.stderr
 
 
+@cache
 def _train_without(name: str | None) -> subprocess.CompletedProcess[str]:
     """Two training steps of a one-rank MoE in a fresh process, with one emulation left out."""
     program = f"""
