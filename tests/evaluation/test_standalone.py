@@ -101,9 +101,10 @@ def test_a_real_engine_end_to_end(model, heldout, tmp_path):
     command = [
         sys.executable, "-m", "megarl.cli", "eval", "--model", str(model), "--data", str(heldout), "--max-tokens", "16",
         "--samples", "2", "--limit", "4", "--run-dir", str(tmp_path / "run"), "--json", str(tmp_path / "report.json"),
+        "timeouts.ray_start_s=400",
     ]  # fmt: skip
     ended = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=400, env=dict(os.environ, OMP_NUM_THREADS="1")
+        command, check=False, capture_output=True, text=True, timeout=550, env=dict(os.environ, OMP_NUM_THREADS="1")
     )
     assert ended.returncode == 0, ended.stderr
     assert "heldout greedy" in ended.stdout and "pass@2" in ended.stdout
