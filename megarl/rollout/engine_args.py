@@ -6,6 +6,8 @@ from typing import Any
 
 from megarl.config.schema import Config
 
+CPU_BATCHED_TOKENS = 8192
+
 # Set by megarl itself, for reasons that a user's value would break.
 RESERVED = {
     "model": "model.path",
@@ -51,7 +53,18 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         "enable_prefix_caching": True,
         "seed": config.run.seed,
     }
+    if not cuda:
+        arguments |= _whole_prompts(max_model_len or rollout.max_model_len)
     return {**arguments, **rollout.engine_kwargs}
+
+
+def _whole_prompts(max_model_len: int | None) -> dict[str, Any]:
+    """CPU only: prompts are never cut over two steps.
+
+    vLLM 0.32 takes the draw of a request that is not fully read back by `Generator.set_offset`, which a CPU generator
+    does not have: a seeded request whose prompt is cut kills the engine (gpu_model_runner.py, `_bookkeeping_sync`).
+    """
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len or 0, CPU_BATCHED_TOKENS)}
 
 
 def engine_environment(config: Config, *, cuda: bool) -> dict[str, str]:

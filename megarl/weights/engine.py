@@ -6,6 +6,7 @@ Any failure here leaves the model half loaded: vLLM looks healthy, and the repli
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,10 @@ from megarl.weights.buckets import unpack_manifest
 from megarl.weights.errors import WeightSyncError
 from megarl.weights.receiver import Receiver
 from megarl.weights.transport import Board, Group, Layout
+
+_M_MMAP_THRESHOLD = -3  # malloc.h
+MMAP_DURING_SYNC = 2**20
+MMAP_OTHERWISE = 2**25  # where glibc's own, moving threshold ends up
 
 
 @dataclass
@@ -54,14 +59,17 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._receiver: Receiver | None = None
+        self._caught: str | None = None  # why the model is half loaded
 
     def init_transfer_engine(self, init_info: MegarlInitInfo) -> None:
         """Join the group; called again for every new generation.
 
         Raises:
             ValueError: the rebuilt plan is not the sender's.
-            WeightSyncError: not all members came before the deadline.
+            WeightSyncError: not all members came before the deadline, or this worker was caught in a failed sync.
         """
+        if self._caught is not None:
+            raise WeightSyncError(f"caught in a failed weight sync, this replica must be restarted: {self._caught}")
         self.shutdown()
         plan = unpack_manifest(init_info.manifest, init_info.plan_hash)
         layout = Layout.from_json(init_info.layout)
@@ -77,6 +85,8 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
+        if self.device.type == "cpu":
+            tune_malloc(MMAP_DURING_SYNC)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive, check and load all buckets. The base class would synchronise an accelerator that CPUs lack."""
@@ -88,9 +98,13 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         """Raises WeightSyncError, and has then told the other members why."""
         if self._receiver is None:
             raise WeightSyncError("update_weights before init_weight_transfer_engine")
-        self._receiver.receive(
-            update_info.sync, update_info.version, update_info.timeout_s, plan_hash=update_info.plan_hash
-        )
+        try:
+            self._receiver.receive(
+                update_info.sync, update_info.version, update_info.timeout_s, plan_hash=update_info.plan_hash
+            )
+        except BaseException as error:
+            self._caught = str(error) or repr(error)
+            raise
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -98,6 +112,8 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             prepack_experts(self.model)
+            prepack_tied_head(self.model)
+            tune_malloc(MMAP_OTHERWISE)
 
     def shutdown(self) -> None:
         """Leave the group; the model keeps its weights."""
@@ -131,6 +147,18 @@ class _LayerwiseLoader:
                         bound.arguments[key] = value.clone()
 
 
+def tune_malloc(mmap_threshold: int) -> None:
+    """CPU only: have glibc map blocks from this size on singly, and give back all that is free now.
+
+    Loading frees tensors of many sizes in another order than it allocates them. By default glibc keeps blocks below
+    32 MiB on its heap, which then grows with every sync by what lies between them.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
+        libc.mallopt(_M_MMAP_THRESHOLD, mmap_threshold)
+        libc.malloc_trim(0)
+
+
 def prepack_experts(model: torch.nn.Module) -> None:
     """vLLM 0.32, CPU only: a weight update skips the experts' own repacking, and the MoE is then silently wrong.
 
@@ -140,3 +168,17 @@ def prepack_experts(model: torch.nn.Module) -> None:
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None and hasattr(module, "w13_weight"):
             kernel.fused_experts.process_weights_after_loading(module)
+
+
+def prepack_tied_head(model: torch.nn.Module) -> None:
+    """vLLM 0.32, CPU only: with tied embeddings the output head keeps a packed copy of the old weight after an update.
+
+    The layer-wise reload gives the shared weight to the embedding alone, so the head's kernel is not made again and
+    logits drift away from the weights. https://github.com/vllm-project/vllm, model_executor/layers/utils.py,
+    `dispatch_cpu_unquantized_gemm`.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
