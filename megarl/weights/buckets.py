@@ -102,6 +102,10 @@ class Plan:
     def total_bytes(self) -> int:
         return sum(spec.nbytes for spec in self.specs)
 
+    def is_split(self, bucket: Bucket) -> bool:
+        """Whether the bucket holds a part of a tensor that is larger than a bucket (and then nothing else)."""
+        return any(piece.nbytes < self.specs[piece.tensor].nbytes for piece in bucket.pieces)
+
     @property
     def buffer_bytes(self) -> int:
         """Size of the largest wire message."""
@@ -169,6 +173,7 @@ def _pack(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
     for number, spec in enumerate(specs):
         offset = _round_up(used, ALIGNMENT)
         fits_alone = spec.nbytes <= capacity
+        # A split tensor shares no bucket: its receiver needs the bucket's memory for the tensor itself.
         if spec.owner != owner or (fits_alone and offset + spec.nbytes > capacity) or not fits_alone:
             flush()
         owner = spec.owner
@@ -180,6 +185,8 @@ def _pack(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
             used, start = offset + size, start + size
             if start == spec.nbytes:
                 break
+            flush()
+        if not fits_alone:
             flush()
     flush()
     return buckets

@@ -40,12 +40,13 @@ class SyncReport:
 
 
 class CallsFailed(Exception):  # noqa: N818
-    """Some replicas' calls raised; `failures` maps their index to the exception."""
+    """Some replicas' calls raised; `failures` maps their index to the exception, `first` holds the earliest."""
 
-    def __init__(self, method: str, failures: dict[int, BaseException]) -> None:
+    def __init__(self, method: str, failures: dict[int, BaseException], first: dict[int, BaseException]) -> None:
         super().__init__(method)
         self.method = method
         self.failures = failures
+        self.first = first or failures
 
 
 class Control:
@@ -75,15 +76,15 @@ class Control:
             "layout": layout.to_json(),
             "manifest": pack_manifest(plan),
             "plan_hash": plan.hash,
-            "timeout_s": timeout_s,
+            # The senders' wait ends first: it names who is missing, where a call only says that it took too long.
+            "timeout_s": timeout_s + GRACE_S,
         }
         arguments = [({**common, "replica": index},) for index in range(len(replicas))]
+        watched = Group(board, layout, None)
         try:
-            self._all(replicas, "init_weight_transfer", arguments, timeout_s=timeout_s + GRACE_S)
+            self._all(replicas, "init_weight_transfer", arguments, timeout_s=timeout_s + 2 * GRACE_S, group=watched)
         except CallsFailed as error:
-            failure = self._not_reached(error, replicas)
-            Group(board, layout, None).post_abort(str(failure))
-            raise failure from error
+            raise self._not_reached(error, replicas) from error
 
     def publish(self, group: Group, plan: Plan, sync: int, version: int, timeout_s: float) -> SyncReport:
         """Drive all replicas through one sync. `group` is only used for its keys.
@@ -199,10 +200,13 @@ class Control:
                 logger.warning("engine %s after a failed sync: %s", replica.name, _brief(error))
 
     def _not_reached(self, error: CallsFailed, replicas: list[ReplicaHandle]) -> WeightSyncError:
-        names = [f"engine {replicas[index].name}" for index in error.failures]
-        reasons = [f"engine {replicas[i].name}: {_brief(e)}" for i, e in error.failures.items()]
+        failed = [replicas[index].name for index in error.first]
+        names = [f"engine {name}" for name in failed]
+        reasons = [f"engine {replicas[i].name}: {_brief(e)}" for i, e in error.first.items()]
         return WeightSyncError(
-            f"could not connect the weight-sync group, {error.method} failed: {'; '.join(reasons)}", culprits=names
+            f"could not connect the weight-sync group, {error.method} failed: {'; '.join(reasons)}",
+            culprits=names,
+            caught=failed,
         )
 
     def _all(
@@ -225,6 +229,7 @@ class Control:
             threading.Thread(target=_run_call, args=(index, call, done), name=f"{method}-{index}", daemon=True).start()
         results: dict[int, Any] = {}
         failures: dict[int, BaseException] = {}
+        first: dict[int, BaseException] = {}
         deadline = time.monotonic() + timeout_s + GRACE_S
         aborted = False
         while len(results) + len(failures) < len(replicas) and time.monotonic() < deadline:
@@ -234,7 +239,7 @@ class Control:
             except queue.Empty:
                 pass  # the deadline and the abort are looked at below
             if not aborted and (failures or (group is not None and group.aborted())):
-                aborted = True
+                aborted, first = True, dict(failures)
                 deadline = min(deadline, time.monotonic() + GRACE_S)
                 if group is not None and failures:
                     index, failure = next(iter(failures.items()))
@@ -242,7 +247,7 @@ class Control:
         for index in set(range(len(replicas))) - results.keys() - failures.keys():
             failures[index] = TimeoutError(f"no answer to {method} within {timeout_s:.1f} s")
         if failures:
-            raise CallsFailed(method, failures)
+            raise CallsFailed(method, failures, first)
         return [results[index] for index in range(len(replicas))]
 
 

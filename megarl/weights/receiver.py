@@ -84,12 +84,19 @@ class Receiver:
             posted = time.perf_counter()
             digests.append(self._check(buffer, bucket, version))
             checked = time.perf_counter()
-            self._loader.load(assembler.tensors(bucket, buffer))
-            self._buffers.release(buffer)
+            tensors = assembler.tensors(bucket, buffer)
+            if self.plan.is_split(bucket):
+                del buffer  # copied: its memory is what loading a large tensor needs
+                self._loader.load(tensors)
+            else:
+                self._loader.load(tensors)
+                del tensors
+                self._buffers.release(buffer)
             seconds["wait"] += arrived - start
             seconds["digest"] += checked - posted
             seconds["load"] += time.perf_counter() - checked
         assembler.close()
+        self._buffers.clear()
         return {"digests": digests, "seconds": seconds}
 
     def _post(self, bucket: Bucket) -> tuple[torch.Tensor, Pending]:
@@ -137,7 +144,7 @@ class Assembler:
 
 
 class ReceiveBuffers:
-    """Two receive buffers, reused.
+    """Two receive buffers, reused until the sync is over.
 
     A loader may hold on to loaded tensors until their module is complete. Before a buffer is reused it copies out
     what it still holds (at most a part of one fused module); should anything else refer to the buffer, a fresh one
@@ -155,8 +162,12 @@ class ReceiveBuffers:
 
     def release(self, buffer: torch.Tensor) -> None:
         self._loader.detach(buffer)
-        if len(self._free) < 2 and tensors_on(buffer) == 1:
+        if not self._free and tensors_on(buffer) == 1:
             self._free.append(buffer)
+
+    def clear(self) -> None:
+        """Between syncs the memory is the engine's."""
+        self._free.clear()
 
 
 def tensors_on(buffer: torch.Tensor) -> int:

@@ -26,7 +26,7 @@ from megarl.weights.control import Control, SyncReport
 from megarl.weights.errors import SyncAborted, WeightSyncError
 from megarl.weights.handles import EngineHandles
 from megarl.weights.packing import SendBuffers, Sending
-from megarl.weights.transport import Board, Group, Layout
+from megarl.weights.transport import Board, Group, Layout, names_of
 
 logger = logging.getLogger(__name__)
 _serial = 0
@@ -87,7 +87,8 @@ class WeightSender:
         self._control: Control | None = None
         self._group: Group | None = None
         self._buffers: SendBuffers | None = None
-        self._generation = 0
+        self._generation = -1
+        self._formed = False
         self._sync = 0
 
     @property
@@ -113,7 +114,13 @@ class WeightSender:
         if self._rank in self._plan.owners:
             device = torch.device("cuda" if self.settings.backend == "nccl" else "cpu")
             self._buffers = SendBuffers(self._plan, self._rank, device)
-        self._form_group()
+        try:
+            self._form_group()
+        except WeightSyncError as error:
+            if not error.caught or self.settings.restarts == 0:
+                raise
+            logger.warning("restarting %s: %s", ", ".join(error.caught), error)
+            self._form_group(restart=error.caught)
 
     def publish(self, version: int) -> SyncReport:
         """Collective: after it every replica serves `version`, bit for bit what the exporter yields.
@@ -123,6 +130,8 @@ class WeightSender:
         Raises:
             WeightSyncError: on every rank; names who failed. The version is then published nowhere.
         """
+        if not self._formed:  # the last sync failed for good; its replicas are somebody else's care
+            self._form_group()
         restarted: tuple[str, ...] = ()
         for attempt in range(self.settings.restarts + 1):
             outcome = self._attempt(version, may_repeat=attempt < self.settings.restarts)
@@ -132,7 +141,6 @@ class WeightSender:
                 break
             restarted = (*restarted, *outcome["caught"])
             logger.warning("repeating the sync with fresh replicas: %s", outcome["message"])
-            self._generation += 1
             self._form_group(restart=outcome["caught"])
         raise WeightSyncError(
             outcome["message"], version=version, culprits=outcome["culprits"], caught=outcome["caught"]
@@ -143,6 +151,7 @@ class WeightSender:
         if self._group is not None:
             self._group.close()
         self._group = self._buffers = None
+        self._formed = False
 
     def _open_board(self) -> Board:
         global _serial
@@ -159,27 +168,31 @@ class WeightSender:
         return Board(host, port)
 
     def _form_group(self, restart: Sequence[str] = ()) -> None:
-        """Collective: this generation's group, or WeightSyncError on every rank."""
+        """Collective: the next generation's group, or WeightSyncError on every rank."""
         assert self._board is not None
-        prefix = f"g{self._generation}"
-        error: BaseException | None = None
+        self._generation += 1
+        key = f"g{self._generation}/formed"
+        error: WeightSyncError | None = None
         try:
-            layout = self._agree_on_layout(restart)
-            self._join(layout)
-        except Exception as caught:
-            error = caught
+            self._join(self._agree_on_layout(restart))
+        except WeightSyncError as failure:
+            error = failure
+        except Exception as failure:
+            error = WeightSyncError(f"the weight-sync group could not be formed: {failure}")
+            error.__cause__ = failure
         if self._control is not None:
-            self._board.put(f"{prefix}/formed", {"error": None if error is None else str(error)})
-        elif error is None:
-            wait_s = self.settings.rpc_s + self.settings.sync_s
-            formed = self._board.wait(f"{prefix}/formed", wait_s, "trainer rank 0 to form the weight-sync group")
+            fields = None if error is None else [str(error), error.culprits, error.caught]
+            self._board.put(key, {"error": fields})
+        else:
+            wait_s = 2 * self.settings.rpc_s
+            formed = self._board.wait(key, wait_s, "trainer rank 0 to form the weight-sync group")
             if formed["error"] is not None:
-                error = WeightSyncError(formed["error"])
+                message, culprits, caught = formed["error"]
+                error = WeightSyncError(message, culprits=culprits, caught=caught)
+        self._formed = error is None
         if error is not None:
             self._leave_group()
-            if isinstance(error, WeightSyncError):
-                raise error
-            raise WeightSyncError(f"the weight-sync group could not be formed: {error}") from error
+            raise error
 
     def _agree_on_layout(self, restart: Sequence[str]) -> Layout:
         assert self._board is not None
@@ -217,6 +230,12 @@ class WeightSender:
         except SyncAborted:
             if engines is not None:
                 engines.result()  # says more: which engine failed, and how
+            raise
+        except Exception as error:
+            assert self._group is not None
+            self._group.post_abort(str(error))
+            if isinstance(error, WeightSyncError):
+                error.caught = tuple(names_of(layout, error.culprits))
             raise
         if engines is not None:
             engines.result()
@@ -291,6 +310,7 @@ class WeightSender:
 
     def _leave_group(self) -> None:
         """After a failure: nothing of this generation is used again; buffers may still be on the wire."""
+        self._formed = False
         if self._group is not None:
             self._group.abort()
             self._group = None

@@ -69,6 +69,9 @@ def test_what_fits_into_one_bucket_is_not_split(specs: list[TensorSpec], bucket_
     for number, spec in enumerate(specs):
         if spec.nbytes <= (bucket_bytes - 8) // ALIGNMENT * ALIGNMENT:
             assert sum(p.tensor == number for p in pieces) == 1
+    plan = make_plan(specs, bucket_bytes)
+    for bucket in plan.buckets:
+        assert not plan.is_split(bucket) or len(bucket.pieces) == 1, "a split tensor shares no bucket"
 
 
 @settings(max_examples=50, deadline=None)

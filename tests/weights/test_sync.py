@@ -161,7 +161,7 @@ def test_an_engine_that_fails_to_load_is_named_and_releases_all() -> None:
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match="engine replica 1 worker 1: no such parameter") as info:
         sender.publish(0)
-    assert time.monotonic() - start < 8.0
+    assert time.monotonic() - start < 15.0
     assert info.value.culprits == ("engine replica 1 worker 1",)
 
 
@@ -180,7 +180,7 @@ def test_a_silent_engine_is_named_within_the_deadline() -> None:
     with pytest.raises(WeightSyncError) as info:
         sender.publish(0)
     release.set()
-    assert time.monotonic() - start < 4.0 + 8.0
+    assert time.monotonic() - start < 4.0 + 15.0  # a loaded machine
     message = str(info.value)
     assert "waited" in message and "for engine replica 1 worker 0 in bucket" in message and "of 12" in message
     assert info.value.culprits == ("engine replica 1 worker 0",)
@@ -197,7 +197,7 @@ def test_an_engine_that_dies_is_named() -> None:
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"engine replica 1 failed in update_weights.*the actor died") as info:
         sender.publish(0)
-    assert time.monotonic() - start < 8.0
+    assert time.monotonic() - start < 15.0
     assert info.value.culprits == ("engine replica 1",) and len(info.value.caught) == 2
 
 
@@ -230,7 +230,7 @@ def test_the_trainer_failing_releases_the_engines() -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="a gather failed"):
         sender.publish(0)
-    assert time.monotonic() - start < 8.0
+    assert time.monotonic() - start < 15.0
     assert all(replica.version is None and not replica.serving for replica in pool.replicas())
 
 
@@ -282,8 +282,33 @@ def test_an_engine_that_never_joins_is_named() -> None:
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match="engine replica 1") as info:
         sender.connect(pool)
-    assert time.monotonic() - start < 9.0
-    assert any("replica 1" in culprit for culprit in info.value.culprits)
+    assert time.monotonic() - start < 20.0
+    assert info.value.culprits == ("engine replica 1 worker 0",) and info.value.caught == ("replica 1",)
+
+
+def test_a_replica_caught_before_the_trainer_came_is_restarted() -> None:
+    """E.g. by a trainer that was killed in mid-sync, and restarted."""
+    pool = FakePool(1, 1)
+
+    def refuse() -> None:
+        raise RuntimeError("caught in a failed weight sync, this replica must be restarted")
+
+    pool.replicas()[1].on["init_weight_transfer"] = refuse
+    sender, exporter = make_sender(pool, with_settings(restarts=1))
+    assert pool.restarted == ["replica 1"]
+    sender.publish(3)
+    assert_received(pool, exporter.tensors)
+
+
+def test_after_a_failure_for_good_the_next_publish_forms_a_new_group() -> None:
+    pool = FakePool(1)
+    sender, exporter = make_sender(pool)
+    pool.replicas()[0].loaders[0].before_load = lambda _: 1 / 0  # type: ignore[assignment, return-value]
+    with pytest.raises(WeightSyncError):
+        sender.publish(0)
+    pool.restart(["replica 0"], 1.0)
+    sender.publish(1)
+    assert_received(pool, exporter.tensors)
 
 
 def test_only_the_leader_has_the_pool() -> None:
