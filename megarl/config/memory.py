@@ -99,8 +99,7 @@ def _stage_memory(
         kept = not cuda or config.reference.placement == "gpu"
         terms.append(Term("reference weights", _raw_weights(config, info, layout, stage),
                           "always" if kept else "log-probs"))  # fmt: skip
-    bucket = int(config.weight_sync.bucket_mb * MIB)
-    terms.append(Term("sync buckets", 3 * bucket + _largest_tensor(config, info), "sync"))
+    terms.append(Term("sync buckets", 3 * _bucket(config, info) + _largest_tensor(config, info), "sync"))
     if cuda:
         terms.append(Term("CUDA and NCCL", TRAINER_OVERHEAD, note="estimate"))
     return Memory(tuple(terms), limit)
@@ -110,6 +109,12 @@ def _raw_weights(config: Config, info: ModelInfo, layout: Layout, stage: int) ->
     chunks = range(layout.virtual_pipeline or 1)
     numel = sum(p.numel for chunk in chunks for p in chunk_parameters(info, layout, stage, chunk))
     return numel * bytes_per_element(config.trainer.precision)
+
+
+def _bucket(config: Config, info: ModelInfo) -> int:
+    """Bytes of one sync bucket: no more than the whole model."""
+    whole = model_parameters(info)[0] * bytes_per_element(config.trainer.precision)
+    return min(int(config.weight_sync.bucket_mb * MIB), whole)
 
 
 def _largest_tensor(config: Config, info: ModelInfo) -> int:
@@ -153,8 +158,7 @@ def engine_memory(
     working = min(batched, max(max_model_len, rollout.max_num_seqs)) * _engine_working_set(info, ranks) * element
     terms.append(Term("forward", int(working), note="estimate"))
     terms.append(Term("logits", rollout.max_num_seqs * columns * ranks * FP32 * 2))
-    bucket = int(config.weight_sync.bucket_mb * MIB)
-    terms.append(Term("sync buckets", 3 * bucket + 2 * _largest_fused(info, ranks) * element))
+    terms.append(Term("sync buckets", 3 * _bucket(config, info) + 2 * _largest_fused(info, ranks) * element))
     if not cuda:
         cache = rollout.cpu_kv_cache_gib * GIB
         terms.append(Term("KV cache", cache))

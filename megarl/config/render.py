@@ -47,6 +47,11 @@ def _unit(plan: Plan) -> str:
     return "GPU" if plan.device == "cuda" else "process"
 
 
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def _summary(plan: Plan) -> Iterable[tuple[str, str]]:
     layout, info = plan.layout, plan.info
     parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"DP {layout.data}"]
@@ -59,28 +64,24 @@ def _summary(plan: Plan) -> Iterable[tuple[str, str]]:
     count = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
     yield "device path", "CUDA" if plan.device == "cuda" else "CPU (gloo, emulated CUDA calls)"
     yield "model", f"{info.family}, {info.num_layers} layers, {count} parameters{moe}"
-    yield "trainer", f"{plan.ranks} ranks: {' · '.join(parts)}"
-    yield (
-        "rollout",
-        f"{plan.replicas} replicas of {plan.engine_gpus} {_unit(plan)}{'s' if plan.engine_gpus > 1 else ''}",
-    )
+    yield "trainer", f"{_count(plan.ranks, 'rank')}: {' · '.join(parts)}"
+    engines = _count(plan.replicas, "engine")
+    yield "rollout", f"{engines} of {_count(plan.engine_gpus, _unit(plan))}{'' if plan.replicas == 1 else ' each'}"
     if plan.device == "cuda":
         where = "same nodes" if plan.pools.shared else "nodes of its own"
         yield "trainer devices", _devices(plan.pools.trainer)
         yield "rollout devices", f"{_devices(plan.pools.rollout)} ({where})"
-    yield "step", f"{plan.groups_per_step} groups, {plan.samples_per_step} samples"
+    yield "step", f"{_count(plan.groups_per_step, 'group')}, {plan.samples_per_step} samples"
     yield "update", f"up to {plan.samples_per_update} samples"
     yield "sequence", f"up to {plan.max_sequence_tokens} tokens, {plan.max_response_tokens} of them response"
     if plan.engine.kv_tokens is not None:
-        yield (
-            "KV cache",
-            f"{plan.engine.kv_tokens} tokens per engine, {plan.engine.kv_bytes_per_token} bytes each and GPU",
-        )
+        room, each = plan.engine.kv_tokens, plan.engine.kv_bytes_per_token
+        yield "KV cache", f"{room} tokens per engine, {each} bytes per token on each {_unit(plan)}"
 
 
 def _devices(pool: Pool) -> str:
     listed = ",".join(map(str, pool.devices))
-    return f"{pool.gpus} GPUs: {listed} on {'one node' if pool.nodes == 1 else f'each of {pool.nodes} nodes'}"
+    return f"{_count(pool.gpus, 'GPU')}: {listed} on {'one node' if pool.nodes == 1 else f'each of {pool.nodes} nodes'}"
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
