@@ -58,9 +58,7 @@ _BATCH = [
     Metric("batch/response_tokens", "tokens", "sum", "Response tokens of the batch."),
     Metric("batch/trained_tokens", "tokens", "sum", "Prompt and response tokens that passed through the update."),
     Metric("batch/loss_tokens", "tokens", "sum", "Response tokens with a loss."),
-    Metric("batch/micro_batches", "micro-batches", "sum", "Micro-batches of the update, per DP rank."),
     Metric("batch/dp_imbalance", "ratio", "max", "Tokens of the fullest DP rank over their mean; 1 is even."),
-    Metric("batch/epoch", "epoch", "last", "Pass over the prompts that the step's last group belongs to."),
 ]
 
 _ROLLOUT = [
@@ -115,7 +113,6 @@ _POLICY = [
     Metric("policy/grad_norm_max", "norm", "max", "The same, largest mini-batch."),
     Metric("policy/lr", "1", "last", "Learning rate of the last update."),
     Metric("policy/updates", "updates", "sum", "Optimizer updates."),
-    Metric("policy/skipped_updates", "updates", "sum", "Updates the optimizer skipped (non-finite gradients)."),
     Metric("policy/tokens", "tokens", "sum", "Tokens with a loss, over all updates of the step."),
     Metric("policy/sequences", "samples", "sum", "Sequences with a loss, over all updates of the step."),
     Metric("policy/aux_loss", "loss", "mean", "MoE load-balancing loss without its coefficient; 1 is even."),
@@ -140,11 +137,9 @@ _MISMATCH = [
 
 _SYNC = [
     Metric("sync/seconds", "s", "sum", "Pause to resume.", True),
-    Metric("sync/transfer_seconds", "s", "sum", "Gather, send and load, without pause and resume.", True),
     Metric("sync/digest_seconds", "s", "sum", "Computing and comparing digests.", True),
     Metric("sync/bytes", "B", "sum", "Bytes each engine received."),
     Metric("sync/buckets", "buckets", "sum", "Buckets sent."),
-    Metric("sync/gib_per_second", "GiB/s", "last", "Bytes over transfer seconds.", True),
     Metric("sync/version", "version", "last", "Version published."),
     Metric("sync/restarted_replicas", "replicas", "sum", "Replicas restarted because they failed a sync.", True),
 ]

@@ -46,7 +46,7 @@ class PhaseTimer:
         return self._seconds.get(name, 0.0)
 
     def finish_step(self, engine_seconds: float = 0.0) -> dict[str, float]:
-        """Close the step; returns the `time/*` metrics in seconds and starts the next step.
+        """Close the step; returns the `time/*` metrics and `rollout/idle_ratio`, and starts the next step.
 
         `engine_seconds`: wall time in which an engine ran for this step. Overhead is everything outside
         engine, log-prob, update and sync time: queue, rewards, Ray, the loop's own work. With rollouts that
@@ -68,6 +68,8 @@ class PhaseTimer:
             "time/overhead_share": overhead / step if step else 0.0,
             "time/trainer_idle_ratio": took["generate"] / step if step else 0.0,
         }
+        if engine_seconds and step:
+            result["rollout/idle_ratio"] = max(0.0, 1.0 - engine_seconds / step)
         self._seconds, self._start = {}, now
         return result
 
