@@ -186,7 +186,7 @@ def _grad_logits(
     grad_entropy: Tensor | None,
     entropy: Tensor,
 ) -> Tensor:
-    """Overwrites `scaled`, x [chunk, columns], with the gradient of g log p[target] + e H: g (1[target] - p) - e p (log p + H)."""
+    """Gradient of g log p[target] + e H by x: g (1[target] - p) - e p (log p + H). Overwrites x = `scaled`."""
     if grad_entropy is None:
         grad = scaled.sub_(lse[:, None]).exp_().mul_(-grad_logprobs[:, None])
     else:

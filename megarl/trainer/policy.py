@@ -139,6 +139,19 @@ class Policy:
         Raises ValueError when `counts` is not what the replicas hold together, or a sample lacks `old_logprobs` (or
         `reference_logprobs` with a KL loss), NonFiniteError before any weight has changed.
         """
+        metrics = self.compute_gradients(samples, counts)
+        if not math.isfinite(metrics["loss"]):
+            raise NonFiniteError(f"the loss is {metrics['loss']}; no weight was changed")
+        self.scheduler.step(1)
+        _, grad_norm, _ = self.optimizer.step()
+        for chunk in self.module_chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                # The gather would otherwise wait for the next forward; export and sync need the weights now.
+                chunk.start_param_sync(force_sync=True)
+        return metrics | {"grad_norm": float(grad_norm), "lr": self.learning_rate}
+
+    def compute_gradients(self, samples: Sequence[TrainSample], counts: GlobalCounts | None = None) -> dict[str, float]:
+        """The first half of `update`: reduced gradients in DDP's buffers and the loss's metrics, weights untouched."""
         self._check_trainable(samples)
         plan = self._plan(samples)
         if counts is not None and counts != plan.counts:
@@ -150,16 +163,7 @@ class Policy:
         self.optimizer.zero_grad()
         clear_aux_losses()
         parts = forward_backward(self.module_chunks, plan.micro_batches, self._loss_function(plan))
-        metrics = self._reduce(parts) | aux_loss_metrics(self.tf_config, plan.non_empty)
-        if not math.isfinite(metrics["loss"]):
-            raise NonFiniteError(f"the loss is {metrics['loss']}; no weight was changed")
-        self.scheduler.step(1)
-        _, grad_norm, _ = self.optimizer.step()
-        for chunk in self.module_chunks:
-            if chunk.ddp_config.overlap_param_gather:
-                # The gather would otherwise wait for the next forward; export and sync need the weights now.
-                chunk.start_param_sync(force_sync=True)
-        return metrics | {"grad_norm": float(grad_norm), "lr": self.learning_rate}
+        return self._reduce(parts) | aux_loss_metrics(self.tf_config, plan.non_empty)
 
     @property
     def learning_rate(self) -> float:

@@ -1,0 +1,253 @@
+"""Forward + log-probs + backward on ragged sequences, against plain transformers on the padded batch.
+
+    python benchmarks/train_throughput.py [--json FILE] [--device cpu|cuda] [--rounds N]
+
+Both sides hold the same weights and sequences, use the same number of threads and the same token budget per
+micro-batch (megarl packs real tokens into it, transformers padded rows), and are checked to compute the same log-probs
+before anything is timed. megarl runs its real update path up to the optimizer: clipped loss, entropy metric and DDP
+gradient buffers included. transformers gets the cheapest loss there is: the log-probs, weighted and summed.
+Numbers are medians of alternating runs; a token is useful if it is not padding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+PROMPT = 8
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    lengths: list[int]  # of whole sequences
+    bound: float
+
+
+def scenarios(sequences: int, longest: int) -> list[Scenario]:
+    """Lengths spread evenly so that half of the padded batch is padding; and all equally long."""
+    shortest = 2 * PROMPT
+    step = (longest - shortest) / (sequences - 1)
+    spread = [round(shortest + step * number) for number in range(sequences)]
+    # The evenly spread mean is a little above one half: shorten all but the longest.
+    surplus = sum(spread) - sequences * longest // 2
+    for number in range(sequences - 1):
+        spread[number] -= min(spread[number] - PROMPT - 1, round(surplus / (sequences - 1)))
+    return [Scenario("half_padding", spread, 1.5), Scenario("no_padding", [longest] * sequences, 0.9)]
+
+
+def make_model(directory: Path, args: argparse.Namespace) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 32,
+        num_key_value_heads=args.hidden // 64,
+        head_dim=32,
+        max_position_embeddings=4 * args.longest,
+        tie_word_embeddings=False,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+
+
+class Padded:
+    """transformers, in micro-batches of as many padded rows as fit the token budget."""
+
+    def __init__(self, directory: Path, args: argparse.Namespace, device: torch.device) -> None:
+        from transformers import AutoModelForCausalLM
+
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
+        self.model.to(device).train()
+        self.budget, self.device = args.micro_batch_tokens, device
+
+    def run(self, samples: list[Any], backward: bool = True) -> list[torch.Tensor]:
+        """Log-probs per sample; with `backward`, gradients of their sum."""
+        results: list[torch.Tensor] = []
+        longest = max(sample.length for sample in samples)
+        rows = max(1, self.budget // longest)
+        self.model.zero_grad()
+        for start in range(0, len(samples), rows):
+            part = samples[start : start + rows]
+            ids = torch.zeros((len(part), longest), dtype=torch.int64)
+            mask = torch.zeros((len(part), longest), dtype=torch.int64)
+            for row, sample in enumerate(part):
+                ids[row, : sample.length] = torch.tensor(sample.prompt_ids + sample.response_ids)
+                mask[row, : sample.length] = 1
+            ids, mask = ids.to(self.device), mask.to(self.device)
+            logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, PROMPT - 1 : -1]
+            logprobs = torch.log_softmax(logits.float(), dim=-1).gather(2, ids[:, PROMPT:, None]).squeeze(2)
+            kept = mask[:, PROMPT:]
+            if backward:
+                (logprobs * kept).sum().backward()
+            results += [row[: s.length - PROMPT].detach().cpu() for row, s in zip(logprobs, part, strict=True)]
+        return results
+
+
+class Packed:
+    """megarl's policy on one rank."""
+
+    def __init__(self, directory: Path, args: argparse.Namespace, device: torch.device) -> None:
+        from megarl.config.schema import Config
+        from megarl.models.info import load_info
+        from megarl.models.layout import Layout
+        from megarl.trainer import parallel
+        from megarl.trainer.policy import Policy
+
+        parallel.initialize(Layout(), seed=0, timeout_s=60)
+        config = Config.model_validate(
+            {
+                "run": {"steps": 1},
+                "model": {"path": directory},
+                "trainer": {
+                    "precision": "fp32" if device.type == "cpu" else "bf16",
+                    "micro_batch_tokens": args.micro_batch_tokens,
+                    "logprob_chunk_tokens": args.chunk,
+                },
+                "batch": {"groups": 1, "samples_per_group": 2},
+                "sampling": {"max_tokens": args.longest},
+                "data": {"path": "unused"},
+            }
+        )
+        self.policy = Policy(config, Layout(), load_info(directory))
+
+    def logprobs(self, samples: list[Any]) -> list[torch.Tensor]:
+        return [result.logprobs for result in self.policy.compute_logprobs(samples)]
+
+    def run(self, samples: list[Any]) -> None:
+        """`Policy.update` without the optimizer."""
+        self.policy.compute_gradients(samples)
+
+
+def make_samples(lengths: list[int], vocab: int) -> list[Any]:
+    from megarl.trainer.batch import TrainSample
+
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for number, length in enumerate(lengths):
+        ids = torch.randint(1, vocab, (length,), generator=generator).tolist()
+        samples.append(TrainSample(f"0:{number}", ids[:PROMPT], ids[PROMPT:], advantage=1.0 - number % 3))
+    return samples
+
+
+def timed(function: Callable[[], Any], device: torch.device, clock: str) -> float:
+    now = time.process_time if clock == "cpu" else time.perf_counter
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = now()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return now() - start
+
+
+def measure(
+    scenario: Scenario, packed: Packed, padded: Padded, args: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    samples = make_samples(scenario.lengths, args.vocab)
+    own, plain = packed.logprobs(samples), padded.run(samples)
+    for sample, logprobs in zip(samples, own, strict=True):
+        sample.old_logprobs = logprobs
+    worst = max(float((a - b).abs().max()) for a, b in zip(own, plain, strict=True))
+    limit = 1e-4 if device.type == "cpu" else 0.3
+    if worst > limit:
+        raise SystemExit(f"{scenario.name}: the two sides differ by {worst} in a log-prob: nothing to compare")
+    packed.run(samples)
+    ours, theirs = [], []
+    for _ in range(args.rounds):
+        ours.append(timed(lambda: packed.run(samples), device, args.clock))
+        theirs.append(timed(lambda: padded.run(samples), device, args.clock))
+    useful = sum(scenario.lengths)
+    mine, other = useful / statistics.median(ours), useful / statistics.median(theirs)
+    ratio = mine / other
+    return {
+        "name": f"train_throughput.{scenario.name}",
+        "ratio": round(ratio, 3),
+        "bound": scenario.bound,
+        "ok": ratio >= scenario.bound,
+        "details": {
+            "megarl_useful_tokens_per_s": round(mine, 1),
+            "transformers_useful_tokens_per_s": round(other, 1),
+            "useful_tokens": useful,
+            "padded_tokens": len(scenario.lengths) * max(scenario.lengths),
+            "rounds": args.rounds,
+            "clock": args.clock,
+            "threads": torch.get_num_threads(),
+            "device": str(device),
+            "max_abs_logprob_difference": worst,
+            "spread_megarl": round((max(ours) - min(ours)) / statistics.median(ours), 3),
+            "spread_transformers": round((max(theirs) - min(theirs)) / statistics.median(theirs), 3),
+        },
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of both sides")
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time, for a machine that is not idle"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="alternating runs per side")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--longest", type=int, default=256, help="tokens of the longest sequence")
+    parser.add_argument("--micro-batch-tokens", type=int, default=1024, help="token budget of both sides")
+    parser.add_argument("--chunk", type=int, default=256, help="trainer.logprob_chunk_tokens")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    from megarl import platforms
+
+    platform = platforms.activate()
+    if platform.device.type != args.device:
+        raise SystemExit(f"--device {args.device}, but megarl runs on {platform.device} here")
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        torch.distributed.init_process_group(
+            platform.backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        make_model(directory / "model", args)
+        packed = Packed(directory / "model", args, platform.device)
+        padded = Padded(directory / "model", args, platform.device)
+        cases = scenarios(args.sequences, args.longest)
+        rows = [measure(scenario, packed, padded, args, platform.device) for scenario in cases]
+        torch.distributed.destroy_process_group()
+    print(f"{'name':32} {'ratio':>7} {'bound':>6}  {'megarl':>10} {'transformers':>13}  useful tokens/s")
+    for row in rows:
+        details = row["details"]
+        print(
+            f"{row['name']:32} {row['ratio']:7.2f} {row['bound']:6.2f}  "
+            f"{details['megarl_useful_tokens_per_s']:10.0f} {details['transformers_useful_tokens_per_s']:13.0f}  "
+            f"{'ok' if row['ok'] else 'BELOW THE BOUND'}"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    if not all(row["ok"] for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
