@@ -206,9 +206,7 @@ def save_hf(
             shutil.rmtree(old)
         else:
             os.replace(partial, out)
-        logger.info(
-            "%s: %d files, %.1f MiB", out, len(files), sum(t.nbytes for t in exporter.manifest()) / 2**20
-        )
+        logger.info("%s: %d files, %.1f MiB", out, len(files), sum(t.nbytes for t in exporter.manifest()) / 2**20)
     torch.distributed.barrier()
 
 
@@ -216,9 +214,7 @@ def _spec(tensor: ExportedTensor) -> TensorSpec:
     return TensorSpec(tensor.name, tensor.shape, tensor.dtype)
 
 
-def _plan_files(
-    manifest: Sequence[ExportedTensor], shard_bytes: int
-) -> list[tuple[str, list[ExportedTensor]]]:
+def _plan_files(manifest: Sequence[ExportedTensor], shard_bytes: int) -> list[tuple[str, list[ExportedTensor]]]:
     """Group each owner's tensors, in order, into files of at most `shard_bytes` (or one tensor)."""
     groups: list[list[ExportedTensor]] = []
     open_group: dict[int, list[ExportedTensor]] = {}
@@ -230,9 +226,7 @@ def _plan_files(
         group.append(tensor)
     if len(groups) == 1:
         return [("model.safetensors", groups[0])]
-    return [
-        (f"model-{i:05d}-of-{len(groups):05d}.safetensors", group) for i, group in enumerate(groups, start=1)
-    ]
+    return [(f"model-{i:05d}-of-{len(groups):05d}.safetensors", group) for i, group in enumerate(groups, start=1)]
 
 
 def _write_own_files(

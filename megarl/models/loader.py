@@ -42,9 +42,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, hf_dir: 
 def check_tensors(files: SafetensorsDirectory, entries: dict[str, Entry], info: ModelInfo) -> None:
     """The files hold exactly the table's tensors, in floating point; ValueError lists what differs."""
     expected = {
-        name: shape
-        for entry in entries.values()
-        for name, shape in zip(entry.names, entry.shapes, strict=True)
+        name: shape for entry in entries.values() for name, shape in zip(entry.names, entry.shapes, strict=True)
     }
     tolerated = _redundant_names(info)
     missing = [name for name in expected if name not in files.records]
@@ -56,29 +54,21 @@ def check_tensors(files: SafetensorsDirectory, entries: dict[str, Entry], info: 
             continue
         dtype = DTYPES.get(record.dtype)
         if record.shape != shape:
-            wrong.append(
-                f"{name} in {record.file}: shape {list(record.shape)}, config.json means {list(shape)}"
-            )
+            wrong.append(f"{name} in {record.file}: shape {list(record.shape)}, config.json means {list(shape)}")
         elif dtype is None or not dtype.is_floating_point:
-            wrong.append(
-                f"{name} in {record.file}: dtype {record.dtype} is not a supported floating-point type"
-            )
+            wrong.append(f"{name} in {record.file}: dtype {record.dtype} is not a supported floating-point type")
     problems = [
         *_list("missing tensors", missing),
         *_list("tensors that the family does not have", extra),
         *_list("misshapen tensors", wrong),
     ]
     if problems:
-        raise ValueError(
-            f"{files.directory} does not match its config.json ({info.family}):\n" + "\n".join(problems)
-        )
+        raise ValueError(f"{files.directory} does not match its config.json ({info.family}):\n" + "\n".join(problems))
 
 
 def _redundant_names(info: ModelInfo) -> set[str]:
     names = {
-        template.format(layer=layer)
-        for template in FAMILIES[info.family].redundant
-        for layer in range(info.num_layers)
+        template.format(layer=layer) for template in FAMILIES[info.family].redundant for layer in range(info.num_layers)
     }
     return names | ({"lm_head.weight"} if info.tied else set())
 

@@ -115,9 +115,7 @@ def expand(rules: tuple[Rule, ...], info: ModelInfo) -> Iterator[Entry]:
         yield _entry(rule, info)
     for layer in range(info.num_layers):
         for rule in rules:
-            if rule.where == "model" or rule.where == (
-                "dense_layer" if info.is_moe_layer(layer) else "moe_layer"
-            ):
+            if rule.where == "model" or rule.where == ("dense_layer" if info.is_moe_layer(layer) else "moe_layer"):
                 continue
             if "{expert}" in rule.megatron:
                 continue

@@ -88,9 +88,7 @@ class SafetensorsDirectory:
             else sorted(self.directory.glob("*.safetensors"))
         )
         if not files:
-            raise ValueError(
-                f"{self.directory} has no *.safetensors; convert the checkpoint to safetensors first"
-            )
+            raise ValueError(f"{self.directory} has no *.safetensors; convert the checkpoint to safetensors first")
         missing = [str(file) for file in files if not file.is_file()]
         if missing:
             raise ValueError(f"{self.directory / _INDEX} names files that do not exist: {', '.join(missing)}")
@@ -173,9 +171,7 @@ class SafetensorsWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         if self._left:
-            raise ValueError(
-                f"{self.path}: {len(self._left)} tensors were not written, first {self._left[0].name}"
-            )
+            raise ValueError(f"{self.path}: {len(self._left)} tensors were not written, first {self._left[0].name}")
 
 
 def write_index(directory: Path, files: Iterable[tuple[str, Sequence[TensorSpec]]]) -> None:

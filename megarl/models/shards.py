@@ -34,9 +34,7 @@ def table(info: ModelInfo) -> dict[str, Entry]:
     return {entry.megatron: entry for entry in expand(FAMILIES[info.family].rules, info)}
 
 
-def local_shards(
-    chunks: Sequence[torch.nn.Module], info: ModelInfo, entries: dict[str, Entry]
-) -> list[Shard]:
+def local_shards(chunks: Sequence[torch.nn.Module], info: ModelInfo, entries: dict[str, Entry]) -> list[Shard]:
     """This rank's parameters, in model order. `chunks` may be wrapped in DDP and Float16Module.
 
     Raises ValueError listing parameters that no rule covers, that appear twice, or whose shape is not the
@@ -48,9 +46,7 @@ def local_shards(
         tied = name == TIED_COPY and info.tied
         entry = entries.get(EMBEDDING if tied else name)
         if entry is None or name in shards:
-            wrong.append(
-                f"{name}: {'no rule of family ' + info.family if entry is None else 'appears twice'}"
-            )
+            wrong.append(f"{name}: {'no rule of family ' + info.family if entry is None else 'appears twice'}")
             continue
         rank, size = tensor_place(entry)
         expected = entry.shard_shape(rank, size)
@@ -83,9 +79,7 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
     return chunk
 
 
-def _named_parameters(
-    chunks: Sequence[torch.nn.Module], info: ModelInfo
-) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _named_parameters(chunks: Sequence[torch.nn.Module], info: ModelInfo) -> Iterator[tuple[str, torch.nn.Parameter]]:
     experts = (info.num_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
     first_expert = parallel_state.get_expert_model_parallel_rank() * experts
     for chunk in map(unwrap, chunks):

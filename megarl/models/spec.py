@@ -55,7 +55,7 @@ class PackedAttention(torch.nn.Module):
             raise ValueError("context parallelism needs Transformer Engine")
         self.softmax_scale = softmax_scale
 
-    def forward(  # noqa: PLR0917  # Megatron's signature
+    def forward(  # Megatron's signature
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -79,9 +79,7 @@ class PackedAttention(torch.nn.Module):
         parts = []
         for start, count, length in _runs(bounds.tolist()):
             stop = start + count * length
-            q, k, v = (
-                x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value)
-            )
+            q, k, v = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
             parts.append(self._attend(q, k, v).transpose(1, 2).reshape(stop - start, -1))
         tail = query.shape[0] - sum(part.shape[0] for part in parts)
         if tail:
@@ -128,9 +126,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 
 
 def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(
-        num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
+    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules

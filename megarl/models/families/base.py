@@ -37,9 +37,7 @@ EMBEDDING = (
 )
 
 ATTENTION = (
-    Rule(
-        f"{_MG}.input_layernorm.weight", (Source(f"{_HF}.input_layernorm.weight", "hidden"),), where="layer"
-    ),
+    Rule(f"{_MG}.input_layernorm.weight", (Source(f"{_HF}.input_layernorm.weight", "hidden"),), where="layer"),
     Rule(
         f"{_MG}.self_attention.linear_qkv.weight",
         (
@@ -108,9 +106,7 @@ DENSE_MLP = (
 )
 
 EXPERTS = (
-    Rule(
-        f"{_MG}.mlp.router.weight", (Source(f"{_HF}.mlp.gate.weight", "experts hidden"),), where="moe_layer"
-    ),
+    Rule(f"{_MG}.mlp.router.weight", (Source(f"{_HF}.mlp.gate.weight", "experts hidden"),), where="moe_layer"),
     Rule(
         f"{_MG}.mlp.experts.local_experts.{{expert}}.linear_fc1.weight",
         (

@@ -20,9 +20,7 @@ def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
         "topk": int(raw["num_experts_per_tok"]),
         "moe_ffn": int(raw["moe_intermediate_size"]),
         "norm_topk_prob": bool(raw.get("norm_topk_prob", False)),
-        "moe_layers": tuple(
-            layer not in dense and experts > 0 and (layer + 1) % step == 0 for layer in layers
-        ),
+        "moe_layers": tuple(layer not in dense and experts > 0 and (layer + 1) % step == 0 for layer in layers),
     }
 
 
