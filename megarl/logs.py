@@ -6,12 +6,15 @@ File descriptors 1 and 2 are redirected, not only `sys.stdout`, because NCCL, gl
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
 import os
 import sys
 import traceback
 from pathlib import Path
 from typing import TextIO
+
+from megarl.telemetry.summary import write_json
 
 
 def redirect_output(log_file: Path) -> TextIO:
@@ -34,6 +37,22 @@ def redirect_output(log_file: Path) -> TextIO:
     return terminal
 
 
+RESULTS = ("metrics.jsonl", "samples.jsonl", "summary.json", "error.txt", "tensorboard", "batches", "failed_batch")
+
+
+def set_aside(run_dir: Path) -> Path | None:
+    """Move the results of an earlier run in the same directory to RUN_DIR/previous/N; called by one rank at start."""
+    found = [path for path in (*(run_dir / name for name in RESULTS), *run_dir.glob("eval_*.jsonl")) if path.exists()]
+    if not found:
+        return None
+    before = run_dir / "previous"
+    target = before / str(1 + max((int(p.name) for p in before.glob("*") if p.name.isdigit()), default=0))
+    target.mkdir(parents=True)
+    for path in found:
+        path.rename(target / path.name)
+    return target
+
+
 class PeerFailedError(RuntimeError):
     """Another rank failed, and tells the user itself: this one only logs."""
 
@@ -44,10 +63,6 @@ class FailureReport:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.path = run_dir / "error.txt"
         self.rank = rank
-
-    def clear(self) -> None:
-        """Forget the failure of an earlier run in the same directory (called by one rank, before the others go on)."""
-        self.path.unlink(missing_ok=True)
 
     def claim(self, error: BaseException, terminal: TextIO, log_file: Path) -> bool:
         """Write the traceback to this rank's log and, if no rank has failed before, one message to the terminal."""
@@ -61,8 +76,15 @@ class FailureReport:
             return False
         with os.fdopen(descriptor, "w") as file:
             file.write(message)
+        self._mark_summary(describe(error))
         terminal.write(message)
         return True
+
+    def _mark_summary(self, message: str) -> None:
+        """summary.json as rank 0 last wrote it, now saying that the run failed: rank 0 may be killed before it can."""
+        path = self.path.with_name("summary.json")
+        content = json.loads(path.read_text()) if path.is_file() else {}
+        write_json(path, {**content, "exit": "failed", "error": message})
 
 
 def describe(error: BaseException) -> str:

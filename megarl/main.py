@@ -20,7 +20,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config, to_yaml
 from megarl.config.plan import Plan, make_plan
 from megarl.config.schema import Config
-from megarl.logs import FailureReport, redirect_output
+from megarl.logs import FailureReport, redirect_output, set_aside
 
 if TYPE_CHECKING:
     from megarl.rollout.launch import SupervisorHandle
@@ -80,10 +80,9 @@ def run(config: Config, plan: Plan) -> int:
     rank = int(os.environ["RANK"])
     log_file = config.run_dir / "logs" / f"trainer-rank-{rank}.log"
     failures = FailureReport(config.run_dir, rank)
-    if rank == 0:
-        failures.clear()
     terminal = redirect_output(log_file)
     if rank == 0:
+        set_aside(config.run_dir)
         (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")  # read by `megarl replay`
     try:
         _train(config, plan, terminal)

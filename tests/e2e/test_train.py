@@ -1,0 +1,163 @@
+"""Whole runs, as a user starts them: torchrun, real Megatron-Core, real vLLM, real Ray, real TransferQueue."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.run import Run, start, tiny_config, train
+
+pytestmark = pytest.mark.engine
+
+ON_POLICY_MEAN, ON_POLICY_MAX = 1e-5, 1e-4
+
+
+def check_finished(run: Run, steps: int, samples: int) -> None:
+    """What every good run must show: exact counters, log-probs that agree on every token, a complete summary."""
+    assert run.code == 0, run.output[-4000:]
+    summary = run.summary
+    assert summary["exit"] == "finished" and summary["steps"] == steps
+    assert len(run.metrics) == steps
+    for record in run.metrics:
+        assert record["mismatch/logprob_abs_diff_mean"] <= ON_POLICY_MEAN, record["step"]
+        assert record["mismatch/logprob_abs_diff_max"] <= ON_POLICY_MAX, record["step"]
+        # Every response token was compared, first and EOS included.
+        assert record["mismatch/tokens"] == record["batch/loss_tokens"] > 0
+        assert record["groups/admitted"] == sum(
+            record[f"groups/{end}"] for end in ("trained", "filtered", "dropped_stale", "failed")
+        )
+        assert record["rollout/version_lag_max"] == 0
+    assert summary["trained_samples"] == samples
+    assert {"greedy", "sampled", "n"} <= set(summary["eval_before"]) and summary["eval_after"]["n"] == 8
+
+
+def assert_nothing_left(run_dir: Path, within_s: float = 30.0) -> None:
+    """No process that names the run directory in its command line or environment survives."""
+    deadline = time.monotonic() + within_s
+    while left := survivors(run_dir):
+        assert time.monotonic() < deadline, [(p.pid, p.info["name"]) for p in left]
+        time.sleep(0.3)
+
+
+def survivors(run_dir: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.pid == os.getpid() or process.info["name"] is None:
+            continue
+        try:
+            text = " ".join(process.info["cmdline"] or []) + " ".join(process.environ().values())
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+        if str(run_dir) in text:
+            found.append(process)
+    return found
+
+
+def test_tensor_parallel_with_tied_embeddings(tmp_path: Path) -> None:
+    """TP2, tied head: the engine's log-probs stay the trainer's after every sync, which a head left behind breaks."""
+    config = tiny_config(tmp_path, steps=3, tie_word_embeddings=True)
+    config["trainer"]["parallel"] = {"tensor": 2}
+    config["trainer"]["optimizer"]["lr"] = 1e-2
+    run = train(config)
+    check_finished(run, steps=3, samples=3 * 16)
+    assert run.summary["logprob_abs_diff"]["last"]["max"] <= ON_POLICY_MAX
+    check_exported_policy(run)
+    assert_nothing_left(run.directory)
+
+
+def check_exported_policy(run: Run) -> None:
+    """Plain transformers loads RUN_DIR/hf and gives the greedy answers of the last evaluation."""
+    model = AutoModelForCausalLM.from_pretrained(run.directory / "hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(run.directory / "hf")
+    lines = (run.directory / "eval_after.jsonl").read_text().splitlines()
+    greedy = [record for record in map(json.loads, lines) if record["mode"] == "greedy"]
+    assert len(greedy) == 8
+    for record in greedy:
+        prompt = tokenizer(record["prompt"], return_tensors="pt", add_special_tokens=False).input_ids
+        output = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+        assert tokenizer.decode(output, skip_special_tokens=True) == record["response"]
+
+
+def test_pipeline_parallel_at_another_temperature(tmp_path: Path) -> None:
+    """PP2, T = 0.6, two updates per step, trainer's old log-probs, KL to a reference, batches dumped."""
+    config = tiny_config(tmp_path, steps=2)
+    config["trainer"] |= {"parallel": {"pipeline": 2}, "mini_batches": 2}
+    config["sampling"]["temperature"] = 0.6
+    config["algorithm"] = {"old_logprobs": "trainer", "kl": {"coef": 0.01}}
+    run = train(config, "telemetry.dump_batches=true")
+    check_finished(run, steps=2, samples=2 * 16)
+    assert all(record["policy/updates"] == 2 for record in run.metrics)
+    assert len(list((run.directory / "batches").glob("*.parquet"))) == 2
+    assert len((run.directory / "samples.jsonl").read_text().splitlines()) == 2 * 4
+
+
+def test_engine_killed_while_it_generates(tmp_path: Path) -> None:
+    """SIGKILL of the only engine in the middle of a long rollout: one message naming it, and nothing left."""
+    config = tiny_config(tmp_path, steps=500, max_position_embeddings=4096)
+    config["sampling"]["max_tokens"] = 3000
+    config["trainer"]["micro_batch_tokens"] = 4096
+    config["evaluation"] = {}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    process = start(path)
+    try:
+        wait_for_admission(tmp_path / "run", process)
+        engines = [p for p in survivors(tmp_path / "run") if "EngineReplica" in " ".join(p.cmdline())]
+        assert len(engines) == 1
+        engines[0].kill()
+        output, _ = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0
+    assert output.count("megarl: replica 0") == 1, output[-3000:]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit"] == "failed"
+    assert_nothing_left(tmp_path / "run")
+
+
+def wait_for_admission(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 240.0) -> None:
+    """Until groups are in flight: version 0 is published a moment after the pool is ready."""
+    deadline = time.monotonic() + timeout_s
+    state = run_dir / "supervisor.json"
+    while not (state.is_file() and json.loads(state.read_text())["state"] == "ready"):
+        assert time.monotonic() < deadline and process.poll() is None, "the pool did not come up"
+        time.sleep(0.2)
+    time.sleep(6)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.parallel.tensr=2", "did you mean"),
+        ("trainer.gpus=3", "torchrun started 2 ranks"),
+        ("model.path=no/such/model", "no/such/model"),
+        ("sampling.top_p=0.9", "sampling.top_p"),
+    ],
+)
+def test_mistakes_end_before_anything_starts(tmp_path: Path, override: str, message: str) -> None:
+    config = tiny_config(tmp_path)
+    run = train(config, override, timeout=120)
+    assert run.code != 0
+    assert run.output.count("megarl: ") == 1 and message in run.output
+    assert not (run.directory / "supervisor.json").exists()
+
+
+def test_malformed_data_is_named(tmp_path: Path) -> None:
+    """A broken line is found by the controller while engines start: file and line, and nothing is left."""
+    config = tiny_config(tmp_path)
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write('{"problem": "What is\n')
+    run = train(config)
+    assert run.code != 0
+    assert f"{tmp_path / 'train.jsonl'}:49: not JSON" in run.output
+    assert_nothing_left(run.directory)
