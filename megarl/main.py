@@ -76,7 +76,7 @@ def _check_launch(config: Config) -> None:
 
 
 def run(config: Config, plan: Plan) -> int:
-    """Train as this rank; returns the exit code."""
+    """Train as this rank; returns 0, or ends the process with 1."""
     rank = int(os.environ["RANK"])
     log_file = config.run_dir / "logs" / f"trainer-rank-{rank}.log"
     failures = FailureReport(config.run_dir, rank)
@@ -88,7 +88,9 @@ def run(config: Config, plan: Plan) -> int:
         _train(config, plan, terminal)
     except Exception as error:
         failures.claim(error, terminal, log_file)
-        return 1
+        terminal.flush()
+        # Not through the interpreter's end: peers may hang in a collective that this rank has left.
+        os._exit(1)
     return 0
 
 

@@ -143,7 +143,7 @@ def _run_rank(config: Config, batches: Path, steps: Sequence[int], *, export: bo
     terminal = redirect_output(log_file)
     failure = FailureReport(config.run_dir, rank)
     if rank == 0:
-        failure.clear()
+        failure.path.unlink(missing_ok=True)
     try:
         _train(config, batches, steps, terminal, export=export)
     except Exception as error:

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Reinforcement learning of a language model: Megatron-Core trainer, vLLM rollout pool.
 
+Usage:
+
     torchrun --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/quickstart_cpu.yaml
     python examples/rl/train_rl.py --config CONFIG --dry-run              # the resolved config and plan, nothing starts
     torchrun ... examples/rl/train_rl.py --config CONFIG run.steps=10 trainer.optimizer.lr=1e-5

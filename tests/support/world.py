@@ -67,9 +67,7 @@ class World:
             if not ready:
                 self.close()
                 silent = sorted(set(range(self.size)) - set(results))
-                raise TimeoutError(
-                    f"{target}: no answer from ranks {silent} in {timeout} s\n" + "\n".join(failed)
-                )
+                raise TimeoutError(f"{target}: no answer from ranks {silent} in {timeout} s\n" + "\n".join(failed))
             for connection in ready:
                 rank = rank_of[id(connection)]
                 try:
