@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.weights.blame import FailedCall, Verdict, find_culprits
 from megarl.weights.buckets import Plan, pack_manifest
-from megarl.weights.errors import WeightSyncError
+from megarl.weights.errors import DigestMismatch, WeightSyncError
 from megarl.weights.handles import EngineHandles, ReplicaHandle
 from megarl.weights.transport import POLL_S, Board, Group, Layout, names_of
 
@@ -136,7 +137,7 @@ class Control:
             received = report.get("digests") or []
             if received != expected:
                 wrong = [i + 1 for i, pair in enumerate(zip(expected, received, strict=False)) if pair[0] != pair[1]]
-                raise WeightSyncError(
+                raise DigestMismatch(
                     f"{report['member']} has other digests than the senders: {len(received)} of {len(expected)} "
                     f"buckets received, differing: {wrong[:10]}",
                     culprits=[report["member"]],
@@ -144,41 +145,40 @@ class Control:
         return reports
 
     def _explain(
-        self, error: Exception, group: Group, replicas: list[ReplicaHandle], version: int, phase: str
+        self,
+        error: CallsFailed | WeightSyncError,
+        group: Group,
+        replicas: list[ReplicaHandle],
+        version: int,
+        phase: str,
     ) -> WeightSyncError:
         """Who failed first-hand, who is caught, and what they said."""
         reports = self._failure_reports(group)
-        first_hand: list[tuple[list[str], str]] = []  # (culprits, reason)
-        silent: list[tuple[list[str], str]] = []
-        for report in reports.values():
-            if not report["secondary"]:
-                blamed = report.get("culprits") or [report["member"]]
-                prefix = "" if report.get("culprits") else f"{report['member']}: "
-                first_hand.append((blamed, prefix + report["failure"]))
-        if isinstance(error, WeightSyncError):
-            first_hand.append((list(error.culprits), str(error)))
-        else:
-            assert isinstance(error, CallsFailed)
+        if isinstance(error, CallsFailed):
             said = {group.layout.replica_of(rank) for rank in reports}
-            for index, failure in error.failures.items():
-                if index not in said:  # it died, or refused before it began
-                    name = f"engine {replicas[index].name}"
-                    entry = ([name], f"{name} failed in {error.method}: {_brief(failure)}")
-                    # One that only stayed silent may still be busy: it is to blame if nobody else is.
-                    (silent if isinstance(failure, TimeoutError) else first_hand).append(entry)
-        findings = first_hand or silent
-        culprits = [name for blamed, _ in findings for name in blamed]
-        reasons = [reason for _, reason in findings]
-        if not reasons:
-            reasons = [report["failure"] for report in reports.values()][:1] or [str(error)]
+            calls = [
+                FailedCall(
+                    f"engine {replicas[index].name}",
+                    f"engine {replicas[index].name} failed in {error.method}: {_brief(failure)}",
+                    silent=isinstance(failure, TimeoutError),
+                )
+                for index, failure in error.failures.items()
+                if index not in said
+            ]
+            verdict = find_culprits(list(reports.values()), calls)
+        elif isinstance(error, DigestMismatch):
+            verdict = Verdict(error.culprits, (str(error),))
+        else:
+            verdict = find_culprits(list(reports.values()), [])
+        reasons, culprits = verdict.reasons or (str(error),), verdict.culprits
         names = [replica.name for replica in replicas]
         caught = names_of(group.layout, culprits) if phase == "pause" else names
         message = (
-            f"weight sync of version {version} failed during {phase}: {'; '.join(dict.fromkeys(reasons))}. "
+            f"weight sync of version {version} failed during {phase}: {'; '.join(reasons)}. "
             f"Not published; to be restarted: {', '.join(caught) or 'no replica'}"
         )
         logger.error("%s", message)
-        return WeightSyncError(message, version=version, culprits=list(dict.fromkeys(culprits)), caught=caught)
+        return WeightSyncError(message, version=version, culprits=culprits, caught=caught)
 
     def _failure_reports(self, group: Group) -> dict[int, dict[str, Any]]:
         reports = {}

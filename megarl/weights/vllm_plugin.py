@@ -27,4 +27,4 @@ def _is_vllm_child() -> bool:
     if multiprocessing.parent_process() is None:
         return False
     name = multiprocessing.current_process().name
-    return name.startswith(("EngineCore", "VllmWorker", "Worker"))
+    return name.startswith(("EngineCore", "VllmWorker"))

@@ -277,11 +277,18 @@ def test_a_restart_that_fails_ends_in_the_error() -> None:
 
 def test_an_engine_that_never_joins_is_named() -> None:
     pool = FakePool(1, 1)
-    pool.replicas()[1].on["init_weight_transfer"] = lambda: time.sleep(9)
+    release = threading.Event()
+
+    def hang() -> None:
+        release.wait(30)
+        raise RuntimeError("released")
+
+    pool.replicas()[1].on["init_weight_transfer"] = hang
     sender = WeightSender(with_settings(rpc_s=2.0), ListExporter(random_tensors()))
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match="engine replica 1") as info:
         sender.connect(pool)
+    release.set()
     assert time.monotonic() - start < 20.0
     assert info.value.culprits == ("engine replica 1 worker 0",) and info.value.caught == ("replica 1",)
 

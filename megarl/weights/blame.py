@@ -1,0 +1,55 @@
+"""Who caused a failed sync, from what its members reported and how the replicas' calls ended. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class FailedCall:
+    """A replica's call that raised, none of whose workers reported anything."""
+
+    replica: str  # `engine replica 1`
+    reason: str
+    silent: bool  # it only gave no answer in time: it may be dead, stopped, or still busy
+
+
+@dataclass(frozen=True)
+class Verdict:
+    culprits: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+def find_culprits(reports: Sequence[dict[str, Any]], calls: Iterable[FailedCall]) -> Verdict:
+    """The most direct evidence wins.
+
+    1. a member's own failure (bad digest, failed load, failed gather), or a replica that died;
+    2. a wait that expired: whom it waited for, but nobody who was found waiting himself;
+    3. a replica that gave no answer;
+    4. nothing but lost connections: nobody is named, the first report is the reason.
+
+    `reports`: of failed members, each {member, failure, secondary, culprits}.
+    """
+    calls = list(calls)
+    own = [r for r in reports if not r["secondary"] and not r.get("culprits")]
+    dead = [call for call in calls if not call.silent]
+    if own or dead:
+        return Verdict(
+            _unique([*(r["member"] for r in own), *(call.replica for call in dead)]),
+            _unique([*(f"{r['member']}: {r['failure']}" for r in own), *(call.reason for call in dead)]),
+        )
+    waits = [r for r in reports if r.get("culprits")]
+    if waits:
+        waiting = {r["member"] for r in reports}
+        blamed = _unique(name for r in waits for name in r["culprits"])
+        absent = tuple(name for name in blamed if name not in waiting) or blamed
+        return Verdict(absent, _unique(r["failure"] for r in waits if set(r["culprits"]) & set(absent)))
+    if calls:
+        return Verdict(_unique(call.replica for call in calls), _unique(call.reason for call in calls))
+    return Verdict((), tuple(r["failure"] for r in reports[:1]))
+
+
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

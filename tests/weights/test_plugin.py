@@ -1,0 +1,46 @@
+"""vLLM's entry point: registers once, and ties only vLLM's own children to their parent."""
+
+from __future__ import annotations
+
+import multiprocessing
+from importlib.metadata import entry_points
+
+import pytest
+
+from megarl.weights import vllm_plugin
+
+
+def test_the_entry_point_is_installed() -> None:
+    (point,) = [p for p in entry_points(group="vllm.general_plugins") if p.name == "megarl"]
+    assert point.load() is vllm_plugin.register
+
+
+def test_registering_twice_is_harmless_and_gives_our_engine() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    vllm_plugin.register()
+    vllm_plugin.register()
+    engine = WeightTransferEngineFactory._registry[vllm_plugin.BACKEND]()
+    assert engine.__name__ == "MegarlWeightTransferEngine"
+
+
+@pytest.mark.parametrize(
+    ("name", "has_parent", "armed"),
+    [
+        ("EngineCore", True, True),
+        ("EngineCore_DP1", True, True),
+        ("VllmWorker-0", True, True),
+        ("SpawnProcess-1", True, False),
+        ("MainProcess", False, False),
+        ("EngineCore", False, False),
+    ],
+)
+def test_only_vllm_children_die_with_their_parent(
+    monkeypatch: pytest.MonkeyPatch, name: str, has_parent: bool, armed: bool
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr("megarl.rollout.processes.die_with_parent", lambda: calls.append(True))
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", name)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object() if has_parent else None)
+    vllm_plugin.register()
+    assert calls == [True] * armed
