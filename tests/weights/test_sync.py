@@ -182,7 +182,7 @@ def test_a_silent_engine_is_named_within_the_deadline() -> None:
     release.set()
     assert time.monotonic() - start < 4.0 + 15.0  # a loaded machine
     message = str(info.value)
-    assert "waited" in message and "for engine replica 1 worker 0 in bucket" in message and "of 12" in message
+    assert "waited" in message and "engine replica 1 worker 0 in bucket" in message and "of 12" in message
     assert info.value.culprits == ("engine replica 1 worker 0",)
 
 
