@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Loop overhead of a run: everything outside engine time, forward/backward, optimizer and weight sync.
+
+Queue, rewards, Ray, planning and logging are all in it. Read from the metrics that the run itself wrote:
+
+    make quickstart && .venv/bin/python benchmarks/loop_overhead.py --run runs/quickstart --json overhead.json
+
+Reference of the ratio: the wall time of the same steps. The first step is left out (the first token of an engine
+compiles); medians over the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+SHARE_BOUND = 0.10
+SECONDS_BOUND = 0.300
+
+
+def read_steps(run_dir: Path) -> list[dict[str, float]]:
+    """Records of metrics.jsonl that are training steps, in order. ValueError if there are fewer than three."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [record for record in map(json.loads, lines) if "time/overhead" in record]
+    if len(steps) < 3:
+        raise ValueError(f"{run_dir}: {len(steps)} steps recorded, at least 3 are needed")
+    return steps
+
+
+def measure(steps: list[dict[str, float]]) -> list[dict[str, Any]]:
+    """Rows of name, ratio, bound, ok, details."""
+    rest = steps[1:]
+    share = statistics.median(step["time/overhead"] / step["time/step"] for step in rest)
+    seconds = statistics.median(step["time/overhead"] for step in rest)
+    phases = ("step", "generate", "queue", "logprobs", "update", "sync", "other")
+    details: dict[str, float] = {
+        f"{name}_s": round(statistics.median(step[f"time/{name}"] for step in rest), 4) for name in phases
+    }
+    details["engine_s"] = round(statistics.median(step["rollout/engine_seconds"] for step in rest), 4)
+    details["steps"] = len(rest)
+    return [
+        row("loop_overhead share of the step", share, SHARE_BOUND, details),
+        row("loop_overhead seconds / 0.3 s", seconds / SECONDS_BOUND, 1.0, {"overhead_s": round(seconds, 4)}),
+    ]
+
+
+def row(name: str, ratio: float, bound: float, details: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ratio": round(ratio, 4), "bound": bound, "ok": ratio <= bound, "details": details}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="run directory")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    options = parser.parse_args()
+    try:
+        rows = measure(read_steps(options.run))
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"loop_overhead: {error}\n")
+        return 2
+    for each in rows:
+        print(
+            f"{each['name']:<36} {each['ratio']:8.4f}  bound {each['bound']:.2f}  {'ok' if each['ok'] else 'TOO HIGH'}"
+        )
+        print(f"    {each['details']}")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
