@@ -112,10 +112,13 @@ def _start(partition: str, namespace: str, storage_units: int, node_resource: st
     from transfer_queue.controller import TransferQueueController
     from transfer_queue.sampler import SequentialSampler
     from transfer_queue.storage.bootstrap import StorageBootstrapProvider
+    from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
     from transfer_queue.utils.zmq_utils import process_zmq_server_info
 
-    conf = OmegaConf.create({}, flags={"allow_objects": True})
-    conf = OmegaConf.merge(conf, OmegaConf.load(resources.files("transfer_queue") / "config.yaml"))
+    # Raises ValueError if no node has the resource: asked before any actor exists.
+    get_node_round_robin_scheduling_strategies(storage_units, required_node_resource=node_resource)
+    defaults = OmegaConf.create((resources.files("transfer_queue") / "config.yaml").read_text())
+    conf: Any = OmegaConf.merge(OmegaConf.create({}, flags={"allow_objects": True}), defaults)
     conf.backend.storage_backend = BACKEND
     conf.backend[BACKEND].num_data_storage_units = storage_units
     conf.backend[BACKEND].required_node_resource = node_resource
@@ -193,7 +196,7 @@ class _Client:
             raise KeyError(f"the trajectory queue holds {meta.size} of the {len(keys)} rows asked for: {keys[:4]}…")
         return await self._client.async_get_data(meta), meta.custom_meta
 
-    async def list(self) -> dict[str, dict[str, Any]]:
+    async def tags(self) -> dict[str, dict[str, Any]]:
         return (await self._client.async_kv_list(self.partition)).get(self.partition, {})
 
     async def clear(self, keys: list[str]) -> None:
@@ -246,7 +249,7 @@ class QueueReader:
 
     def read_tags(self, keys: Sequence[str] | None = None) -> list[SampleTag]:
         """Tags of `keys` in their order (None: all rows, sorted). KeyError if a key is not in the queue."""
-        tags = self._client.call(self._client.list(), "list its rows")
+        tags = self._client.call(self._client.tags(), "list its rows")
         if keys is None:
             found = [decode_tag(tag) for tag in tags.values()]
             return sorted(found, key=lambda tag: (tag.group_id, tag.sample_index))

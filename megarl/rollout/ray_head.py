@@ -119,7 +119,7 @@ def patched_start() -> Iterator[None]:
     The dashboard, the autoscaler's monitor and the log monitor have no use here.
     """
     from ray._private import node, parameter
-    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
+    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port  # type: ignore[attr-defined]
 
     params, start_processes = parameter.RayParams, node.Node.start_ray_processes
     start_dashboard = node.Node.start_api_server

@@ -140,7 +140,7 @@ class EngineReplica:
         except ReplicaFailed:
             raise
         except Exception as error:
-            self._raise(f"generation failed: {_reason(error)}", error)
+            raise self._failure(f"generation failed: {_reason(error)}", error) from error
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
         from vllm import SamplingParams
@@ -231,7 +231,8 @@ class EngineReplica:
     async def shutdown(self) -> None:
         """Stop the engine's processes."""
         if self._engine is not None:
-            self._engine.shutdown()
+            # On SIGTERM the engine process takes its full 5 s and is killed after all; it has nothing to save.
+            self._engine.shutdown(timeout=0.5)
             self._engine = None
 
     def _check(self) -> None:
@@ -246,14 +247,14 @@ class EngineReplica:
         try:
             return await call
         except Exception as error:
-            self._raise(f"{what} failed: {_reason(error)}", error)
+            raise self._failure(f"{what} failed: {_reason(error)}", error) from error
 
-    def _raise(self, message: str, cause: Exception) -> Any:
+    def _failure(self, message: str, cause: Exception) -> ReplicaFailed:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if isinstance(cause, EngineDeadError):
             self._failed = f"replica {self.index} is dead: {message}"
-        raise ReplicaFailed(self.index, f"replica {self.index}: {message}") from cause
+        return ReplicaFailed(self.index, f"replica {self.index}: {message}")
 
     def _fail(self, message: str) -> None:
         logger.exception("replica %d %s", self.index, message)

@@ -79,7 +79,7 @@ def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     import ray
 
     try:
-        server = start_queue("run.0", namespace="queue-test", storage_units=2, node_resource=None, timeout_s=120)
+        server = start_queue("run.0", namespace="queue-test", storage_units=2, node_resource=None, timeout_s=400)
         yield {"partition": "run.0", "namespace": "queue-test", "timeout_s": 60.0}
         server.close()
     finally:
@@ -155,20 +155,16 @@ def test_logprobs_are_the_same_float32_bits(queue: dict[str, Any]) -> None:
     reader.close()
 
 
-def test_another_attempt_of_the_run_has_its_own_rows(queue: dict[str, Any]) -> None:
-    server = start_queue("run.1", namespace=queue["namespace"], storage_units=1, node_resource=None, timeout_s=120)
-    try:
-        writer = QueueWriter.attach(**queue)
-        asyncio.run(writer.put_group(group(1, [2, 2])))
-        other = QueueReader.attach(**{**queue, "partition": "run.1"})
-        assert other.read_tags() == []
-        other.close()
-        writer.close()
-        reader = QueueReader.attach(**queue)
-        reader.clear(["1:0", "1:1"])
-        reader.close()
-    finally:
-        server.close()
+def test_another_partition_has_its_own_rows(queue: dict[str, Any]) -> None:
+    writer, reader, other = QueueWriter.attach(**queue), QueueReader.attach(**queue), QueueReader.attach(**queue)
+    other._client.partition = "run.1"
+    asyncio.run(writer.put_group(group(1, [2, 2])))
+    assert other.read_tags() == [] and len(reader.read_tags()) == 2
+    other.clear(["1:0", "1:1"])
+    assert len(reader.read_tags()) == 2
+    reader.clear(["1:0", "1:1"])
+    for each in (writer, reader, other):
+        each.close()
 
 
 def test_attaching_to_a_queue_that_is_not_there_ends_in_time(queue: dict[str, Any]) -> None:
@@ -176,15 +172,10 @@ def test_attaching_to_a_queue_that_is_not_there_ends_in_time(queue: dict[str, An
         QueueReader.attach(**{**queue, "partition": "missing.0", "timeout_s": 1.0})
 
 
-def test_starting_with_too_few_logical_cpus_ends_in_time_and_says_so(queue: dict[str, Any]) -> None:
-    with pytest.raises(TimeoutError, match=r"9 actors of 1 CPU each; .* logical CPUs were free.*ray\.num_cpus"):
-        start_queue("run.2", namespace=queue["namespace"], storage_units=8, node_resource=None, timeout_s=3)
-
-
 def test_storage_stays_off_nodes_without_the_pools_resource(queue: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no_such_resource"):
         start_queue(
-            "run.3", namespace=queue["namespace"], storage_units=1, node_resource="no_such_resource", timeout_s=30
+            "run.3", namespace=queue["namespace"], storage_units=1, node_resource="no_such_resource", timeout_s=200
         )
 
 
@@ -197,3 +188,15 @@ def test_a_queue_that_hangs_is_an_error_naming_the_wait(queue: dict[str, Any]) -
         reader.read_tags()
     release.set()
     reader.close()
+
+
+def test_starting_with_too_few_logical_cpus_ends_in_time_and_says_so(queue: dict[str, Any]) -> None:
+    import ray
+
+    class Hog:
+        def ready(self) -> None: ...
+
+    hog = ray.remote(Hog).options(num_cpus=1).remote()
+    ray.get(hog.ready.remote(), timeout=300)
+    with pytest.raises(TimeoutError, match=r"2 actors of 1 CPU each; 0 logical CPUs were free.*ray\.num_cpus"):
+        start_queue("run.2", namespace=queue["namespace"], storage_units=1, node_resource=None, timeout_s=3)

@@ -183,12 +183,8 @@ def test_the_supervisor_lives_in_a_session_of_its_own(pool: TestPool) -> None:
     assert os.getsid(supervisor) == supervisor != os.getsid(0)
 
 
-def find(pool: TestPool, name: str) -> ProcessId:
-    """A descendant of the supervisor by a part of its command line."""
-    for process in descendants(pool.handle.process.pid):
-        if name in Path(f"/proc/{process.pid}/cmdline").read_text(errors="replace"):
-            return process
-    raise AssertionError(f"no {name!r} under the supervisor")
+def command_of(process: ProcessId) -> str:
+    return Path(f"/proc/{process.pid}/cmdline").read_text(errors="replace")
 
 
 def everything(pool: TestPool) -> set[ProcessId]:
@@ -205,8 +201,9 @@ def assert_all_go(processes: set[ProcessId], kill: Callable[[], None]) -> None:
 
 
 def test_a_killed_engine_actor_fails_its_calls_by_name_and_takes_its_engine_along(pool: TestPool) -> None:
-    actor, engine = find(pool, "ray::replica-0"), find(pool, "EngineCore")
     [replica] = pool.client.engine_handles().replicas()
+    actor = ProcessId.of(replica.call("health", timeout_s=60)["pid"])
+    [engine] = [each for each in descendants(actor.pid) if "EngineCore" in command_of(each)]
     replica.call("pause", True, timeout_s=60)
     serve_error: list[BaseException] = []
 
