@@ -12,25 +12,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megarl.queue.schema import Trajectory
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.errors import ReplicaFailed, RolloutError
 from megarl.rollout.launch import launch_supervisor, read_state
 from megarl.rollout.processes import ProcessId, descendants, is_alive, wait_until
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
+from tests.rollout.checks import GONE_S, assert_all_go, check_rows, command_of, everything, serve
 from tests.support.pool import TestPool, start_pool, tiny_config
 
 pytestmark = pytest.mark.engine
 
 TEMPERATURE = 0.7
-GONE_S = 30.0
 
 
 def fake_agent() -> subprocess.Popen[bytes]:
@@ -61,24 +59,6 @@ def reader(pool: TestPool) -> Iterator[QueueReader]:
     attached.close()
 
 
-def serve(pool: TestPool, version: int) -> None:
-    """What a weight sync ends with, here without new weights."""
-    for replica in pool.client.engine_handles().replicas():
-        replica.call("set_weight_version", str(version), timeout_s=60)
-    pool.client.set_version(version)
-
-
-def reference_logprobs(pool: TestPool, row: Trajectory) -> torch.Tensor:
-    """Log-probs of the response by plain transformers in fp32, at the sampling temperature."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(pool.config.model.path, dtype=torch.float32)
-    ids = torch.tensor([row.prompt_ids + row.response_ids])
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(row.prompt_ids) - 1 : -1].double() / TEMPERATURE
-    return logits.log_softmax(-1).gather(-1, torch.tensor(row.response_ids)[:, None])[:, 0]
-
-
 def test_synchronous_steps(pool: TestPool, reader: QueueReader) -> None:
     client, batch = pool.client, pool.config.batch
     [held] = client.devices()
@@ -103,22 +83,6 @@ def test_synchronous_steps(pool: TestPool, reader: QueueReader) -> None:
         assert (counters.trained, counters.filtered, counters.taken) == (3 * (step + 1), step + 1, 0)
         wait_until(lambda: reader.read_tags() == [], 10, "the queue to forget the step's rows")
     assert len(set(prompts)) == 2 * batch.groups
-
-
-def check_rows(pool: TestPool, rows: list[Trajectory], version: int) -> None:
-    stop = 2  # <|im_end|>
-    worst, tokens = 0.0, 0
-    for row in rows:
-        assert row.status == "ok", row.failure
-        assert [(span.version, span.start, span.end) for span in row.versions] == [(version, 0, len(row.response_ids))]
-        assert (row.response_ids[-1] == stop) == (row.finish_reason == "stop")
-        assert stop not in row.response_ids[:-1] and len(row.response_ids) <= pool.config.sampling.max_tokens
-        assert 0.0 <= row.reward <= 1.0
-        expected = reference_logprobs(pool, row)
-        worst = max(worst, float((torch.tensor(row.rollout_logprobs).double() - expected).abs().max()))
-        tokens += len(row.rollout_logprobs)
-    assert tokens == sum(len(row.response_ids) for row in rows) > 0
-    assert worst <= 1e-4
 
 
 def test_rewards_judge_the_text_without_special_tokens(pool: TestPool, reader: QueueReader) -> None:
@@ -181,23 +145,6 @@ def test_the_run_directory_of_a_living_run_is_refused(pool: TestPool) -> None:
 def test_the_supervisor_lives_in_a_session_of_its_own(pool: TestPool) -> None:
     supervisor = pool.handle.process.pid
     assert os.getsid(supervisor) == supervisor != os.getsid(0)
-
-
-def command_of(process: ProcessId) -> str:
-    return Path(f"/proc/{process.pid}/cmdline").read_text(errors="replace")
-
-
-def everything(pool: TestPool) -> set[ProcessId]:
-    found = descendants(pool.handle.process.pid) | {pool.handle.process}
-    assert len(found) >= 8  # gcs, raylet, agents, replica, engine, controller, queue
-    return found
-
-
-def assert_all_go(processes: set[ProcessId], kill: Callable[[], None]) -> None:
-    started = time.monotonic()
-    kill()
-    wait_until(lambda: not any(map(is_alive, processes)), GONE_S, "every process of the pool to go")
-    assert time.monotonic() - started < GONE_S
 
 
 def test_a_killed_engine_actor_fails_its_calls_by_name_and_takes_its_engine_along(pool: TestPool) -> None:

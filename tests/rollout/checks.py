@@ -1,0 +1,73 @@
+"""What tests of the real pool share: serving a version, checking rows against transformers, counting processes."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.queue.schema import Trajectory
+from megarl.rollout.processes import ProcessId, descendants, is_alive, wait_until
+from tests.support.pool import TestPool
+
+GONE_S = 30.0
+
+
+def serve(pool: TestPool, version: int) -> None:
+    """What a weight sync ends with, here without new weights."""
+    for replica in pool.client.engine_handles().replicas():
+        replica.call("set_weight_version", str(version), timeout_s=60)
+    pool.client.set_version(version)
+
+
+@functools.cache
+def reference_model(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def reference_logprobs(pool: TestPool, row: Trajectory) -> torch.Tensor:
+    """Log-probs of the response by plain transformers in fp32, at the sampling temperature."""
+    ids = torch.tensor([row.prompt_ids + row.response_ids])
+    with torch.no_grad():
+        logits = reference_model(pool.config.model.path)(ids).logits[0, len(row.prompt_ids) - 1 : -1]
+    logprobs = (logits.double() / pool.config.sampling.temperature).log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(row.response_ids)[:, None])[:, 0]
+
+
+def check_rows(pool: TestPool, rows: list[Trajectory], version: int) -> None:
+    stop = 2  # <|im_end|>
+    worst, tokens = 0.0, 0
+    for row in rows:
+        assert row.status == "ok", row.failure
+        assert [(span.version, span.start, span.end) for span in row.versions] == [(version, 0, len(row.response_ids))]
+        assert (row.response_ids[-1] == stop) == (row.finish_reason == "stop")
+        assert stop not in row.response_ids[:-1] and len(row.response_ids) <= pool.config.sampling.max_tokens
+        assert 0.0 <= row.reward <= 1.0
+        expected = reference_logprobs(pool, row)
+        worst = max(worst, float((torch.tensor(row.rollout_logprobs).double() - expected).abs().max()))
+        tokens += len(row.rollout_logprobs)
+    assert tokens == sum(len(row.response_ids) for row in rows) > 0
+    assert worst <= 1e-4
+
+
+def command_of(process: ProcessId) -> str:
+    return Path(f"/proc/{process.pid}/cmdline").read_text(errors="replace")
+
+
+def everything(pool: TestPool) -> set[ProcessId]:
+    found = descendants(pool.handle.process.pid) | {pool.handle.process}
+    assert len(found) >= 8  # gcs, raylet, agents, replica, engine, controller, queue
+    return found
+
+
+def assert_all_go(processes: set[ProcessId], kill: Callable[[], None]) -> None:
+    started = time.monotonic()
+    kill()
+    wait_until(lambda: not any(map(is_alive, processes)), GONE_S, "every process of the pool to go")
+    assert time.monotonic() - started < GONE_S
