@@ -20,6 +20,7 @@ import torch
 
 from megarl.batch_metrics import record_batch
 from megarl.config.schema import Config
+from megarl.data.tokenize import load_tokenizer
 from megarl.logs import PeerFailedError
 from megarl.models.export import HFExporter, save_hf
 from megarl.models.info import load_info
@@ -86,6 +87,7 @@ class Session:
         self.exporter = HFExporter(self.policy.module_chunks, info, self._export_dtype())
         self.performance = Performance(config, info)
         self.client: PoolClient | None = None
+        self._tokenizer: Any = None
         self.reader: QueueReader | None = None
         self.sender: WeightSender | None = None
         self._totals = dict.fromkeys(("groups_admitted", "groups_trained", "groups_filtered"), 0.0)
@@ -103,6 +105,8 @@ class Session:
         def connect() -> tuple[SupervisorHandle, list[Any]]:
             assert launch is not None
             handle = launch.result(timeout=timeouts.ray_start_s)
+            if self.config.telemetry.samples_per_step:
+                self._tokenizer = load_tokenizer(self.config.model.path)  # while the engines start
             self.client = PoolClient.connect(handle, self.config)
             return handle, self.client.devices()
 
@@ -179,7 +183,7 @@ class Session:
             )
 
     def publish(self, version: int) -> None:
-        """Every engine serves `version` from here on, and groups are admitted for it."""
+        """Every engine serves `version` from here on."""
         assert self.sender is not None
         self._status(f"publishing version {version}")
         with self.timer.phase("sync"):
@@ -196,7 +200,12 @@ class Session:
                 prefix="sync/",
             )
         if self.client is not None:
-            self.client.set_version(version)
+            self.client.set_version(version, admit=False)
+
+    def admit(self) -> None:
+        """Start every group that the published version allows."""
+        if self.client is not None:
+            self.client.admit()
 
     def evaluation_due(self, steps_done: int) -> bool:
         """After so many steps, the last one left out (it is evaluated anyhow)."""
@@ -299,7 +308,7 @@ class Session:
         rows = self.reader.fetch(keys)
         references = self.client.references([row.group_id for row in rows])
         for row in rows:
-            record = sample_record(batch.step + 1, row, self.client.decode, references.get(row.group_id))
+            record = sample_record(batch.step + 1, row, self._tokenizer.decode, references.get(row.group_id))
             self.writer.sample(batch.step + 1, record)
 
     def _count(self, values: dict[str, float]) -> dict[str, float]:

@@ -16,6 +16,7 @@ def train(session: Session) -> None:
     session.evaluate("before")
     session.start_clock()
     for step in range(config.run.steps):
+        session.admit()
         batch = session.take_batch(step)
         plan = plan_step(batch.tags, config, dp_size=session.dp_size, version=step)
         rows = session.fetch(batch, plan)

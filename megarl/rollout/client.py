@@ -101,7 +101,6 @@ class PoolClient:
         self.handle = handle
         self.config = config
         self._controller: Any = None
-        self._tokenizer: Any = None
 
     @classmethod
     def connect(cls, handle: SupervisorHandle, config: Config) -> PoolClient:
@@ -155,9 +154,13 @@ class PoolClient:
         """For the weight sync."""
         return PoolHandles(self)
 
-    def set_version(self, version: int) -> Counters:
-        """The engines serve `version`: admit what it allows."""
-        return self.call("set_version", version, timeout_s=self.config.timeouts.rpc_s)
+    def set_version(self, version: int, admit: bool = True) -> Counters:
+        """The engines serve `version`; with `admit` start what it allows."""
+        return self.call("set_version", version, admit, timeout_s=self.config.timeouts.rpc_s)
+
+    def admit(self) -> Counters:
+        """Start every group that the version allows."""
+        return self.call("admit", timeout_s=self.config.timeouts.rpc_s)
 
     def wait_batch(self, step: int, timeout_s: float | None = None) -> BatchReady:
         """The batch of `step` when all its groups are in the queue."""
@@ -181,15 +184,6 @@ class PoolClient:
     def references(self, group_ids: Sequence[int]) -> dict[int, str]:
         """Reference answers of groups."""
         return self.call("references", list(group_ids), timeout_s=self.config.timeouts.rpc_s)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens kept. In this process."""
-        if self._tokenizer is None:
-            from megarl.data.tokenize import load_tokenizer
-
-            self._tokenizer = load_tokenizer(self.config.model.path)
-        text: str = self._tokenizer.decode(list(ids))
-        return text
 
     def state_dict(self) -> dict[str, Any]:
         return self.call("state_dict", timeout_s=self.config.timeouts.rpc_s)

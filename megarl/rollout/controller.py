@@ -130,13 +130,18 @@ class RolloutController:
     def _log_of(self, index: int) -> str:
         return f"see {self.run_dir / 'logs' / f'replica-{index}.log'}"
 
-    async def set_version(self, version: int) -> Counters:
-        """The engines serve `version` from now on: start every group that this allows. Repeating it is harmless."""
+    async def set_version(self, version: int, admit: bool = True) -> Counters:
+        """The engines serve `version` from now on, restarted ones too. Repeating it is harmless."""
         self._check()
         for index in sorted(self._joining):
             self._pool.admit(index)
         self._joining.clear()
         self._admission.set_version(version)
+        return await self.admit() if admit else self._admission.counters
+
+    async def admit(self) -> Counters:
+        """Start every group that the version allows."""
+        self._check()
         for group_id in self._admission.admit():
             self._spawn(self._group(group_id))
         return self._admission.counters

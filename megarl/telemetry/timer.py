@@ -58,12 +58,13 @@ class PhaseTimer:
         now = self._since
         took = {name: self._seconds.get(name, 0.0) for name in PHASES}
         step = now - self._start - took["eval"]
-        engine = min(engine_seconds, took["generate"])
+        other = max(0.0, step - sum(took[name] for name in PHASES if name != "eval"))
+        engine = min(engine_seconds, took["generate"] + other)
         overhead = max(0.0, step - engine - took["logprobs"] - took["update"] - took["sync"])
         result = {f"time/{name}": seconds for name, seconds in took.items()}
         result |= {
             "time/step": step,
-            "time/other": max(0.0, step - sum(took[name] for name in PHASES if name != "eval")),
+            "time/other": other,
             "time/overhead": overhead,
             "time/overhead_share": overhead / step if step else 0.0,
             "time/trainer_idle_ratio": took["generate"] / step if step else 0.0,
