@@ -1,0 +1,107 @@
+"""The launcher's side: state file, waiting for it, stopping; without Ray."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from megarl.rollout import launch
+from megarl.rollout.errors import SupervisorFailed
+from megarl.rollout.processes import ProcessId, is_alive
+
+GONE = ProcessId(1, -1)
+
+
+def state(process: ProcessId, **changes: object) -> dict[str, object]:
+    return {
+        "state": "starting", "error": None, "address": "", "attempt": 4, "launch_id": "abc", "children": [],
+        "process": asdict(process), "agent": asdict(GONE), **changes,
+    }  # fmt: skip
+
+
+def test_the_spec_survives_its_file(tmp_path: Path) -> None:
+    spec = launch.SupervisorSpec("{}", "/runs/a b", ProcessId(5, 6), "abc", 2, "/work", cuda=True)
+    spec.save(tmp_path / "spec.json")
+    assert launch.SupervisorSpec.load(tmp_path / "spec.json") == spec
+    assert (spec.namespace, spec.partition) == ("megarl-abc", "a b-abc.2")
+
+
+def test_another_launch_and_another_attempt_share_no_name() -> None:
+    specs = [
+        launch.SupervisorSpec("{}", "/runs/x", GONE, launch_id, attempt, "/", cuda=False)
+        for launch_id in ("a", "b")
+        for attempt in (0, 1)
+    ]
+    assert len({spec.partition for spec in specs}) == 4
+
+
+def test_torchrun_variables_do_not_reach_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "ROLE_NAME"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", "kept")
+    clean = launch._clean_environment()
+    assert clean["HF_HOME"] == "kept"
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "ROLE_NAME"} & set(clean)
+
+
+def handle(run_dir: Path) -> launch.SupervisorHandle:
+    return launch.SupervisorHandle(str(run_dir), "a:1", "n", "p", 0, "abc", ProcessId.own())
+
+
+def test_waiting_ends_with_the_pools_own_error(tmp_path: Path) -> None:
+    launch.write_state(tmp_path, state(ProcessId.own(), state="failed", error="engine replica 0: out of memory"))
+    with pytest.raises(SupervisorFailed, match="rollout pool failed: engine replica 0: out of memory"):
+        launch.wait_ready(handle(tmp_path), timeout_s=5)
+
+
+def test_waiting_for_a_dead_supervisor_ends_at_once(tmp_path: Path) -> None:
+    launch.write_state(tmp_path, state(GONE))
+    with pytest.raises(SupervisorFailed, match="the supervisor died"):
+        launch.wait_ready(handle(tmp_path), timeout_s=5)
+
+
+def test_waiting_is_bounded_and_says_where_it_stands(tmp_path: Path) -> None:
+    launch.write_state(tmp_path, state(ProcessId.own()))
+    with pytest.raises(SupervisorFailed, match="waited 0 s for the supervisor, which is still in state 'starting'"):
+        launch.wait_ready(handle(tmp_path), timeout_s=0.1)
+    launch.write_state(tmp_path, state(ProcessId.own(), state="ready", launch_id="another"))
+    with pytest.raises(SupervisorFailed, match="waited 0 s"):
+        launch.wait_ready(handle(tmp_path), timeout_s=0.1)
+
+
+def test_a_deaf_supervisor_is_killed_with_its_recorded_children(tmp_path: Path) -> None:
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    pair = [subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) for _ in range(2)]
+    for each in pair:
+        assert each.stdout is not None and each.stdout.readline()
+    supervisor, child = (ProcessId.of(each.pid) for each in pair)
+    launch.write_state(tmp_path, state(supervisor, children=[asdict(child)]))
+    launch.stop_supervisor(tmp_path, supervisor, "abc", timeout_s=0.2)
+    assert (tmp_path / launch.STOP_FILE).read_text() == "abc"
+    assert not is_alive(supervisor) and not is_alive(child)
+    for each in pair:
+        each.wait(timeout=10)
+
+
+def test_a_run_directory_of_a_dead_run_is_taken_over_with_the_next_attempt(tmp_path: Path) -> None:
+    assert launch._retire_previous(tmp_path, os.getpid()) == -1
+    launch.write_state(tmp_path, state(GONE, agent=asdict(ProcessId.own())))
+    (tmp_path / launch.STOP_FILE).write_text("old")
+    assert launch._retire_previous(tmp_path, os.getpid()) == 4
+    assert not (tmp_path / launch.STOP_FILE).exists()
+
+
+def test_a_supervisor_of_this_very_launcher_is_asked_to_stop_first(tmp_path: Path) -> None:
+    obedient = "import os, sys, time; print('up', flush=True)\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)"
+    command = [sys.executable, "-c", obedient, str(tmp_path / launch.STOP_FILE)]
+    old = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert old.stdout is not None and old.stdout.readline()
+    left = ProcessId.of(old.pid)
+    launch.write_state(tmp_path, state(left, agent=asdict(ProcessId.own())))
+    assert launch._retire_previous(tmp_path, os.getpid()) == 4 and not is_alive(left)
+    assert old.wait(timeout=10) == 0
