@@ -7,6 +7,7 @@ after `timeout` seconds, and the world is then killed (a world that failed is no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import secrets
@@ -17,6 +18,8 @@ import time
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
@@ -89,5 +92,10 @@ class World:
             connection.close()
         self.connections = {}
         if self.agent.poll() is None:
+            # Ranks die with the agent; what they have spawned themselves (Megatron's checkpoint manager) does not.
+            descendants = psutil.Process(self.agent.pid).children(recursive=True)
             os.killpg(self.agent.pid, signal.SIGKILL)
+            for process in descendants:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         self.agent.wait(timeout=30)
