@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -34,6 +35,8 @@ def main() -> None:
             answer = (True, getattr(importlib.import_module(module), name)(**kwargs))
         except Exception:
             answer = (False, traceback.format_exc())
+        # Models hold their process groups in reference cycles, and each group three threads: collect them between cases.
+        gc.collect()
         # Plain pickle: torch's own pickler would share tensors by file descriptor, which needs a common key.
         connection.send_bytes(pickle.dumps(answer))
 
