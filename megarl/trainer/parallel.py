@@ -45,7 +45,8 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float) -> None:
 
 def destroy() -> None:
     """Take the layout down with its process groups, so that another can be initialised in the same processes."""
-    # Megatron only forgets its groups; each keeps threads and sockets until it is destroyed.
+    # Megatron only forgets its groups; each keeps threads and sockets until it is destroyed and nothing refers to it
+    # (models do: drop them, then gc.collect(), as DDP's hooks make cycles).
     groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
     parallel_state.destroy_model_parallel()
     for group in groups:

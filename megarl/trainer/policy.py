@@ -88,6 +88,10 @@ class Policy:
             config.megatron.transformer,
             initialize=not config.model.load_weights,
         )
+        if not self.tf_config.calculate_per_token_loss:
+            raise ValueError(
+                "megatron.transformer.calculate_per_token_loss=false would average micro-batch means; remove it"
+            )
         chunks = build_model(info, self.tf_config, layout)
         if config.model.load_weights:
             load_hf_weights(chunks, info, config.model.path)

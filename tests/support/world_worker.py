@@ -35,10 +35,13 @@ def main() -> None:
             answer = (True, getattr(importlib.import_module(module), name)(**kwargs))
         except Exception:
             answer = (False, traceback.format_exc())
-        # Models hold their process groups in reference cycles, and each group three threads: collect them between cases.
+        # Models hold process groups in reference cycles, and each group has three threads: collect between cases.
         gc.collect()
         # Plain pickle: torch's own pickler would share tensors by file descriptor, which needs a common key.
         connection.send_bytes(pickle.dumps(answer))
+        # A case's model is garbage with cycles, and keeps its gloo groups (3 threads each, always awake) alive.
+        del answer, kwargs
+        gc.collect()
 
 
 if __name__ == "__main__":

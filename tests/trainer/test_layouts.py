@@ -143,6 +143,14 @@ def test_weights_agree_after_three_updates(
     assert worst(got["weights"], one["weights"], scale=update) <= UPDATE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(2, "dense", {}, OVERLAP), (2, "moe", {"expert": 2}, OVERLAP)], ids=ids)
+def test_weights_agree_with_overlapped_gather_and_reduction(trained: Callable[..., Any], case: Case) -> None:
+    """The gathered weights of one update must be complete before the next forward and before an export."""
+    got, one = check(trained, case, steps=3), trained(1, case[1], steps=3)
+    assert worst(got["weights"], one["weights"]) <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("mutation", "case"),
     [
