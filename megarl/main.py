@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -24,6 +25,8 @@ from megarl.logs import FailureReport, redirect_output, set_aside
 
 if TYPE_CHECKING:
     from megarl.rollout.launch import SupervisorHandle
+
+SPEAK_S = 20.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,8 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         _check_launch(config)
     except (ConfigError, ValueError, FileNotFoundError) as error:
-        if rank == 0:
-            sys.stderr.write(f"megarl: {error}\n")
+        if rank != 0:
+            # Rank 0 says it. torchrun ends all ranks when the first one exits: that must not be this one.
+            time.sleep(SPEAK_S)
+            sys.exit(2)
+        sys.stderr.write(f"megarl: {error}\n")
         sys.exit(2)
     sys.exit(run(config, plan))
 
