@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,9 @@ class EngineReplica:
         self._engine: Any = None
         self._failed: str | None = None
         self._served = 0
-        redirect_output(Path(spec.run_dir) / "logs" / f"replica-{index}.log")
+        self._log_file = Path(spec.run_dir) / "logs" / f"replica-{index}.log"
+        self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
+        redirect_output(self._log_file)
         os.environ.update(engine_environment(self.config, cuda=spec.cuda))
         if spec.supervisor is not None:
             die_with(spec.supervisor, "supervisor")
@@ -110,7 +113,7 @@ class EngineReplica:
             built = time.monotonic()
             await self._probe()
         except Exception as error:
-            self._fail(f"failed to start: {_reason(error)}")
+            self._fail(f"failed to start: {root_cause(self._log_file, self._log_start) or _reason(error)}")
         return {"build_s": built - started, "probe_s": time.monotonic() - built}
 
     def _build(self) -> Any:
@@ -286,3 +289,16 @@ def _reason(error: BaseException) -> str:
         cause = cause.__cause__
     text = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {text[0] if text else ''}"
+
+
+def root_cause(log_file: Path, start: int = 0) -> str:
+    """The error that vLLM's engine or worker process has logged last after byte `start`; the front end only says "see above". "" if none.
+
+    Lines look like `(EngineCore pid=7) ERROR 11-21 01:26:19 [core.py:1510] ValueError: ...`.
+    """
+    logged = re.compile(r"^\((?:EngineCore|Worker)[^)]*\) ERROR \S+ \S+ \[[^\]]*\] ([\w.]*(?:Error|Exception)\b.*)$")
+    with log_file.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+    found = [match[1] for line in lines if (match := logged.match(line))]
+    return found[-1] if found else ""

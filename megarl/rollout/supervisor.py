@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from megarl.logs import redirect_output
 from megarl.models.info import load_info
 from megarl.rollout.devices import refuse_split_replica, visible_devices
 from megarl.rollout.errors import RolloutError
-from megarl.rollout.launch import STOP_FILE, SupervisorSpec, write_state
+from megarl.rollout.launch import STATE_FILE, STOP_FILE, SupervisorSpec, write_state
 from megarl.rollout.processes import ProcessId, descendants, is_alive, sweep
 from megarl.rollout.ray_head import RayHead, access_environment
 from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec, create_replica
@@ -67,6 +68,7 @@ class Supervisor:
     def run(self) -> int:
         """Start, watch, tear down. 0 if it was asked to stop, 1 if something failed."""
         self._publish()
+        self._start_guardian()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         failure: BaseException | None = None
@@ -82,6 +84,17 @@ class Supervisor:
                 logger.exception("the pool failed")
         self._tear_down(failure)
         return 0 if failure is None or self.stop_reason is not None else 1
+
+    def _start_guardian(self) -> None:
+        own = ProcessId.own()
+        state_file = self.run_dir / STATE_FILE
+        command = [sys.executable, "-m", "megarl.rollout.guardian", str(state_file), str(own.pid), str(own.start_time)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._guardian = ProcessId.of(process.pid)
+
+    def _descendants(self) -> set[ProcessId]:
+        """All but the guardian, which ends by itself when this process has."""
+        return descendants(os.getpid()) - {self._guardian}
 
     def _serve(self) -> None:
         """Until asked to stop; RolloutError if Ray or the controller goes first."""
@@ -104,7 +117,7 @@ class Supervisor:
     def _force_exit(self) -> None:
         """The main thread is stuck in a library's call: end everything from the watch thread."""
         logger.error("the orderly tear-down took more than %.0f s: killing what is left", self._patience_s)
-        left = sweep(self._children | descendants(os.getpid()), grace_s=0.0)
+        left = sweep(self._children | self._descendants(), grace_s=0.0)
         self._publish(state="stopped" if self.stop_reason else "failed", error=self.stop_reason or "tear-down hung")
         logger.error("still alive: %s", sorted(process.pid for process in left))
         logging.shutdown()
@@ -121,7 +134,7 @@ class Supervisor:
         stop_file = self.run_dir / STOP_FILE
         recorded: set[ProcessId] = set()
         while True:
-            self._children |= descendants(os.getpid())
+            self._children |= self._descendants()
             if self._ending_since is not None and time.monotonic() > self._ending_since + self._patience_s:
                 self._force_exit()
             if not is_alive(self.spec.agent):
@@ -214,10 +227,10 @@ class Supervisor:
         if state == "failed":
             # Said before the clean-up: the launcher is waiting for it.
             self._publish(state=state, error=_cause(failure) if failure else None)
-        self._children |= descendants(os.getpid())
+        self._children |= self._descendants()
         grace = min(5.0, self.config.timeouts.shutdown_s / 3)
         self._close_actors(grace)
-        self._children |= descendants(os.getpid())
+        self._children |= self._descendants()
         left = sweep(self._children, grace_s=1.0)
         if self._head is not None:
             self._head.stop()

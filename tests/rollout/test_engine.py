@@ -212,7 +212,7 @@ def test_an_engine_that_cannot_start_is_one_error_and_leaves_nothing(tmp_path: P
 
     handle = launch_supervisor(config.model_dump_json(), config.run_dir, os.getpid())
     children = descendants(handle.process.pid)
-    with pytest.raises(RolloutError, match=r"engine replica 0.*failed to start: .*"):
+    with pytest.raises(RolloutError, match=r"engine replica 0: replica 0 failed to start: .*SafetensorError: .*header"):
         PoolClient.connect(handle, config)
     wait_until(
         lambda: not any(map(is_alive, {handle.process, *children})) and descendants(os.getpid()) <= before,

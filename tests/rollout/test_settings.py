@@ -13,6 +13,7 @@ from megarl.rollout.devices import Held, refuse_overlap, refuse_split_replica, v
 from megarl.rollout.engine_args import engine_args, engine_environment
 from megarl.rollout.errors import ReplicaFailed, RolloutError
 from megarl.rollout.progress import BatchStats, BusyClock, quantile
+from megarl.rollout.replica import root_cause
 from tests.support.pool import tiny_config
 
 
@@ -120,3 +121,16 @@ def test_batch_metrics_are_declared() -> None:
     metrics = step_metrics()
     metrics.update(BatchStats([0.1], [0.1]).metrics(queue_depth=0, replicas_alive=1))
     assert metrics.reduce()["rollout/replicas_alive"] == 1
+
+
+def test_the_engines_own_error_is_found_in_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "replica-0.log"
+    log.write_text(
+        "(EngineCore pid=7) ERROR 11-21 01:26:19 [core.py:1509] Traceback (most recent call last):\n"
+        "(EngineCore pid=7) ERROR 11-21 01:26:19 [core.py:1510] rust.SafetensorError: invalid header length\n"
+        "2026-11-21 01:26:22 ERROR megarl.rollout.replica: RuntimeError: Engine core initialization failed. See above\n"
+    )
+    assert root_cause(log) == "rust.SafetensorError: invalid header length"
+    assert root_cause(log, start=log.stat().st_size) == ""
+    log.write_text("(EngineCore pid=7) INFO 11-21 01:26:19 [core.py:1] no Error: here\n")
+    assert root_cause(log) == ""
