@@ -101,6 +101,7 @@ class PoolClient:
         self.handle = handle
         self.config = config
         self._controller: Any = None
+        self._tokenizer: Any = None
 
     @classmethod
     def connect(cls, handle: SupervisorHandle, config: Config) -> PoolClient:
@@ -184,6 +185,15 @@ class PoolClient:
     def references(self, group_ids: Sequence[int]) -> dict[int, str]:
         """Reference answers of groups."""
         return self.call("references", list(group_ids), timeout_s=self.config.timeouts.rpc_s)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens kept. In this process."""
+        if self._tokenizer is None:
+            from megarl.data.tokenize import load_tokenizer
+
+            self._tokenizer = load_tokenizer(self.config.model.path)
+        text: str = self._tokenizer.decode(list(ids))
+        return text
 
     def state_dict(self) -> dict[str, Any]:
         return self.call("state_dict", timeout_s=self.config.timeouts.rpc_s)
