@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -102,7 +101,7 @@ def test_pipeline_parallel_at_another_temperature(tmp_path: Path) -> None:
 
 
 def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
-    """SIGKILL of the only engine: replaced if a sync finds out, else the run ends naming it. Nothing is left either way.
+    """SIGKILL of the only engine: replaced if a sync finds out, else named. Nothing is left either way.
 
     What finds out depends on what the engine was doing; a run that goes on is then ended by a SIGKILL of torchrun.
     """
