@@ -294,7 +294,7 @@ def _reason(error: BaseException) -> str:
 def root_cause(log_file: Path, start: int = 0) -> str:
     """The error that vLLM's engine or worker process has logged last after byte `start`; "" if there is none.
 
-    (The front end's own error only says "see above".) Lines look like
+    The front end's own error only says "see above". The lines look like
     `(EngineCore pid=7) ERROR 11-21 01:26:19 [core.py:1510] ValueError: ...`.
     """
     logged = re.compile(r"^\((?:EngineCore|Worker)[^)]*\) ERROR \S+ \S+ \[[^\]]*\] ([\w.]*(?:Error|Exception)\b.*)$")

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from megarl.data.tokenize import load_tokenizer
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.errors import ReplicaFailed, RolloutError
 from megarl.rollout.launch import launch_supervisor, read_state
@@ -86,14 +87,15 @@ def test_synchronous_steps(pool: TestPool, reader: QueueReader) -> None:
 
 
 def test_rewards_judge_the_text_without_special_tokens(pool: TestPool, reader: QueueReader) -> None:
+    decode = load_tokenizer(pool.config.model.path).decode
     serve(pool, 2)
     ready = pool.client.wait_batch(2)
     for row in reader.fetch(ready.keys):
-        text = pool.client.decode(row.response_ids).replace("<|im_end|>", "").replace("<|im_start|>", "")
+        text = decode(row.response_ids).replace("<|im_end|>", "").replace("<|im_start|>", "")
         text = text.replace("<|endoftext|>", "").replace("<unk>", "")
         assert row.reward == pytest.approx(sum(c.isdigit() for c in text) / max(1, len(text)))
     group = int(ready.keys[0].split(":")[0])
-    problem = pool.client.decode(reader.fetch(ready.keys[:1])[0].prompt_ids).split("user\n")[1].split("=")[0]
+    problem = decode(reader.fetch(ready.keys[:1])[0].prompt_ids).split("user\n")[1].split("=")[0]
     left, right = problem.split("+")
     assert pool.client.references([group]) == {group: str(int(left) + int(right))}
     pool.client.commit(2, trained=0, filtered=4, dropped_stale=0, failed=0)
