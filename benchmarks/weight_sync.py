@@ -1,0 +1,409 @@
+"""Weight sync, TP2 trainer to one vLLM engine, against the sum of its bare parts measured in the same run.
+
+    python benchmarks/weight_sync.py [--json FILE] [--runs N] [--bucket-mb M]
+
+Reference = bare gather (walking the exporter) + bare broadcast of the same bytes at its best bucket size + vLLM's plain
+load of the same tensors already in its memory. The sync is timed with and without digests (their cost is the
+difference). All of it alternates in one run, every process has one thread; medians are compared. Memory: private
+bytes (smaps_rollup) above what each process held before it joined the weight-sync group, at their peak over several
+syncs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+RATIO_BOUND = 1.5
+DIGEST_BOUND = 0.25
+# 128 M parameters; the (tied) embedding is larger than a bucket.
+DIMS = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "tie_word_embeddings": True,
+}
+BROADCAST_MB = (8, 16, 32, 64, 128)
+TIMEOUT_S = 1500
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--runs", type=int, default=7, help="alternating repetitions (median)")
+    parser.add_argument("--bucket-mb", type=float, default=64.0)
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of is not None:
+        rank_main(options.rank_of, options.runs, options.bucket_mb)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="weight-sync-") as directory:
+        measured, memory = run_world(Path(directory), options)
+    rows = make_rows(measured, memory)
+    print_table(rows, measured)
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+def run_world(directory: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make the model, run the two ranks, and watch their memory from outside."""
+    from tests.support.tiny import make_tiny_model
+
+    make_tiny_model(directory / "model", family="qwen3", std=0.02, **DIMS)
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), MEGARL_BENCHMARK="1")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+               "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", __file__,
+               "--rank-of", str(directory),
+               "--runs", str(options.runs), "--bucket-mb", str(options.bucket_mb)]  # fmt: skip
+    with (directory / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        watcher = MemoryWatcher(directory)
+        try:
+            process.wait(TIMEOUT_S)
+        finally:
+            watcher.stop()
+            process.kill()
+            process.wait(30)
+    if process.returncode != 0:
+        raise SystemExit(f"a rank failed:\n{(directory / 'log').read_text()[-6000:]}")
+    return json.loads((directory / "measured.json").read_text()), watcher.peaks()
+
+
+class MemoryWatcher:
+    """Samples the private bytes of each process, between the marks that the ranks write as files."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._idle: dict[str, int] = {}
+        self._peak: dict[str, int] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(10)
+
+    def peaks(self) -> dict[str, int]:
+        """Bytes above idle, by process."""
+        return {name: self._peak[name] - self._idle[name] for name in self._peak}
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(0.01):
+            phase = self._directory / "phase"
+            pids = self._directory / "pids.json"
+            if not phase.exists() or not pids.exists():
+                continue
+            for name, pid in json.loads(pids.read_text()).items():
+                if phase.read_text() == "idle":
+                    self._idle[name] = private_bytes(pid)
+                elif phase.read_text() == "memory":
+                    self._peak[name] = max(self._peak.get(name, 0), private_bytes(pid))
+
+
+def private_bytes(pid: int) -> int:
+    """Private_Clean + Private_Dirty of a process; 0 if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    lines = [line.split() for line in text.splitlines() if line.startswith(("Private_Clean:", "Private_Dirty:"))]
+    return sum(int(fields[1]) for fields in lines) * 1024
+
+
+class WorkerExtension:
+    """Methods added to the engine's worker: the bare parts of a sync, on its side."""
+
+    def bench_pid(self) -> int:
+        return os.getpid()
+
+    def bench_broadcast(self, bucket_bytes: int, total: int) -> float:
+        return bare_broadcast(self.weight_transfer_engine._receiver.group, bucket_bytes, total)  # type: ignore[attr-defined]
+
+    def bench_load(self, path: str) -> float:
+        """Seconds of vLLM's own reload of tensors that are already in memory, in the file's order of layers."""
+        import torch
+        from safetensors.torch import load_file
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        if getattr(self, "_bench_tensors", None) is None:
+            tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+            self._bench_tensors: Any = sorted(tensors.items(), key=lambda item: layer_order(item[0]))
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        start = time.perf_counter()
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+            initialize_layerwise_reload(model)
+            model.load_weights(self._bench_tensors)
+            finalize_layerwise_reload(model, self.vllm_config.model_config)  # type: ignore[attr-defined]
+        return time.perf_counter() - start
+
+    def bench_digest(self, on: bool) -> None:
+        switch_digest("megarl.weights.receiver", on)
+
+
+def switch_digest(module: str, on: bool) -> None:
+    """Replace a module's digest function by one that costs nothing, or put it back."""
+    import importlib
+
+    import torch
+
+    from megarl.weights.digest import digest
+
+    def nothing(payload: torch.Tensor, *, version: int, bucket: int) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int64)
+
+    importlib.import_module(module).digest = digest if on else nothing  # type: ignore[attr-defined]
+
+
+def layer_order(name: str) -> tuple[int, str]:
+    parts = name.split(".")
+    return (int(parts[2]) if parts[1] == "layers" else -1 if "embed" in name else 10**6, name)
+
+
+def bare_broadcast(group: Any, bucket_bytes: int, total: int) -> float:
+    """Seconds to broadcast `total` bytes from rank 0, one bucket after another, in one buffer."""
+    import torch
+
+    buffer = torch.ones(bucket_bytes, dtype=torch.uint8)
+    group._begin(120.0)
+    group.broadcast(buffer[:1], 0).wait()
+    start = time.perf_counter()
+    for offset in range(0, total, bucket_bytes):
+        group.broadcast(buffer[: min(bucket_bytes, total - offset)], 0).wait()
+    return time.perf_counter() - start
+
+
+def rank_main(directory: Path, runs: int, bucket_mb: float) -> None:
+    """One of the two trainer ranks; rank 0 also holds the engine's front end."""
+    from datetime import timedelta
+
+    from megarl import platforms
+
+    platforms.activate()
+    import torch
+
+    from megarl.models.export import HFExporter
+    from megarl.models.info import load_info
+    from megarl.models.layout import Layout
+    from megarl.models.loader import load_hf_weights
+    from megarl.models.provider import build_model, transformer_config
+    from megarl.trainer import parallel
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=600))
+    layout = Layout(tensor=2, world_size=2)
+    parallel.initialize(layout, seed=0, timeout_s=600)
+    info = load_info(directory / "model")
+    config = transformer_config(info, layout, "fp32", {}, initialize=False)
+    chunks = build_model(info, config, layout)
+    load_hf_weights(chunks, info, str(directory / "model"))
+    Bench(directory, HFExporter(chunks, info, torch.float32), bucket_mb).run(runs)
+    torch.distributed.barrier()
+
+
+class Bench:
+    def __init__(self, directory: Path, exporter: Any, bucket_mb: float) -> None:
+        import torch
+
+        from megarl.weights.sender import SyncSettings, WeightSender
+
+        self.directory = directory
+        self.exporter = exporter
+        self.rank = torch.distributed.get_rank()
+        settings = SyncSettings(bucket_bytes=int(bucket_mb * 2**20), sync_s=120.0, restarts=0, transport="gloo")
+        self.sender = WeightSender(settings, exporter)
+        self.engine: Any = None
+        self.times: dict[str, list[float]] = {}
+
+    def run(self, runs: int) -> None:
+        import torch
+
+        if self.rank == 0:
+            from tests.weights.live import LiveReplica
+
+            self.engine = LiveReplica(
+                self.directory / "model", worker_extension_cls="benchmarks.weight_sync.WorkerExtension"
+            )
+        for _ in self.exporter.stream():  # the exporter's first pass, and its manifest
+            pass
+        self._write_pids()
+        self._phase("idle", 2.0)
+        if self.rank == 0:
+            from tests.weights.live import LivePool
+
+            self.sender.connect(LivePool(self.engine))
+        else:
+            self.sender.connect(None)
+        self._phase("other", 0.5)
+        version = self._publish(3, 0)
+        self._phase("memory", 0.5)
+        version = self._publish(8, version)
+        self._phase("other", 0.5)
+        self.times.clear()
+        for _ in range(runs):
+            version = self._publish(1, version)
+            self._switch_digest(False)
+            version = self._publish(1, version, "sync without digest")
+            self._switch_digest(True)
+            self._time("gather", self._gather)
+            for size in BROADCAST_MB:
+                self._time(f"broadcast {size} MiB", lambda size=size: self._broadcast(size * 2**20))
+            self._time("load", lambda: self._worker("bench_load", str(self.directory / "model" / "model.safetensors")))
+        if self.rank == 0:
+            self._write_results()
+            self.engine.shutdown()
+        torch.distributed.barrier()
+
+    def _publish(self, times: int, version: int, name: str = "sync") -> int:
+        import torch
+
+        for _ in range(times):
+            version += 1
+            torch.distributed.barrier()
+            report = self.sender.publish(version)
+            self.times.setdefault(name, []).append(report.seconds)
+            if name == "sync":
+                self.times.setdefault("digests, both sides", []).append(report.digest_seconds)
+                for phase, seconds in report.phases.items():
+                    self.times.setdefault(f"sync: {phase}", []).append(seconds)
+        return version
+
+    def _switch_digest(self, on: bool) -> None:
+        switch_digest("megarl.weights.packing", on)
+        self._worker("bench_digest", on)
+
+    def _gather(self) -> float:
+        start = time.perf_counter()
+        for _ in self.exporter.stream():
+            pass
+        return time.perf_counter() - start
+
+    def _broadcast(self, bucket_bytes: int) -> float:
+        if self.rank != 0:
+            return 0.0
+        total = self.sender.plan.total_bytes
+        remote = self._worker_future("bench_broadcast", bucket_bytes, total)
+        own = bare_broadcast(self.sender._group, bucket_bytes, total)
+        return max(own, remote.result(120)[0])
+
+    def _worker(self, method: str, *args: Any) -> Any:
+        return self._worker_future(method, *args).result(300)[0] if self.rank == 0 else 0.0
+
+    def _worker_future(self, method: str, *args: Any) -> Any:
+        import asyncio
+
+        return asyncio.run_coroutine_threadsafe(
+            self.engine._engine.collective_rpc(method, args=args), self.engine._loop
+        )
+
+    def _time(self, name: str, function: Any) -> None:
+        import torch
+
+        torch.distributed.barrier()
+        self.times.setdefault(name, []).append(function())
+
+    def _phase(self, name: str, seconds: float) -> None:
+        """All ranks rest in this phase for a while."""
+        import torch
+
+        torch.distributed.barrier()
+        if self.rank == 0:
+            temporary = self.directory / "phase.new"
+            temporary.write_text(name)
+            temporary.rename(self.directory / "phase")
+        time.sleep(seconds)
+        torch.distributed.barrier()
+
+    def _write_pids(self) -> None:
+        import torch
+
+        pids: list[Any] = [None, None]
+        torch.distributed.all_gather_object(pids, os.getpid())
+        if self.rank == 0:
+            names = {"trainer rank 0": pids[0], "trainer rank 1": pids[1], "engine": self._worker("bench_pid")}
+            temporary = self.directory / "pids.new"
+            temporary.write_text(json.dumps(names))
+            temporary.rename(self.directory / "pids.json")
+
+    def _write_results(self) -> None:
+        plan = self.sender.plan
+        sizes = {spec.name: spec.nbytes for spec in plan.specs}
+        fused: dict[str, int] = {}
+        for name, nbytes in sizes.items():
+            module = (
+                name.rsplit(".", 2)[0] if any(f".{p}_proj." in name for p in ("q", "k", "v", "gate", "up")) else name
+            )
+            fused[module] = fused.get(module, 0) + nbytes
+        result = {
+            "seconds": {name: statistics.median(values) for name, values in self.times.items()},
+            "bytes": plan.total_bytes,
+            "buckets": len(plan.buckets),
+            "bucket_bytes": plan.bucket_bytes,
+            "largest_tensor": max(sizes.values()),
+            "largest_module": max(fused.values()),
+        }
+        (self.directory / "measured.json").write_text(json.dumps(result))
+
+
+def make_rows(measured: dict[str, Any], memory: dict[str, int]) -> list[dict[str, Any]]:
+    seconds = measured["seconds"]
+    broadcasts = {name: value for name, value in seconds.items() if name.startswith("broadcast")}
+    best = min(broadcasts, key=broadcasts.__getitem__)
+    reference = seconds["gather"] + seconds[best] + seconds["load"]
+    without_digest = seconds["sync without digest"]
+    digest_cost = (seconds["sync"] - without_digest) / without_digest
+    buckets = 3 * measured["bucket_bytes"]
+    details = {
+        "seconds": {name: round(value, 4) for name, value in seconds.items()},
+        "reference_s": round(reference, 4),
+        "best_broadcast": best,
+        "bytes": measured["bytes"],
+        "buckets": measured["buckets"],
+        "ratio_with_digest": round(seconds["sync"] / reference, 3),
+    }
+    rows = [
+        row("weight_sync_time", without_digest / reference, RATIO_BOUND, details),
+        row("weight_sync_digest_cost", digest_cost, DIGEST_BOUND, {}),
+    ]
+    for name, peak in sorted(memory.items()):
+        extra = 2 * measured["largest_module"] if name == "engine" else measured["largest_tensor"]
+        bound = buckets + extra
+        facts = {"peak_mib": round(peak / 2**20, 1), "bound_mib": round(bound / 2**20, 1)}
+        rows.append(row(f"weight_sync_memory {name}", peak / bound, 1.0, facts))
+    return rows
+
+
+def row(name: str, ratio: float, bound: float, details: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ratio": round(ratio, 3), "bound": bound, "ok": ratio <= bound, "details": details}
+
+
+def print_table(rows: list[dict[str, Any]], measured: dict[str, Any]) -> None:
+    print(f"{measured['bytes'] / 2**20:.0f} MiB in {measured['buckets']} buckets; medians in ms:")
+    for name, value in measured["seconds"].items():
+        print(f"  {name:<28} {value * 1e3:9.1f}")
+    print(f"{'benchmark':<36} {'ratio':>8} {'bound':>8}  ok")
+    for each in rows:
+        print(f"{each['name']:<36} {each['ratio']:>8.3f} {each['bound']:>8.2f}  {'yes' if each['ok'] else 'NO'}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
