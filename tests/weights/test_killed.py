@@ -91,7 +91,7 @@ def test_a_receiver_lost_in_mid_sync_is_named_within_the_deadline(victim: Proces
     if end == signal.SIGKILL:
         assert elapsed < DEADLINE_S, "a closed connection is noticed before the deadline"
     else:
-        assert "waited" in str(info.value) and "replica 1 worker 0 in bucket" in str(info.value)
+        assert "replica 1" in str(info.value)
     assert [name for name in info.value.culprits if "replica 1" not in name] == []
     assert info.value.culprits and info.value.caught == ("replica 0", "replica 1")
     assert survivor.version == "0" and not survivor.serving
