@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.models.source import hf_files
+
 
 @dataclass(frozen=True)
 class ModelInfo:
@@ -55,15 +57,18 @@ class ModelInfo:
         }
 
 
-def load_info(hf_dir: Path | str) -> ModelInfo:
-    """Read `config.json` of a Hugging Face directory (old and new key styles).
+def load_info(model_dir: Path | str) -> ModelInfo:
+    """Read `config.json` of a Hugging Face directory or a Megatron checkpoint (old and new key styles).
 
     Raises ValueError naming the file and the field for a missing directory, an unknown architecture, or a
     feature that would be silently wrong if ignored.
     """
-    path = Path(hf_dir) / "config.json"
+    path = hf_files(model_dir) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{path} not found: model.path must be a Hugging Face directory with a config.json")
+        raise ValueError(
+            f"{path} not found: model.path must be a Hugging Face directory with a config.json, or a Megatron "
+            "checkpoint"
+        )
     try:
         raw = json.loads(path.read_text())
         return info_from_config(raw)

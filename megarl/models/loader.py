@@ -58,9 +58,9 @@ def check_tensors(files: SafetensorsDirectory, entries: dict[str, Entry], info: 
         elif dtype is None or not dtype.is_floating_point:
             wrong.append(f"{name} in {record.file}: dtype {record.dtype} is not a supported floating-point type")
     problems = [
-        *_list("missing tensors", missing),
-        *_list("tensors that the family does not have", extra),
-        *_list("misshapen tensors", wrong),
+        *listed("missing tensors", missing),
+        *listed("tensors that the family does not have", extra),
+        *listed("misshapen tensors", wrong),
     ]
     if problems:
         raise ValueError(f"{files.directory} does not match its config.json ({info.family}):\n" + "\n".join(problems))
@@ -106,7 +106,8 @@ def _check_redundant_head(shards: list[Shard], files: SafetensorsDirectory) -> N
                 )
 
 
-def _list(title: str, names: list[str]) -> list[str]:
+def listed(title: str, names: list[str]) -> list[str]:
+    """Lines of an error message: how many of `title`, and the first of them; none if there are none."""
     if not names:
         return []
     more = [f"    … and {len(names) - _LISTED} more"] if len(names) > _LISTED else []

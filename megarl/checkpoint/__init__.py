@@ -1,0 +1,1 @@
+"""The checkpoint scheme shared by trainer and converter, and the converter itself."""

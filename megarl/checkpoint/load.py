@@ -1,0 +1,73 @@
+"""A Megatron checkpoint's weights into the chunks of any layout, by Megatron-Core's own `dist_checkpointing.load`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import apply_factories
+
+from megarl.checkpoint.scheme import is_model_key, model_sharded_state_dict, stored_tensors
+from megarl.models.info import ModelInfo
+from megarl.models.loader import listed, load_hf_weights
+from megarl.models.shards import table
+from megarl.models.source import megatron_step
+
+logger = logging.getLogger(__name__)
+
+
+def load_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, path: Path | str) -> int:
+    """Fill this rank's chunks (wrapped or bare) from a Hugging Face directory or a Megatron checkpoint.
+
+    Collective over the world for a Megatron checkpoint. Values are converted to each parameter's dtype. Returns the
+    bytes of this rank's parameters, or of what it read from Hugging Face files. Raises ValueError listing what the
+    files miss, hold beyond the model, or hold in another shape, before anything is written.
+    """
+    if megatron_step(path) is None:
+        return load_hf_weights(chunks, info, path)
+    return load_megatron_weights(chunks, info, path)
+
+
+def load_megatron_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, path: Path | str) -> int:
+    """`load_weights` from a Megatron checkpoint, its root or a step directory."""
+    step = megatron_step(path)
+    if step is None:
+        raise ValueError(f"{path} is not a Megatron checkpoint: it has neither a tracker file nor shards")
+    check_keys(step, info)
+    state = model_sharded_state_dict(chunks, info)
+    apply_factories(state)  # the halves are views of the parameters: nothing is to be merged after the load
+    try:
+        dist_checkpointing.load(state, str(step))
+    except CheckpointingException as error:
+        raise ValueError(f"{step}: {error}") from error
+    size = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+    logger.info("%s: %.1f MiB of parameters filled", step, size / 2**20)
+    return size
+
+
+def check_keys(step: Path, info: ModelInfo) -> None:
+    """The checkpoint holds exactly the model's keys (and whatever is not a weight), in its shapes.
+
+    Raises ValueError listing what differs. More vocabulary rows than the model has are padding.
+    """
+    found = {
+        key: tuple(value.global_shape)
+        for key, value in dist_checkpointing.load_tensors_metadata(str(step)).items()
+        if is_model_key(key)
+    }
+    wanted = [stored for parts in stored_tensors(table(info)).values() for stored in parts]
+    problems = listed("missing keys", [stored.key for stored in wanted if stored.key not in found])
+    problems += listed("keys that the family does not have", sorted(set(found) - {stored.key for stored in wanted}))
+    wrong = []
+    for stored in wanted:
+        shape = found.get(stored.key, stored.shape)
+        padded = stored.entry.rule.pad_to_tp and shape[0] >= stored.shape[0] and shape[1:] == stored.shape[1:]
+        if shape != stored.shape and not padded:
+            wrong.append(f"{stored.key}: shape {list(shape)}, config.json means {list(stored.shape)}")
+    problems += listed("misshapen tensors", wrong)
+    if problems:
+        raise ValueError(f"{step} does not match its config.json ({info.family}):\n" + "\n".join(problems))

@@ -1,0 +1,82 @@
+"""What one rank of a test world does with checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
+
+from megarl.checkpoint.load import load_weights
+from megarl.checkpoint.scheme import content_metadata, model_sharded_state_dict
+from megarl.models.export import HFExporter, save_hf
+from megarl.models.info import ModelInfo, load_info
+from megarl.models.layout import Layout
+from megarl.models.loader import load_hf_weights
+from megarl.models.provider import build_model, transformer_config
+from tests.models.cases import make_layout, parallel
+
+Places = dict[str, list[tuple[Any, ...]]]
+
+
+def build(model_dir: str, layout: Layout, precision: str = "fp32") -> tuple[ModelInfo, list[torch.nn.Module]]:
+    """A model full of NaN: whatever a load forgets shows."""
+    info = load_info(model_dir)
+    chunks = build_model(info, transformer_config(info, layout, precision, initialize=False), layout)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(float("nan"))
+    return info, chunks
+
+
+def _places(state: Any) -> Places:
+    """Where each key's local pieces are: (global shape, offset, local shape, dtype, is it written by this
+    rank, may it be padded)."""
+    apply_factories(state)
+    places: Places = {}
+    for each in nested_values(state):
+        if isinstance(each, ShardedTensor):
+            place = (each.global_shape, each.global_offset, each.local_shape, each.dtype)
+            places.setdefault(each.key, []).append(
+                (*place, is_main_replica(each.replica_id), each.allow_shape_mismatch)
+            )
+    return places
+
+
+def both_schemes(model_dir: str, **sizes: Any) -> tuple[Places, Places]:
+    """Case: the places by megarl's scheme, and by Megatron-Core's own modules."""
+    layout = make_layout(**sizes)
+    with parallel(layout):
+        info, chunks = build(model_dir, layout)
+        ours = _places(model_sharded_state_dict(chunks, info))
+        theirs: Places = {}
+        for chunk in chunks:
+            theirs |= _places(chunk.sharded_state_dict(metadata=content_metadata()))
+        return ours, theirs
+
+
+def save(model_dir: str, step: str, precision: str = "fp32", **sizes: Any) -> None:
+    """Case: load Hugging Face weights under the layout, save the model by Megatron-Core."""
+    layout = make_layout(**sizes)
+    with parallel(layout):
+        info, chunks = build(model_dir, layout, precision)
+        load_hf_weights(chunks, info, model_dir)
+        if torch.distributed.get_rank() == 0:
+            Path(step).mkdir(parents=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save(model_sharded_state_dict(chunks, info), step, content_metadata=content_metadata())
+
+
+def load_and_export(
+    checkpoint: str, model_dir: str, out: str, precision: str = "fp32", dtype: str = "float32", **sizes: Any
+) -> None:
+    """Case: load a checkpoint under the layout, export the model as the weight sync's stream gives it."""
+    layout = make_layout(**sizes)
+    with parallel(layout):
+        info, chunks = build(model_dir, layout, precision)
+        load_weights(chunks, info, checkpoint)
+        save_hf(HFExporter(chunks, info, getattr(torch, dtype)), model_dir, Path(out))

@@ -1,0 +1,125 @@
+"""The scheme's keys are Megatron-Core's, and its checkpoints pass between layouts bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.checkpoint.scheme import stored_tensors
+from megarl.models.info import load_info
+from megarl.models.shards import table
+from tests.support.world import World
+
+pytestmark = pytest.mark.world
+
+
+def read_hf(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def differing(one: Path, other: Path) -> list[str]:
+    """Names of tensors that are not the same bits in both directories."""
+    a, b = read_hf(one), read_hf(other)
+    return [
+        name
+        for name in sorted(a.keys() | b.keys())
+        if name not in a
+        or name not in b
+        or a[name].dtype != b[name].dtype
+        or not torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("llama", {"tensor": 2}),
+        ("qwen2", {"pipeline": 2, "virtual_pipeline": 2}),
+        ("qwen3", {"pipeline": 2}),
+        ("qwen3_moe", {"expert": 2}),
+    ],
+)
+def test_keys_and_places_are_megatrons_own(
+    family: str, sizes: dict[str, Any], world: Callable[[int], World], model_dir: Callable[[str], Path]
+) -> None:
+    """Megatron-Core's local spec misnames the norm before a mixture of experts; there Transformer Engine's counts."""
+    info = load_info(model_dir(family))
+    for ours, theirs in world(2).run("tests.checkpoint.cases:both_schemes", model_dir=str(model_dir(family)), **sizes):
+        for layer in range(info.num_layers):
+            misnamed = theirs.pop(f"decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight", None)
+            if misnamed is not None:
+                dense = not info.is_moe_layer(layer)
+                name = "mlp.linear_fc1.layer_norm_weight" if dense else "pre_mlp_layernorm.weight"
+                theirs[f"decoder.layers.{layer}.{name}"] = misnamed
+        assert ours == theirs
+    keys = [stored.key for parts in stored_tensors(table(info)).values() for stored in parts]
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(
+    ("family", "saved", "loaded"),
+    [
+        ("qwen3", {"tensor": 2}, {}),
+        ("qwen2", {}, {"pipeline": 2}),
+        ("llama", {"pipeline": 2, "virtual_pipeline": 2}, {"tensor": 2}),
+        ("qwen3_moe", {}, {"expert": 2}),
+        ("qwen3_moe", {"expert": 2}, {"tensor": 2, "sequence": True}),
+    ],
+)
+def test_a_saved_model_loads_under_another_layout(
+    family: str,
+    saved: dict[str, Any],
+    loaded: dict[str, Any],
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    source, step = model_dir(family), tmp_path / "iter_0000001"
+    world(2).run("tests.checkpoint.cases:save", model_dir=str(source), step=str(step), **saved)
+    world(2).run(
+        "tests.checkpoint.cases:load_and_export",
+        checkpoint=str(step),
+        model_dir=str(source),
+        out=str(tmp_path / "hf"),
+        **loaded,
+    )
+    assert differing(source, tmp_path / "hf") == []
+
+
+def test_a_load_converts_the_dtype(
+    world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, step = model_dir("qwen3"), tmp_path / "iter_0000001"
+    world(2).run("tests.checkpoint.cases:save", model_dir=str(source), step=str(step), tensor=2)
+    world(2).run(
+        "tests.checkpoint.cases:load_and_export",
+        checkpoint=str(step),
+        model_dir=str(source),
+        out=str(tmp_path / "hf"),
+        precision="bf16",
+        dtype="bfloat16",
+        pipeline=2,
+    )
+    before, after = read_hf(source), read_hf(tmp_path / "hf")
+    assert all(torch.equal(before[name].bfloat16(), after[name]) for name in before | after)
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    step = tmp_path / "iter_0000001"
+    world(2).run("tests.checkpoint.cases:save", model_dir=str(model_dir("llama")), step=str(step), tensor=2)
+    with pytest.raises(AssertionError) as caught:
+        world(2).run(
+            "tests.checkpoint.cases:load_and_export",
+            checkpoint=str(step),
+            model_dir=str(model_dir("qwen3")),
+            out=str(tmp_path / "hf"),
+            tensor=2,
+        )
+    assert "8 missing keys" in str(caught.value) and "self_attention.q_layernorm.weight" in str(caught.value)
