@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 from typing import TextIO
 
+from megarl.stopping import ExitRecord, write_exit
 from megarl.telemetry.summary import write_json
 
 
@@ -76,15 +77,16 @@ class FailureReport:
             return False
         with os.fdopen(descriptor, "w") as file:
             file.write(message)
-        self._mark_summary(describe(error))
+        self._mark_failed(describe(error))
         terminal.write(message)
         return True
 
-    def _mark_summary(self, message: str) -> None:
-        """summary.json as rank 0 last wrote it, now saying that the run failed: rank 0 may be killed before it can."""
+    def _mark_failed(self, message: str) -> None:
+        """In exit.json, and in summary.json as rank 0 last wrote it: rank 0 may be killed before it can."""
         path = self.path.with_name("summary.json")
         content = json.loads(path.read_text()) if path.is_file() else {}
         write_json(path, {**content, "exit": "failed", "error": message})
+        write_exit(self.path.parent, ExitRecord("failed", content.get("steps", 0), message))
 
 
 def describe(error: BaseException) -> str:

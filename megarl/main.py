@@ -1,7 +1,8 @@
 """A trainer rank from its command line to its exit code.
 
 Mistakes of the user end with one message and exit code 2 before anything starts; failures of the run with one message
-(of the first rank that failed), exit code 1 and `"exit": "failed"` in RUN_DIR/summary.json.
+(of the first rank that failed), exit code 1 and "failed" in RUN_DIR/summary.json and RUN_DIR/exit.json. A run that was
+asked to stop (megarl/stopping.py) exits 0.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from megarl import stopping
 from megarl.cli import add_config_arguments
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config, to_yaml
@@ -88,7 +90,7 @@ def run(config: Config, plan: Plan) -> int:
     failures = FailureReport(config.run_dir, rank)
     terminal = redirect_output(log_file)
     if rank == 0:
-        set_aside(config.run_dir)
+        _take_over(config.run_dir)
         (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")  # read by `megarl replay`
     try:
         _train(config, plan, terminal)
@@ -98,6 +100,12 @@ def run(config: Config, plan: Plan) -> int:
         # Not through the interpreter's end: peers may hang in a collective that this rank has left.
         os._exit(1)
     return 0
+
+
+def _take_over(run_dir: Path) -> None:
+    """What an earlier run left is set aside, and its end forgotten."""
+    set_aside(run_dir)
+    stopping.forget(run_dir)
 
 
 def _train(config: Config, plan: Plan, terminal: TextIO) -> None:
@@ -122,7 +130,7 @@ def _train(config: Config, plan: Plan, terminal: TextIO) -> None:
     session = Session(config, launch, terminal)
     try:
         train(session)
-        session.finish("finished")
+        session.finish()
     finally:
         session.close()
     torch.distributed.destroy_process_group()

@@ -33,6 +33,7 @@ from megarl.queue.transfer import QueueReader
 from megarl.rollout.client import PoolClient, connect_ray
 from megarl.rollout.launch import SupervisorHandle
 from megarl.step import StepPlan
+from megarl.stopping import ExitRecord, Status, TerminationFlag, stop_reason, write_exit
 from megarl.telemetry.declarations import step_metrics
 from megarl.telemetry.sinks import MetricsWriter
 from megarl.telemetry.summary import RunSummary
@@ -94,7 +95,12 @@ class Session:
         self._totals |= dict.fromkeys(
             ("groups_dropped_stale", "groups_failed", "trained_samples", "trained_tokens"), 0.0
         )
+        # Why the run ends before `run.steps`; the same on every rank.
+        self.stopped: str | None = None
+        self.steps_done = 0
+        self._termination = TerminationFlag()
         self._attach(launch)
+        self._termination.install()
 
     def _attach(self, launch: Future[SupervisorHandle] | None) -> None:
         """Wait for the pool and form the weight-sync group with it."""
@@ -131,6 +137,33 @@ class Session:
         """Step 1 begins here: what start-up, version 0 and the first evaluation took belongs to no step."""
         self.timer.finish_step()
         self.metrics.reduce()
+
+    def steps(self, first: int = 0) -> Iterator[int]:
+        """The steps from `first` on; ends early, with `stopped` set and a save made, when the run is asked to stop."""
+        total = self.config.run.steps
+        for step in range(first, total + 1):
+            self.steps_done = step
+            self.stopped = self._agree_to_stop()
+            if self.stopped is not None:
+                self._say(f"stopping after {step} of {total} steps: {self.stopped}")
+                self._save_before_stop(step)
+                return
+            if step < total:
+                yield step
+
+    def _agree_to_stop(self) -> str | None:
+        """Whether RUN_DIR/stop exists (rank 0 looks) or any rank got SIGTERM: one answer for all ranks."""
+        asked = self._termination.raised or (self.rank == 0 and stop_reason(self.run_dir) is not None)
+        flag = torch.tensor([int(asked)])
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._control)
+        if not flag.item():
+            return None
+        return self._on_first_rank(lambda: stop_reason(self.run_dir) or "SIGTERM")
+
+    def _save_before_stop(self, step: int) -> None:
+        save: Callable[[int], None] | None = getattr(self, "save", None)
+        if save is not None:
+            save(step)
 
     def take_batch(self, step: int) -> Batch:
         """The finished groups of `step`, known to every rank by their tags."""
@@ -254,10 +287,13 @@ class Session:
                 save_hf(self.exporter, self.config.model.path, self.run_dir / "hf", overwrite=True)
             self._say(f"final policy: {self.run_dir / 'hf'}")
 
-    def finish(self, status: str) -> None:
-        """Write RUN_DIR/summary.json (rank 0). `status`: finished or failed."""
+    def finish(self) -> None:
+        """Write RUN_DIR/summary.json and RUN_DIR/exit.json (rank 0): finished, or preempted if `stopped`."""
         if self.writer is not None:
-            self.summary.write(self.run_dir / "summary.json", status)
+            status: Status = "finished" if self.stopped is None else "preempted"
+            record = ExitRecord(status, self.steps_done, self.stopped or "")
+            self.summary.write(self.run_dir / "summary.json", record.status)
+            write_exit(self.run_dir, record)
 
     def close(self) -> None:
         """Leave the weight-sync group and end the pool; bounded, and safe after a failure."""
