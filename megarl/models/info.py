@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.models.rope import read_rope
 from megarl.models.source import hf_files
 
 
@@ -27,7 +28,7 @@ class ModelInfo:
     qkv_bias: bool
     qk_norm: bool
     rope_theta: float
-    rope_scaling: Mapping[str, Any] | None  # {"rope_type": "llama3" | "linear", ...}; None = plain RoPE
+    rope_scaling: Mapping[str, Any] | None  # {"rope_type": "llama3" | …, …} (see rope.py); None = plain RoPE
     norm_eps: float
     max_positions: int
     num_experts: int | None = None
@@ -35,6 +36,7 @@ class ModelInfo:
     moe_ffn: int = 0
     norm_topk_prob: bool = True
     moe_layers: tuple[bool, ...] = ()  # per layer: mixture of experts?
+    window: int | None = None  # sliding attention: keys a query sees, itself included; None = all before it
     dtype: str = "float32"  # of the files, e.g. "bfloat16"
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -87,7 +89,7 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
         supported = ", ".join(f.architecture for f in FAMILIES.values())
         raise ValueError(f"architecture {names} is not supported; supported: {supported}")
     _refuse(raw)
-    theta, scaling = _rope(raw)
+    theta, scaling = read_rope(raw)
     heads = int(raw["num_attention_heads"])
     fields: dict[str, Any] = {
         "family": family.name,
@@ -109,19 +111,6 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
         "raw": dict(raw),
     }
     return ModelInfo(**{**fields, **family.read(raw)})
-
-
-def _rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """RoPE base and scaling: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
-    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
-    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
-    parameters.pop("type", None)
-    if kind == "default":
-        return theta, None
-    if kind not in ("llama3", "linear"):
-        raise ValueError(f"RoPE scaling {kind!r} is not supported; supported: default, linear, llama3")
-    return theta, {"rope_type": kind, **parameters}
 
 
 def _refuse(raw: Mapping[str, Any]) -> None:

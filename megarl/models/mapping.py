@@ -53,7 +53,7 @@ class Rule:
     `axis`: the tensor-parallel axis; None = replicated. `arrange`: order of the sources' slices in the full
     tensor; default: one source after the other. `per_source`: each rank holds its chunk of every source (gate
     and up), instead of a chunk of the concatenation. `pad_to_tp`: zero rows make the axis divisible
-    (vocabulary).
+    (vocabulary). `buffer`: a persistent fp32 buffer instead of a parameter; it stays fp32 in every precision.
     """
 
     megatron: str
@@ -63,6 +63,7 @@ class Rule:
     arrange: Arrange | None = None
     per_source: bool = False
     pad_to_tp: bool = False
+    buffer: bool = False
     when: Callable[[ModelInfo], bool] = lambda info: True
 
 
@@ -76,6 +77,7 @@ class Entry:
     rule: Rule
     info: ModelInfo
     expert: int | None = None
+    layer: int | None = None
 
     def pieces(self, rank: int, size: int) -> list[Piece]:
         """The shard of tensor-parallel rank `rank` of `size`, in order along `rule.axis` (or 0)."""
@@ -178,6 +180,7 @@ def _entry(rule: Rule, info: ModelInfo, layer: int | None = None, expert: int | 
         rule=rule,
         info=info,
         expert=expert,
+        layer=layer,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl import platforms
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
+from megarl.models.rope import attention_factor, inverse_frequencies
 from megarl.models.spec import block_spec, use_transformer_engine
 
 Precision = Literal["bf16", "fp32"]
@@ -65,27 +65,6 @@ def build_model(info: ModelInfo, tf_config: TransformerConfig, layout: Layout) -
     return [_build_chunk(info, tf_config, layout, stage) for stage in stages]
 
 
-def rope_inverse_frequencies(info: ModelInfo) -> torch.Tensor:
-    """RoPE inverse frequencies, fp32 [head_dim / 2].
-
-    Computed here because Megatron-Core hard-codes three of Llama 3's four scaling numbers
-    (rotary_pos_embedding.py:96). Source: `transformers` modeling_rope_utils.
-    """
-    exponents = torch.arange(0, info.head_dim, 2, dtype=torch.int64).float() / info.head_dim
-    frequencies = 1.0 / (info.rope_theta**exponents)
-    scaling = info.rope_scaling
-    if scaling is None:
-        return frequencies
-    factor = float(scaling["factor"])
-    if scaling["rope_type"] == "linear":
-        return frequencies / factor
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    original = float(scaling["original_max_position_embeddings"])
-    wavelengths = 2 * math.pi / frequencies
-    smooth = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - smooth) * frequencies / factor + smooth * frequencies
-
-
 def _build_chunk(info: ModelInfo, config: TransformerConfig, layout: Layout, stage: int | None) -> GPTModel:
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage)
@@ -103,13 +82,15 @@ def _build_chunk(info: ModelInfo, config: TransformerConfig, layout: Layout, sta
         vp_stage=stage,
     )
     device = platforms.current().device
-    model.rotary_pos_emb.inv_freq = rope_inverse_frequencies(info).to(device)
+    frequencies = inverse_frequencies(info.head_dim, info.rope_theta, info.rope_scaling)
+    model.rotary_pos_emb.inv_freq = frequencies.to(device)
     if platforms.current().is_cuda:
         model = model.to(device)
     return model
 
 
 def _architecture(info: ModelInfo) -> dict[str, Any]:
+    factor = attention_factor(info.rope_scaling)
     return {
         "num_layers": info.num_layers,
         "hidden_size": info.hidden,
@@ -124,6 +105,10 @@ def _architecture(info: ModelInfo) -> dict[str, Any]:
         "add_bias_linear": False,
         "add_qkv_bias": info.qkv_bias,
         "qk_layernorm": info.qk_norm,
+        # A query sees itself and the window - 1 tokens before it.
+        "window_size": None if info.window is None else (info.window - 1, 0),
+        # YaRN scales rotated queries and keys alike: the same as scaling their products.
+        "softmax_scale": None if factor == 1.0 else factor**2 / info.head_dim**0.5,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }

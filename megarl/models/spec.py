@@ -2,13 +2,14 @@
 
 Without Transformer Engine, Megatron-Core 0.16.1 has no norm that accepts sequence parallelism and no
 attention that accepts packed sequences; `RMSNorm` and `PackedAttention` are those two. Shapes: T packed
-tokens of a micro-batch, S sequence, B batch (1 when packed), N query heads, G key/value heads, D head size,
-all of this rank.
+tokens of a micro-batch, S sequence, B batch (1 when packed), N query heads, G key/value heads, D head size of
+queries and keys, V of values, all of this rank.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl import platforms
+
+WINDOW_BLOCK = 256  # rows per product of a sliding window
 
 
 def use_transformer_engine() -> bool:
@@ -53,7 +56,10 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         if config.context_parallel_size != 1:
             raise ValueError("context parallelism needs Transformer Engine")
+        if config.window_attn_skip_freq is not None:
+            raise ValueError("window_attn_skip_freq (a window in some layers only) needs Transformer Engine")
         self.softmax_scale = softmax_scale
+        self.window = None if config.window_size is None else config.window_size[0] + 1
 
     def forward(  # Megatron's signature
         self,
@@ -65,10 +71,10 @@ class PackedAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Packed (THD): query [T, N, D], key and value [T, G, D] -> [T, N * D]; the mask is causal per
-        sequence.
+        """Packed (THD): query [T, N, D], key [T, G, D], value [T, G, V] -> [T, N * V]; the mask is causal per
+        sequence, and as wide as `config.window_size` says.
 
-        Not packed: [S, B, N, D] -> [S, B, N * D]. Tokens beyond the last sequence get zeros.
+        Not packed: [S, B, N, D] -> [S, B, N * V]. Tokens beyond the last sequence get zeros.
         """
         if packed_seq_params is None:
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
@@ -83,13 +89,34 @@ class PackedAttention(torch.nn.Module):
             parts.append(self._attend(q, k, v).transpose(1, 2).reshape(stop - start, -1))
         tail = query.shape[0] - sum(part.shape[0] for part in parts)
         if tail:
-            parts.append(query.new_zeros(tail, query.shape[1] * query.shape[2]))
+            parts.append(query.new_zeros(tail, query.shape[1] * value.shape[2]))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        length, window = q.shape[2], self.window
+        if window is None or length <= window:
+            return self._product(q, k, v, is_causal=True)
+        # Rows in blocks, each with the keys that any of them sees: neither time nor memory is quadratic.
+        parts = []
+        for start in range(0, length, WINDOW_BLOCK):
+            stop, first = min(start + WINDOW_BLOCK, length), max(0, start - window + 1)
+            mask = _band(window, q.dtype, q.device)[: stop - start, first - start + window - 1 :][:, : stop - first]
+            parts.append(self._product(q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], attn_mask=mask))
+        return torch.cat(parts, 2)
+
+    def _product(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **mask: Any) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1], **mask
         )
+
+
+@lru_cache(maxsize=2)
+def _band(window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Additive mask [rows, keys] of a block whose first row is key `window - 1`; made once, as backward keeps it."""
+    rows = torch.arange(WINDOW_BLOCK, device=device)[:, None]
+    keys = torch.arange(WINDOW_BLOCK + window - 1, device=device)[None]
+    seen = (keys >= rows) & (keys <= rows + window - 1)
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
 
 
 def _runs(bounds: list[int]) -> list[tuple[int, int, int]]:

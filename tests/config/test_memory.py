@@ -30,6 +30,8 @@ CASES: list[Case] = [
     ("qwen3_moe", {"tensor": 2, "sequence": True}, "fp32", {}),
     ("llama", {}, "bf16", {"megatron__ddp": {"grad_reduce_in_fp32": False}}),
     ("qwen3_moe", {"expert": 2}, "fp32", {"megatron__transformer": SELECTIVE}),
+    ("mistral", {"tensor": 2}, "fp32", {}),
+    ("mixtral", {"expert": 2}, "bf16", {}),
     ("llama", {}, "fp32", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["mlp"]}}),
     ("qwen3_moe", {}, "bf16", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["moe"]}}),
     ("qwen3", {}, "bf16", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["layernorm", "core_attn"]}}),

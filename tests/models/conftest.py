@@ -19,22 +19,59 @@ platforms.activate()
 Batch = list[list[list[int]]]
 VOCAB = 101  # prime: padded under every TP
 
-SHAPES: dict[str, dict[str, object]] = {
-    # Texts of `BATCH` go beyond 24 positions, so the scaling of all three wavelength bands is seen.
-    "llama": {
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 24,
-        }
-    },
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"rope_theta": 5e5},
-    "qwen3_moe": {"mlp_only_layers": [1]},
+# Models of the tests: family and what differs from tests/support/tiny.py. Texts of `BATCH` are up to 60 tokens, so they
+# go beyond each scaled RoPE's original context (and all three bands of wavelengths are seen) and each window.
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 24,
+            }
+        },
+    ),
+    # As many key and value heads as queries, plain RoPE.
+    "llama2": ("llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+    "mistral": ("mistral", {"sliding_window": 13, "rms_norm_eps": 1e-5}),
+    "mistral_full": ("mistral", {"sliding_window": None, "rope_theta": 1e6}),
+    "mixtral": ("mixtral", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2_yarn": (
+        "qwen2",
+        {
+            "hidden_size": 64,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 24,
+            },
+        },
+    ),
+    "qwen3": ("qwen3", {"rope_theta": 5e5}),
+    "qwen3_yarn": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "attention_factor": 1.4,
+                "beta_fast": 0.5,
+                "beta_slow": 0.05,
+                "truncate": False,
+            }
+        },
+    ),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1]}),
 }
+MOE = frozenset({"mixtral", "qwen3_moe"})
 # Single tokens, equal neighbours, one long text alone, totals that TP must pad.
 LENGTHS = [(5, 5, 17, 60), (45,), (7, 1, 9), (3, 3, 4)]
 
@@ -54,11 +91,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     root = tmp_path_factory.mktemp("models")
 
     @cache
-    def make(family: str) -> Path:
-        shape = {"num_hidden_layers": 4, "vocab_size": VOCAB, **SHAPES[family]}
+    def make(name: str) -> Path:
+        family, changes = MODELS[name]
+        shape = {"num_hidden_layers": 4, "vocab_size": VOCAB, **changes}
         if "rope_parameters" in shape:
             shape["rope_theta"] = None
-        return make_tiny_model(root / family, family, **shape)
+        return make_tiny_model(root / name, family, **shape)
 
     return make
 
@@ -68,8 +106,8 @@ def reference(model_dir: Callable[[str], Path], batch: Batch) -> Callable[[str],
     """Log-probs [T, vocab] of each micro-batch, sequence by sequence, by `transformers` in fp32."""
 
     @cache
-    def compute(family: str) -> list[torch.Tensor]:
-        model = AutoModelForCausalLM.from_pretrained(model_dir(family), dtype=torch.float32).eval()
+    def compute(name: str) -> list[torch.Tensor]:
+        model = AutoModelForCausalLM.from_pretrained(model_dir(name), dtype=torch.float32).eval()
         with torch.no_grad():
             return [torch.cat([model(torch.tensor([s])).logits[0].log_softmax(-1) for s in micro]) for micro in batch]
 

@@ -22,7 +22,7 @@ TP2 = {"tensor": 2, "sequence": True}
 @dataclass(frozen=True)
 class Mutation:
     name: str
-    family: str
+    model: str  # of conftest.MODELS
     entry: Callable[[Entry], Entry] = lambda entry: entry
     info: Callable[[ModelInfo], ModelInfo] = lambda info: info
     sizes: dict[str, Any] = field(default_factory=lambda: dict(TP2))
@@ -103,6 +103,25 @@ MUTATIONS = [
     Mutation("rope-scaling-low-frequency", "llama", info=_rope(low_freq_factor=2.0)),
     Mutation("rope-scaling-high-frequency", "llama", info=_rope(high_freq_factor=8.0)),
     Mutation("rope-scaling-context", "llama", info=_rope(original_max_position_embeddings=8192)),
+    Mutation("llama2-eps", "llama2", info=lambda info: replace(info, norm_eps=1e-6)),
+    Mutation("yarn-forgotten", "qwen2_yarn", info=lambda info: replace(info, rope_scaling=None)),
+    Mutation("yarn-is-linear", "qwen2_yarn", info=_rope(rope_type="linear")),
+    Mutation("yarn-attention-factor-forgotten", "qwen2_yarn", info=_rope(attention_factor=1.0)),
+    Mutation("yarn-attention-factor-ignored", "qwen3_yarn", info=_rope(attention_factor=None)),
+    Mutation("yarn-mscale", "qwen2_yarn", info=_rope(mscale=2.0, mscale_all_dim=1.0)),
+    Mutation("yarn-factor", "qwen3_yarn", info=_rope(factor=4.0)),
+    Mutation("yarn-context", "qwen2_yarn", info=_rope(original_max_position_embeddings=512)),
+    Mutation("yarn-beta-fast", "qwen3_yarn", info=_rope(beta_fast=None)),
+    Mutation("yarn-beta-slow", "qwen3_yarn", info=_rope(beta_slow=None)),
+    Mutation("yarn-truncate", "qwen3_yarn", info=_rope(truncate=True)),
+    Mutation("window-forgotten", "mistral", info=lambda info: replace(info, window=None)),
+    Mutation("window-one-wider", "mistral", info=lambda info: replace(info, window=14)),
+    Mutation("window-one-narrower", "mistral", info=lambda info: replace(info, window=12)),
+    Mutation("mixtral-gate-and-up-swapped", "mixtral", _order(r"local_experts.*fc1", 1, 0)),
+    Mutation("mixtral-router-order", "mixtral", _rule("router", arrange=_reversed_rows)),
+    Mutation("mixtral-expert-offset", "mixtral", _shift_experts, sizes={"expert": 2}),
+    Mutation("mixtral-not-renormalised", "mixtral", info=lambda info: replace(info, norm_topk_prob=False)),
+    Mutation("mixtral-topk", "mixtral", info=lambda info: replace(info, topk=3)),
 ]
 
 

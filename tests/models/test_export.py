@@ -12,18 +12,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.models.conftest import MOE
 from tests.support.world import World
 
 pytestmark = pytest.mark.world
 
+EXPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 LAYOUTS: list[tuple[int, dict[str, Any], tuple[str, ...]]] = [
     (2, {}, ("qwen3",)),
-    (2, {"tensor": 2}, ("llama", "qwen3")),
+    (2, {"tensor": 2}, ("llama", "qwen3", "mistral")),
     (2, {"pipeline": 2, "virtual_pipeline": 2}, ("qwen2",)),
-    (2, {"expert": 2}, ("qwen3_moe",)),
+    (2, {"expert": 2}, ("qwen3_moe", "mixtral")),
     (4, {"tensor": 4, "sequence": True}, ("qwen2", "qwen3")),  # more ranks than key/value heads
     (4, {"tensor": 2, "pipeline": 2}, ("qwen2", "llama")),
-    (4, {"tensor": 2, "sequence": True, "expert": 2}, ("qwen3_moe",)),
+    (4, {"tensor": 2, "sequence": True, "expert": 2}, ("qwen3_moe", "mixtral")),
     (4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}, ("qwen3_moe",)),
     (4, {"pipeline": 2, "expert": 2}, ("qwen3_moe",)),
 ]
@@ -32,8 +34,7 @@ LAYOUTS: list[tuple[int, dict[str, Any], tuple[str, ...]]] = [
 def _cases() -> list[Any]:
     cases = []
     for ranks, sizes, fast in LAYOUTS:
-        families = ("qwen3_moe",) if "expert" in sizes else ("llama", "qwen2", "qwen3", "qwen3_moe")
-        for family in families:
+        for family in MOE if "expert" in sizes else EXPORTED:
             name = "-".join([family, *(f"{key}{value}" for key, value in sizes.items())])
             marks = [] if family in fast else [pytest.mark.slow]
             cases.append(pytest.param(family, ranks, sizes, id=name, marks=marks))
@@ -62,7 +63,7 @@ def test_round_trip_is_bit_identical(
     model_dir: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
-    if family == "qwen3_moe" and sizes.get("tensor", 1) > 1:
+    if family in MOE and sizes.get("tensor", 1) > 1:
         sizes = {**sizes, "sequence": True}
     out = tmp_path / "hf"
     results = world(ranks).run(

@@ -14,7 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megarl.config.schema import ParallelConfig
 from megarl.models.info import info_from_config, load_info
 from megarl.models.layout import Layout
-from megarl.models.provider import padded_vocab, rope_inverse_frequencies
+from megarl.models.provider import padded_vocab
+from megarl.models.rope import attention_factor, inverse_frequencies
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -26,6 +27,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
 }
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}
 QWEN3_MOE = LLAMA | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts_per_tok": 2,
@@ -54,8 +56,10 @@ def test_default_rope_is_no_scaling() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "not supported; supported: LlamaForCausalLM, Qwen2"),
-        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "RoPE scaling 'yarn'"),
+        (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "not supported; supported: LlamaForCausalLM, Mistral"),
+        (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "RoPE scaling 'longrope'"),
+        (LLAMA | {"rope_scaling": {"rope_type": "llama3"}}, "needs factor, low_freq_factor, high_freq_factor"),
+        (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, "'full_attention'.*every layer"),
         (LLAMA | {"attention_bias": True}, "attention_bias"),
         (LLAMA | {"mlp_bias": True}, "mlp_bias"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act"),
@@ -103,9 +107,17 @@ def test_what_transformers_writes_today_is_read() -> None:
         {"rope_type": "llama3", **SCALING},
         {"rope_type": "llama3", **SCALING, "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0},
         {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0},
+        {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.5, "truncate": False},
+        {"rope_type": "yarn", "factor": 8.0, "beta_fast": 8, "beta_slow": 2},
     ],
 )
-def test_rope_frequencies_equal_transformers(scaling: dict[str, Any]) -> None:
+def test_rope_equals_transformers(scaling: dict[str, Any]) -> None:
     config = LlamaConfig(
         hidden_size=128,
         num_attention_heads=2,
@@ -113,9 +125,20 @@ def test_rope_frequencies_equal_transformers(scaling: dict[str, Any]) -> None:
         max_position_embeddings=512,
         rope_parameters={"rope_theta": 5e5, **scaling},
     )
-    expected, _ = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
+    expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
     info = info_from_config(LLAMA | {"head_dim": 64, "rope_parameters": {"rope_theta": 5e5, **scaling}})
-    torch.testing.assert_close(rope_inverse_frequencies(info), expected, rtol=1e-6, atol=0)
+    ours = inverse_frequencies(info.head_dim, info.rope_theta, info.rope_scaling)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+    assert attention_factor(info.rope_scaling) == pytest.approx(factor)
+
+
+def test_windows() -> None:
+    assert info_from_config(MISTRAL).window == 4096
+    assert info_from_config(MISTRAL | {"layer_types": ["sliding_attention"] * 2}).window == 4096
+    assert info_from_config(MISTRAL | {"sliding_window": None}).window is None
+    # Of a family that ignores it: Qwen2's window is off unless use_sliding_window says otherwise.
+    qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}
+    assert info_from_config(qwen).window is None
 
 
 def test_vocabulary_is_padded_to_tp_only() -> None:

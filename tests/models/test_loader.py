@@ -40,7 +40,7 @@ def _check(directory: Path) -> None:
     check_tensors(SafetensorsDirectory(directory), table(info), info)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
 def test_the_table_is_the_files(family: str, model_dir: Callable[[str], Path]) -> None:
     info = load_info(model_dir(family))
     files = SafetensorsDirectory(model_dir(family))

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.conftest import Batch
+from megarl.models.families import FAMILIES
+from tests.models.conftest import MODELS, MOE, Batch
 from tests.models.mutations import MUTATIONS
 from tests.support.world import World
 
 pytestmark = pytest.mark.world
 TOLERANCE = 1e-5
 
-DENSE: list[tuple[int, dict[str, Any]]] = [
+DENSE_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {}),  # TP 1, two replicas
     (2, {"tensor": 2}),
     (2, {"tensor": 2, "sequence": True}),
@@ -25,7 +26,7 @@ DENSE: list[tuple[int, dict[str, Any]]] = [
     (4, {"tensor": 4, "sequence": True}),  # more ranks than key/value heads
     (4, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}),
 ]
-MOE: list[tuple[int, dict[str, Any]]] = [
+MOE_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
     (2, {"tensor": 2, "sequence": True}),
     (2, {"expert": 2}),
@@ -35,20 +36,34 @@ MOE: list[tuple[int, dict[str, Any]]] = [
     (4, {"tensor": 2, "sequence": True, "expert": 4, "expert_tensor": 1}),
     (4, {"pipeline": 2, "expert": 2}),
 ]
-# Of the product, `make test` runs each layout at least once and each family under TP 1, TP 2 and PP 2.
-FAST_DENSE = {"llama": (0, 1, 2, 5), "qwen2": (0, 1, 3, 4, 6), "qwen3": (0, 2, 3, 5)}
-FAST_MOE = (0, 1, 2, 4, 5, 7)
+# Of the product, `make test` runs each layout at least once and each model under TP 1 and TP 2, most under PP 2.
+FAST: dict[str, tuple[int, ...]] = {
+    "llama": (0, 1, 2, 5),
+    "llama2": (0, 1),
+    "mistral": (0, 2, 3),
+    "mistral_full": (1,),
+    "mixtral": (0, 1, 2),
+    "qwen2": (0, 1, 3, 4, 6),
+    "qwen2_yarn": (0, 2),
+    "qwen3": (0, 2, 3, 5),
+    "qwen3_yarn": (0, 1),
+    "qwen3_moe": (0, 1, 2, 4, 5, 7),
+}
 
 
 def _cases() -> list[Any]:
     cases = []
-    for family in ("llama", "qwen2", "qwen3", "qwen3_moe"):
-        layouts, fast = (MOE, FAST_MOE) if family == "qwen3_moe" else (DENSE, FAST_DENSE[family])
-        for i, (ranks, sizes) in enumerate(layouts):
-            name = "-".join([family, *(f"{key}{value}" for key, value in sizes.items())])
+    for model, fast in FAST.items():
+        for i, (ranks, sizes) in enumerate(MOE_LAYOUTS if model in MOE else DENSE_LAYOUTS):
+            name = "-".join([model, *(f"{key}{value}" for key, value in sizes.items())])
             marks = [] if i in fast else [pytest.mark.slow]
-            cases.append(pytest.param(family, ranks, sizes, id=name, marks=marks))
+            cases.append(pytest.param(model, ranks, sizes, id=name, marks=marks))
     return cases
+
+
+def test_every_model_is_compared() -> None:
+    assert set(FAST) == set(MODELS)
+    assert {family for family, _ in MODELS.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(("family", "ranks", "sizes"), _cases())
@@ -102,13 +117,13 @@ def test_a_wrong_rule_shows_in_the_logprobs(
 ) -> None:
     results = world(2).run(
         "tests.models.mutations:mutated_logprobs",
-        model_dir=str(model_dir(mutation.family)),
+        model_dir=str(model_dir(mutation.model)),
         batch=batch,
         mutation=mutation.name,
         **mutation.sizes,
     )
     answer = next(result for result in results if result is not None)
     gap = max(
-        float((ours - theirs).abs().max()) for ours, theirs in zip(answer, reference(mutation.family), strict=True)
+        float((ours - theirs).abs().max()) for ours, theirs in zip(answer, reference(mutation.model), strict=True)
     )
     assert gap > 10 * TOLERANCE

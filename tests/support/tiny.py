@@ -15,6 +15,10 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -32,6 +36,8 @@ CHAT_TEMPLATE = (
 
 FAMILIES: dict[str, tuple[type, type]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -76,6 +82,10 @@ def _dims(family: str, vocab_size: int, overrides: dict[str, Any]) -> dict[str, 
     if family == "qwen2":
         del dims["head_dim"]
         dims["hidden_size"] = 128
+    if family == "mistral":
+        dims["sliding_window"] = None
+    if family == "mixtral":
+        dims |= {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
     if family == "qwen3_moe":
         dims |= {
             "num_experts": 4,
@@ -91,7 +101,7 @@ def _dims(family: str, vocab_size: int, overrides: dict[str, Any]) -> dict[str, 
 def make_tiny_model(
     directory: Path | str, family: str = "qwen3", *, seed: int = 0, std: float = 0.1, **dims: Any
 ) -> Path:
-    """Write a random fp32 model of `family` (llama|qwen2|qwen3|qwen3_moe); returns its directory.
+    """Write a random fp32 model of `family` (a key of FAMILIES); returns its directory.
 
     Matrices are normal(0, std); norm weights 1 + normal(0, std); biases normal(0, std): nothing stays at a
     default that would hide a forgotten term. `dims` override fields of the Hugging Face config.

@@ -1,10 +1,10 @@
-"""The supported families. A new one is one file of declarations, listed here."""
+"""The supported families. A new one is one file of declarations, listed here; docs/families.md shows how."""
 
 from __future__ import annotations
 
-from megarl.models.families import llama, qwen2, qwen3, qwen3_moe
+from megarl.models.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megarl.models.families.base import Family
 
-FAMILIES: dict[str, Family] = {
-    family.name: family for family in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
-}
+_MODULES = (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}

@@ -105,25 +105,35 @@ DENSE_MLP = (
     ),
 )
 
-EXPERTS = (
-    Rule(f"{_MG}.mlp.router.weight", (Source(f"{_HF}.mlp.gate.weight", "experts hidden"),), where="moe_layer"),
-    Rule(
-        f"{_MG}.mlp.experts.local_experts.{{expert}}.linear_fc1.weight",
-        (
-            Source(f"{_HF}.mlp.experts.{{expert}}.gate_proj.weight", "moe_ffn hidden"),
-            Source(f"{_HF}.mlp.experts.{{expert}}.up_proj.weight", "moe_ffn hidden"),
+
+def expert_rules(
+    router: str = "mlp.gate",
+    experts: str = "mlp.experts",
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+) -> tuple[Rule, ...]:
+    """Router and experts under a layer's names for them: `router`.weight, `experts`.{number}.`gate`.weight, …"""
+    hf, mg = f"{_HF}.{experts}.{{expert}}", f"{_MG}.mlp.experts.local_experts.{{expert}}"
+    return (
+        Rule(f"{_MG}.mlp.router.weight", (Source(f"{_HF}.{router}.weight", "experts hidden"),), where="moe_layer"),
+        Rule(
+            f"{mg}.linear_fc1.weight",
+            (Source(f"{hf}.{gate}.weight", "moe_ffn hidden"), Source(f"{hf}.{up}.weight", "moe_ffn hidden")),
+            axis=0,
+            where="moe_layer",
+            per_source=True,
         ),
-        axis=0,
-        where="moe_layer",
-        per_source=True,
-    ),
-    Rule(
-        f"{_MG}.mlp.experts.local_experts.{{expert}}.linear_fc2.weight",
-        (Source(f"{_HF}.mlp.experts.{{expert}}.down_proj.weight", "hidden moe_ffn"),),
-        axis=1,
-        where="moe_layer",
-    ),
-)
+        Rule(
+            f"{mg}.linear_fc2.weight",
+            (Source(f"{hf}.{down}.weight", "hidden moe_ffn"),),
+            axis=1,
+            where="moe_layer",
+        ),
+    )
+
+
+EXPERTS = expert_rules()
 
 # A tied model's last pipeline stage holds a copy of the embedding as its output layer; see `tied_copy`.
 HEAD = (
@@ -145,3 +155,16 @@ def no_attention_bias(raw: Mapping[str, Any]) -> None:
     """Refuse `attention_bias: true`, which in these families also means an o_proj bias. Raises ValueError."""
     if raw.get("attention_bias"):
         raise ValueError("attention_bias=true (a bias on o_proj) is not supported")
+
+
+def sliding_window(raw: Mapping[str, Any]) -> int | None:
+    """Width of the sliding attention window, None for full attention.
+
+    Raises ValueError where `layer_types` gives some layers another kind of attention.
+    """
+    window = raw.get("sliding_window")
+    kind = "full_attention" if window is None else "sliding_attention"
+    other = set(raw.get("layer_types") or ()) - {kind}
+    if other:
+        raise ValueError(f"layer_types has {sorted(other)}; sliding_window={window} means {kind!r} in every layer")
+    return None if window is None else int(window)

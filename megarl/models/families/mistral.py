@@ -1,0 +1,7 @@
+"""Mistral 7B: Llama's layers; the first release attends in a sliding window."""
+
+from __future__ import annotations
+
+from megarl.models.families.base import DENSE, Family, sliding_window
+
+FAMILY = Family("mistral", "MistralForCausalLM", DENSE, lambda raw: {"window": sliding_window(raw)})

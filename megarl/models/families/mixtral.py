@@ -1,0 +1,26 @@
+"""Mixtral: Mistral's attention, a mixture of experts in every layer, the files' own names for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.models.families.base import ATTENTION, EMBEDDING, HEAD, Family, expert_rules, sliding_window
+
+
+def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "window": sliding_window(raw),
+        "num_experts": int(raw["num_local_experts"]),
+        "topk": int(raw["num_experts_per_tok"]),
+        "moe_ffn": int(raw["intermediate_size"]),
+        "moe_layers": (True,) * int(raw["num_hidden_layers"]),
+    }
+
+
+# transformers 5 calls the modules `mlp.gate` and `mlp.experts` but reads and writes these names, as published.
+_EXPERTS = expert_rules(
+    router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
+)
+
+FAMILY = Family("mixtral", "MixtralForCausalLM", EMBEDDING + ATTENTION + _EXPERTS + HEAD, _read)

@@ -1,0 +1,83 @@
+"""The tables of published models: number of tensors and parameters as in their safetensors indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.parameters import model_parameters
+from megarl.models.info import info_from_config
+from megarl.models.shards import table
+
+
+def _config(architecture: str, sizes: tuple[int, int, int, int, int, int, int], **more: Any) -> dict[str, Any]:
+    layers, hidden, ffn, heads, kv_heads, vocab, positions = sizes
+    return {
+        "architectures": [architecture],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+
+
+_QWEN3_MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
+PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
+    "Llama-2-7B": (_config("LlamaForCausalLM", (32, 4096, 11008, 32, 32, 32000, 4096)), 291, 6_738_415_616),
+    "Llama-3.1-8B": (_config("LlamaForCausalLM", (32, 4096, 14336, 32, 8, 128256, 131072)), 291, 8_030_261_248),
+    "Mistral-7B-v0.1": (
+        _config("MistralForCausalLM", (32, 4096, 14336, 32, 8, 32000, 32768), sliding_window=4096),
+        291,
+        7_241_732_096,
+    ),
+    "Mixtral-8x7B": (
+        _config("MixtralForCausalLM", (32, 4096, 14336, 32, 8, 32000, 32768), num_local_experts=8,
+                num_experts_per_tok=2),
+        995,
+        46_702_792_704,
+    ),
+    "Qwen2.5-0.5B": (
+        _config("Qwen2ForCausalLM", (24, 896, 4864, 14, 2, 151936, 32768), tie_word_embeddings=True),
+        290,
+        494_032_768,
+    ),
+    "Qwen3-30B-A3B": (
+        _config("Qwen3MoeForCausalLM", (48, 2048, 6144, 32, 4, 151936, 40960), moe_intermediate_size=768, **_QWEN3_MOE),
+        18_867,
+        30_532_122_624,
+    ),
+    "Qwen3-235B-A22B": (
+        _config("Qwen3MoeForCausalLM", (94, 4096, 12288, 64, 4, 151936, 40960), moe_intermediate_size=1536,
+                **_QWEN3_MOE),
+        36_945,
+        235_093_634_560,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_tensors_and_parameters(name: str) -> None:
+    raw, tensors, parameters = PUBLISHED[name]
+    info = info_from_config(raw)
+    shapes = [shape for entry in table(info).values() for shape in entry.shapes if not entry.rule.buffer]
+    names = [each for entry in table(info).values() for each in entry.names]
+    assert len(names) == len(set(names)) == tensors
+    assert sum(torch.Size(shape).numel() for shape in shapes) == parameters
+    assert model_parameters(info)[0] == parameters
+
+
+def test_dense_and_sparse_layers_mix() -> None:
+    raw, tensors, _ = PUBLISHED["Qwen3-30B-A3B"]
+    names = set(table(info_from_config(raw | {"mlp_only_layers": [0, 47]})))
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in names and "decoder.layers.0.mlp.router.weight" not in names
+    assert "decoder.layers.1.mlp.router.weight" in names
+    moe = info_from_config(raw | {"mlp_only_layers": [0, 47]})
+    assert sum(len(entry.names) for entry in table(moe).values()) == tensors - 2 * (1 + 3 * 128) + 2 * 3
