@@ -11,6 +11,7 @@ from pathlib import Path
 from megarl import replay
 from megarl.config.errors import ConfigError
 from megarl.evaluation import standalone
+from megarl.launch import cli as launch
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -30,7 +31,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megarl",
         description="Reinforcement learning of language models: Megatron-Core trainer, vLLM rollout pool.",
-        epilog="A run itself is started by torchrun: torchrun --nproc-per-node N examples/rl/train_rl.py --config C",
+        epilog="A run on one machine is started by torchrun (torchrun --nproc-per-node N examples/rl/train_rl.py "
+        "--config C) or by `megarl launch`, one on several by `megarl launch`.",
     )
     parser.add_argument("--version", action="version", version=f"megarl {version('megarl')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -68,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     docs.add_argument("--out", type=Path, default=Path("docs"), help="directory (default: docs)")
     docs.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
     docs.set_defaults(run=_docs)
+    launch.add_parser(commands)
     standalone.add_parser(commands)
     replay.add_parser(commands)
     return parser

@@ -9,6 +9,7 @@ import faulthandler
 import json
 import logging
 import os
+import platform
 import sys
 import traceback
 from pathlib import Path
@@ -70,7 +71,7 @@ class FailureReport:
         traceback.print_exception(error)
         if isinstance(error, PeerFailedError):
             return False
-        message = f"megarl: {describe(error)}\n(rank {self.rank}; traceback in {log_file})\n"
+        message = f"megarl: {describe(error)}\n(rank {self.rank} on {platform.node()}; traceback in {log_file})\n"
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:

@@ -22,7 +22,9 @@ from megarl.cli import add_config_arguments
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config, to_yaml
 from megarl.config.plan import Plan, make_plan
+from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
+from megarl.launch.commands import LAUNCH_ID_VARIABLE
 from megarl.logs import FailureReport, redirect_output, set_aside
 
 if TYPE_CHECKING:
@@ -68,7 +70,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_launch(config: Config) -> None:
-    """ValueError unless torchrun started as many ranks as the config has trainer GPUs."""
+    """ValueError unless as many ranks were started as the config has trainer GPUs, on as many nodes."""
+    nodes = resolve_pools(config).nodes
+    if nodes > 1 and LAUNCH_ID_VARIABLE not in os.environ:
+        raise ValueError(
+            f"the config needs {nodes} nodes, which a bare torchrun does not start: use `megarl launch`, "
+            "launch/slurm/train.sbatch or launch/multinode.sh"
+        )
     world = os.environ.get("WORLD_SIZE")
     gpus = config.trainer.gpus
     if world is None:
@@ -103,9 +111,10 @@ def run(config: Config, plan: Plan) -> int:
 
 
 def _take_over(run_dir: Path) -> None:
-    """What an earlier run left is set aside, and its end forgotten."""
+    """What an earlier run left is set aside, and its end forgotten (a launch script has done that itself)."""
     set_aside(run_dir)
-    stopping.forget(run_dir)
+    if LAUNCH_ID_VARIABLE not in os.environ:
+        stopping.forget(run_dir)
 
 
 def _train(config: Config, plan: Plan, terminal: TextIO) -> None:
@@ -120,7 +129,7 @@ def _train(config: Config, plan: Plan, terminal: TextIO) -> None:
     import torch
 
     if platform.is_cuda:
-        torch.cuda.set_device(plan.pools.trainer.devices[int(os.environ["LOCAL_RANK"])])
+        torch.cuda.set_device(_own_device(plan, int(os.environ["LOCAL_RANK"])))
     torch.distributed.init_process_group(platform.backend, timeout=timedelta(seconds=config.timeouts.collective_s))
     if rank == 0:
         terminal.write(f"megarl: {config.run.name}: {_headline(config, plan)}\n")
@@ -136,6 +145,11 @@ def _train(config: Config, plan: Plan, terminal: TextIO) -> None:
     torch.distributed.destroy_process_group()
 
 
+def _own_device(plan: Plan, local_rank: int) -> int:
+    """Index of this rank's GPU among those it sees: a node's agent shows its ranks the trainer's GPUs only."""
+    return local_rank if LAUNCH_ID_VARIABLE in os.environ else plan.pools.trainer.devices[local_rank]
+
+
 def _headline(config: Config, plan: Plan) -> str:
     layout = plan.layout
     parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"EP {layout.expert}", f"DP {layout.data}"]
@@ -148,14 +162,19 @@ def _headline(config: Config, plan: Plan) -> str:
 
 
 def _launch_pool(config: Config) -> Future[SupervisorHandle]:
-    """Start the supervisor in the background: engines take longest to come up, the policy is built meanwhile."""
-    from megarl.rollout.launch import launch_supervisor
+    """The supervisor, while the policy is built: engines take longest to come up.
+
+    Started here, or attached to where the job's launcher has started it.
+    """
+    from megarl.rollout.launch import attach_supervisor, launch_supervisor
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="launch-supervisor")
+    launch_id, timeout_s = os.environ.get(LAUNCH_ID_VARIABLE), config.timeouts.ray_start_s
+    if launch_id is not None:
+        return executor.submit(attach_supervisor, config.run_dir, launch_id, timeout_s + config.timeouts.node_s)
     agent = os.getppid()  # torchrun's agent
-    run_dir = Path(config.run_dir)
     return executor.submit(
-        launch_supervisor, config.model_dump_json(), run_dir, agent, cuda=_cuda(), timeout_s=config.timeouts.ray_start_s
+        launch_supervisor, config.model_dump_json(), config.run_dir, agent, cuda=_cuda(), timeout_s=timeout_s
     )
 
 

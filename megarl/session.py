@@ -110,7 +110,7 @@ class Session:
 
         def connect() -> tuple[SupervisorHandle, list[Any]]:
             assert launch is not None
-            handle = launch.result(timeout=timeouts.ray_start_s)
+            handle = launch.result(timeout=timeouts.ray_start_s + timeouts.node_s + GRACE_S / 2)
             if self.config.telemetry.samples_per_step:
                 self._tokenizer = load_tokenizer(self.config.model.path)  # while the engines start
             self.client = PoolClient.connect(handle, self.config)
@@ -325,7 +325,8 @@ class Session:
     def _control_group(self) -> Any:
         """A gloo group for small objects: its time-out covers the longest thing rank 0 does while others wait."""
         timeouts = self.config.timeouts
-        longest = max(timeouts.generate_s, timeouts.engine_start_s + timeouts.ray_start_s, timeouts.weight_sync_s)
+        start = timeouts.engine_start_s + timeouts.ray_start_s + timeouts.node_s
+        longest = max(timeouts.generate_s, start, timeouts.weight_sync_s)
         return torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=longest + GRACE_S))
 
     def _export_dtype(self) -> torch.dtype:

@@ -280,14 +280,56 @@ class TimeoutsConfig(Section):
     weight_sync_s: float = Field(600.0, gt=0, description="One weight sync.")
     collective_s: float = Field(600.0, gt=0, description="One trainer collective.")
     shutdown_s: float = Field(30.0, gt=0, description="Tear-down of everything the supervisor started.")
+    save_s: float = Field(600.0, gt=0, description="One checkpoint save, from the step boundary to the disk.")
+    node_s: float = Field(
+        120.0, gt=0, description="Silence of a node of the job, late start included, until it is lost."
+    )
 
 
 class RayConfig(Section):
-    """The Ray cluster of the run; by default the supervisor starts its own, on this host."""
+    """The Ray cluster of the run; by default the supervisor starts its own."""
 
-    address: str | None = Field(None, description="Attach to a running cluster instead (launch scripts set it).")
+    address: str | None = Field(
+        None,
+        description="Attach to a running cluster instead; its rollout nodes must offer the resources `megarl_rollout` "
+        "(10000 each) and `megarl_engine` (one per engine).",
+    )
     num_cpus: int | None = Field(
-        None, ge=1, description="Logical CPUs of the local head; default: what the plan needs."
+        None, ge=1, description="Logical CPUs of each rollout node; default: what the plan needs."
+    )
+
+
+class LaunchConfig(Section):
+    """How a job asks its cluster for nodes and what it does at its time limit; read by `megarl launch` only."""
+
+    time_limit: str | None = Field(
+        None,
+        pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$",
+        description="`[D-]HH:MM:SS` of one allocation; default: the partition's.",
+    )
+    stop_before_s: int | None = Field(
+        None,
+        ge=1,
+        description="Seconds before the time limit (and after a SIGTERM) that the run gets for ending its step and "
+        "saving; default `timeouts.save_s` + 300.",
+    )
+    requeue: bool = Field(True, description="Queue the job again when it was stopped by its time limit.")
+    max_restarts: int = Field(0, ge=0, description="Times torchrun restarts the ranks after a failure.")
+    node_gpus: int | None = Field(None, ge=1, description="GPUs to ask for on each node; default: those used there.")
+    node_cpus: int | None = Field(
+        None, ge=1, description="CPUs to ask for on each node; default: all of an exclusive one."
+    )
+    sbatch: list[str] = Field(
+        default_factory=list, description="Further #SBATCH options, e.g. `--account=x`, `--partition=y`."
+    )
+    setup: list[str] = Field(
+        default_factory=list, description="Shell lines before anything else, e.g. `module load x`."
+    )
+    interface: str | None = Field(
+        None, description="Network interface between the nodes; default: the one on the way to the other nodes."
+    )
+    runtime_env: Path | None = Field(
+        None, description="YAML with `env_vars`, set for every process of the job (launch/runtime_env.yaml)."
     )
 
 
@@ -312,6 +354,7 @@ class Config(Section):
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @property
     def run_dir(self) -> Path:

@@ -19,8 +19,7 @@ from megarl.rollout.devices import Held
 from megarl.rollout.errors import ReplicaFailed, RolloutError
 from megarl.rollout.launch import SupervisorHandle, read_state, stop_supervisor, wait_ready
 from megarl.rollout.pool import as_replica_failure
-from megarl.rollout.processes import is_alive
-from megarl.rollout.ray_head import access_environment
+from megarl.rollout.ray_head import NODE_ADDRESS_VARIABLE, access_environment
 from megarl.rollout.replica import replica_name
 from megarl.rollout.supervisor import CONTROLLER
 
@@ -41,7 +40,14 @@ def connect_ray(handle: SupervisorHandle, timeout_s: float) -> None:
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM) if in_main else None
     try:
-        ray.init(address=handle.address, namespace=handle.namespace, log_to_driver=False, configure_logging=False)
+        ray.init(
+            address=handle.address,
+            namespace=handle.namespace,
+            log_to_driver=False,
+            configure_logging=False,
+            # Set by the node's agent; None lets Ray take any raylet of this host.
+            _node_ip_address=os.environ.get(NODE_ADDRESS_VARIABLE),
+        )
     except Exception as error:
         raise RolloutError(f"process {os.getpid()} could not connect to Ray at {handle.address}: {error}") from error
     finally:
@@ -138,7 +144,7 @@ class PoolClient:
 
     def _check_supervisor(self) -> None:
         state = read_state(Path(self.handle.run_dir)) or {}
-        if is_alive(self.handle.process) and state.get("state") == "ready":
+        if self.handle.is_alive() and state.get("state") == "ready":
             return
         said = state.get("error")
         raise RolloutError(f"the rollout pool has ended: {said or 'its supervisor was killed'}; see {self._logs}")
@@ -207,8 +213,9 @@ class PoolClient:
 
         ray.shutdown()
         stop_supervisor(
-            Path(self.handle.run_dir), self.handle.process, self.handle.launch_id, self.config.timeouts.shutdown_s
-        )
+            Path(self.handle.run_dir), self.handle.process, self.handle.launch_id, self.config.timeouts.shutdown_s,
+            self.handle.host,
+        )  # fmt: skip
 
 
 def _own_error(error: Any) -> Exception:

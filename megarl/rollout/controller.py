@@ -26,7 +26,6 @@ from megarl.rollout.devices import Held
 from megarl.rollout.errors import RolloutError
 from megarl.rollout.evaluate import evaluate_on_pool, write_records
 from megarl.rollout.pool import RolloutPool
-from megarl.rollout.processes import die_with
 from megarl.rollout.progress import BatchStats, BusyClock
 from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, SamplingSpec, request_seed
@@ -60,8 +59,7 @@ class RolloutController:
         if cwd:
             os.chdir(cwd)
             sys.path.insert(0, cwd)
-        if spec.supervisor is not None:
-            die_with(spec.supervisor, "supervisor")
+        spec.watch_supervisor()
         batch = self.config.batch
         self._admission = Admission(batch.groups, self.config.admission.max_staleness)
         self._batches: dict[int, BatchReady] = {}

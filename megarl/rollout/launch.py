@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -40,6 +41,11 @@ class SupervisorHandle:
     attempt: int
     launch_id: str
     process: ProcessId
+    host: str
+
+    def is_alive(self) -> bool:
+        """False once it is known to be gone. One on another node is watched there; its end ends the job."""
+        return self.host != platform.node() or is_alive(self.process)
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ def launch_supervisor(
     cuda: bool = False,
     timeout_s: float | None = None,
 ) -> SupervisorHandle:
-    """Start the supervisor and wait until its Ray head is up (engines go on starting in the background).
+    """Start the supervisor here and wait until its Ray head is up (engines go on starting in the background).
 
     `agent_pid`: the process whose end ends the pool (torchrun's agent). `timeout_s`: default timeouts.ray_start_s.
     SupervisorFailed if it does not come up; ValueError if another run is using `run_dir`.
@@ -102,12 +108,22 @@ def launch_supervisor(
     run_dir = Path(run_dir).resolve()
     timeout_s = timeout_s or Config.model_validate_json(config_json).timeouts.ray_start_s
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    launch_id = uuid.uuid4().hex[:8]
+    start_supervisor(config_json, run_dir, agent_pid, launch_id, cuda=cuda)
+    return attach_supervisor(run_dir, launch_id, timeout_s)
+
+
+def start_supervisor(
+    config_json: str, run_dir: Path, agent_pid: int, launch_id: str, *, cuda: bool
+) -> subprocess.Popen[bytes]:
+    """Start the supervisor's process in a session of its own; ValueError if another run is using `run_dir`."""
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     previous = _retire_previous(run_dir, agent_pid)
     spec = SupervisorSpec(
         config_json=config_json,
         run_dir=str(run_dir),
         agent=ProcessId.of(agent_pid),
-        launch_id=uuid.uuid4().hex[:8],
+        launch_id=launch_id,
         attempt=previous + 1,
         cwd=os.getcwd(),
         cuda=cuda,
@@ -120,15 +136,22 @@ def launch_supervisor(
             env=_clean_environment(),
         )  # fmt: skip
     _REAP.append(process)
-    state = _await_state(run_dir, spec.launch_id, lambda state: bool(state["address"]), timeout_s)
+    return process
+
+
+def attach_supervisor(run_dir: Path | str, launch_id: str, timeout_s: float) -> SupervisorHandle:
+    """The supervisor of this launch, started here or on another node, once its Ray head is up. SupervisorFailed."""
+    run_dir = Path(run_dir).resolve()
+    state = _await_state(run_dir, launch_id, lambda state: bool(state["address"]), timeout_s)
     return SupervisorHandle(
         run_dir=str(run_dir),
         address=state["address"],
-        namespace=spec.namespace,
-        partition=spec.partition,
-        attempt=spec.attempt,
-        launch_id=spec.launch_id,
+        namespace=state["namespace"],
+        partition=state["partition"],
+        attempt=state["attempt"],
+        launch_id=launch_id,
         process=ProcessId(**state["process"]),
+        host=state["host"],
     )
 
 
@@ -150,13 +173,14 @@ def _retire_previous(run_dir: Path, agent_pid: int) -> int:
     if state is None:
         return -1
     process, agent = ProcessId(**state["process"]), ProcessId(**state["agent"])
-    if is_alive(process):
+    # One that ran on another node is the launch board's business: pids mean nothing here.
+    if state["host"] == platform.node() and is_alive(process):
         if is_alive(agent) and agent.pid != agent_pid:
             raise ValueError(
                 f"{run_dir} is in use by another run (launcher pid {agent.pid}, supervisor pid {process.pid}): "
                 "choose another run.dir or end that run"
             )
-        stop_supervisor(run_dir, process, state["launch_id"], timeout_s=60.0)
+        stop_supervisor(run_dir, process, state["launch_id"], timeout_s=60.0, host=state["host"])
     return int(state["attempt"])
 
 
@@ -177,7 +201,7 @@ def _await_state(
                 raise SupervisorFailed(f"the rollout pool {state['state']}: {state['error'] or 'asked to stop'}")
             if done(state):
                 return state
-            if not is_alive(ProcessId(**state["process"])):
+            if state["host"] == platform.node() and not is_alive(ProcessId(**state["process"])):
                 raise SupervisorFailed(f"the supervisor died; see {run_dir / 'logs' / 'supervisor.log'}")
         elif process is not None and process.poll() is not None:
             raise SupervisorFailed(
@@ -189,15 +213,24 @@ def _await_state(
         time.sleep(0.05)
 
 
-def stop_supervisor(run_dir: Path, process: ProcessId, launch_id: str, timeout_s: float) -> None:
-    """Ask it to tear everything down and wait; after `timeout_s` kill it (which takes Ray and the engines along)."""
+def stop_supervisor(
+    run_dir: Path, process: ProcessId, launch_id: str, timeout_s: float, host: str | None = None
+) -> None:
+    """Ask it to tear everything down and wait; after `timeout_s` kill it (which takes Ray and the engines along).
+
+    On another `host` (default: this one) it is not killed: the agent of its node does that.
+    """
     (run_dir / STOP_FILE).write_text(launch_id)
+    here = host in {None, platform.node()}
     deadline = time.monotonic() + timeout_s
-    while is_alive(process) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
         for child in _REAP:
             child.poll()
-        time.sleep(0.05)
-    if is_alive(process):
+        state = read_state(run_dir) or {}
+        if not (is_alive(process) if here else state.get("state") not in {"stopped", "failed"}):
+            break
+        time.sleep(0.05 if here else 0.5)
+    if here and is_alive(process):
         logger.error("the supervisor (pid %d) did not stop within %.0f s: killing it", process.pid, timeout_s)
         state = read_state(run_dir) or {}
         children = {ProcessId(**each) for each in state.get("children", ())}

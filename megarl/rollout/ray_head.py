@@ -1,6 +1,7 @@
-"""A Ray head of one run's own: own ports, own short temporary directory, own access token.
+"""A Ray cluster of one run's own: own ports, own short temporary directories, own access token.
 
-It is started by `ray.init()` in the supervisor's main thread, so that Ray's processes die with the supervisor.
+The head is started by `ray.init()` in the supervisor's main thread, so that Ray's processes die with the supervisor;
+further nodes' raylets by megarl/launch/raylet.py.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.config.pools import resolve_pools
+from megarl.config.schema import Config
 from megarl.rollout.errors import SupervisorFailed
 from megarl.rollout.processes import descendants, sweep
-from megarl.rollout.replica import ROLLOUT_RESOURCE
+from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE
 
 logger = logging.getLogger(__name__)
 
 TOKEN_FILE = "ray_token"
+# Environment: this node's address, given by its agent (megarl/launch) where the job has several nodes.
+NODE_ADDRESS_VARIABLE = "MEGARL_NODE_ADDRESS"
 OBJECT_STORE_BYTES = 256 * 2**20
 ATTEMPT_S = 30
 MAX_ATTEMPTS = 5
@@ -51,18 +57,64 @@ def access_environment(run_dir: Path, create: bool = False) -> dict[str, str]:
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
 
 
+@dataclass(frozen=True)
+class RayShare:
+    """What one node offers to Ray."""
+
+    num_cpus: int
+    num_gpus: int
+    resources: dict[str, float]
+
+
+def rollout_share(config: Config, *, cuda: bool) -> RayShare:
+    """Of a rollout node: its engines, and room for controller, queue controller and storage units."""
+    per_node = resolve_pools(config).rollout.gpus_per_node
+    engines = per_node // config.rollout.tensor_parallel
+    cpus = config.ray.num_cpus or engines + 1 + 1 + config.queue.storage_units + 2
+    # Engines are counted by a resource of their own: without GPUs Ray would pack them onto one node.
+    return RayShare(cpus, per_node if cuda else 0, {ROLLOUT_RESOURCE: 10000, ENGINE_RESOURCE: engines})
+
+
+# Of a trainer node: its ranks connect to it, nothing is scheduled on it.
+TRAINER_SHARE = RayShare(0, 0, {})
+
+
+def ray_environment() -> dict[str, str]:
+    """Of every process that starts a part of a Ray cluster; read when Ray is imported."""
+    return {
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        # Ray starts workers at nice 15 otherwise: with the trainer on the same cores the engines would starve.
+        "RAY_worker_niceness": "0",
+        "RAY_worker_register_timeout_seconds": "300",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_raylet_start_wait_time_s": str(ATTEMPT_S),
+    }
+
+
+def make_temp_dir() -> Path:
+    """Unix socket paths are limited to 107 bytes, so not inside the run directory."""
+    return Path(tempfile.mkdtemp(prefix="megarl-", dir="/tmp"))
+
+
+def keep_logs(temp_dir: Path, target: Path) -> None:
+    """Move a node's own Ray logs to `target` and remove its temporary directory."""
+    shutil.rmtree(target, ignore_errors=True)
+    for session in sorted(temp_dir.glob("session_2*/logs")):
+        shutil.copytree(session, target, dirs_exist_ok=True, symlinks=True, ignore_dangling_symlinks=True)
+    shutil.rmtree(temp_dir, ignore_errors=True)
+
+
 class RayHead:
     """`start` ... `stop`; `address` is what ranks connect to. Must be used in the main thread."""
 
-    def __init__(self, num_cpus: int, num_gpus: int, namespace: str, log_dir: Path, start_timeout_s: float) -> None:
-        self.num_cpus = num_cpus
-        self.num_gpus = num_gpus
+    def __init__(self, share: RayShare, namespace: str, log_dir: Path, start_timeout_s: float) -> None:
+        self.share = share
         self.namespace = namespace
         self.log_dir = log_dir
         self.start_timeout_s = start_timeout_s
         self.address = ""
-        # Unix socket paths are limited to 107 bytes, so not inside the run directory.
-        self.temp_dir = Path(tempfile.mkdtemp(prefix="megarl-", dir="/tmp"))
+        self.temp_dir = make_temp_dir()
 
     def start(self) -> None:
         """SupervisorFailed with Ray's reason if no attempt succeeds within `start_timeout_s`."""
@@ -81,37 +133,33 @@ class RayHead:
                     ) from error
 
     def _init(self) -> None:
-        # Read by Ray's C++ side when it is imported.
-        os.environ["RAY_raylet_start_wait_time_s"] = str(ATTEMPT_S)  # noqa: SIM112
+        os.environ.update(ray_environment())
         import ray
 
         with patched_start():
             context = ray.init(
                 address="local",
-                num_cpus=self.num_cpus,
-                num_gpus=self.num_gpus,
-                resources={ROLLOUT_RESOURCE: 10000},
+                num_cpus=self.share.num_cpus,
+                num_gpus=self.share.num_gpus,
+                resources=dict(self.share.resources),
                 namespace=self.namespace,
                 include_dashboard=False,
                 log_to_driver=False,
                 configure_logging=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=str(self.temp_dir),
+                _node_ip_address=os.environ.get(NODE_ADDRESS_VARIABLE),
             )
         self.address = context.address_info["gcs_address"]
 
     def stop(self) -> None:
-        """Move Ray's own logs to the run directory and remove the temporary directory; after `ray.shutdown()`."""
-        target = self.log_dir / "ray"
-        shutil.rmtree(target, ignore_errors=True)
-        for session in sorted(self.temp_dir.glob("session_2*/logs")):
-            shutil.copytree(session, target, dirs_exist_ok=True, symlinks=True, ignore_dangling_symlinks=True)
-        shutil.rmtree(self.temp_dir, ignore_errors=True)
+        """Keep Ray's own logs in the run directory and remove the temporary one; after `ray.shutdown()`."""
+        keep_logs(self.temp_dir, self.log_dir / "ray")
 
 
 @contextmanager
 def patched_start() -> Iterator[None]:
-    """Patch of ray.init, Ray 2.60.0, for what it has no arguments.
+    """Patch of ray.init and of Ray's Node, Ray 2.60.0, for what they have no arguments.
 
     The raylet aborts if its dashboard agent has not written its ports to files within a hard-coded 15 s, which a busy
     host exceeds (https://github.com/ray-project/ray/issues/65983): ports that are given are not waited for, and for

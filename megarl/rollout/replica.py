@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import os
+import platform
 import re
 import time
 from dataclasses import dataclass
@@ -28,12 +29,14 @@ from megarl.rollout.requests import GenerateRequest, GenerateResult
 logger = logging.getLogger(__name__)
 
 UNKNOWN_VERSION = -1
+# Custom Ray resources of rollout nodes: the first says that one is, the second counts the engines it is to hold.
 ROLLOUT_RESOURCE = "megarl_rollout"
+ENGINE_RESOURCE = "megarl_engine"
 
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What every replica of a run is made from; `supervisor` on this host (None: on another one)."""
+    """What every replica of a run is made from; `supervisor`: on `host`, None if nobody there has to be watched."""
 
     config_json: str
     run_dir: str
@@ -41,6 +44,12 @@ class ReplicaSpec:
     cuda: bool
     max_model_len: int | None
     supervisor: ProcessId | None
+    host: str = ""
+
+    def watch_supervisor(self) -> None:
+        """Die with the supervisor, in its own processes on its host; on other nodes the node's agent does that."""
+        if self.supervisor is not None and self.host == platform.node():
+            die_with(self.supervisor, "supervisor")
 
 
 def replica_name(index: int) -> str:
@@ -60,7 +69,7 @@ def create_replica(spec: ReplicaSpec, index: int) -> Any:
     options = {"num_gpus": tensor_parallel if spec.cuda else 0, "num_cpus": 1, "max_concurrency": 1000}
     return (
         ray.remote(EngineReplica)
-        .options(name=replica_name(index), namespace=spec.namespace, resources={ROLLOUT_RESOURCE: 1}, **options)
+        .options(name=replica_name(index), namespace=spec.namespace, resources={ENGINE_RESOURCE: 1}, **options)
         .remote(spec, index)
     )
 
@@ -102,8 +111,7 @@ class EngineReplica:
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
         redirect_output(self._log_file)
         os.environ.update(engine_environment(self.config, cuda=spec.cuda))
-        if spec.supervisor is not None:
-            die_with(spec.supervisor, "supervisor")
+        spec.watch_supervisor()
 
     async def start(self) -> dict[str, float]:
         """Build the engine and let it produce one token; seconds of both. ReplicaFailed with the engine's reason."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -30,8 +31,8 @@ from megarl.rollout.devices import refuse_split_replica, visible_devices
 from megarl.rollout.errors import RolloutError
 from megarl.rollout.launch import STATE_FILE, STOP_FILE, SupervisorSpec, write_state
 from megarl.rollout.processes import ProcessId, descendants, is_alive, sweep
-from megarl.rollout.ray_head import RayHead, access_environment
-from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec, create_replica
+from megarl.rollout.ray_head import RayHead, access_environment, ray_environment, rollout_share
+from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE, ReplicaSpec, create_replica
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Supervisor:
             "attempt": spec.attempt,
             "launch_id": spec.launch_id,
             "process": asdict(ProcessId.own()),
+            "host": platform.node(),
             "agent": asdict(spec.agent),
         }
         self._head: RayHead | None = None
@@ -148,18 +150,14 @@ class Supervisor:
 
     def _start_ray(self) -> None:
         config, rollout = self.config, self.config.rollout
+        pool = resolve_pools(config).rollout
         if self.spec.cuda:
-            devices = resolve_pools(config).rollout.devices
-            refuse_split_replica(rollout.tensor_parallel, len(devices))
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(devices)
+            refuse_split_replica(rollout.tensor_parallel, len(pool.devices))
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(pool.devices)
         if config.ray.address is None:
             os.environ.update(access_environment(self.run_dir, create=True))
-            actors = rollout.replicas + 1 + 1 + config.queue.storage_units
-            gpus = rollout.replicas * rollout.tensor_parallel if self.spec.cuda else 0
-            self._head = RayHead(
-                config.ray.num_cpus or actors + 2, gpus, self.spec.namespace, self.run_dir / "logs",
-                config.timeouts.ray_start_s,
-            )  # fmt: skip
+            share = rollout_share(config, cuda=self.spec.cuda)
+            self._head = RayHead(share, self.spec.namespace, self.run_dir / "logs", config.timeouts.ray_start_s)
             self._head.start()
             address = self._head.address
         else:
@@ -171,6 +169,27 @@ class Supervisor:
         signal.signal(signal.SIGTERM, lambda *_: self.request_stop("SIGTERM"))
         self._publish(address=address)
         logger.info("Ray at %s", address)
+        if self._head is not None:
+            self._await_nodes(pool.nodes, config.timeouts.ray_start_s)
+
+    def _await_nodes(self, count: int, timeout_s: float) -> None:
+        """Until all rollout nodes are in the cluster: engines and storage go to those that are there."""
+        import ray
+
+        deadline = time.monotonic() + timeout_s
+        while True:
+            alive = [node for node in ray.nodes() if node["Alive"] and ENGINE_RESOURCE in node["Resources"]]
+            if len(alive) >= count:
+                return
+            if self._stop.is_set():
+                raise RolloutError(f"stopped while starting: {self.stop_reason}")
+            if time.monotonic() > deadline:
+                here = ", ".join(sorted(node["NodeManagerAddress"] for node in alive))
+                raise RolloutError(
+                    f"the supervisor waited {timeout_s:.0f} s for {count} rollout nodes to join Ray; "
+                    f"{len(alive)} did: {here}"
+                )
+            time.sleep(0.2)
 
     def _start_actors(self) -> None:
         """Replicas and controller (it starts the queue), all at once; RolloutError naming the first that failed."""
@@ -186,6 +205,7 @@ class Supervisor:
             cuda=spec.cuda,
             max_model_len=max_sequence_tokens(config, load_info(config.model.path)),
             supervisor=ProcessId.own() if self._head is not None else None,
+            host=platform.node(),
         )
         pending: dict[Any, str] = {}
         replicas = [create_replica(replica_spec, index) for index in range(config.rollout.replicas)]
@@ -268,14 +288,9 @@ def main() -> int:
     os.environ.update(
         OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
         PYTHONPATH=os.pathsep.join(filter(None, (spec.cwd, os.environ.get("PYTHONPATH")))),
-        RAY_enable_worker_prestart="0",
-        RAY_prestart_worker_first_driver="0",
-        # Ray starts workers at nice 15 otherwise: with the trainer on the same cores the engines would starve.
-        RAY_worker_niceness="0",
-        RAY_worker_register_timeout_seconds="300",
-        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
         TQ_NUM_THREADS="1",
         TQ_LOGGING_LEVEL="ERROR",
+        **ray_environment(),
     )
     redirect_output(Path(spec.run_dir) / "logs" / "supervisor.log")
     logger.info("supervisor of %s: %s", spec.run_dir, json.dumps({"attempt": spec.attempt, "launch": spec.launch_id}))

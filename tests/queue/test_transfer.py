@@ -71,10 +71,10 @@ def test_bounded_raises_in_time_and_passes_errors_on() -> None:
 @pytest.fixture(scope="module")
 def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """A Ray head and the queue of one partition, in this process."""
-    from megarl.rollout.ray_head import RayHead
+    from megarl.rollout.ray_head import RayHead, RayShare
 
     os.environ.update(RAY_worker_niceness="0", RAY_enable_worker_prestart="0", TQ_NUM_THREADS="1")
-    head = RayHead(4, 0, "queue-test", tmp_path_factory.mktemp("logs"), 200.0)
+    head = RayHead(RayShare(4, 0, {}), "queue-test", tmp_path_factory.mktemp("logs"), 200.0)
     head.start()
     import ray
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import asdict
@@ -20,6 +21,7 @@ GONE = ProcessId(1, -1)
 def state(process: ProcessId, **changes: object) -> dict[str, object]:
     return {
         "state": "starting", "error": None, "address": "", "attempt": 4, "launch_id": "abc", "children": [],
+        "host": platform.node(),
         "process": asdict(process), "agent": asdict(GONE), **changes,
     }  # fmt: skip
 
@@ -50,7 +52,7 @@ def test_torchrun_variables_do_not_reach_the_pool(monkeypatch: pytest.MonkeyPatc
 
 
 def handle(run_dir: Path) -> launch.SupervisorHandle:
-    return launch.SupervisorHandle(str(run_dir), "a:1", "n", "p", 0, "abc", ProcessId.own())
+    return launch.SupervisorHandle(str(run_dir), "a:1", "n", "p", 0, "abc", ProcessId.own(), platform.node())
 
 
 def test_waiting_ends_with_the_pools_own_error(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Any config on several machines without a scheduler: launch/multinode.sh HOST,HOST,... CONFIG [section.key=value ...]
+# Run it on a machine that reaches all hosts by ssh without a password. The repository, the Python environment and the
+# run directory lie on a shared file system, at the same place on every host. The order of the hosts: trainer nodes
+# first, then rollout nodes (`megarl launch --config CONFIG --scheduler slurm --dry-run` shows who is who).
+# MEGARL_RSH replaces ssh: a command that takes a host and one shell command line.
+set -euo pipefail
+hosts=${1:?usage: launch/multinode.sh HOST,HOST,... CONFIG [section.key=value ...]}
+config=${2:?usage: launch/multinode.sh HOST,HOST,... CONFIG [section.key=value ...]}
+shift 2
+: "${PYTHON:=python}" "${MEGARL_RSH:=ssh -o BatchMode=yes}"
+
+# Config, plan and host list are checked before anything starts on any host.
+launch=$("$PYTHON" -m megarl.launch prepare --scheduler local --hosts "$hosts" --config "$config" "$@")
+run_dir=$(dirname "$(dirname "$(dirname "$launch")")")
+
+# The ranks see the file at their next step boundary, save and exit.
+stop() { [ -e "$run_dir/stop" ] || echo "$1" >"$run_dir/stop"; }
+trap 'stop SIGUSR1' USR1
+trap 'stop SIGTERM' TERM
+trap 'stop SIGINT' INT
+
+# A remote shell starts with an environment of its own: what this one has set goes along.
+environment=$("$PYTHON" -c 'import os, shlex
+names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME")
+prefixes = ("MEGARL_", "NCCL_", "GLOO_", "OMP_", "RAY_", "VLLM_")
+print(shlex.join(f"{k}={v}" for k, v in os.environ.items() if k in names or k.startswith(prefixes)))')
+
+# One agent per host; it starts the host's share and ends all of it (megarl/launch/node.py). Agents tell each other
+# through the run directory when one of them fails or falls silent, so all of them end.
+index=0
+agents=()
+for host in ${hosts//,/ }; do
+  {
+    # A remote shell must not read this script's input.
+    code=0
+    $MEGARL_RSH "$host" "cd '$PWD' && exec env $environment '$PYTHON' -m megarl.launch.node '$launch' $index" </dev/null || code=$?
+    if [ "$code" -gt 1 ]; then
+      "$PYTHON" -m megarl.launch fail "$launch" "$host" "its agent ended with code $code (255: ssh cannot reach it)"
+    fi
+  } &
+  agents+=("$!")
+  index=$((index + 1))
+done
+for agent in "${agents[@]}"; do
+  # A trapped signal ends a wait early.
+  while kill -0 "$agent" 2>/dev/null; do wait "$agent" || true; done
+done
+
+status=$("$PYTHON" -m megarl.launch status "$launch")
+[ "$status" != failed ]
