@@ -59,10 +59,13 @@ def check(config: Config, *, device: Device | None = None, files: bool = True) -
     problems += list(layout_checks.layout_problems(config))
     if files:
         problems += list(_files(config))
+    planned = config.model.shape is not None and not files and not config.model.path.exists()
+    key, source = ("shape", config.model.shape) if planned else ("path", config.model.path)
     try:
-        info = load_info(config.model.path)
+        info = load_info(source or config.model.path)
     except ValueError as error:
-        raise ConfigError([*problems, f"model.path: {error}"]) from None
+        raise ConfigError([*problems, f"model.{key}: {error}"]) from None
+    problems += list(_shape(config, info))
     problems += list(layout_checks.model_problems(config, info)) + list(_lengths(config, info))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -179,6 +182,23 @@ def _files(config: Config) -> Iterator[str]:
             yield (f"{key}: {path} holds no *.safetensors; convert the checkpoint, or set model.load_weights=false")
         if key == "model.path" and not any((path / n).is_file() for n in ("tokenizer.json", "tokenizer.model")):
             yield f"{key}: {path} holds no tokenizer.json; copy the tokenizer files of the model into it"
+
+
+def _shape(config: Config, info: ModelInfo) -> Iterator[str]:
+    """A plan made for another model would be found out by a crash, hours later."""
+    if config.model.shape is None:
+        return
+    try:
+        shape = load_info(config.model.shape)
+    except ValueError as error:
+        yield f"model.shape: {error}"
+        return
+    sizes = ("family", "num_layers", "dims", "kv_heads", "max_positions", "tied", "topk")
+    if differs := [name for name in sizes if getattr(shape, name) != getattr(info, name)]:
+        yield (
+            f"model.shape: {config.model.shape} is of another model than model.path (different: {', '.join(differs)}); "
+            "correct or remove it"
+        )
 
 
 def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:

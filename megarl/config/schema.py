@@ -30,6 +30,9 @@ class ModelConfig(Section):
     """The policy's weights and tokenizer."""
 
     path: Path = Field(..., description="Hugging Face directory (config.json, safetensors, tokenizer).")
+    shape: Path | None = Field(
+        None, description="Directory with the model's config.json, for planning where `path` is not (recipes have one)."
+    )
     load_weights: bool = Field(True, description="False: keep Megatron's seeded random initialisation.")
 
 

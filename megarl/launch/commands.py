@@ -21,13 +21,15 @@ def torchrun_command(
     config: Config, topology: Topology, node: NodePlan, *, python: str, launch_id: str, endpoint: str, address: str,
     entry: str, config_file: str,
 ) -> list[str]:  # fmt: skip
-    """torchrun on one trainer node; `endpoint`: HOST:PORT of the rendezvous, which the first trainer node holds."""
+    """torchrun on one trainer node; `endpoint`: HOST:PORT of the rendezvous, which the first trainer node holds.
+
+    c10d's rendezvous, not the static one: only it lets the ranks of all nodes restart after one has failed.
+    """
     first = node.trainer_rank == 0
     return [
         python, "-m", "torch.distributed.run",
         "--nnodes", str(topology.trainer_nodes),
         "--nproc-per-node", str(topology.ranks_per_node),
-        "--node-rank", str(node.trainer_rank),
         "--rdzv-id", launch_id,
         "--rdzv-backend", "c10d",
         "--rdzv-endpoint", endpoint,

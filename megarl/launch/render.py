@@ -204,8 +204,6 @@ def _share(config: Config, topology: Topology, node: NodePlan, cuda: bool) -> li
             config, topology, node, python="python", launch_id="$ID", endpoint="$FIRST_TRAINER:$FREE_PORT",
             address="$OWN_ADDRESS", entry=ENTRY, config_file="$LAUNCH/config.yaml",
         )  # fmt: skip
-        rank = command.index("--node-rank") + 1
-        command[rank] = "$NODE_RANK"
         parts.append(
             (_visible(node.trainer_devices) if cuda else "")
             + " ".join(command).replace("is_host=true", "is_host=$FIRST")

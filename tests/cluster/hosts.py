@@ -1,0 +1,84 @@
+"""Several hosts on one machine: network namespaces with addresses of their own, behind one bridge.
+
+Each "host" also has its own process ids and its own name while something runs in it, so that nothing works by accident
+because two hosts are one. They share the file system, as hosts of a cluster do. Needs root.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import psutil
+
+RSH = """\
+#!/bin/sh
+# rsh ADDRESS COMMAND-LINE: what ssh is to real hosts. --kill-child: who loses the first process loses the host.
+last=${{1##*.}}
+exec ip netns exec {prefix}$last unshare --uts --pid --fork --mount-proc --kill-child \\
+  sh -c 'hostname "$1"; exec sh -c "$2"' sh {name}$last "$2"
+"""
+
+
+class Hosts:
+    """`count` hosts at 10.88.N.1, 10.88.N.2, ...; `close` removes them and everything that runs in them."""
+
+    def __init__(self, count: int, directory: Path) -> None:
+        self.prefix = f"mrl{os.getpid() % 100000}-"
+        self.bridge = f"mrlb{os.getpid() % 100000}"
+        self.count = count
+        self.subnet = f"10.88.{os.getpid() % 254}"
+        self.name = "host"
+        self.rsh = directory / "rsh"
+        self.rsh.write_text(RSH.format(prefix=self.prefix, name=self.name))
+        self.rsh.chmod(0o755)
+        self._namespaces: list[str] = []
+
+    @property
+    def addresses(self) -> list[str]:
+        return [f"{self.subnet}.{i}" for i in range(1, self.count + 1)]
+
+    def open(self) -> None:
+        _ip(f"link add {self.bridge} type bridge")
+        _ip(f"link set {self.bridge} up")
+        for i, address in enumerate(self.addresses, start=1):
+            space, outer = f"{self.prefix}{i}", f"{self.bridge}{i}"
+            _ip(f"netns add {space}")
+            self._namespaces.append(space)
+            _ip(f"link add {outer} type veth peer name eth0 netns {space}")
+            _ip(f"link set {outer} master {self.bridge} up")
+            for command in (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"):
+                _ip(f"-n {space} {command}")
+
+    def processes(self, index: int) -> list[psutil.Process]:
+        """Everything that runs on host `index` (from 0), as seen from outside."""
+        pids = subprocess.run(
+            ["ip", "netns", "pids", f"{self.prefix}{index + 1}"], capture_output=True, text=True, check=True, timeout=20
+        ).stdout.split()
+        return [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
+
+    def lose(self, index: int) -> None:
+        """Power off: the cable first, then every process at once."""
+        _ip(f"link set {self.bridge}{index + 1} down")
+        self._kill(index)
+
+    def _kill(self, index: int) -> None:
+        for process in self.processes(index):
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+    def close(self) -> None:
+        for index, space in enumerate(self._namespaces):
+            self._kill(index)
+            _ip(f"netns delete {space}")
+        _ip(f"link delete {self.bridge}")
+
+
+def _ip(arguments: str) -> None:
+    done = subprocess.run(["ip", *shlex.split(arguments)], capture_output=True, text=True, timeout=20, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"ip {arguments}: {done.stderr.strip()}")
