@@ -10,7 +10,7 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-deps
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test quickstart test test-all lint docs clean
+.PHONY: help setup setup-test quickstart test test-cluster test-all lint docs clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -36,18 +36,22 @@ quickstart: setup  ## The main job, end to end on a CPU: Megatron TP=2 + vLLM + 
 	$(VENV)/bin/torchrun --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/quickstart_cpu.yaml
 
 test: setup-test  ## Everything that runs in 15 minutes on 2 cores.
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow and not cluster"
+
+test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), up to 15 minutes.
+	$(PY) -m pytest tests/cluster -m cluster
 
 test-all: setup-test  ## The full matrices and the slow tests as well, up to 60 minutes.
-	$(PY) -m pytest
+	$(PY) -m pytest -m "not cluster"
 
 lint: setup-test  ## ruff and mypy.
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-docs: setup  ## Regenerate docs/configuration.md and docs/metrics.md from the code.
+docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md and the scripts in launch/ from the code.
 	$(VENV)/bin/megarl docs
+	$(PY) -m megarl.launch scripts
 
 clean:  ## Remove runs and caches (not .venv).
 	rm -rf runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

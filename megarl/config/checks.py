@@ -51,7 +51,7 @@ def check(config: Config, *, device: Device | None = None, files: bool = True) -
     device = device or detect_device()
     problems = list(_sizes(config)) + list(_sampling(config)) + list(_evaluation(config))
     problems += list(_reward(config)) + list(layout_checks.megatron_problems(config, device))
-    problems += list(engine_problems(config)) + list(_transport(config, device))
+    problems += list(engine_problems(config)) + list(_transport(config, device)) + list(launch_problems(config))
     try:
         resolve_pools(config)
     except ConfigError as error:
@@ -160,6 +160,15 @@ def _reward(config: Config) -> Iterator[str]:
 def _transport(config: Config, device: Device) -> Iterator[str]:
     if config.weight_sync.transport == "nccl" and device == "cpu":
         yield "weight_sync.transport: nccl needs GPUs, and this run would have none; use auto or gloo"
+
+
+def launch_problems(config: Config) -> Iterator[str]:
+    stop, save = config.launch.stop_before_s, config.timeouts.save_s
+    if stop is not None and stop <= save:
+        yield (
+            f"launch.stop_before_s: {stop} s for ending a step and saving, but a save alone may take "
+            f"{save:.0f} s (timeouts.save_s); raise the first or lower the second"
+        )
 
 
 def _files(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`python -m megarl.launch prepare|status|fail`: what the launch scripts call; users call `megarl launch`."""
+"""`python -m megarl.launch prepare|status|fail|scripts`: for the launch scripts; users call `megarl launch`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megarl.launch.allocation import local_allocation, slurm_allocation
 from megarl.launch.board import Board, Failure
 from megarl.launch.commands import ENTRY
 from megarl.launch.prepare import prepare, status
+from megarl.launch.render import shipped_scripts
 from megarl.launch.spec import LaunchSpec
 
 
@@ -46,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     failed.add_argument("host")
     failed.add_argument("reason")
     failed.set_defaults(run=_fail)
+    shipped = commands.add_parser("scripts", help="write the scripts in launch/ anew; from the repository's root")
+    shipped.set_defaults(run=_scripts)
     return parser
 
 
@@ -71,6 +74,14 @@ def _status(options: argparse.Namespace) -> int:
 
 def _fail(options: argparse.Namespace) -> int:
     Board(options.launch.parent).claim_failure(Failure(options.host, options.reason))
+    return 0
+
+
+def _scripts(options: argparse.Namespace) -> int:
+    for path, text in shipped_scripts(Path.cwd()).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
     return 0
 
 

@@ -39,8 +39,16 @@ def prepare(config: Config, allocation: Allocation, launch_id: str, *, entry: st
     directory = launch_directory(config.run_dir, launch_id)
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    stopped = stopping.read_exit(config.run_dir)
     spec = LaunchSpec(
-        launch_id, config.model_dump_json(), str(directory), os.getcwd(), cuda, allocation.hosts, str(Path(entry))
+        launch_id=launch_id,
+        config_json=config.model_dump_json(),
+        directory=str(directory),
+        cwd=os.getcwd(),
+        cuda=cuda,
+        hosts=allocation.hosts,
+        entry=entry,
+        steps_before=stopped.step if stopped is not None and stopped.status == "preempted" else 0,
     )
     spec.save()
     (directory.parent / CURRENT_FILE).write_text(launch_id)
@@ -73,12 +81,14 @@ def refuse_running(run_dir: Path, pause_s: float = 2 * BEAT_S) -> None:
 
 
 def status(spec: LaunchSpec) -> tuple[stopping.Status, str]:
-    """How the launch ended, and one line for people."""
+    """How the launch ended, and one line for people. One stopped without a step of its own would be so for ever."""
     failure = Board(Path(spec.directory)).failure()
     record = stopping.read_exit(spec.run_dir)
     if record is not None and record.status != "failed":
         after = f"after {record.step} of {spec.config.run.steps} steps"
         why = f": {record.reason}" if record.reason else ""
+        if record.status == "preempted" and record.step <= spec.steps_before:
+            return "failed", f"stopped {after}{why}; no step was done in this launch, so it is not to be started again"
         return record.status, f"{record.status} {after}{why}"
     if failure is not None:
         return "failed", f"node {failure.node} failed: {failure.reason}"

@@ -14,6 +14,7 @@ from megarl.launch.commands import ENTRY, node_command, torchrun_command
 from megarl.launch.topology import STOP_MARGIN_S, NodePlan, Topology, make_topology, stop_seconds
 from megarl.rollout.ray_head import TRAINER_SHARE, RayShare, rollout_share
 
+CONFIGS = Path("examples/rl/configs")
 GENERIC_STOP_S = 600 + STOP_MARGIN_S
 
 SLURM_BODY = """\
@@ -78,7 +79,8 @@ def slurm_script(config: Config, config_file: Path, overrides: Sequence[str] = (
     """The batch script of one config. `cuda`: ask for GPUs."""
     topology = make_topology(config)
     head = [
-        f"# {config.run.name} on {len(topology.nodes)} nodes: megarl launch --config {config_file} --scheduler slurm",
+        f"# {config.run.name}, nodes: {len(topology.nodes)}. Made by:",
+        f"# megarl launch --config {config_file} --scheduler slurm",
         *_directives(config, topology, cuda),
         "",
         *_node_comments(config, topology, cuda),
@@ -87,7 +89,7 @@ def slurm_script(config: Config, config_file: Path, overrides: Sequence[str] = (
         f"requeue={'yes' if config.launch.requeue else 'no'}",
         _set_arguments(overrides),
     ]
-    return "\n".join(["#!/usr/bin/env bash", *(line for line in head if line is not None), _slurm_body()])
+    return "\n".join(["#!/usr/bin/env bash", *head, _slurm_body()])
 
 
 def generic_slurm_script() -> str:
@@ -110,13 +112,14 @@ def local_script(config: Config, config_file: Path, overrides: Sequence[str] = (
     """The script of one config on one machine."""
     topology = make_topology(config)
     head = [
-        f"# {config.run.name} on one machine: megarl launch --config {config_file} --scheduler local",
+        f"# {config.run.name} on one machine. Made by:",
+        f"# megarl launch --config {config_file} --scheduler local",
         *_node_comments(config, topology, cuda),
         *config.launch.setup,
         f"config={shlex.quote(str(config_file))}",
         _set_arguments(overrides),
     ]
-    return "\n".join(["#!/usr/bin/env bash", *(line for line in head if line is not None), _local_body()])
+    return "\n".join(["#!/usr/bin/env bash", *head, _local_body()])
 
 
 def generic_local_script() -> str:
@@ -127,6 +130,22 @@ def generic_local_script() -> str:
         GENERIC_USAGE.replace("USAGE", "launch/local.sh").rstrip("\n"),
     ]
     return "\n".join([*head, _local_body()])
+
+
+def shipped_scripts(root: Path) -> dict[Path, str]:
+    """Path below the repository's root -> text: the generic scripts, and one batch script for each recipe."""
+    from megarl.config.load import load_config
+
+    scripts = {
+        Path("launch/slurm/train.sbatch"): generic_slurm_script(),
+        Path("launch/local.sh"): generic_local_script(),
+    }
+    for path in sorted((root / CONFIGS).glob("*.yaml")):
+        config = load_config(path)
+        # A recipe is a config with launch settings of its own.
+        if "launch" in config.model_fields_set:
+            scripts[Path(f"launch/slurm/{path.stem}.sbatch")] = slurm_script(config, CONFIGS / path.name)
+    return scripts
 
 
 def _slurm_body() -> str:
@@ -144,7 +163,8 @@ def _agent(index: str) -> str:
 
 
 def _set_arguments(overrides: Sequence[str]) -> str:
-    return f"set -- {shlex.join(overrides)}".rstrip()
+    """The config's own overrides first: what is given to the script itself comes last and wins."""
+    return " ".join(["set --", *map(shlex.quote, overrides), '"$@"'])
 
 
 def _common_directives(name: str, stop_s: int) -> list[str]:

@@ -16,7 +16,10 @@ LAUNCH_FILE = "launch.json"
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """`hosts`: names or addresses of the nodes, by index; `directory` is RUN_DIR/launch/ID."""
+    """`hosts`: names or addresses of the nodes, by index; `directory` is RUN_DIR/launch/ID.
+
+    `steps_before`: training steps that the launch before this one had done when it was stopped, 0 for a first one.
+    """
 
     launch_id: str
     config_json: str
@@ -25,6 +28,7 @@ class LaunchSpec:
     cuda: bool
     hosts: tuple[str, ...]
     entry: str
+    steps_before: int
 
     @cached_property
     def config(self) -> Config:

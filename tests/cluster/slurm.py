@@ -73,7 +73,7 @@ class Slurm:
                 controller_port=controller,
                 nodes=nodes,
                 count=self.count,
-            )  # fmt: skip
+            )
         )
         self._start_munge()
         self._start("slurmctld", "slurmctld", "-D", "-f", str(self.conf))
