@@ -110,6 +110,12 @@ class Slurm:
         return state
 
     def close(self) -> None:
+        """Jobs first: their steps would go on without the daemons."""
+        for job in self._query("squeue", "--noheader", "--format", "%i"):
+            self.run("scancel", job, check=False)
+        deadline = time.monotonic() + 60
+        while self._query("squeue", "--noheader", "--format", "%i") and time.monotonic() < deadline:
+            time.sleep(0.5)
         for _, daemon in reversed(self._daemons):
             daemon.terminate()
         for name, daemon in reversed(self._daemons):
@@ -121,9 +127,12 @@ class Slurm:
                 print(f"{name} had to be killed")
 
     def _states(self) -> list[str]:
+        return self._query("sinfo", "--noheader", "--Node", "--format", "%T")
+
+    def _query(self, *command: str) -> list[str]:
+        """Words of its output; none while the cluster is not up."""
         done = subprocess.run(
-            ["sinfo", "--noheader", "--Node", "--format", "%T"], env=self.environment, capture_output=True, text=True,
-            timeout=60, check=False,
+            command, env=self.environment, capture_output=True, text=True, timeout=60, check=False
         )  # fmt: skip
         return done.stdout.split()
 

@@ -48,12 +48,20 @@ def test_what_all_nodes_read_and_what_is_forgotten(chosen: Config) -> None:
     assert status(spec) == ("failed", f"the job was killed before it could say why; see {spec.run_dir / 'logs'}")
 
 
+FOUR_NODES = {
+    "trainer": {"gpus": 2, "gpus_per_node": 1, "precision": "fp32", "micro_batch_tokens": 256},
+    "rollout": {"replicas": 2, "gpus_per_node": 1},
+}
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
-    [({"data__path": "none.jsonl"}, "no such file: none.jsonl"), ({"trainer__gpus": 3, "trainer__parallel": {"tensor": 2}},
-      "trainer.gpus"), ({"trainer": {"gpus": 2, "gpus_per_node": 1, "precision": "fp32", "micro_batch_tokens": 256},
-      "rollout": {"replicas": 2, "gpus_per_node": 1}}, "the job has 1 (127.0.0.1), the config needs 4")],
-)  # fmt: skip
+    [
+        ({"data__path": "none.jsonl"}, "no such file: none.jsonl"),
+        ({"trainer__gpus": 3, "trainer__parallel": {"tensor": 2}}, "trainer.gpus"),
+        (FOUR_NODES, "the job has 1 (127.0.0.1), the config needs 4"),
+    ],
+)
 def test_mistakes_end_before_anything_is_written(
     model: Path, tmp_path: Path, change: dict[str, Any], told: str
 ) -> None:

@@ -1,0 +1,74 @@
+"""launch/multinode.sh over four hosts with addresses, names and process ids of their own."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Hosts
+from tests.cluster.jobs import FOUR_HOSTS, check_steps, environment, exit_record, metrics, wait_for, write_job
+from tests.support.run import ROOT
+
+pytestmark = pytest.mark.cluster
+
+
+def start(hosts: Hosts, config: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    log = config.with_name("job.log")
+    command = ["launch/multinode.sh", ",".join(hosts.addresses), str(config)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(MEGARL_RSH=str(hosts.rsh)), stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    return process, log
+
+
+def commands(hosts: Hosts, index: int) -> str:
+    return "\n".join(" ".join(process.cmdline()) for process in hosts.processes(index))
+
+
+def check_places(hosts: Hosts) -> None:
+    """Ranks on the trainer hosts, an engine on each rollout host, and nothing of the one on the other."""
+    for index in (0, 1):
+        here = commands(hosts, index)
+        assert "train_rl.py" in here and "raylet" in here
+        assert "EngineReplica" not in here and "gcs_server" not in here
+    for index in (2, 3):
+        here = commands(hosts, index)
+        assert here.count("ray::EngineReplica") == 1 and "train_rl.py" not in here
+        assert ("gcs_server" in here) == (index == 2)
+
+
+def test_a_job_runs_to_its_end(hosts: Hosts, tmp_path: Path) -> None:
+    config = write_job(tmp_path, steps=4, **FOUR_HOSTS)
+    run_dir = tmp_path / "run"
+    process, log = start(hosts, config)
+    try:
+        wait_for(lambda: len(metrics(run_dir)) > 0 or process.poll() is not None, 400, "the first step", log)
+        assert process.wait(timeout=120) == 0, log.read_text()[-4000:]
+    finally:
+        process.kill()
+    assert exit_record(run_dir)["status"] == "finished"
+    check_steps(run_dir, 4)
+    assert not any(hosts.processes(index) for index in range(4))
+
+
+def test_a_lost_host_ends_the_job_with_its_name(hosts: Hosts, tmp_path: Path) -> None:
+    """A rollout host without the supervisor loses its power in the middle of training."""
+    config = write_job(tmp_path, steps=100_000, timeouts={"node_s": 20, "shutdown_s": 20}, **FOUR_HOSTS)
+    run_dir = tmp_path / "run"
+    process, log = start(hosts, config)
+    try:
+        wait_for(lambda: len(metrics(run_dir)) > 1 or process.poll() is not None, 400, "two steps", log)
+        check_places(hosts)
+        hosts.lose(3)
+        assert process.wait(timeout=120) == 1, log.read_text()[-4000:]
+    finally:
+        process.kill()
+    lost = hosts.addresses[3]
+    last = log.read_text().strip().splitlines()[-1]
+    assert last.startswith(f"megarl: node {lost} failed: "), log.read_text()[-4000:]
+    assert exit_record(run_dir)["status"] == "failed"
+    assert not any(hosts.processes(index) for index in range(4))
