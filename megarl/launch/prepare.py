@@ -81,7 +81,10 @@ def refuse_running(run_dir: Path, pause_s: float = 2 * BEAT_S) -> None:
 
 
 def status(spec: LaunchSpec) -> tuple[stopping.Status, str]:
-    """How the launch ended, and one line for people. One stopped without a step of its own would be so for ever."""
+    """How the launch ended, and one line for people. Writes exit.json where no process of the run could.
+
+    One that was stopped without a step of its own counts as failed: started again, it would be so for ever.
+    """
     failure = Board(Path(spec.directory)).failure()
     record = stopping.read_exit(spec.run_dir)
     if record is not None and record.status != "failed":
@@ -90,8 +93,11 @@ def status(spec: LaunchSpec) -> tuple[stopping.Status, str]:
         if record.status == "preempted" and record.step <= spec.steps_before:
             return "failed", f"stopped {after}{why}; no step was done in this launch, so it is not to be started again"
         return record.status, f"{record.status} {after}{why}"
+    reason = f"the job was killed before it could say why; see {spec.run_dir / 'logs'}"
     if failure is not None:
-        return "failed", f"node {failure.node} failed: {failure.reason}"
-    if record is not None:
-        return "failed", record.reason
-    return "failed", f"the job was killed before it could say why; see {spec.run_dir / 'logs'}"
+        reason = f"node {failure.node} failed: {failure.reason}"
+    elif record is not None:
+        reason = record.reason
+    if record is None:
+        stopping.write_exit(spec.run_dir, stopping.ExitRecord("failed", spec.steps_before, reason))
+    return "failed", reason

@@ -45,7 +45,9 @@ def test_what_all_nodes_read_and_what_is_forgotten(chosen: Config) -> None:
     assert LaunchSpec.load(spec.path) == spec
     assert spec.config == chosen and spec.run_dir == run_dir.resolve() and spec.steps_before == 2
     assert stopping.stop_reason(run_dir) is None and stopping.read_exit(run_dir) is None
-    assert status(spec) == ("failed", f"the job was killed before it could say why; see {spec.run_dir / 'logs'}")
+    killed = f"the job was killed before it could say why; see {spec.run_dir / 'logs'}"
+    assert status(spec) == ("failed", killed)
+    assert stopping.read_exit(run_dir) == ExitRecord("failed", 2, killed)
 
 
 FOUR_NODES = {
