@@ -36,7 +36,7 @@ quickstart: setup  ## The main job, end to end on a CPU: Megatron TP=2 + vLLM + 
 	$(VENV)/bin/torchrun --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/quickstart_cpu.yaml
 
 test: setup-test  ## Everything that runs in 15 minutes on 2 cores.
-	$(PY) -m pytest -m "not slow and not cluster"
+	$(PY) -m pytest -m "not slow"
 
 test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), up to 15 minutes.
 	$(PY) -m pytest tests/cluster -m cluster

@@ -28,23 +28,34 @@ print(shlex.join(f"{k}={v}" for k, v in os.environ.items() if k in names or k.st
 
 # One agent per host; it starts the host's share and ends all of it (megarl/launch/node.py). Agents tell each other
 # through the run directory when one of them fails or falls silent, so all of them end.
+start() { # HOST INDEX
+  local code=0 remote
+  $MEGARL_RSH "$1" "cd '$PWD' && exec env $environment '$PYTHON' -m megarl.launch.node '$launch' $2" </dev/null &
+  remote=$!
+  trap 'kill "$remote" 2>/dev/null || true' TERM
+  wait "$remote" || code=$?
+  if [ "$code" -gt 1 ]; then
+    "$PYTHON" -m megarl.launch fail "$launch" "$1" "its agent ended with code $code (255: ssh cannot reach it)"
+  fi
+}
 index=0
 agents=()
 for host in ${hosts//,/ }; do
-  {
-    # A remote shell must not read this script's input.
-    code=0
-    $MEGARL_RSH "$host" "cd '$PWD' && exec env $environment '$PYTHON' -m megarl.launch.node '$launch' $index" </dev/null || code=$?
-    if [ "$code" -gt 1 ]; then
-      "$PYTHON" -m megarl.launch fail "$launch" "$host" "its agent ended with code $code (255: ssh cannot reach it)"
-    fi
-  } &
+  start "$host" "$index" &
   agents+=("$!")
   index=$((index + 1))
 done
-for agent in "${agents[@]}"; do
-  # A trapped signal ends a wait early.
-  while kill -0 "$agent" 2>/dev/null; do wait "$agent" || true; done
+
+# The connection to a host that is gone may hang for ever: once the job has failed, it is waited for no longer than this.
+patience=90
+living() { for agent in "${agents[@]}"; do kill -0 "$agent" 2>/dev/null && return; done; return 1; }
+while living; do
+  sleep 1 &
+  wait "$!" || true # a trapped signal ends the wait early
+  if [ -e "$(dirname "$launch")/failed.json" ]; then
+    patience=$((patience - 1))
+    [ "$patience" -gt 0 ] || kill "${agents[@]}" 2>/dev/null || true
+  fi
 done
 
 status=$("$PYTHON" -m megarl.launch status "$launch")

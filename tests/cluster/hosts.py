@@ -17,8 +17,12 @@ RSH = """\
 #!/bin/sh
 # rsh ADDRESS COMMAND-LINE: what ssh is to real hosts. --kill-child: who loses the first process loses the host.
 last=${{1##*.}}
-exec ip netns exec {prefix}$last unshare --uts --pid --fork --mount-proc --kill-child \\
+ip netns exec {prefix}$last unshare --uts --pid --fork --mount-proc --kill-child \\
   sh -c 'hostname "$1"; exec sh -c "$2"' sh {name}$last "$2"
+code=$?
+# A connection to a host without power hangs.
+[ -e {directory}/lost-$last ] && exec sleep 1000
+exit $code
 """
 
 
@@ -31,8 +35,9 @@ class Hosts:
         self.count = count
         self.subnet = f"10.88.{os.getpid() % 254}"
         self.name = "host"
+        self.directory = directory
         self.rsh = directory / "rsh"
-        self.rsh.write_text(RSH.format(prefix=self.prefix, name=self.name))
+        self.rsh.write_text(RSH.format(prefix=self.prefix, name=self.name, directory=directory))
         self.rsh.chmod(0o755)
         self._namespaces: list[str] = []
 
@@ -60,7 +65,8 @@ class Hosts:
         return [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
 
     def lose(self, index: int) -> None:
-        """Power off: the cable first, then every process at once."""
+        """Power off: the cable first, then every process at once; who talks to it from outside hears nothing."""
+        (self.directory / f"lost-{index + 1}").touch()
         _ip(f"link set {self.bridge}{index + 1} down")
         self._kill(index)
 

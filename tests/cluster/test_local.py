@@ -1,19 +1,17 @@
-"""launch/local.sh: two runs at once on one machine."""
+"""launch/local.sh: two runs at once on one machine, one of them ended by SIGTERM."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.jobs import check_steps, environment, exit_record, metrics, wait_for, write_job
-from tests.e2e.test_train import assert_nothing_left
+from tests.e2e.test_train import assert_nothing_left, survivors
 from tests.support.run import ROOT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def start(config: Path) -> subprocess.Popen[bytes]:
@@ -38,7 +36,9 @@ def test_two_runs_at_once_do_not_mix(tmp_path: Path) -> None:
                                text=True, timeout=120, check=False)  # fmt: skip
         assert again.returncode == 2 and "is in use by launch" in again.stderr, again.stderr
         steps = len(metrics(dirs[1]))
-        os.kill(processes[1].pid, signal.SIGTERM)
+        # To torchrun itself: its ranks get it too, and time to end their step.
+        (torchrun,) = [p for p in survivors(dirs[1]) if "torch.distributed.run" in p.cmdline()]
+        torchrun.terminate()
         assert processes[1].wait(timeout=120) == 0, long.with_name("job.log").read_text()[-4000:]
     finally:
         for process in processes:

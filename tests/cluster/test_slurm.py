@@ -14,7 +14,7 @@ from tests.cluster.slurm import Slurm
 from tests.e2e.test_train import assert_nothing_left
 from tests.support.run import ROOT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 # Seconds: what one save of the tiny model and the rest of its step may take.
 STOP_S = 60

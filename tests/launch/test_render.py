@@ -197,3 +197,27 @@ def test_sbatch_that_is_not_there_is_told(
     assert cli.main([*arguments, f"run.dir={tmp_path / 'run'}"]) == 2
     assert "sbatch is not on this machine" in capsys.readouterr().err
     assert (tmp_path / "run/launch/train.sbatch").is_file()
+
+
+def multinode(shell: Shell, status: str, rsh: str) -> tuple[int, str, list[str]]:
+    """launch/multinode.sh on hosts a and b; `rsh`: what the remote shell does with `$1` (host) and `$2` (command)."""
+    (shell.directory / "rsh").write_text(f"#!/bin/sh\n{rsh}\n")
+    (shell.directory / "rsh").chmod(0o755)
+    script = (ROOT / "launch/multinode.sh").read_text().replace("patience=90", "patience=2")
+    script = script.replace(': "${PYTHON:=python}"', f'MEGARL_RSH={shell.directory / "rsh"}\n: "${{PYTHON:=python}}"')
+    return shell.run(script, "a,b", "my.yaml", "run.steps=9", status=status)
+
+
+def test_several_hosts(shell: Shell) -> None:
+    code, _, calls = multinode(shell, "finished", 'echo "rsh $1" >>"$RECORD"; sh -c "$2"')
+    assert code == 0
+    assert any(call.endswith("prepare --scheduler local --hosts a,b --config my.yaml run.steps=9") for call in calls)
+    assert sorted(call for call in calls if call.startswith("rsh")) == ["rsh a", "rsh b"]
+    assert sorted(call[-1] for call in calls if "megarl.launch.node" in call) == ["0", "1"]
+
+
+def test_a_host_that_cannot_be_reached_is_named_and_one_that_hangs_is_left(shell: Shell) -> None:
+    failed = shell.run_dir / "launch/1/failed.json"
+    code, _, calls = multinode(shell, "failed", f'[ "$1" = a ] && exit 255; touch {failed}; exec sleep 60')
+    assert code == 1
+    assert any("fail" in call and " a its agent ended with code 255" in call for call in calls), calls
