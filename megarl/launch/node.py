@@ -222,8 +222,8 @@ class NodeAgent:
     def _check_peers(self) -> None:
         for index, record in self._watch.lost():
             name = record.host if record is not None else self._host_of(index)
-            what = "has not started" if record is None else "is lost: nothing heard of it"
-            self._fail_job(name, f"{what} for {self.config.timeouts.node_s:.0f} s")
+            silent = f"{self.config.timeouts.node_s:.0f} s"
+            self._fail_job(name, f"not started within {silent}" if record is None else f"lost, silent for {silent}")
 
     def _check_end_in_time(self) -> None:
         """The run has ended; its processes get the tear-down's bound for following."""

@@ -69,6 +69,6 @@ def test_a_lost_host_ends_the_job_with_its_name(hosts: Hosts, tmp_path: Path) ->
         process.kill()
     lost = hosts.addresses[3]
     last = log.read_text().strip().splitlines()[-1]
-    assert last == f"megarl: node {lost} failed: is lost: nothing heard of it for 20 s", log.read_text()[-4000:]
+    assert last == f"megarl: node {lost} failed: lost, silent for 20 s", log.read_text()[-4000:]
     assert exit_record(run_dir)["status"] == "failed" and lost in exit_record(run_dir)["reason"]
     assert not any(hosts.processes(index) for index in range(4))
