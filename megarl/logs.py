@@ -39,7 +39,8 @@ def redirect_output(log_file: Path) -> TextIO:
     return terminal
 
 
-RESULTS = ("metrics.jsonl", "samples.jsonl", "summary.json", "error.txt", "tensorboard", "batches", "failed_batch")
+RESULTS = ("metrics.jsonl", "samples.jsonl", "summary.json", "error.txt", "tensorboard", "batches", "failed_batch",
+           "rolled_back.jsonl", "attempts.json", "checkpoints")  # fmt: skip
 
 
 def set_aside(run_dir: Path) -> Path | None:

@@ -14,10 +14,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from megarl import stopping
+from megarl.checkpoint.directory import goes_on
 from megarl.cli import add_config_arguments
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config, to_yaml
@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rank = int(os.environ.get("RANK", "0"))
     try:
         overrides = [*options.overrides, *(["telemetry.dump_batches=true"] if options.dump_batches else [])]
+        overrides += [f"checkpoint.resume={options.resume}"] if options.resume else []
         config = load_config(options.config, overrides)
         plan = make_plan(config)
         if options.dry_run:
@@ -65,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_config_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan; start nothing")
+    parser.add_argument(
+        "--resume", metavar="auto|PATH|never", help="which checkpoint to go on from (default: checkpoint.resume)"
+    )
     parser.add_argument("--dump-batches", action="store_true", help="keep whole batches for `megarl replay`")
     return parser
 
@@ -98,7 +102,7 @@ def run(config: Config, plan: Plan) -> int:
     failures = FailureReport(config.run_dir, rank)
     terminal = redirect_output(log_file)
     if rank == 0:
-        _take_over(config.run_dir)
+        _take_over(config)
         (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")  # read by `megarl replay`
     try:
         _train(config, plan, terminal)
@@ -110,11 +114,18 @@ def run(config: Config, plan: Plan) -> int:
     return 0
 
 
-def _take_over(run_dir: Path) -> None:
-    """What an earlier run left is set aside, and its end forgotten (a launch script has done that itself)."""
-    set_aside(run_dir)
-    if LAUNCH_ID_VARIABLE not in os.environ:
-        stopping.forget(run_dir)
+def _take_over(config: Config) -> None:
+    """What an earlier run left is set aside, unless this one goes on with it; how that ended is forgotten."""
+    if goes_on(config):
+        (config.run_dir / "error.txt").unlink(missing_ok=True)
+    else:
+        set_aside(config.run_dir)
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if restarted or LAUNCH_ID_VARIABLE in os.environ:
+        # The wish to stop is this run's: torchrun has restarted it, or a launch script has looked already.
+        (config.run_dir / stopping.EXIT_FILE).unlink(missing_ok=True)
+    else:
+        stopping.forget(config.run_dir)
 
 
 def _train(config: Config, plan: Plan, terminal: TextIO) -> None:
@@ -140,14 +151,22 @@ def _train(config: Config, plan: Plan, terminal: TextIO) -> None:
     try:
         train(session)
         session.finish()
-    finally:
-        session.close()
+    except BaseException:
+        session.close(keep_pool=_restarts_left())
+        raise
+    session.close()
     torch.distributed.destroy_process_group()
 
 
 def _own_device(plan: Plan, local_rank: int) -> int:
     """Index of this rank's GPU among those it sees: a node's agent shows its ranks the trainer's GPUs only."""
     return local_rank if LAUNCH_ID_VARIABLE in os.environ else plan.pools.trainer.devices[local_rank]
+
+
+def _restarts_left() -> bool:
+    """Whether torchrun (--max-restarts) will start the ranks again; they go on with the pool as it is."""
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count < most
 
 
 def _headline(config: Config, plan: Plan) -> str:

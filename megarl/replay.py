@@ -2,7 +2,8 @@
 
 The same plan and the same step as in the training loop, on the trajectories as they were: what it changes is only what
 is overridden (learning rate, loss, layout, number of ranks, ...). Training starts from `model.path`, so replaying a
-run from its first step repeats it; old log-probs are those of the recorded engine.
+run from its first step repeats it, or from a checkpoint with the step after it; old log-probs are those of the
+recorded engine.
 
     megarl replay --run runs/quickstart trainer.gpus=1 trainer.parallel.tensor=1
     torchrun --nproc-per-node 2 -m megarl.replay --run runs/quickstart --steps 5
@@ -11,6 +12,7 @@ run from its first step repeats it; old log-probs are those of the recorded engi
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -51,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="only the first N recorded steps (default: all)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where metrics go (default: RUN_DIR/replay)")
     parser.add_argument("--batches", type=Path, metavar="DIR", help="recorded batches (default: RUN_DIR/batches)")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="go on from this checkpoint (any layout), with the step after it"
+    )
     parser.add_argument("--export", action="store_true", help="export the final policy to OUT/hf")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run's config")
 
@@ -66,13 +71,14 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     config = replay_config(options.run_dir, options.out, options.overrides)
     batches = options.batches or options.run_dir / "batches"
-    steps = choose_steps(batches, options.steps)
+    first = _checkpoint_step(options.checkpoint)
+    steps = choose_steps(batches, options.steps, first)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != config.trainer.gpus:
         raise ConfigError([_wrong_world(world, config.trainer.gpus, options.run_dir)])
     if config.run_dir.resolve() == options.run_dir.resolve():
         raise ConfigError([f"--out: {config.run_dir} is the recorded run itself; choose another directory"])
-    return _run_rank(config, batches, steps, export=options.export)
+    return _run_rank(config, batches, steps, options.checkpoint, export=options.export)
 
 
 def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> Config:
@@ -86,9 +92,19 @@ def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> 
     return load_config(path, [*fixed, *overrides])
 
 
-def choose_steps(batches: Path, limit: int | None) -> list[int]:
-    """The first `limit` recorded steps. DumpError if there are none or one is missing in between."""
-    recorded = recorded_steps(batches)
+def _checkpoint_step(path: Path | None) -> int:
+    """Steps done by a checkpoint (None: 0). ConfigError if it is none."""
+    from megarl.checkpoint.manifest import Manifest
+
+    try:
+        return Manifest.read(path).step if path is not None else 0
+    except ValueError as error:
+        raise ConfigError([f"--checkpoint: {error}"]) from None
+
+
+def choose_steps(batches: Path, limit: int | None, first: int = 0) -> list[int]:
+    """The first `limit` recorded steps from `first` on. DumpError if there are none or one is missing in between."""
+    recorded = [step for step in recorded_steps(batches) if step >= first]
     if not recorded:
         raise DumpError(f"{batches}: no recorded batch; run the training with telemetry.dump_batches=true")
     if limit is not None and limit < 1:
@@ -134,7 +150,7 @@ def replay_steps(
             on_step(step, values)
 
 
-def _run_rank(config: Config, batches: Path, steps: Sequence[int], *, export: bool) -> int:
+def _run_rank(config: Config, batches: Path, steps: Sequence[int], checkpoint: Path | None, *, export: bool) -> int:
     """One rank's whole replay: process group, policy, steps, export."""
     from megarl.logs import FailureReport, redirect_output
 
@@ -145,7 +161,7 @@ def _run_rank(config: Config, batches: Path, steps: Sequence[int], *, export: bo
     if rank == 0:
         failure.path.unlink(missing_ok=True)
     try:
-        _train(config, batches, steps, terminal, export=export)
+        _train(config, batches, steps, checkpoint, terminal, export=export)
     except Exception as error:
         failure.claim(error, terminal, log_file)
         terminal.flush()
@@ -154,7 +170,9 @@ def _run_rank(config: Config, batches: Path, steps: Sequence[int], *, export: bo
     return 0
 
 
-def _train(config: Config, batches: Path, steps: Sequence[int], terminal: TextIO, *, export: bool) -> None:
+def _train(
+    config: Config, batches: Path, steps: Sequence[int], checkpoint: Path | None, terminal: TextIO, *, export: bool
+) -> None:
     from megarl.rollout.processes import die_with_parent
 
     if "RANK" in os.environ:
@@ -176,6 +194,11 @@ def _train(config: Config, batches: Path, steps: Sequence[int], terminal: TextIO
     parallel.initialize(layout, seed=config.run.seed, timeout_s=config.timeouts.collective_s)
     leads = torch.distributed.get_rank() == 0
     policy = Policy(config, layout, info)
+    if checkpoint is not None:
+        from megarl.checkpoint.checkpointer import load_trainer_state
+
+        record = json.loads((checkpoint / "state.json").read_text())
+        load_trainer_state(policy, checkpoint, record["trainer"], with_rng=False)
     writer = MetricsWriter.open(config, terminal) if leads else None
     try:
         if writer is not None:

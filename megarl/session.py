@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import torch
 
 from megarl.batch_metrics import record_batch
+from megarl.checkpoint.checkpointer import Checkpointer
+from megarl.checkpoint.history import ROLLED_BACK, positions, roll_back
+from megarl.checkpoint.resume import Candidate
 from megarl.config.schema import Config
+from megarl.control import GRACE_S, control_group, on_first_rank
 from megarl.data.tokenize import load_tokenizer
-from megarl.logs import PeerFailedError
 from megarl.models.export import HFExporter, save_hf
 from megarl.models.info import load_info
 from megarl.models.layout import Layout
@@ -44,9 +46,6 @@ from megarl.weights.sender import WeightSender
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-# Time that the other ranks grant rank 0 beyond the bound of what it does for them.
-GRACE_S = 60.0
 
 
 class DisagreementError(RuntimeError):
@@ -74,7 +73,7 @@ class Session:
         self.config = config
         self.run_dir = config.run_dir
         self.rank = torch.distributed.get_rank()
-        self._control = self._control_group()
+        self._control = control_group(config)
         self.summary = RunSummary()
         self.writer = MetricsWriter.open(config, terminal) if self.rank == 0 else None
         self.metrics = step_metrics()
@@ -99,8 +98,29 @@ class Session:
         self.stopped: str | None = None
         self.steps_done = 0
         self._termination = TerminationFlag()
+        self._evaluated: tuple[int, dict[str, float]] = (-1, {})
+        self.checkpointer = Checkpointer(config, self.policy, self._control, self._say)
+        self._resumed = self.checkpointer.restore(self._prepare_resume)
+        self.first_step = self._go_on_from(self._resumed)
         self._attach(launch)
         self._termination.install()
+
+    def _prepare_resume(self, chosen: Candidate) -> None:
+        """Rank 0, before anything is loaded: result files of this run's own history go back to the checkpoint."""
+        if chosen.own:
+            record = self.checkpointer.directory.state(chosen.step)
+            if moved := roll_back(self.run_dir, record["files"]):
+                self._say(f"{moved} records beyond step {chosen.step} moved to {self.run_dir / ROLLED_BACK}")
+
+    def _go_on_from(self, record: dict[str, Any] | None) -> int:
+        """Steps done by the history that this run goes on from; 0 for a new run."""
+        if record is None:
+            return 0
+        self.summary.load_state_dict(record["summary"])
+        self._totals |= record["totals"]
+        if self.writer is not None:
+            self.writer.roll_back(record["step"])
+        return int(record["step"])
 
     def _attach(self, launch: Future[SupervisorHandle] | None) -> None:
         """Wait for the pool and form the weight-sync group with it."""
@@ -114,6 +134,7 @@ class Session:
             if self.config.telemetry.samples_per_step:
                 self._tokenizer = load_tokenizer(self.config.model.path)  # while the engines start
             self.client = PoolClient.connect(handle, self.config)
+            self.client.begin(self._resumed["rollout"] if self._resumed else None)
             return handle, self.client.devices()
 
         handle, held = self._on_first_rank(connect)
@@ -146,7 +167,7 @@ class Session:
             self.stopped = self._agree_to_stop()
             if self.stopped is not None:
                 self._say(f"stopping after {step} of {total} steps: {self.stopped}")
-                self._save_before_stop(step)
+                self.save(step, wait=True)
                 return
             if step < total:
                 yield step
@@ -159,11 +180,6 @@ class Session:
         if not flag.item():
             return None
         return self._on_first_rank(lambda: stop_reason(self.run_dir) or "SIGTERM")
-
-    def _save_before_stop(self, step: int) -> None:
-        save: Callable[[int], None] | None = getattr(self, "save", None)
-        if save is not None:
-            save(step)
 
     def take_batch(self, step: int) -> Batch:
         """The finished groups of `step`, known to every rank by their tags."""
@@ -260,6 +276,7 @@ class Session:
 
         record = self.summary.eval_before if label == "before" else self.summary.eval_after
         record(reports[0].greedy.mean.value, reports[0].sampled.mean.value, reports[0].n)
+        self._evaluated = (version, {name: value for report in reports for name, value in report.metrics().items()})
         for report in reports:
             self.writer.progress.message(render_line(label, report))
             self.writer.write(version, report.metrics(), terminal=False)
@@ -279,6 +296,30 @@ class Session:
             self.writer.write(steps_done, values)
             self.summary.write(self.run_dir / "summary.json", "running")
 
+    def checkpoint(self, steps_done: int) -> None:
+        """Step boundary: complete the save that is running in the background, start the one that is due."""
+        with self.timer.phase("save"):
+            self.checkpointer.poll()
+        if self.checkpointer.due(steps_done):
+            self.save(steps_done)
+
+    def save(self, steps_done: int, *, wait: bool = False) -> bool:
+        """Save a checkpoint now, whatever is due; with `wait`, return when it is complete. False if it failed."""
+        with self.timer.phase("save"):
+            record = self._on_first_rank(lambda: self._record(steps_done))
+            return self.checkpointer.save(steps_done, record, wait=wait)
+
+    def _record(self, steps_done: int) -> dict[str, Any]:
+        """What a checkpoint holds of rank 0, the controller and the result files."""
+        evaluated, metrics = self._evaluated
+        return {
+            "rollout": self._client.state_dict(),
+            "summary": self.summary.state_dict(),
+            "totals": self._totals,
+            "files": positions(self.run_dir),
+            "metrics": metrics if evaluated == steps_done else {},
+        }
+
     def export(self) -> None:
         """Write the policy to RUN_DIR/hf in Hugging Face format."""
         if self.config.run.export:
@@ -288,16 +329,20 @@ class Session:
             self._say(f"final policy: {self.run_dir / 'hf'}")
 
     def finish(self) -> None:
-        """Write RUN_DIR/summary.json and RUN_DIR/exit.json (rank 0): finished, or preempted if `stopped`."""
+        """Complete the running save; write RUN_DIR/summary.json and RUN_DIR/exit.json (rank 0).
+
+        The status is finished, or preempted if `stopped`.
+        """
+        self.checkpointer.finish()
         if self.writer is not None:
             status: Status = "finished" if self.stopped is None else "preempted"
             record = ExitRecord(status, self.steps_done, self.stopped or "")
             self.summary.write(self.run_dir / "summary.json", record.status)
             write_exit(self.run_dir, record)
 
-    def close(self) -> None:
-        """Leave the weight-sync group and end the pool; bounded, and safe after a failure."""
-        for each in (self.sender, self.reader, self.client, self.writer):
+    def close(self, *, keep_pool: bool = False) -> None:
+        """Leave the weight-sync group and end the pool (unless kept); bounded, and safe after a failure."""
+        for each in (self.sender, self.reader, None if keep_pool else self.client, self.writer):
             if each is not None:
                 each.close()
 
@@ -307,27 +352,7 @@ class Session:
         return self.client
 
     def _on_first_rank(self, function: Callable[[], T]) -> T:
-        """Run `function` on rank 0; every rank gets its result, or an error naming its failure."""
-        outcome: list[Any] = [None, None]
-        failure: BaseException | None = None
-        if self.rank == 0:
-            try:
-                outcome[0] = function()
-            except Exception as error:
-                failure, outcome[1] = error, f"{type(error).__name__}: {error}"
-        torch.distributed.broadcast_object_list(outcome, src=0, group=self._control)
-        if failure is not None:
-            raise failure
-        if outcome[1] is not None:
-            raise PeerFailedError(f"trainer rank 0 failed: {outcome[1]}")
-        return outcome[0]
-
-    def _control_group(self) -> Any:
-        """A gloo group for small objects: its time-out covers the longest thing rank 0 does while others wait."""
-        timeouts = self.config.timeouts
-        start = timeouts.engine_start_s + timeouts.ray_start_s + timeouts.node_s
-        longest = max(timeouts.generate_s, start, timeouts.weight_sync_s)
-        return torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=longest + GRACE_S))
+        return on_first_rank(self._control, function)
 
     def _export_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.config.trainer.precision == "bf16" else torch.float32

@@ -7,17 +7,18 @@ from megarl.step import plan_step, train_step
 
 
 def train(session: Session) -> None:
-    """Publish version 0, then: take a batch, update, publish, until `run.steps` are done. Collective over all ranks.
+    """Publish the first version, then: take a batch, update, publish, until `run.steps` are done. Collective.
 
-    A run that is asked to stop ends between two steps, with `session.stopped` set.
-
-    Version v are the weights after v steps; step s (from 0) trains on what version s sampled, less what is stale.
+    Version v are the weights after v steps; step s (from 0) trains on what version s sampled, less what is stale. A
+    resumed run starts with the step after its checkpoint; one that is asked to stop saves and ends between two steps,
+    with `session.stopped` set.
     """
     config, policy, timer = session.config, session.policy, session.timer
-    session.publish(version=0)
-    session.evaluate("before")
+    session.publish(version=session.first_step)
+    if session.first_step == 0:
+        session.evaluate("before")
     session.start_clock()
-    for step in session.steps():
+    for step in session.steps(session.first_step):
         session.admit()
         batch = session.take_batch(step)
         plan = plan_step(batch.tags, config, dp_size=session.dp_size, version=step)
@@ -29,6 +30,7 @@ def train(session: Session) -> None:
         session.log_step(batch, plan)
         if session.evaluation_due(step + 1):
             session.evaluate(f"step_{step + 1}")
+        session.checkpoint(step + 1)
     if session.stopped is None:
         session.evaluate("after")
         session.export()

@@ -50,7 +50,8 @@ def check(config: Config, *, device: Device | None = None, files: bool = True) -
     """
     device = device or detect_device()
     problems = list(_sizes(config)) + list(_sampling(config)) + list(_evaluation(config))
-    problems += list(_reward(config)) + list(layout_checks.megatron_problems(config, device))
+    problems += list(_checkpoint(config)) + list(_reward(config))
+    problems += list(layout_checks.megatron_problems(config, device))
     problems += list(engine_problems(config)) + list(_transport(config, device)) + list(launch_problems(config))
     try:
         resolve_pools(config)
@@ -138,6 +139,24 @@ def _evaluation(config: Config) -> Iterator[str]:
             yield f"evaluation.sets.{index}.name: {name!r} is given twice; rename one"
     if config.evaluation.every and not names:
         yield "evaluation.every: set, but evaluation.sets is empty; add a set or set it to 0"
+
+
+def _checkpoint(config: Config) -> Iterator[str]:
+    knobs = config.checkpoint
+    if knobs.keep_best is not None:
+        sets = [each.name for each in config.evaluation.sets]
+        if not any(knobs.keep_best.startswith(f"eval/{name}/") for name in sets):
+            known = ", ".join(f"eval/{name}/greedy" for name in sets) or "none: evaluation.sets is empty"
+            yield f"checkpoint.keep_best: {knobs.keep_best!r} is no metric of an evaluation set; try {known}"
+        elif not config.evaluation.every:
+            yield "checkpoint.keep_best: needs evaluations during the run; set evaluation.every"
+    if knobs.hf_export_every and knobs.every and knobs.hf_export_every % knobs.every:
+        yield (
+            f"checkpoint.hf_export_every: {knobs.hf_export_every} is not divisible by checkpoint.every={knobs.every}, "
+            "so that some exports would have no checkpoint; make it so"
+        )
+    if knobs.resume not in ("auto", "never") and not Path(knobs.resume).is_dir():
+        yield f"checkpoint.resume: no such directory: {knobs.resume}; give auto, never or a checkpoint"
 
 
 def _reward(config: Config) -> Iterator[str]:

@@ -23,6 +23,10 @@ class RunConfig(Section):
     dir: Path | None = Field(None, description="Run directory; default `runs/NAME`.")
     seed: int = Field(0, ge=0, description="Seed of data order, sampling and initialisation.")
     steps: int = Field(..., ge=1, description="Number of training steps.")
+    deterministic: bool = Field(
+        False,
+        description="Route groups to engines by index instead of load, so that a run repeats bit for bit on CPU.",
+    )
     export: bool = Field(True, description="Export the final policy to `RUN_DIR/hf` in Hugging Face format.")
 
 
@@ -272,6 +276,33 @@ class TelemetryConfig(Section):
     dump_batches: bool = Field(False, description="Keep whole batches in `RUN_DIR/batches` for `megarl replay`.")
 
 
+class CheckpointConfig(Section):
+    """Saving and resuming a run; see docs/checkpoints.md."""
+
+    dir: Path | None = Field(None, description="Directory of the checkpoints; default `RUN_DIR/checkpoints`.")
+    resume: str = Field(
+        "auto",
+        description="`auto`: the newest complete checkpoint of the run, if there is one; `never`: start anew (what is "
+        "there moves to `RUN_DIR/previous`); or the path of a checkpoint.",
+    )
+    every: int = Field(
+        0, ge=0, description="Steps between saves, and one after the last step; 0 = only when the run is asked to stop."
+    )
+    asynchronous: bool = Field(True, description="Write in the background while training goes on.")
+    keep_last: int = Field(2, ge=1, description="Newest checkpoints to keep.")
+    keep_every: int = Field(0, ge=0, description="Also keep every step divisible by this; 0 = none.")
+    keep_best: str | None = Field(
+        None, description="Also keep the best checkpoint by this evaluation metric, e.g. `eval/heldout/greedy`."
+    )
+    keep_best_mode: Literal["max", "min"] = Field("max", description="Whether larger or smaller is better.")
+    hf_export_every: int = Field(
+        0,
+        ge=0,
+        description="Convert every saved step divisible by this to `RUN_DIR/hf_STEP`, in a niced child; 0 = none.",
+    )
+    timeout_s: float = Field(1800.0, gt=0, description="Upper bound of one save, in seconds.")
+
+
 class TimeoutsConfig(Section):
     """Upper bounds of every wait, in seconds; an expired one says who waited for whom."""
 
@@ -355,6 +386,7 @@ class Config(Section):
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     queue: QueueConfig = Field(default_factory=QueueConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
@@ -362,3 +394,7 @@ class Config(Section):
     @property
     def run_dir(self) -> Path:
         return self.run.dir or Path("runs") / self.run.name
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.checkpoint.dir or self.run_dir / "checkpoints"

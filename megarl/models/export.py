@@ -191,7 +191,7 @@ def save_hf(
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _copy_side_files(Path(hf_source_dir), partial, exporter.dtype)
+        copy_side_files(Path(hf_source_dir), partial, exporter.dtype)
     torch.distributed.barrier()
     _write_own_files(exporter, partial, files, rank)
     torch.distributed.barrier()
@@ -249,7 +249,7 @@ def _write_own_files(
         writer.close()
 
 
-def _copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
+def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
     """Config, tokenizer, generation config, …; config.json gets the dtype of the new weights."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not file.name.startswith("."):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
+FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange")
 
 
 @dataclass(frozen=True)

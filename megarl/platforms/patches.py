@@ -8,6 +8,7 @@ how the tests show the defect. When the pin moves, re-check each against the new
 from __future__ import annotations
 
 import functools
+import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,61 @@ def expert_bias_padding_mask_shape() -> None:
     TopKRouter._apply_expert_bias = apply_expert_bias
 
 
+def gathered_state_has_no_bucket_padding() -> None:
+    """distrib_optimizer.py:1477 slices the gathered state, which lacks the padding behind each bucket, by ranges that
+    count it.
+
+    Every parameter behind a padded bucket is then saved from the wrong place ("can lead to data corruption").
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.sharded_param_state_fully_reshardable
+
+    def padded(buffer: Any, gathered: Any) -> Any:
+        if not isinstance(gathered, torch.Tensor) or buffer.numel == gathered.numel():
+            return gathered
+        result, offset = gathered.new_zeros(buffer.numel), 0
+        for bucket in buffer.buckets:
+            size = bucket.numel_unpadded
+            result[bucket.offset : bucket.offset + size] = gathered[offset : offset + size]
+            offset += size
+        return result
+
+    @functools.wraps(original)
+    def sharded_param_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def gather(*gather_args: Any, **gather_kwargs: Any) -> Any:
+            state = type(self).get_parameter_state_dp_zero(self, *gather_args, **gather_kwargs)
+            for index, buffer in enumerate(self.buffers):
+                for tensors in state[index].values() if state is not None else ():
+                    tensors.update({key: padded(buffer, value) for key, value in tensors.items()})
+            return state
+
+        self.get_parameter_state_dp_zero = gather
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            del self.get_parameter_state_dp_zero
+
+    DistributedOptimizer.sharded_param_state_fully_reshardable = sharded_param_state
+
+
+def write_results_need_no_manager() -> None:
+    """filesystem_async.py:54: every save starts a manager process for one queue; a killed rank leaves it running.
+
+    Also, it is spawned: an entry script that is not import-guarded runs again in it. All writing here is done in the
+    rank's own process (`checkpoint/writer.py`, or Megatron-Core's synchronous save), where a plain queue does.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    original = filesystem_async._get_write_results_queue
+
+    @functools.wraps(original)
+    def get_write_results_queue() -> Any:
+        return queue.Queue()
+
+    filesystem_async._get_write_results_queue = get_write_results_queue
+
+
 def _rebind(name: str, original: Any, replacement: Any) -> None:
     """Point every Megatron module that imported `original` by name at `replacement`."""
     import sys
@@ -187,4 +243,6 @@ PATCHES: tuple[Callable[[], None], ...] = (
     recompute_without_fp8,
     padding_only_micro_batch_has_no_aux_loss,
     expert_bias_padding_mask_shape,
+    gathered_state_has_no_bucket_padding,
+    write_results_need_no_manager,
 )

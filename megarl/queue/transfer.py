@@ -260,6 +260,15 @@ class QueueWriter:
         """Remove rows that are settled; unknown keys are ignored."""
         await self._client.submit(self._client.clear(list(keys)), f"clear {len(keys)} rows")
 
+    async def clear_all(self) -> None:
+        """Remove every row, those of a put that is on its way included."""
+        self._waiting = []
+        if self._task is not None:
+            await self._task
+        keys = await self._client.submit(self._client.tags(), "list its rows")
+        if keys:
+            await self.clear(list(keys))
+
     def close(self) -> None:
         self._client.close()
 

@@ -26,6 +26,7 @@ class Counters:
     filtered: int = 0
     dropped_stale: int = 0
     failed: int = 0
+    rolled_back: int = 0  # attempts that a resume has discarded: beside the history, not part of it
 
     @property
     def settled(self) -> int:
@@ -55,6 +56,8 @@ class Admission:
         self._taken: dict[int, tuple[list[int], list[int]]] = {}  # step -> (ok groups, failed groups)
         self._done: dict[str, int] = {"trained": 0, "filtered": 0, "dropped_stale": 0, "failed": 0}
         self._committed_steps: int = 0
+        self._attempts = 0  # groups ever started, also those that a resume has discarded
+        self._base = (0, 0)  # (version, groups admitted) from which capacity counts
 
     def set_version(self, version: int) -> None:
         """The engines now serve `version`; versions only grow."""
@@ -65,7 +68,15 @@ class Admission:
     @property
     def capacity(self) -> int:
         """How many groups may have been admitted in all, at this version."""
-        return (self.version + 1 + self.max_staleness) * self.groups if self.version >= 0 else 0
+        if self.version < 0:
+            return 0
+        version, admitted = self._base
+        return admitted + (self.version - version + 1 + self.max_staleness) * self.groups
+
+    @property
+    def attempts(self) -> int:
+        """Groups ever started: `admitted + rolled_back`."""
+        return self._attempts
 
     def admit(self) -> list[int]:
         """Ids of the groups that may start now; they are in flight from here on."""
@@ -73,6 +84,7 @@ class Admission:
         redrawn, self._redraw = self._redraw[:room], self._redraw[room:]
         fresh = list(range(self._next_group, self._next_group + room - len(redrawn)))
         self._next_group += len(fresh)
+        self._attempts += len(redrawn) + len(fresh)
         self._in_flight.update(redrawn, fresh)
         return redrawn + fresh
 
@@ -121,8 +133,10 @@ class Admission:
 
     @property
     def counters(self) -> Counters:
+        admitted = self._next_group - len(self._redraw)
         return Counters(
-            admitted=self._next_group - len(self._redraw),
+            admitted=admitted,
+            rolled_back=self._attempts - admitted,
             in_flight=len(self._in_flight),
             ready=len(self._finished),
             taken=sum(len(ok) + len(bad) for ok, bad in self._taken.values()),
@@ -147,16 +161,23 @@ class Admission:
             "version": self.version,
             "next_group": self._next_group,
             "unsettled": self.unsettled,
+            "attempts": self._attempts,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a committed history; the groups that were unsettled then are admitted again first."""
+    def load_state_dict(self, state: dict[str, Any], attempts: int = 0) -> None:
+        """Go back to a committed history; the groups that were unsettled then are admitted again first.
+
+        `attempts`: groups that were started up to now, by whichever process; what the history does not hold of them
+        is rolled back. The batch size may have changed: capacity counts from here.
+        """
         self._done = dict(state["done"])
         self._committed_steps = int(state["steps"])
         self.version = int(state["version"])
         self._next_group = int(state["next_group"])
         self._redraw = list(state["unsettled"])
         self._in_flight, self._finished, self._taken = set(), {}, {}
+        self._attempts = max(attempts, self._attempts, int(state["attempts"]))
+        self._base = (self._committed_steps, self.counters.admitted)
 
 
 def usable_samples(statuses: Iterable[str], minimum: int = 2) -> bool:

@@ -204,8 +204,10 @@ class PoolClient:
     def state_dict(self) -> dict[str, Any]:
         return self.call("state_dict", timeout_s=self.config.timeouts.rpc_s)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.call("load_state_dict", state, timeout_s=self.config.timeouts.rpc_s)
+    def begin(self, state: dict[str, Any] | None) -> Counters:
+        """Go back to a committed history, or to its beginning; the first call of every trainer."""
+        timeouts = self.config.timeouts
+        return self.call("begin", state, timeout_s=timeouts.engine_start_s + 3 * timeouts.rpc_s)
 
     def close(self) -> None:
         """End the pool: supervisor, Ray, engines. Bounded by timeouts.shutdown_s."""

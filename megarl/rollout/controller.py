@@ -1,13 +1,15 @@
 """RolloutController: decides what is generated, and hands finished groups to the queue. One per run, an async actor.
 
-It owns the admission state, the prompt cursor, the reward processes and the client side of the pool. The trainer tells
-it the version that the engines serve (`set_version`), takes batches (`wait_batch`) and says what became of them
-(`commit`). Once something failed for good, every waiting and later call raises that failure.
+It owns the admission state, the prompt cursor, the reward processes and the client side of the pool. A trainer that
+(re)starts says which history it goes on from (`begin`), then the version that the engines serve (`set_version`), takes
+batches (`wait_batch`) and says what became of them (`commit`). Once something failed for good, every waiting and later
+call raises that failure.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -30,8 +32,11 @@ from megarl.rollout.progress import BatchStats, BusyClock
 from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, SamplingSpec, request_seed
 from megarl.rollout.samples import defect, trajectory
+from megarl.telemetry.summary import write_json
 
 logger = logging.getLogger(__name__)
+
+ATTEMPTS_FILE = "attempts.json"
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,11 @@ class RolloutController:
     async def admit(self) -> Counters:
         """Start every group that the version allows."""
         self._check()
-        for group_id in self._admission.admit():
+        groups = self._admission.admit()
+        if groups:
+            # Before any of them starts: whoever resumes can tell how many were started for nothing.
+            write_json(self.run_dir / ATTEMPTS_FILE, {"attempts": self._admission.attempts})
+        for group_id in groups:
             self._spawn(self._group(group_id))
         return self._admission.counters
 
@@ -181,7 +190,8 @@ class RolloutController:
             step=step,
             keys=[sample_key(group, index) for group in sorted(taken[0] + taken[1]) for index in samples],
             counters=counters,
-            timings=self._stats.metrics(queue_depth=counters.ready, replicas_alive=len(self._pool.alive)),
+            timings=self._stats.metrics(queue_depth=counters.ready, replicas_alive=len(self._pool.alive))
+            | {"total/groups_rolled_back": counters.rolled_back},
         )
         self._stats = BatchStats()
 
@@ -212,6 +222,7 @@ class RolloutController:
                 self._source.decode,
                 version=version,
                 tag=f"v{version}{label}",
+                by_index=self.config.run.deterministic,
             )
             reports.append(report)
         if label and eval_sets:
@@ -227,12 +238,48 @@ class RolloutController:
         admission = self._admission.state_dict()
         return {"admission": admission, "source": self._source.state_dict()}
 
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a committed history; only before the first `set_version`."""
-        if self._admission.counters.admitted:
-            raise RolloutError("rollout state can only be loaded before the first group was admitted")
-        self._admission.load_state_dict(state["admission"])
-        self._source.load_state_dict(state["source"])
+    async def begin(self, state: dict[str, Any] | None) -> Counters:
+        """Go back to a committed history (None: its beginning); the trainer has started, or started again.
+
+        Groups in flight, in the queue or at the last trainer are dropped, and counted as rolled back. An engine that
+        the last trainer left in the middle of a sync is replaced. ValueError if the prompts are not the saved ones.
+        """
+        await self._drop_everything()
+        batch, attempts = self.config.batch, self._admission.attempts
+        journal = self.run_dir / ATTEMPTS_FILE
+        if journal.is_file():
+            attempts = max(attempts, int(json.loads(journal.read_text())["attempts"]))
+        self._admission = Admission(batch.groups, self.config.admission.max_staleness)
+        if state is not None:
+            self._source.load_state_dict(state["source"])
+        self._admission.load_state_dict(state["admission"] if state else self._admission.state_dict(), attempts)
+        # Belongs to the first batch of the history.
+        self._stats.skipped_prompts = 0 if state else self._source.skipped
+        await self._reset_replicas()
+        return self._admission.counters
+
+    async def _drop_everything(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._writer.clear_all()
+        self._batches.clear()
+        self._failure, self._stats = None, BatchStats()
+
+    async def _reset_replicas(self) -> None:
+        """Every engine idle and whole; those that cannot be are replaced, and serve after the next `set_version`."""
+        broken = []
+
+        async def reset(index: int) -> None:
+            try:
+                await self._pool.call(index, "reset", timeout_s=self.config.timeouts.rpc_s)
+            except RolloutError as error:
+                logger.warning("replacing replica %d: %s", index, error)
+                broken.append(index)
+
+        await asyncio.gather(*(reset(index) for index in range(self.config.rollout.replicas)))
+        await self.restart_replicas(sorted(broken))
 
     async def devices(self) -> list[Held]:
         """What every replica holds."""
@@ -295,7 +342,8 @@ class RolloutController:
         ]
         self._engines.enter(time.monotonic())
         try:
-            results = await self._pool.generate(group_id, requests)
+            home = group_id if self.config.run.deterministic else None
+            results = await self._pool.generate(group_id, requests, home=home)
         finally:
             self._engines.leave(time.monotonic())
         judged = await asyncio.gather(*(self._judge(prompt, result) for result in results))

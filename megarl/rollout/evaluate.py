@@ -46,8 +46,10 @@ class EvalSet:
 class Batcher:
     """Collects requests that come at once and sends them in chunks: a Ray call costs as much as 50 short tokens."""
 
-    def __init__(self, pool: RolloutPool) -> None:
+    def __init__(self, pool: RolloutPool, by_index: bool = False) -> None:
+        """`by_index`: chunks go to the replicas in turn instead of by load."""
         self._pool = pool
+        self._next_home = 0 if by_index else None
         self._waiting: list[tuple[GenerateRequest, asyncio.Future[GenerateResult]]] = []
         self._flush: asyncio.Handle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -70,7 +72,10 @@ class Batcher:
 
     async def _chunk(self, chunk: list[tuple[GenerateRequest, asyncio.Future[GenerateResult]]]) -> None:
         try:
-            results = await self._pool.generate(chunk[0][0].request_id, [request for request, _ in chunk])
+            home = self._next_home
+            if home is not None:
+                self._next_home = home + 1
+            results = await self._pool.generate(chunk[0][0].request_id, [request for request, _ in chunk], home=home)
         except Exception as error:
             for _, future in chunk:
                 if not future.done():
@@ -89,12 +94,13 @@ async def evaluate_on_pool(
     *,
     version: int,
     tag: str,
+    by_index: bool = False,
 ) -> SetReport:
     """Greedy and sampled responses to every problem, judged. `score` is awaited; fills `eval_set.records`.
 
     Seeds depend on (seed, problem, sample) only: the same problems are sampled alike before and after training.
     """
-    batcher = Batcher(pool)
+    batcher = Batcher(pool, by_index)
     eval_set.records.clear()
 
     async def respond(problem: EvalProblem, index: int, mode: Mode, sample: int) -> ScoredResponse:

@@ -102,15 +102,32 @@ def launch_supervisor(
 ) -> SupervisorHandle:
     """Start the supervisor here and wait until its Ray head is up (engines go on starting in the background).
 
+    One that the same agent's last attempt has left running is used again, if it was started with the same config.
     `agent_pid`: the process whose end ends the pool (torchrun's agent). `timeout_s`: default timeouts.ray_start_s.
     SupervisorFailed if it does not come up; ValueError if another run is using `run_dir`.
     """
     run_dir = Path(run_dir).resolve()
     timeout_s = timeout_s or Config.model_validate_json(config_json).timeouts.ray_start_s
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    launch_id = uuid.uuid4().hex[:8]
-    start_supervisor(config_json, run_dir, agent_pid, launch_id, cuda=cuda)
+    launch_id = _kept_supervisor(run_dir, agent_pid, config_json)
+    if launch_id is None:
+        launch_id = uuid.uuid4().hex[:8]
+        start_supervisor(config_json, run_dir, agent_pid, launch_id, cuda=cuda)
+    else:
+        logger.info("the pool of the last attempt is still up")
     return attach_supervisor(run_dir, launch_id, timeout_s)
+
+
+def _kept_supervisor(run_dir: Path, agent_pid: int, config_json: str) -> str | None:
+    """Launch id of the ready pool that `agent_pid` (the process, not only its number) has already, or None."""
+    state = read_state(run_dir)
+    if state is None or state["state"] != "ready" or (run_dir / STOP_FILE).exists():
+        return None
+    if not is_alive(ProcessId(**state["process"])) or ProcessId(**state["agent"]) != ProcessId.of(agent_pid):
+        return None
+    spec = SupervisorSpec.load(run_dir / "logs" / SPEC_FILE)
+    same = spec.launch_id == state["launch_id"] and spec.config_json == config_json
+    return spec.launch_id if same else None
 
 
 def start_supervisor(
@@ -133,7 +150,7 @@ def start_supervisor(
     with (run_dir / "logs" / "supervisor.log").open("ab") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            env=_clean_environment(),
+            env=clean_environment(),
         )  # fmt: skip
     _REAP.append(process)
     return process
@@ -159,7 +176,7 @@ def attach_supervisor(run_dir: Path | str, launch_id: str, timeout_s: float) -> 
 _REAP: list[subprocess.Popen[bytes]] = []
 
 
-def _clean_environment() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     """Without torchrun's variables, which vLLM and torch would take for their own."""
     torchrun = ("TORCHELASTIC_", "GROUP_", "ROLE_")
     exact = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

@@ -34,10 +34,15 @@ class RolloutPool:
     def handle(self, index: int) -> Any:
         return self._replicas[index]
 
-    async def generate(self, prefix: Hashable, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """Responses in the order of `requests`. ReplicaFailed if no replica is left, RolloutError after `timeout_s`."""
+    async def generate(
+        self, prefix: Hashable, requests: Sequence[GenerateRequest], *, home: int | None = None
+    ) -> list[GenerateResult]:
+        """Responses in the order of `requests`. ReplicaFailed if no replica is left, RolloutError after `timeout_s`.
+
+        `home`: a number that alone decides which of the living replicas takes them, instead of their load.
+        """
         while True:
-            index = self._router.assign(prefix, len(requests))
+            index = self._router.assign(prefix, len(requests), home)
             try:
                 return await self.call(index, "generate", list(requests), timeout_s=self.timeout_s)
             except ReplicaFailed as error:

@@ -107,6 +107,7 @@ class EngineReplica:
         self._engine: Any = None
         self._failed: str | None = None
         self._served = 0
+        self._in_sync = False  # between the start of a weight sync (or of joining its group) and its end
         self._log_file = Path(spec.run_dir) / "logs" / f"replica-{index}.log"
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
         redirect_output(self._log_file)
@@ -189,15 +190,26 @@ class EngineReplica:
         self._check()
         await self._guard(self._engine.resume_generation(), "resume")
 
+    async def reset(self) -> None:
+        """Drop every request and be ready to serve. ReplicaFailed if a weight sync was cut off in the middle."""
+        self._check()
+        if self._in_sync:
+            raise ReplicaFailed(self.index, f"replica {self.index} was left in the middle of a weight sync")
+        await self._guard(self._engine.pause_generation(mode="abort", clear_cache=True), "reset")
+        await self.resume()
+
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         self._check()
+        self._in_sync = True
         request = WeightTransferInitRequest(init_info=init_info)
         await self._guard(self._engine.init_weight_transfer_engine(request), "init_weight_transfer")
+        self._in_sync = False
 
     async def start_weight_update(self) -> None:
         self._check()
+        self._in_sync = True
         await self._guard(self._engine.start_weight_update(), "start_weight_update")
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -210,6 +222,7 @@ class EngineReplica:
     async def finish_weight_update(self, version: str | None = None) -> None:
         self._check()
         await self._guard(self._engine.finish_weight_update(version), "finish_weight_update")
+        self._in_sync = False
 
     async def set_weight_version(self, version: str) -> None:
         """Label what is produced from now on, without touching the weights."""

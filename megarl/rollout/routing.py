@@ -24,12 +24,17 @@ class Router:
         """Outstanding samples per living replica."""
         return dict(self._load)
 
-    def assign(self, prefix: Hashable, samples: int) -> int:
-        """Choose a replica for `samples` requests that share `prefix`, and count them as outstanding."""
+    def assign(self, prefix: Hashable, samples: int, number: int | None = None) -> int:
+        """Choose a replica for `samples` requests that share `prefix`, and count them as outstanding.
+
+        With `number` the choice is that number modulo the replicas, and nothing else.
+        """
         least = min(self._load, key=lambda replica: (self._load[replica], replica))
         home = self._home.get(prefix)
         near = home is not None and self._load[home] - self._load[least] <= self.slack
         chosen = home if near and home is not None else least
+        if number is not None:
+            chosen = sorted(self._load)[number % len(self._load)]
         self._home[prefix] = chosen
         self._open[prefix] = self._open.get(prefix, 0) + samples
         self._load[chosen] += samples

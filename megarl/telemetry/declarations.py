@@ -218,6 +218,13 @@ _TOTAL = [
     Metric("total/groups_filtered", "groups", "last", "Groups filtered."),
     Metric("total/groups_dropped_stale", "groups", "last", "Groups dropped as stale."),
     Metric("total/groups_failed", "groups", "last", "Groups failed."),
+    Metric(
+        "total/groups_rolled_back",
+        "groups",
+        "last",
+        "Groups that were started, and discarded by a resume; counted beside the history, which redraws them.",
+        True,
+    ),
     Metric("total/trained_samples", "samples", "last", "Samples trained on."),
     Metric("total/trained_tokens", "tokens", "last", "Tokens trained on."),
     Metric("total/wall_seconds", "s", "last", "Wall time since the start.", True),

@@ -21,6 +21,9 @@ from megarl.telemetry.summary import finite
 class Sink(Protocol):
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
+    def roll_back(self, step: int) -> None:
+        """The run goes on after `step`: what is beyond it is no longer its history."""
+
     def close(self) -> None: ...
 
 
@@ -36,6 +39,9 @@ class JsonlSink:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.write_object({"step": step, "wall_time": round(time.time(), 3), **values})
+
+    def roll_back(self, step: int) -> None:
+        """Nothing: `checkpoint/history.py` has cut the file."""
 
     def write_object(self, content: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(finite(content), allow_nan=False, ensure_ascii=False) + "\n")
@@ -64,6 +70,9 @@ class WandbSink:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def roll_back(self, step: int) -> None:
+        """Nothing: a resumed run is a run of its own there."""
 
     def close(self) -> None:
         self._run.finish()
@@ -102,6 +111,11 @@ class MetricsWriter:
             sink.write(step, values)
         if terminal:
             self.progress.step(step, values)
+
+    def roll_back(self, step: int) -> None:
+        """The run goes on from `step`."""
+        for sink in self._sinks:
+            sink.roll_back(step)
 
     def sample(self, step: int, content: Mapping[str, Any]) -> None:
         """Append to samples.jsonl: prompt, response, reference, rewards, finish reason, version."""

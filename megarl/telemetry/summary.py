@@ -37,18 +37,36 @@ class RunSummary:
         self._totals: dict[str, float] = {}
         self._logprob: dict[str, dict[str, float]] = {}
         self._eval: dict[str, dict[str, float] | None] = {"before": None, "after": None}
+        self._before_s = 0.0
+        self._rolled_back = 0
         self.steps = 0
 
     @property
     def wall_seconds(self) -> float:
-        """Seconds since the summary was made."""
-        return self._clock() - self._start
+        """Seconds since the summary was made, and those of the history it went on from."""
+        return self._before_s + self._clock() - self._start
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON, for a checkpoint."""
+        return {
+            "steps": self.steps,
+            "wall_seconds": self.wall_seconds,
+            "totals": dict(self._totals),
+            "logprob": dict(self._logprob),
+            "eval": dict(self._eval),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's history."""
+        self.steps, self._before_s = int(state["steps"]), float(state["wall_seconds"])
+        self._totals, self._logprob, self._eval = dict(state["totals"]), dict(state["logprob"]), dict(state["eval"])
 
     def step(self, values: Mapping[str, float]) -> None:
         """Take one finished step's metrics (names as declared; missing ones count as 0)."""
         self.steps += 1
         for name in _SUMMED:
             self._totals[name] = self._totals.get(name, 0.0) + values.get(name, 0.0)
+        self._rolled_back = int(values.get("total/groups_rolled_back", self._rolled_back))
         if all(name in values for name in _LOGPROB_DIFF.values()):
             measured = {key: values[name] for key, name in _LOGPROB_DIFF.items()}
             self._logprob.setdefault("first", measured)
@@ -78,6 +96,7 @@ class RunSummary:
             "loop_overhead_share": _rate(total("time/overhead", 0.0), total("time/step", 0.0)),
             "logprob_abs_diff": {key: self._logprob.get(key, empty) for key in ("first", "last")},
             "exit": exit_status,
+            **({"groups_rolled_back": self._rolled_back} if self._rolled_back else {}),
         }
 
     def write(self, path: Path, exit_status: str) -> dict[str, Any]:

@@ -66,6 +66,10 @@ class TensorBoardSink:
         )
         self._record(b"\x10" + _varint(step) + _bytes_field(5, summary))
 
+    def roll_back(self, step: int) -> None:
+        """Viewers drop what earlier files hold beyond `step` (Event.session_log = 7, SessionLog.status START = 1)."""
+        self._record(b"\x10" + _varint(step + 1) + _bytes_field(7, b"\x08\x01"))
+
     def close(self) -> None:
         self._file.close()
 

@@ -158,7 +158,7 @@ class WeightSender:
         _serial += 1
         key = f"megarl/weights/{_serial}"
         if self._rank == 0:
-            board = Board(self._host or _own_address(), 0, server=True)
+            board = Board(self._host or own_address(), 0, server=True)
             if self._world > 1:
                 _default_store().set(key, json.dumps([board.host, board.port]))
             return board
@@ -347,7 +347,7 @@ def _default_store() -> Any:
     return _get_default_store()
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """An address of this host that the engines can reach: Ray's where it is connected, else this host only."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():

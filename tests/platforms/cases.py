@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -59,11 +62,13 @@ def attempt(function: Callable[[], Any]) -> Any:
         return type(error).__name__
 
 
-def build(layout: Layout, **overrides: Any) -> tuple[Any, Any]:
+def build(layout: Layout, bucket_size: int | None = None, **overrides: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     config = transformer_config(INFO, layout, "fp32", overrides)
     (chunk,) = build_model(INFO, config, layout)
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, bucket_size=bucket_size, overlap_grad_reduce=bool(bucket_size)
+    )
     model = DistributedDataParallel(config, ddp, chunk)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, bf16=False, clip_grad=0.0),
@@ -154,6 +159,45 @@ def resume(path: str, sharding: str, patches: tuple[str, ...] = ()) -> Any:
             with unpatched(DistributedOptimizer, name):
                 results.append(attempt(load))
         return unbroken, load(), results
+
+
+def gathered_weights_of_padded_buckets() -> tuple[bool, bool]:
+    """Whether each parameter's gathered fp32 copy is the parameter; one bucket for each, most of them padded."""
+
+    def same() -> bool:
+        weights = model.module.sharded_state_dict(metadata=metadata)
+        state = optimizer.sharded_state_dict(weights, metadata=metadata)["param_state"]
+        parameters = {value.key: value.data for value in weights.values() if hasattr(value, "data")}
+        prefix = "optimizer.state.param."
+        gathered = {each["param"].key.removeprefix(prefix): each["param"].data for each in state.values()}
+        return all(torch.equal(gathered[key], parameters[key]) for key in gathered)
+
+    with parallel() as layout:
+        model, optimizer = build(layout, bucket_size=1)
+        train(model, optimizer, 1)
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": True}
+        with unpatched(DistributedOptimizer, "sharded_param_state_fully_reshardable"):
+            before = same()
+        return before, same()
+
+
+def manager_processes() -> tuple[int, int]:
+    """Child processes that a synchronous save leaves behind."""
+
+    def children() -> int:
+        before = set(psutil.Process().children())
+        with tempfile.TemporaryDirectory() as path, parallel() as layout:
+            (chunk,) = build_model(INFO, transformer_config(INFO, layout, "fp32", {}), layout)
+            dist_checkpointing.save(chunk.sharded_state_dict(), path)
+        new = set(psutil.Process().children()) - before
+        for process in new:
+            process.kill()
+        filesystem_async._results_queue = None
+        return len(new)
+
+    with unpatched(filesystem_async, "_get_write_results_queue"):
+        before = children()
+    return before, children()
 
 
 def all_to_all_with_tensors() -> tuple[Any, Any]:

@@ -52,7 +52,8 @@ import torch
 from megarl.platforms import cpu
 cpu._install_factories()
 with torch.device("meta"):
-    made = [getattr(torch, name)(*([(3,), 1] if name == "full" else [3])) for name in cpu.FACTORIES]
+    arguments = {"full": [(3,), 1], "empty_like": [torch.zeros(3)]}
+    made = [getattr(torch, name)(*arguments.get(name, [3])) for name in cpu.FACTORIES]
 assert [tensor.device.type for tensor in made] == ["meta"] * len(made), made
 assert torch.zeros(2, device="cuda").device.type == "cpu"
 """

@@ -132,6 +132,40 @@ def test_resume_redraws_unsettled_groups_under_their_ids() -> None:
     assert resumed.admit() == [1, 2, 4, 5]
 
 
+@given(
+    steps=st.integers(0, 4), beyond=st.integers(0, 3), groups=st.integers(1, 4), now=st.integers(1, 6),
+    kept=st.booleans(),
+)  # fmt: skip
+def test_what_the_checkpoint_does_not_hold_is_rolled_back(
+    steps: int, beyond: int, groups: int, now: int, kept: bool
+) -> None:
+    """Saved after `steps` steps, killed `beyond` steps later with one more batch in flight, resumed with `now` groups
+    per step: the same ids again, attempts counted whether the controller lived on or only its file did."""
+    admission = Admission(groups)
+    state = admission.state_dict()
+    for step in range(steps + beyond + 1):
+        admission.set_version(step)
+        for group in admission.admit():
+            admission.finish(group, ok=True)
+        if step < steps + beyond:
+            admission.batch(step)
+            admission.commit(step, trained=groups, filtered=0, dropped_stale=0, failed=0)
+        if step + 1 == steps:
+            state = admission.state_dict()
+    assert admission.counters.rolled_back == 0
+    resumed = Admission(now)
+    resumed.load_state_dict(state, admission.attempts)
+    if kept:  # a second resume from the same checkpoint changes nothing
+        resumed.load_state_dict(state, resumed.attempts)
+    lost = (beyond + 1) * groups
+    assert resumed.counters.rolled_back == lost and resumed.counters.admitted == steps * groups
+    resumed.set_version(steps)
+    assert resumed.admit() == list(range(steps * groups, steps * groups + now))
+    counters = resumed.counters
+    assert counters.balanced and counters.rolled_back == lost
+    assert resumed.attempts == counters.admitted + counters.rolled_back
+
+
 def test_commit_refuses_numbers_that_do_not_add_up() -> None:
     admission = Admission(2)
     admission.set_version(0)

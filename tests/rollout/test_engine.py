@@ -106,8 +106,28 @@ def test_wrong_bookkeeping_and_missing_batches_are_errors(pool: TestPool) -> Non
         pool.client.commit(3, trained=4, filtered=0, dropped_stale=0, failed=0)
     with pytest.raises(RolloutError, match=r"waited 0 s for the batch of step 3; 0 groups in flight"):
         pool.client.wait_batch(3, timeout_s=0.3)
-    with pytest.raises(RolloutError, match="only be loaded before"):
-        pool.client.load_state_dict(pool.client.state_dict())
+
+
+def test_going_back_drops_what_is_in_flight_and_redraws_the_same_groups(pool: TestPool, reader: QueueReader) -> None:
+    """As a restarted trainer does: the state of step 3, with step 3's groups in flight, in the queue or taken."""
+    state = pool.client.state_dict()
+    assert state["admission"]["steps"] == 3
+    responses = []
+    for wait in (True, False):
+        serve(pool, 3)
+        if wait:
+            ready = pool.client.wait_batch(3)
+        counters = pool.client.begin(state)
+        assert counters.balanced and counters.admitted == 3 * pool.config.batch.groups
+        wait_until(lambda: reader.read_tags() == [], 10, "the queue to be empty")
+    assert counters.rolled_back == 2 * pool.config.batch.groups
+    for _ in range(2):
+        serve(pool, 3)
+        again = pool.client.wait_batch(3)
+        assert again.keys == ready.keys and again.counters.rolled_back >= counters.rolled_back
+        responses.append([row.response_ids for row in reader.fetch(again.keys)])
+        pool.client.begin(state)
+    assert responses[0] == responses[1]
 
 
 def test_evaluation_repeats_and_keeps_every_answer(pool: TestPool) -> None:

@@ -46,13 +46,36 @@ def test_torchrun_variables_do_not_reach_the_pool(monkeypatch: pytest.MonkeyPatc
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "ROLE_NAME"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", "kept")
-    clean = launch._clean_environment()
+    clean = launch.clean_environment()
     assert clean["HF_HOME"] == "kept"
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "ROLE_NAME"} & set(clean)
 
 
 def handle(run_dir: Path) -> launch.SupervisorHandle:
     return launch.SupervisorHandle(str(run_dir), "a:1", "n", "p", 0, "abc", ProcessId.own(), platform.node())
+
+
+def test_only_the_same_agents_ready_pool_of_the_same_config_is_kept(tmp_path: Path) -> None:
+    """A restarted rank 0 goes on with the pool; another torchrun, or another config, does not."""
+    own = ProcessId.own()
+    (tmp_path / "logs").mkdir()
+    spec = launch.SupervisorSpec("{}", str(tmp_path), own, "abc", 4, "/", cuda=False)
+    spec.save(tmp_path / "logs" / launch.SPEC_FILE)
+    names = {"address": "a:1", "namespace": spec.namespace, "partition": spec.partition, "agent": asdict(own)}
+    ready = state(own, state="ready", **names)
+
+    def kept(config: str = "{}", agent_pid: int = own.pid, **changes: object) -> str | None:
+        launch.write_state(tmp_path, {**ready, **changes})
+        return launch._kept_supervisor(tmp_path, agent_pid, config)
+
+    assert kept() == "abc"
+    assert kept(config='{"other": 1}') is None
+    assert kept(agent_pid=os.getppid()) is None
+    assert kept(agent=asdict(ProcessId(own.pid, own.start_time + 1))) is None
+    assert kept(state="starting") is None
+    assert kept(process=asdict(GONE)) is None
+    (tmp_path / launch.STOP_FILE).touch()
+    assert kept() is None
 
 
 def test_waiting_ends_with_the_pools_own_error(tmp_path: Path) -> None:

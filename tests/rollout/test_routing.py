@@ -60,6 +60,13 @@ def test_a_removed_replica_gets_nothing_and_may_come_back() -> None:
         router.add(0)
 
 
+@given(replicas=st.integers(1, 5), work=events)
+def test_a_number_alone_decides_where_a_group_goes(replicas: int, work: list[tuple[int, int]]) -> None:
+    router = Router(range(replicas), slack=0)
+    for number, (prefix, samples) in enumerate(work):
+        assert router.assign(prefix, samples, number) == number % replicas
+
+
 def test_finishing_more_than_was_assigned_is_refused() -> None:
     router = Router([0])
     router.assign("a", 1)

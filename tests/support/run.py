@@ -78,9 +78,10 @@ def train(config: dict[str, Any], *overrides: str, ranks: int = 2, timeout: floa
     return Run(process.returncode, output, directory)
 
 
-def start(config: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen[str]:
+def start(config: Path, *overrides: str, ranks: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
     """torchrun in a session of its own; stdout and stderr together in its pipe."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+               "--max-restarts", str(restarts),
                "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
                str(ROOT / "examples/rl/train_rl.py"), "--config", str(config), *overrides]  # fmt: skip
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

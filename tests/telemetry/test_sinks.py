@@ -175,6 +175,24 @@ def parse(message: bytes) -> dict[int, list[Any]]:
     return fields
 
 
+def test_a_resumed_summary_counts_on(tmp_path: Path) -> None:
+    now = [0.0]
+    first = RunSummary(clock=lambda: now[0])
+    first.eval_before(greedy=0.1, sampled=0.2, n=5)
+    first.step({"batch/trained_samples": 8, "time/step": 10.0, "time/overhead": 1.0})
+    now[0] = 20.0
+    state = json.loads(json.dumps(first.state_dict()))
+    now[0] = 100.0
+    second = RunSummary(clock=lambda: now[0])
+    second.load_state_dict(state)
+    now[0] = 107.0
+    second.step({"batch/trained_samples": 8, "time/step": 10.0, "time/overhead": 1.0, "total/groups_rolled_back": 4.0})
+    written = second.write(tmp_path / "summary.json", "finished")
+    assert written["steps"] == 2 and written["wall_seconds"] == 27.0 and written["trained_samples"] == 16
+    assert written["eval_before"]["n"] == 5 and written["groups_rolled_back"] == 4
+    assert written["loop_overhead_share"] == pytest.approx(0.1)
+
+
 def test_summary_has_exactly_what_was_asked_for(tmp_path: Path) -> None:
     now = [0.0]
     summary = RunSummary(clock=lambda: now[0])

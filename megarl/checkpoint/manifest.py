@@ -1,0 +1,124 @@
+"""The manifest of a checkpoint: every file with its size and digest. Written last; without it there is no checkpoint.
+
+Digests are BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), several times as fast as SHA-2 where that has no
+hardware of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_CHUNK = 8 * 2**20
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not what its manifest says; the message names the file."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and digest (hexadecimal) of one file."""
+
+    bytes: int
+    blake3: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileEntry:
+        """Read `path` once. OSError if it cannot be read."""
+        hasher, size = blake3(), 0
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK):
+                hasher.update(chunk)
+                size += len(chunk)
+        return cls(size, hasher.hexdigest())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`files` by path relative to the checkpoint's directory; `step`: training steps done."""
+
+    step: int
+    files: dict[str, FileEntry]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(entry.bytes for entry in self.files.values())
+
+    def write(self, directory: Path) -> None:
+        """Write and fsync `directory`/manifest.json; it appears whole, by a rename."""
+        content = {"format": FORMAT, "step": self.step, "files": {k: asdict(v) for k, v in sorted(self.files.items())}}
+        write_durably(directory / MANIFEST, json.dumps(content, indent=1).encode() + b"\n")
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Raises DamagedCheckpointError if there is none, it is not readable, or another version wrote it."""
+        path = directory / MANIFEST
+        try:
+            content = json.loads(path.read_bytes())
+            if content["format"] != FORMAT:
+                raise DamagedCheckpointError(f"{path}: format {content['format']}, this version reads {FORMAT}")
+            return cls(int(content["step"]), {name: FileEntry(**entry) for name, entry in content["files"].items()})
+        except FileNotFoundError:
+            raise DamagedCheckpointError(f"{directory} has no {MANIFEST}: it was never completed") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, DamagedCheckpointError):
+                raise
+            raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
+
+    def share(self, rank: int, ranks: int) -> list[str]:
+        """The files that `rank` of `ranks` looks at, balanced by size; every file belongs to exactly one."""
+        loads = [0] * ranks
+        mine = []
+        for name, entry in sorted(self.files.items(), key=lambda item: (-item[1].bytes, item[0])):
+            owner = loads.index(min(loads))
+            loads[owner] += entry.bytes
+            if owner == rank:
+                mine.append(name)
+        return mine
+
+
+def check_files(directory: Path, files: Mapping[str, FileEntry], names: Iterable[str]) -> list[str]:
+    """What is wrong with the named files, one line for each; empty if nothing is."""
+    problems = []
+    for name in names:
+        path, expected = directory / name, files[name]
+        try:
+            size = path.stat().st_size
+            if size != expected.bytes:
+                problems.append(f"{path}: {size} bytes, the manifest says {expected.bytes}")
+            elif (found := FileEntry.of(path)) != expected:
+                problems.append(f"{path}: digest {found.blake3[:16]}…, the manifest says {expected.blake3[:16]}…")
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror or error}")
+    return problems
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write `path` so that after a crash it is the old file or the new one: fsync, rename, fsync of the directory."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(path.parent)
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make renames inside `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

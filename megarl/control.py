@@ -1,0 +1,44 @@
+"""What trainer ranks tell each other besides tensors: small objects over a gloo group of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from megarl.config.schema import Config
+from megarl.logs import PeerFailedError
+
+T = TypeVar("T")
+
+# Time that the other ranks grant rank 0 beyond the bound of what it does for them.
+GRACE_S = 60.0
+
+
+def control_group(config: Config) -> Any:
+    """A gloo group of all ranks. Its time-out covers the longest thing rank 0 does while the others wait."""
+    timeouts = config.timeouts
+    # Starting an engine, and replacing one that the last trainer left in the middle of a sync.
+    start = timeouts.node_s + timeouts.ray_start_s + 2 * timeouts.engine_start_s + 3 * timeouts.rpc_s
+    longest = max(timeouts.generate_s, start, timeouts.weight_sync_s, config.checkpoint.timeout_s)
+    return torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=longest + GRACE_S))
+
+
+def on_first_rank(group: Any, function: Callable[[], T]) -> T:
+    """Run `function` on rank 0; every rank gets its result, or an error naming its failure."""
+    outcome: list[Any] = [None, None]
+    failure: BaseException | None = None
+    if torch.distributed.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            failure, outcome[1] = error, f"{type(error).__name__}: {error}"
+    torch.distributed.broadcast_object_list(outcome, src=0, group=group)
+    if failure is not None:
+        raise failure
+    if outcome[1] is not None:
+        raise PeerFailedError(f"trainer rank 0 failed: {outcome[1]}")
+    result: T = outcome[0]
+    return result

@@ -1,0 +1,114 @@
+"""What each rank of a test world runs: train, save in the background while training goes on, load, train on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.checkpoint.checkpointer import Checkpointer
+from megarl.checkpoint.state import inner_optimizers, rng_state, trainer_numbers
+from megarl.trainer.batch import TrainSample
+from megarl.trainer.policy import Policy
+from tests.trainer.cases import exported, own_share, policy_under
+
+
+@contextmanager
+def run_under(model_dir: Path, layout: dict[str, Any], root: Path, **changes: Any) -> Iterator[tuple[Policy, Any]]:
+    """A policy, its checkpointer and what that has said to the user."""
+    with policy_under(model_dir, layout, **{"checkpoint__dir": root, **changes}) as policy:
+        said: list[str] = []
+        checkpointer = Checkpointer(policy.config, policy, torch.distributed.group.WORLD, said.append)
+        checkpointer.said = said  # type: ignore[attr-defined]
+        yield policy, checkpointer
+
+
+def update(policy: Policy, samples: list[TrainSample], times: int) -> list[dict[str, float]]:
+    _, mine = own_share(samples)
+    return [policy.update(mine) for _ in range(times)]
+
+
+def save_and_go_on(
+    model_dir: Path, layout: dict[str, Any], samples: list[TrainSample], root: Path, **changes: Any
+) -> dict[str, Any]:
+    """Three updates, a save, two more while it is written."""
+    with run_under(model_dir, layout, root, **changes) as (policy, checkpointer):
+        update(policy, samples, 3)
+        saved = snapshot(policy)
+        saved_ok = checkpointer.save(3, {"note": "kept"})
+        metrics = update(policy, samples, 2)
+        assert checkpointer.poll(wait=True) and saved_ok, checkpointer.said
+        return {"saved": saved, "end": snapshot(policy), "metrics": metrics}
+
+
+def resume_and_go_on(
+    model_dir: Path, layout: dict[str, Any], samples: list[TrainSample], root: Path, **changes: Any
+) -> dict[str, Any]:
+    """Load the newest checkpoint, two more updates."""
+    random.seed(99)
+    np.random.seed(99)
+    torch.manual_seed(99)
+    with run_under(model_dir, layout, root, **changes) as (policy, checkpointer):
+        record = checkpointer.restore(lambda chosen: None)
+        loaded = snapshot(policy)
+        metrics = update(policy, samples, 2)
+        return {
+            "record": record,
+            "saved": loaded,
+            "end": snapshot(policy),
+            "metrics": metrics,
+            "said": checkpointer.said,
+            "lr": policy.learning_rate,
+        }
+
+
+def snapshot(policy: Policy) -> dict[str, Any]:
+    """Everything a checkpoint has to bring back: weights, this rank's optimizer shard, random states, positions."""
+    states = [
+        {name: value.clone() for name, value in state.items()}
+        for inner in inner_optimizers(policy.optimizer)
+        for state in inner.optimizer.state.values()
+    ]
+    return {
+        "weights": exported(policy),
+        "optimizer": states,
+        "rng": rng_state(),
+        "numbers": trainer_numbers(policy),
+        "expert_bias": [
+            module.expert_bias.clone()
+            for chunk in policy.module_chunks
+            for module in chunk.modules()
+            if getattr(module, "expert_bias", None) is not None
+        ],
+    }
+
+
+def full_disk(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[str, Any]:
+    """Saves of steps 1..4: sound, a shard of rank 1 on a full disk, state.json on one, sound again."""
+    with run_under(model_dir, {}, root, checkpoint__asynchronous=False) as (policy, checkpointer):
+        outcomes = []
+        begin = checkpointer.directory.begin
+        for step, full in enumerate([None, "__1_0.distcp", "state.json", None], start=1):
+            update(policy, samples, 1)
+
+            def begin_with(step: int, full: str | None = full) -> Path:
+                partial: Path = begin(step)
+                if full is not None:
+                    (partial / full).symlink_to("/dev/full")
+                return partial
+
+            checkpointer.directory.begin = begin_with
+            outcomes.append(checkpointer.save(step, {}))
+        return {"outcomes": outcomes, "said": checkpointer.said, "steps": checkpointer.directory.steps()}
+
+
+def refused_target(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[str, Any]:
+    """A save into a directory that cannot be made, for it is a file."""
+    with run_under(model_dir, {}, root / "file" / "checkpoints") as (policy, checkpointer):
+        update(policy, samples, 1)
+        return {"saved": checkpointer.save(1, {}, wait=True), "said": checkpointer.said}

@@ -1,0 +1,133 @@
+"""Whole runs that are killed: starting, killing, and everything that must repeat."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from megarl.checkpoint.directory import CheckpointDirectory
+from megarl.queue.dump import read_batch
+from megarl.telemetry.declarations import REGISTRY
+from tests.e2e.test_train import assert_nothing_left, survivors
+from tests.support.run import Run, start, tiny_config
+
+
+def config_of(
+    directory: Path, model: Path | None = None, *, steps: int = 4, family: str = "qwen3", **sections: Any
+) -> dict[str, Any]:
+    """Deterministic, a checkpoint after every second step, an evaluation after every step, batches kept."""
+    config = tiny_config(directory, steps=steps, family=family)
+    if model is not None:
+        config["model"]["path"] = str(model)
+    config["run"]["deterministic"] = True
+    config["checkpoint"] = {"every": 2}
+    config["telemetry"] = {"dump_batches": True}
+    config["evaluation"]["every"] = 1
+    for name, fields in sections.items():
+        config[name] = {**config.get(name, {}), **fields}
+    return config
+
+
+def start_run(config: dict[str, Any], *overrides: str, restarts: int = 0) -> subprocess.Popen[str]:
+    path = Path(config["run"]["dir"]).parent / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return start(path, *overrides, restarts=restarts)
+
+
+def wait_for(condition: Callable[[], bool], process: Any, timeout_s: float = 240.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, process.communicate()[0][-4000:]
+        assert time.monotonic() < deadline, "what the test waits for did not happen"
+        time.sleep(0.01)
+
+
+def metric_steps(run_dir: Path) -> int:
+    """Step lines in metrics.jsonl so far."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().count('"time/step"') if path.is_file() else 0
+
+
+def kill_everything(process: Any, run_dir: Path) -> None:
+    """SIGKILL to torchrun, ranks, supervisor, Ray and engines, in one go."""
+    for each in [psutil.Process(process.pid), *survivors(run_dir)]:
+        try:
+            each.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.communicate(timeout=60)
+    assert_nothing_left(run_dir)
+
+
+def history(run: Run) -> dict[str, Any]:
+    """Everything that must repeat: metrics that are not timings, batches, samples and answers of evaluations."""
+    metrics = [repeatable(json.loads(line)) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in metrics if "policy/loss" in line]
+    batches = [read_batch(run.directory / "batches", step - 1) for step in steps]
+    answers = {path.name: path.read_text() for path in sorted(run.directory.glob("eval_*.jsonl"))}
+    return {"metrics": metrics, "batches": batches, "answers": answers, "samples": samples(run)}
+
+
+def samples(run: Run) -> list[str]:
+    return (run.directory / "samples.jsonl").read_text().splitlines()
+
+
+def repeatable(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics.jsonl or samples.jsonl without what depends on clock or machine."""
+    return {name: value for name, value in line.items() if name not in ("wall_time", "file") and not timing(name)}
+
+
+def timing(name: str) -> bool:
+    return "/" in name and REGISTRY.lookup(name).timing
+
+
+def assert_same_run(first: Run, second: Run) -> None:
+    one, two = history(first), history(second)
+    for part in one:
+        assert one[part] == two[part], part
+    assert_same_files(first.directory / "hf", second.directory / "hf")
+    last = CheckpointDirectory(first.directory / "checkpoints").steps()[-1]
+    ours, theirs = (run.directory / "checkpoints" / f"iter_{last:07d}" for run in (first, second))
+    assert contents_of(ours) == contents_of(theirs)
+
+
+def assert_same_files(first: Path, second: Path) -> None:
+    for path in sorted(first.glob("*.safetensors")):
+        ours, theirs = load_file(path), load_file(second / path.name)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def contents_of(checkpoint: Path) -> dict[tuple[str, tuple[int, ...]], bytes]:
+    """Every stored tensor as it lies on the disk (the order there depends on string hashes)."""
+    from megarl import platforms
+
+    platforms.activate()  # torch's metadata file holds Megatron-Core's classes
+    from torch.distributed.checkpoint import FileSystemReader
+
+    found = {}
+    for index, place in FileSystemReader(checkpoint).read_metadata().storage_data.items():
+        if index.fqn.startswith("rng_state"):
+            continue  # libraries draw from Python's generator when they retry: it depends on time, nothing on it
+        with (checkpoint / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            found[index.fqn, tuple(index.offset or ())] = file.read(place.length)
+    return found
+
+
+def check_counters(run: Run, steps: int, groups: int = 4) -> None:
+    """In the committed history every group appears once, and the counters are those of an unbroken run."""
+    records = run.metrics
+    assert [record["step"] for record in records] == list(range(1, steps + 1))
+    assert records[-1]["total/groups_admitted"] == steps * groups
+    seen = [tag.group_id for step in range(steps) for tag in read_batch(run.directory / "batches", step).tags]
+    assert sorted(set(seen)) == list(range(steps * groups)) and len(seen) == steps * groups * 4

@@ -1,0 +1,122 @@
+"""Killed in the middle of saves, and at random: nothing is lost beyond the last complete checkpoint.
+
+The trainer's ranks are killed and restarted by torchrun, with supervisor, Ray, queue and engines kept; or all of it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from megarl.checkpoint.directory import CheckpointDirectory
+from megarl.checkpoint.faults import POINTS
+from megarl.rollout.launch import read_state
+from tests.e2e.test_train import assert_nothing_left, survivors
+from tests.resume.runs import assert_same_run, check_counters, config_of, kill_everything, metric_steps, start_run
+from tests.support.run import Run, train
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+STEPS = 6
+KILLS = 10
+
+
+def ranks_of(run_dir: Path) -> list[psutil.Process]:
+    return [
+        p
+        for p in survivors(run_dir)
+        if "train_rl.py" in " ".join(p.cmdline()) and "torch.distributed.run" not in " ".join(p.cmdline())
+    ]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = train(config_of(tmp_path_factory.mktemp("unbroken"), steps=STEPS, checkpoint={"every": 1}))
+    assert run.code == 0, run.output[-4000:]
+    check_counters(run, STEPS)
+    return run
+
+
+def finish(process: Any, run_dir: Path, timeout_s: float = 400.0) -> Run:
+    output, _ = process.communicate(timeout=timeout_s)
+    return Run(process.returncode, output, run_dir)
+
+
+def test_every_fault_point_of_a_save(unbroken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run whose trainer is killed at each point once, the pool kept: it ends as the unbroken one."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    monkeypatch.setenv("MEGARL_KILL_AT", ",".join(POINTS))
+    monkeypatch.setenv("MEGARL_KILL_MARKS", str(marks))
+    config = config_of(tmp_path, unbroken.directory.parent / "model", steps=STEPS, checkpoint={"every": 1})
+    run = finish(start_run(config, restarts=len(POINTS)), tmp_path / "run")
+    assert run.code == 0, run.output[-6000:]
+    assert sorted(path.name for path in marks.iterdir()) == sorted(POINTS)
+    state = read_state(run.directory)
+    assert state is not None and state["attempt"] == 0  # one pool for all six attempts
+    check_counters(run, STEPS)
+    assert_same_run(unbroken, run)
+    assert run.summary["groups_rolled_back"] >= len(POINTS) * 4
+    assert not [
+        path for path in (run.directory / "checkpoints").iterdir() if path.name.endswith((".partial", ".deleted"))
+    ]
+    assert_nothing_left(run.directory)
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_random_kills(unbroken: Run, tmp_path: Path, seed: int) -> None:
+    """Ten seeded random kills: eight of one rank with the pool kept, two of everything."""
+    rng = random.Random(seed)
+    everything = set(rng.sample(range(KILLS), 2))
+    config = config_of(tmp_path, unbroken.directory.parent / "model", steps=STEPS, checkpoint={"every": 1})
+    run_dir = tmp_path / "run"
+    directory = CheckpointDirectory(run_dir / "checkpoints")
+    process = start_run(config, restarts=KILLS)
+    done = 0
+    while done < KILLS and process.poll() is None:
+        # Near the things that can go wrong: from the start of the ranks into the second step after it.
+        until = time.monotonic() + rng.uniform(1.0, 25.0)
+        while time.monotonic() < until and process.poll() is None and metric_steps(run_dir) < STEPS:
+            time.sleep(0.05)
+        ranks = ranks_of(run_dir)
+        if process.poll() is not None or not ranks:
+            continue
+        kept = directory.steps()
+        if done in everything:
+            kill_everything(process, run_dir)
+            assert directory.steps()[-1:] >= kept[-1:]
+            process = start_run(config, restarts=KILLS)
+        else:
+            rng.choice(ranks).kill()
+        done += 1
+    run = finish(process, run_dir)
+    assert run.code == 0, run.output[-6000:]
+    assert done >= KILLS // 2, "the run ended before it was killed often enough"
+    check_counters(run, STEPS)
+    assert_same_run(unbroken, run)
+    assert_nothing_left(run_dir)
+
+
+def test_a_changed_learning_rate_is_taken_and_a_damaged_checkpoint_is_not(unbroken: Run, tmp_path: Path) -> None:
+    """Resume by path of a copy: the newest one has a flipped byte, the config another learning rate, one rank less."""
+    config = config_of(tmp_path, unbroken.directory.parent / "model", steps=STEPS, checkpoint={"every": 1})
+    config["trainer"] |= {"gpus": 1, "optimizer": {"lr": 5e-4}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    import shutil
+
+    shutil.copytree(unbroken.directory, tmp_path / "run")
+    shard = next((tmp_path / "run" / "checkpoints" / f"iter_{STEPS:07d}").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    run = train(config, ranks=1)
+    assert run.code == 0, run.output[-4000:]
+    assert f"{shard.name}: digest" in run.output and f"{STEPS - 1} steps done" in run.output
+    assert "trainer.optimizer.lr: 0.001 -> 0.0005" in run.output and "trainer.gpus: 2 -> 1" in run.output
+    assert run.metrics[-1]["policy/lr"] == 5e-4 and len(run.metrics) == STEPS

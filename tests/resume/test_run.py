@@ -1,0 +1,82 @@
+"""Runs that are killed and go on: what they are afterwards is what an unbroken run is, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint.directory import CheckpointDirectory
+from megarl.queue.dump import read_batch
+from tests.e2e.test_train import assert_nothing_left
+from tests.resume.runs import (
+    assert_same_run,
+    check_counters,
+    config_of,
+    contents_of,
+    kill_everything,
+    metric_steps,
+    repeatable,
+    start_run,
+    wait_for,
+)
+from tests.support.run import train
+
+pytestmark = pytest.mark.engine
+
+
+def test_killed_and_resumed_equals_unbroken(tmp_path: Path) -> None:
+    """kill -9 of every process after 4 steps, back to the checkpoint of step 2, 2 steps again: the same, bit for bit.
+
+    The first run is the unbroken one, up to its last checkpoint. (`slow`: killed in the middle, against a third run.)
+    """
+    config = config_of(tmp_path)
+    run_dir = tmp_path / "run"
+    process = start_run(config)
+    directory = CheckpointDirectory(run_dir / "checkpoints")
+    try:
+        wait_for(lambda: metric_steps(run_dir) == 4 and directory.steps() == [2, 4], process)
+    finally:
+        kill_everything(process, run_dir)
+    batches = [read_batch(run_dir / "batches", step) for step in range(4)]
+    later = directory.set_aside(4, "unbroken")
+    resumed = train(config)
+    assert resumed.code == 0, resumed.output[-4000:]
+    assert "2 steps done" in resumed.output
+    check_counters(resumed, 4)
+    assert [read_batch(run_dir / "batches", step) for step in range(4)] == batches
+    assert contents_of(directory.path(4)) == contents_of(later)
+    moved = [json.loads(line) for line in (run_dir / "rolled_back.jsonl").read_text().splitlines()]
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        lines = [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+        was = [repeatable(line) for line in moved if line["file"] == name]
+        assert was and [repeatable(line) for line in lines if line["step"] > 2][: len(was)] == was
+    summary = resumed.summary
+    assert summary["steps"] == 4 and summary["groups_rolled_back"] == 8 and summary["eval_before"]["n"] == 8
+    assert summary["wall_seconds"] > sum(record["time/step"] for record in resumed.metrics)
+    assert_nothing_left(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_killed_in_the_middle_equals_a_run_of_its_own(tmp_path: Path, precision: str) -> None:
+    """2 steps + kill -9 of every process in the middle of the third + resume = 4 steps of another run."""
+    changes = {"trainer": {"precision": precision}}
+    unbroken = train(config_of(tmp_path / "unbroken", **changes))
+    assert unbroken.code == 0, unbroken.output[-4000:]
+    config = config_of(tmp_path / "killed", tmp_path / "unbroken" / "model", **changes)
+    run_dir = tmp_path / "killed" / "run"
+    process = start_run(config)
+    try:
+        wait_for(lambda: metric_steps(run_dir) >= 2 and CheckpointDirectory(run_dir / "checkpoints").steps(), process)
+        time.sleep(0.5)
+    finally:
+        kill_everything(process, run_dir)
+    resumed = train(config)
+    assert resumed.code == 0, resumed.output[-4000:]
+    check_counters(resumed, 4)
+    assert_same_run(unbroken, resumed)
+    assert resumed.summary["eval_before"] == unbroken.summary["eval_before"]
+    assert_nothing_left(run_dir)
