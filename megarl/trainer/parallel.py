@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from megarl.models.layout import Layout
 
@@ -49,6 +51,9 @@ def destroy() -> None:
     # (models do: drop them, then gc.collect(), as DDP's hooks make cycles).
     groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
     parallel_state.destroy_model_parallel()
+    # Cached by module: up to 32 rotary embeddings of past models, each with its context-parallel group (0.16.1).
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()
     for group in groups:
         if group in torch.distributed.distributed_c10d._world.pg_map:
             torch.distributed.destroy_process_group(group)

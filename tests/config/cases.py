@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
@@ -14,6 +13,7 @@ from megarl.models.layout import Layout
 from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
+from tests.support.graphs import forget_last_graph
 
 # One micro-batch of ragged sequences, exactly full, and with only one way to pack several of them.
 LENGTHS = (150, 42)
@@ -25,6 +25,7 @@ def measure(tree: dict[str, Any], micro_batches: int = 1) -> dict[str, float]:
     config = config_from_tree(tree)
     layout = Layout.from_config(config.trainer.parallel, config.trainer.gpus)
     parallel.initialize(layout, seed=1, timeout_s=60)
+    policy = None
     try:
         policy = Policy(config, layout, load_info(config.model.path))
         samples = [_sample(i, length) for i, length in enumerate(LENGTHS * micro_batches)]
@@ -33,8 +34,9 @@ def measure(tree: dict[str, Any], micro_batches: int = 1) -> dict[str, float]:
         stage = torch.distributed.get_rank(parallel.parallel_state.get_pipeline_model_parallel_group())
         return {"stage": stage, "activations": saved.peak, **_state(policy)}
     finally:
+        if policy is not None:
+            forget_last_graph(policy)
         parallel.destroy()
-        gc.collect()
 
 
 def _sample(index: int, length: int) -> TrainSample:

@@ -12,6 +12,8 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Client
 
+MAX_THREADS = 120  # between cases: their own groups are gone then; some caches and thread pools may stay
+
 
 def main() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with torchrun's agent
@@ -25,6 +27,7 @@ def main() -> None:
     key = bytes.fromhex(os.environ["MEGARL_TEST_WORLD_KEY"])
     connection = Client(("127.0.0.1", int(os.environ["MEGARL_TEST_WORLD_PORT"])), authkey=key)
     connection.send(torch.distributed.get_rank())
+    leak = ""
     while True:
         try:
             target, kwargs = connection.recv()
@@ -32,16 +35,19 @@ def main() -> None:
             os._exit(0)
         try:
             module, _, name = target.partition(":")
+            if leak:
+                raise RuntimeError(leak)  # or the rest of the session would be many times slower, without a word
             answer = (True, getattr(importlib.import_module(module), name)(**kwargs))
         except Exception:
             answer = (False, traceback.format_exc())
-        # Models hold process groups in reference cycles, and each group has three threads: collect between cases.
-        gc.collect()
         # Plain pickle: torch's own pickler would share tensors by file descriptor, which needs a common key.
         connection.send_bytes(pickle.dumps(answer))
         # A case's model is garbage with cycles, and keeps its gloo groups (3 threads each, always awake) alive.
         del answer, kwargs
         gc.collect()
+        threads = len(os.listdir("/proc/self/task"))
+        leak = f"{target} left {threads} threads behind: process groups that something still refers to"
+        leak = leak if threads > MAX_THREADS else ""
 
 
 if __name__ == "__main__":

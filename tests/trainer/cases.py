@@ -24,6 +24,7 @@ from megarl.trainer import policy as policy_module
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.packing import assign_to_ranks
 from megarl.trainer.policy import Policy
+from tests.support.graphs import forget_last_graph
 from tests.trainer.problem import make_config
 
 
@@ -32,9 +33,13 @@ def policy_under(model_dir: Path, layout: dict[str, Any], **changes: Any) -> Ite
     """A policy in a fresh layout of all ranks of the world; torn down again."""
     full = Layout(**layout, world_size=torch.distributed.get_world_size())
     parallel.initialize(full, seed=1, timeout_s=60)
+    policy = None
     try:
-        yield Policy(make_config(model_dir, **changes), full, load_info(model_dir))
+        policy = Policy(make_config(model_dir, **changes), full, load_info(model_dir))
+        yield policy
     finally:
+        if policy is not None:
+            forget_last_graph(policy)
         parallel.destroy()
 
 

@@ -64,13 +64,8 @@ def trained(
     known: dict[str, dict[str, Any]] = {}
 
     def get(ranks: int, model: str, layout: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-        arguments = {
-            "model_dir": model_dir(model),
-            "layout": layout or {},
-            "samples": options.pop("samples", None) or samples_of(model),
-            **options,
-        }
         key = repr((ranks, model, layout, sorted(options.items()))) if "samples" not in options else None
+        arguments = {"model_dir": model_dir(model), "layout": layout or {}, "samples": samples_of(model), **options}
         if ranks == 1 and key in known:
             return known[key]
         results = world(ranks).run("tests.trainer.cases:train", timeout=240, **arguments)
