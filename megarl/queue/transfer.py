@@ -48,7 +48,11 @@ def _controller_name(partition: str) -> str:
 
 
 def bounded(function: Callable[[], T], timeout_s: float, what: str) -> T:
-    """Run a library call that cannot be bounded from outside in a daemon thread; TimeoutError after `timeout_s`."""
+    """Run a library call that cannot be bounded from outside in a daemon thread; TimeoutError after `timeout_s`.
+
+    The thread of a late call stays where it is: one that waits inside Ray crashes the process at `ray.shutdown()`
+    (Ray 2.60.0), so what is known to wait for long is asked for before it is called.
+    """
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -94,15 +98,20 @@ def start_queue(
     quiet_library()
     import ray
 
-    needed, available = 1 + storage_units, ray.available_resources().get("CPU", 0)
-    try:
-        return bounded(
-            lambda: _start(partition, namespace, storage_units, node_resource),
-            timeout_s,
-            f"TransferQueue's start ({needed} actors of 1 CPU each; {available:g} logical CPUs were free in Ray)",
-        )
-    except TimeoutError as error:
-        raise TimeoutError(f"{error}; raise ray.num_cpus or timeouts.ray_start_s") from None
+    needed, deadline = 1 + storage_units, time.monotonic() + timeout_s
+    # Asked first: an actor that finds no CPU would leave a thread waiting in Ray without end (see `bounded`).
+    while (available := ray.available_resources().get("CPU", 0)) < needed:
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"TransferQueue did not start within {timeout_s:.0f} s: it needs {needed} actors of 1 CPU each; "
+                f"{available:g} logical CPUs were free in Ray; raise ray.num_cpus or timeouts.ray_start_s"
+            )
+        time.sleep(0.1)
+    return bounded(
+        lambda: _start(partition, namespace, storage_units, node_resource),
+        max(deadline - time.monotonic(), 1.0),
+        f"TransferQueue's start ({needed} actors of 1 CPU each; raise timeouts.ray_start_s)",
+    )
 
 
 def _start(partition: str, namespace: str, storage_units: int, node_resource: str | None) -> QueueServer:

@@ -152,7 +152,7 @@ def start_supervisor(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             env=clean_environment(),
         )  # fmt: skip
-    _REAP.append(process)
+    _STARTED[spec.launch_id] = process
     return process
 
 
@@ -172,8 +172,8 @@ def attach_supervisor(run_dir: Path | str, launch_id: str, timeout_s: float) -> 
     )
 
 
-# Supervisors started by this process: polled, so that an ended one does not stay a zombie.
-_REAP: list[subprocess.Popen[bytes]] = []
+# Supervisors started by this process, by launch id: polled, so that an ended one does not stay a zombie.
+_STARTED: dict[str, subprocess.Popen[bytes]] = {}
 
 
 def clean_environment() -> dict[str, str]:
@@ -210,7 +210,7 @@ def _await_state(
     run_dir: Path, launch_id: str, done: Callable[[dict[str, Any]], bool], timeout_s: float
 ) -> dict[str, Any]:
     deadline = time.monotonic() + timeout_s
-    process: subprocess.Popen[bytes] | None = _REAP[-1] if _REAP else None
+    process = _STARTED.get(launch_id)
     while True:
         state = read_state(run_dir)
         if state is not None and state["launch_id"] == launch_id:
@@ -241,7 +241,7 @@ def stop_supervisor(
     here = host in {None, platform.node()}
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        for child in _REAP:
+        for child in _STARTED.values():
             child.poll()
         state = read_state(run_dir) or {}
         if not (is_alive(process) if here else state.get("state") not in {"stopped", "failed"}):
@@ -253,5 +253,5 @@ def stop_supervisor(
         children = {ProcessId(**each) for each in state.get("children", ())}
         sweep({process, *children}, grace_s=0.0)
         os.kill(process.pid, signal.SIGKILL) if is_alive(process) else None
-    for child in _REAP:
+    for child in _STARTED.values():
         child.poll()

@@ -112,7 +112,7 @@ def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
     process = start(path)
     run_dir = tmp_path / "run"
     try:
-        wait_for_admission(run_dir, process)
+        wait_for_steps(run_dir, process)
         engines = [p for p in survivors(run_dir) if "EngineReplica" in " ".join(p.cmdline())]
         assert len(engines) == 1
         engines[0].kill()
@@ -142,14 +142,15 @@ def wait_for_end_or_replacement(run_dir: Path, process: subprocess.Popen[str], t
     raise AssertionError("the killed engine was neither replaced nor named")
 
 
-def wait_for_admission(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 240.0) -> None:
-    """Until groups are in flight: version 0 is published a moment after the pool is ready."""
+def wait_for_steps(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 240.0) -> None:
+    """Until a step has been trained: groups of the next are then in flight."""
     deadline = time.monotonic() + timeout_s
-    state = run_dir / "supervisor.json"
-    while not (state.is_file() and json.loads(state.read_text())["state"] == "ready"):
-        assert time.monotonic() < deadline and process.poll() is None, "the pool did not come up"
+    path = run_dir / "metrics.jsonl"
+    while not (path.is_file() and path.read_text().count("\n")):
+        if process.poll() is not None:
+            raise AssertionError(f"the run ended before its first step:\n{process.communicate(timeout=60)[0][-4000:]}")
+        assert time.monotonic() < deadline, f"no step within {timeout_s:.0f} s"
         time.sleep(0.2)
-    time.sleep(6)
 
 
 @pytest.mark.parametrize(
