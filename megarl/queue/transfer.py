@@ -97,7 +97,10 @@ def start_queue(
     """
     quiet_library()
     import ray
+    from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
 
+    # Raises ValueError if no node has the resource.
+    get_node_round_robin_scheduling_strategies(storage_units, required_node_resource=node_resource)
     needed, deadline = 1 + storage_units, time.monotonic() + timeout_s
     # Asked first: an actor that finds no CPU would leave a thread waiting in Ray without end (see `bounded`).
     while (available := ray.available_resources().get("CPU", 0)) < needed:
@@ -122,11 +125,8 @@ def _start(partition: str, namespace: str, storage_units: int, node_resource: st
     from transfer_queue.controller import TransferQueueController
     from transfer_queue.sampler import SequentialSampler
     from transfer_queue.storage.bootstrap import StorageBootstrapProvider
-    from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
     from transfer_queue.utils.zmq_utils import process_zmq_server_info
 
-    # Raises ValueError if no node has the resource: asked before any actor exists.
-    get_node_round_robin_scheduling_strategies(storage_units, required_node_resource=node_resource)
     defaults = OmegaConf.create((resources.files("transfer_queue") / "config.yaml").read_text())
     conf: Any = OmegaConf.merge(OmegaConf.create({}, flags={"allow_objects": True}), defaults)
     conf.backend.storage_backend = BACKEND
