@@ -7,6 +7,7 @@ Any failure here leaves the model half loaded: vLLM looks healthy, and the repli
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,8 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.device.type == "cpu":
+            prepack_updated_experts()
         self._receiver: Receiver | None = None
         self._caught: str | None = None  # why the model is half loaded
 
@@ -111,7 +114,6 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
 
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            prepack_experts(self.model)
             prepack_tied_head(self.model)
             tune_malloc(MMAP_OTHERWISE)
 
@@ -159,15 +161,26 @@ def tune_malloc(mmap_threshold: int) -> None:
         libc.malloc_trim(0)
 
 
-def prepack_experts(model: torch.nn.Module) -> None:
-    """vLLM 0.32, CPU only: a weight update skips the experts' own repacking, and the MoE is then silently wrong.
+def prepack_updated_experts() -> None:
+    """vLLM 0.32, CPU only: a weight update skips the experts' padding and packing; the MoE is then silently wrong.
 
-    `UnquantizedFusedMoEMethod._setup_kernel` calls it at first load only.
+    `UnquantizedFusedMoEMethod._setup_kernel` lets the experts process their weights at first load only, which is
+    enough where that step does not touch the weights. Idempotent.
     """
-    for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and hasattr(module, "w13_weight"):
-            kernel.fused_experts.process_weights_after_loading(module)
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    original = UnquantizedFusedMoEMethod._setup_kernel
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def setup_kernel(self: Any, layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        is_update = self.moe_kernel is not None
+        original(self, layer, w13, w2)
+        if is_update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = setup_kernel
 
 
 def prepack_tied_head(model: torch.nn.Module) -> None:

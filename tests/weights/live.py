@@ -127,7 +127,10 @@ class LiveReplica:
         return Response(ids, logprobs, [(s.version, s.start, s.end) for s in result.weight_versions])
 
     def shutdown(self) -> None:
-        self._engine.shutdown()
+        async def stop() -> None:
+            self._engine.shutdown()
+
+        self.run(stop(), 60)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
