@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 
-from megarl.checkpoint.scheme import is_model_key, model_sharded_state_dict, stored_tensors
+from megarl.checkpoint.keys import is_model_key, problems_of, resolve, stored_tensors
+from megarl.checkpoint.scheme import model_sharded_state_dict
 from megarl.models.info import ModelInfo
-from megarl.models.loader import listed, load_hf_weights
+from megarl.models.loader import load_hf_weights
 from megarl.models.shards import table
 from megarl.models.source import megatron_step
 
@@ -37,9 +39,11 @@ def load_megatron_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, pa
     step = megatron_step(path)
     if step is None:
         raise ValueError(f"{path} is not a Megatron checkpoint: it has neither a tracker file nor shards")
-    check_keys(step, info)
+    renamed = check_keys(step, info)
     state = model_sharded_state_dict(chunks, info)
     apply_factories(state)  # the halves are views of the parameters: nothing is to be merged after the load
+    for each in nested_values(state):
+        each.key = renamed.get(each.key, each.key)
     try:
         dist_checkpointing.load(state, str(step))
     except CheckpointingException as error:
@@ -49,25 +53,17 @@ def load_megatron_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, pa
     return size
 
 
-def check_keys(step: Path, info: ModelInfo) -> None:
+def check_keys(step: Path, info: ModelInfo) -> dict[str, str]:
     """The checkpoint holds exactly the model's keys (and whatever is not a weight), in its shapes.
 
-    Raises ValueError listing what differs. More vocabulary rows than the model has are padding.
+    Returns those that it has under another name (see `resolve`). Raises ValueError listing what differs.
     """
-    found = {
-        key: tuple(value.global_shape)
-        for key, value in dist_checkpointing.load_tensors_metadata(str(step)).items()
-        if is_model_key(key)
-    }
+    metadata = dist_checkpointing.load_tensors_metadata(str(step))
+    found = {key: tuple(value.global_shape) for key, value in metadata.items() if is_model_key(key)}
     wanted = [stored for parts in stored_tensors(table(info)).values() for stored in parts]
-    problems = listed("missing keys", [stored.key for stored in wanted if stored.key not in found])
-    problems += listed("keys that the family does not have", sorted(set(found) - {stored.key for stored in wanted}))
-    wrong = []
-    for stored in wanted:
-        shape = found.get(stored.key, stored.shape)
-        padded = stored.entry.rule.pad_to_tp and shape[0] >= stored.shape[0] and shape[1:] == stored.shape[1:]
-        if shape != stored.shape and not padded:
-            wrong.append(f"{stored.key}: shape {list(shape)}, config.json means {list(stored.shape)}")
-    problems += listed("misshapen tensors", wrong)
+    renamed = resolve(found, wanted)
+    found |= {key: found.pop(other) for key, other in renamed.items()}
+    problems = problems_of(found, wanted)
     if problems:
         raise ValueError(f"{step} does not match its config.json ({info.family}):\n" + "\n".join(problems))
+    return renamed

@@ -19,6 +19,7 @@ from megarl.config.hardware import local_gpus
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo, load_info
+from megarl.models.source import hf_files, megatron_step
 
 Device = Literal["cuda", "cpu"]
 
@@ -204,12 +205,19 @@ def _files(config: Config) -> Iterator[str]:
         models.append(("reference.path", config.reference.path, True))
     for key, path, weights in models:
         if not path.is_dir():
-            yield f"{key}: no such directory: {path} {here}; it must be a Hugging Face directory"
+            yield (
+                f"{key}: no such directory: {path} {here}; it must be a Hugging Face directory or a Megatron checkpoint"
+            )
             continue
-        if weights and not any(path.glob("*.safetensors")):
+        try:
+            step, files = megatron_step(path), hf_files(path)
+        except ValueError as error:
+            yield f"{key}: {error}"
+            continue
+        if weights and step is None and not any(path.glob("*.safetensors")):
             yield (f"{key}: {path} holds no *.safetensors; convert the checkpoint, or set model.load_weights=false")
-        if key == "model.path" and not any((path / n).is_file() for n in ("tokenizer.json", "tokenizer.model")):
-            yield f"{key}: {path} holds no tokenizer.json; copy the tokenizer files of the model into it"
+        if key == "model.path" and not any((files / n).is_file() for n in ("tokenizer.json", "tokenizer.model")):
+            yield f"{key}: {files} holds no tokenizer.json; copy the tokenizer files of the model into it"
 
 
 def _shape(config: Config, info: ModelInfo) -> Iterator[str]:

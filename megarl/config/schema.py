@@ -33,7 +33,11 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The policy's weights and tokenizer."""
 
-    path: Path = Field(..., description="Hugging Face directory (config.json, safetensors, tokenizer).")
+    path: Path = Field(
+        ...,
+        description="Hugging Face directory (config.json, safetensors, tokenizer), or a Megatron checkpoint "
+        "(docs/converter.md).",
+    )
     shape: Path | None = Field(
         None, description="Directory with the model's config.json, for planning where `path` is not (recipes have one)."
     )
@@ -95,7 +99,7 @@ class TrainerConfig(Section):
 class ReferenceConfig(Section):
     """The frozen reference policy; it is only built if a KL coefficient is not zero."""
 
-    path: Path | None = Field(None, description="Hugging Face directory; default `model.path`.")
+    path: Path | None = Field(None, description="Hugging Face directory or Megatron checkpoint; default `model.path`.")
     placement: Literal["gpu", "cpu_offload"] = Field(
         "cpu_offload", description="Where its weights live between passes."
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.data.formats import Message, Prompt
+from megarl.models.source import hf_files
 
 log = logging.getLogger(__name__)
 
@@ -21,11 +22,14 @@ class PromptTooLongError(ValueError):
 
 
 def load_tokenizer(model_dir: Path | str) -> Any:
-    """The Hugging Face tokenizer of a model directory, nothing fetched. ValueError if there is none."""
+    """The tokenizer of a Hugging Face directory or a Megatron checkpoint, nothing fetched.
+
+    ValueError if there is none.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(hf_files(model_dir)), local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"model.path {model_dir} has no tokenizer that can be loaded: {error}") from error
 
@@ -137,7 +141,7 @@ def stop_token_ids(model_dir: Path | str, tokenizer: Any, configured: Sequence[i
 
 def generation_config_eos(model_dir: Path | str) -> set[int]:
     """`eos_token_id` of generation_config.json, a number or a list there; empty if absent."""
-    path = Path(model_dir) / "generation_config.json"
+    path = hf_files(model_dir) / "generation_config.json"
     if not path.is_file():
         return set()
     try:

@@ -192,7 +192,19 @@ def _evaluate(config: Config) -> list[SetReport]:
 def _check(config: Config) -> None:
     """Everything that can be wrong with model, tokenizer and data, before any process starts. ConfigError."""
     from megarl.config.checks import check
+    from megarl.models.source import megatron_step
 
+    try:
+        step = megatron_step(config.model.path)
+    except ValueError as error:
+        raise ConfigError([f"--model: {error}"]) from None
+    if step is not None:
+        raise ConfigError(
+            [
+                f"--model: {config.model.path} is a Megatron checkpoint, which engines cannot load; export it first: "
+                f"tools/checkpoint/convert.py export --megatron {config.model.path} --hf DIR"
+            ]
+        )
     try:
         check(config)
     except ConfigError as error:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from megatron.core import parallel_state
 
 from megarl.models.info import ModelInfo
 from megarl.models.safetensors_io import SafetensorsWriter, TensorSpec, write_index
 from megarl.models.shards import Shard, local_shards, table
+from megarl.models.source import hf_files
 
 logger = logging.getLogger(__name__)
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".index.json")
@@ -97,12 +97,16 @@ class HFExporter:
 
 
 def _is_sender(shard: Shard) -> bool:
+    from megatron.core import parallel_state
+
     if shard.entry.expert is not None:
         return parallel_state.get_expert_data_parallel_rank() == 0
     return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
 
 def _group(shard: Shard) -> torch.distributed.ProcessGroup:
+    from megatron.core import parallel_state
+
     if shard.entry.expert is not None:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
@@ -187,11 +191,11 @@ def save_hf(
     if out.exists() and not overwrite:
         raise ValueError(f"{out} exists already; choose another directory or remove it")
     partial = out.with_name(f".{out.name}.partial")
-    files = _plan_files(exporter.manifest(), shard_bytes)
+    files = plan_files(exporter.manifest(), shard_bytes)
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        copy_side_files(Path(hf_source_dir), partial, exporter.dtype)
+        copy_side_files(hf_files(hf_source_dir), partial, exporter.dtype)
     torch.distributed.barrier()
     _write_own_files(exporter, partial, files, rank)
     torch.distributed.barrier()
@@ -214,7 +218,7 @@ def _spec(tensor: ExportedTensor) -> TensorSpec:
     return TensorSpec(tensor.name, tensor.shape, tensor.dtype)
 
 
-def _plan_files(manifest: Sequence[ExportedTensor], shard_bytes: int) -> list[tuple[str, list[ExportedTensor]]]:
+def plan_files(manifest: Sequence[ExportedTensor], shard_bytes: int) -> list[tuple[str, list[ExportedTensor]]]:
     """Group each owner's tensors, in order, into files of at most `shard_bytes` (or one tensor)."""
     groups: list[list[ExportedTensor]] = []
     open_group: dict[int, list[ExportedTensor]] = {}

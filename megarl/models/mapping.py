@@ -89,7 +89,7 @@ class Entry:
         total = sum(piece.size for piece in full)
         if total % size:
             raise ValueError(f"{self.megatron}: {total} rows do not divide by tensor-parallel size {size}")
-        return _cut(full, rank * total // size, (rank + 1) * total // size)
+        return cut(full, rank * total // size, (rank + 1) * total // size)
 
     def shard_shape(self, rank: int, size: int) -> tuple[int, ...]:
         """Shape of that rank's Megatron parameter."""
@@ -191,7 +191,7 @@ def _chunk(piece: Piece, rank: int, size: int, name: str) -> Piece:
     return Piece(piece.source, piece.start + rank * step, piece.start + (rank + 1) * step)
 
 
-def _cut(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
+def cut(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
     """Rows [start, stop) of the concatenation of `pieces`; neighbours of one source become one piece."""
     result: list[Piece] = []
     offset = 0

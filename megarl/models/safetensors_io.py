@@ -23,7 +23,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _INDEX = "model.safetensors.index.json"
 
 
@@ -135,25 +135,30 @@ class TensorSpec:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
+def encode_header(specs: Sequence[TensorSpec]) -> bytes:
+    """What a safetensors file begins with; the tensors' bytes follow in the order of `specs`, without gaps."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in specs:
+        header[spec.name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
 class SafetensorsWriter:
     """Streams tensors into one safetensors file in the announced order: one tensor in memory at a time."""
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self.path = path
         self._left = list(specs)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for spec in specs:
-            header[spec.name] = {
-                "dtype": _DTYPE_NAMES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [offset, offset + spec.nbytes],
-            }
-            offset += spec.nbytes
-        encoded = json.dumps(header, separators=(",", ":")).encode()
-        encoded += b" " * (-len(encoded) % 8)
         self._file = path.open("wb")
-        self._file.write(struct.pack("<Q", len(encoded)) + encoded)
+        self._file.write(encode_header(specs))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next announced tensor. Raises ValueError if it is another one."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megarl.models.families import FAMILIES
 from megarl.models.info import ModelInfo
 from megarl.models.mapping import Entry, canonical_name, expand
+
+# Megatron-Core is imported where a model is there: the converter needs only `table`, and not to wait seconds for it.
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
 
 TIED_COPY = "output_layer.weight"  # of a tied model's last pipeline stage: a copy of
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -61,6 +64,8 @@ def local_shards(chunks: Sequence[torch.nn.Module], info: ModelInfo, entries: di
 
 def tensor_place(entry: Entry) -> tuple[int, int]:
     """(rank, size) in the group that shards `entry`: expert-tensor parallel for experts, else TP."""
+    from megatron.core import parallel_state
+
     if entry.expert is not None:
         return (
             parallel_state.get_expert_tensor_parallel_rank(),
@@ -74,12 +79,16 @@ def tensor_place(entry: Entry) -> tuple[int, int]:
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:
     """The GPTModel inside DDP and Float16Module."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     return chunk
 
 
 def _named_parameters(chunks: Sequence[torch.nn.Module], info: ModelInfo) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    from megatron.core import parallel_state
+
     experts = (info.num_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
     first_expert = parallel_state.get_expert_model_parallel_rank() * experts
     for chunk in map(unwrap, chunks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.config.schema import Config
+from megarl.models.source import hf_files, megatron_step
 
 CPU_BATCHED_TOKENS = 8192
 
@@ -39,7 +40,7 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
     # CPU, one worker: the engine process runs the model itself (see `engine_environment`).
     single = "uni" if not cuda else None
     arguments: dict[str, Any] = {
-        "model": str(config.model.path),
+        "model": str(hf_files(config.model.path)),
         "tensor_parallel_size": rollout.tensor_parallel,
         "distributed_executor_backend": "mp" if rollout.tensor_parallel > 1 else single,
         "dtype": engine_dtype(config),
@@ -53,6 +54,9 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         "enable_prefix_caching": True,
         "seed": config.run.seed,
     }
+    if megatron_step(config.model.path) is not None:
+        # There are no weights beside the config: version 0 brings them, before the first prompt.
+        arguments["load_format"] = "dummy"
     if not cuda:
         arguments |= _whole_prompts(max_model_len or rollout.max_model_len)
     return {**arguments, **rollout.engine_kwargs}

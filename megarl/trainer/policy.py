@@ -20,10 +20,10 @@ from megarl import platforms
 from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.losses import LossSpec, micro_batch_loss
 from megarl.algorithms.stats import LossStats
+from megarl.checkpoint.load import load_weights
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
-from megarl.models.loader import load_hf_weights
 from megarl.models.provider import build_model, transformer_config
 from megarl.trainer.batch import MicroBatch, TrainSample, check_samples, pack, unpack
 from megarl.trainer.head import response_logprobs, return_hidden_states
@@ -94,7 +94,7 @@ class Policy:
             )
         chunks = build_model(info, self.tf_config, layout)
         if config.model.load_weights:
-            load_hf_weights(chunks, info, config.model.path)
+            load_weights(chunks, info, config.model.path)
         for chunk in chunks:
             return_hidden_states(chunk)
         self.module_chunks = data_parallel_wrap(config, self.tf_config, [precision_wrap(c) for c in chunks])

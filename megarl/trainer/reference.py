@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megarl import platforms
+from megarl.checkpoint.load import load_weights
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
-from megarl.models.loader import load_hf_weights
 from megarl.models.provider import build_model, transformer_config
 from megarl.trainer.head import return_hidden_states
 from megarl.trainer.optimizer import precision_wrap
@@ -63,7 +63,7 @@ class ReferenceModel:
             info, layout, config.trainer.precision, config.megatron.transformer, initialize=False
         )
         chunks = build_model(info, tf_config, layout)
-        load_hf_weights(chunks, info, config.reference.path or config.model.path)
+        load_weights(chunks, info, config.reference.path or config.model.path)
         for chunk in chunks:
             chunk.requires_grad_(False)
             return_hidden_states(chunk)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing
@@ -18,7 +24,10 @@ from megarl.models.info import ModelInfo, load_info
 from megarl.models.layout import Layout
 from megarl.models.loader import load_hf_weights
 from megarl.models.provider import build_model, transformer_config
+from megarl.models.source import HF_FILES, hf_files
+from tests.checkpoint.converter import run
 from tests.models.cases import make_layout, parallel
+from tests.trainer.cases import policy_under
 
 Places = dict[str, list[tuple[Any, ...]]]
 
@@ -71,12 +80,70 @@ def save(model_dir: str, step: str, precision: str = "fp32", **sizes: Any) -> No
         dist_checkpointing.save(model_sharded_state_dict(chunks, info), step, content_metadata=content_metadata())
 
 
+def save_by_megatron(model_dir: str, step: str, **sizes: Any) -> None:
+    """Case: save with the keys that Megatron-Core's own modules give, extra states included."""
+    layout = make_layout(**sizes)
+    with parallel(layout):
+        info, (chunk,) = build(model_dir, layout)
+        load_hf_weights([chunk], info, model_dir)
+        if torch.distributed.get_rank() == 0:
+            Path(step).mkdir(parents=True)
+            shutil.copytree(model_dir, Path(step) / HF_FILES)
+        torch.distributed.barrier()
+        state = chunk.sharded_state_dict(metadata=content_metadata())
+        dist_checkpointing.save(state, step, content_metadata=content_metadata())
+
+
 def load_and_export(
-    checkpoint: str, model_dir: str, out: str, precision: str = "fp32", dtype: str = "float32", **sizes: Any
+    checkpoint: str,
+    model_dir: str,
+    out: str,
+    precision: str = "fp32",
+    dtype: str = "float32",
+    shard_bytes: int = 2**30,
+    **sizes: Any,
 ) -> None:
     """Case: load a checkpoint under the layout, export the model as the weight sync's stream gives it."""
     layout = make_layout(**sizes)
     with parallel(layout):
         info, chunks = build(model_dir, layout, precision)
         load_weights(chunks, info, checkpoint)
-        save_hf(HFExporter(chunks, info, getattr(torch, dtype)), model_dir, Path(out))
+        save_hf(HFExporter(chunks, info, getattr(torch, dtype)), model_dir, Path(out), shard_bytes)
+
+
+def load_save_and_export(checkpoint: str, step: str, out: str, **sizes: Any) -> None:
+    """Case: load a checkpoint under the layout, save it by Megatron-Core, and export it by the weight sync's stream."""
+    layout = make_layout(**sizes)
+    with parallel(layout):
+        info, chunks = build(checkpoint, layout)
+        load_weights(chunks, info, checkpoint)
+        if torch.distributed.get_rank() == 0:
+            Path(step).mkdir(parents=True)
+            shutil.copytree(hf_files(checkpoint), Path(step) / HF_FILES)
+        torch.distributed.barrier()
+        dist_checkpointing.save(model_sharded_state_dict(chunks, info), step, content_metadata=content_metadata())
+        save_hf(HFExporter(chunks, info, torch.float32), checkpoint, Path(out))
+
+
+def policy_digest(model_dir: str, layout: dict[str, Any]) -> list[tuple[str, str]]:
+    """Case: every parameter of this rank's policy and reference model, by digest."""
+    with policy_under(Path(model_dir), layout) as policy:
+        assert policy.reference is not None
+        chunks = [*policy.module_chunks, *policy.reference.chunks]
+        return [
+            (name, hashlib.sha256(parameter.detach().view(torch.uint8).numpy().tobytes()).hexdigest())
+            for chunk in chunks
+            for name, parameter in chunk.named_parameters()
+        ]
+
+
+def convert_on_ranks(arguments: list[str], attempt: str, failing_rank: int | None = None) -> tuple[int, str, str]:
+    """Case: what `torchrun convert.py ...` does on this rank; `attempt` tells runs in one world apart."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "its disk")
+
+    broken = mock.patch("megarl.checkpoint.output.Output.finish_unit", fail)
+    with broken if failing_rank == torch.distributed.get_rank() else contextlib.nullcontext():
+        with mock.patch("megarl.checkpoint.cli._SPEAK_S", 0.0):
+            return run(*arguments, TORCHELASTIC_RESTART_COUNT=attempt)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.checkpoint.scheme import stored_tensors
+from megarl.checkpoint.keys import stored_tensors
 from megarl.models.info import load_info
 from megarl.models.shards import table
+from tests.checkpoint.converter import convert
 from tests.support.world import World
 
 pytestmark = pytest.mark.world
@@ -123,3 +124,16 @@ def test_a_checkpoint_of_another_model_is_refused(
             tensor=2,
         )
     assert "8 missing keys" in str(caught.value) and "self_attention.q_layernorm.weight" in str(caught.value)
+
+
+def test_names_of_megatrons_local_spec_are_resolved(
+    world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Its norm before a mixture of experts, its extra states: loaded by the trainer and by the converter."""
+    source, step = model_dir("qwen3_moe"), tmp_path / "iter_0000001"
+    world(2).run("tests.checkpoint.cases:save_by_megatron", model_dir=str(source), step=str(step), expert=2)
+    world(2).run(
+        "tests.checkpoint.cases:load_and_export", checkpoint=str(step), model_dir=str(source), out=str(tmp_path / "hf")
+    )
+    assert differing(source, tmp_path / "hf") == []
+    assert "0 differing" in convert("verify", source, step)

@@ -1,0 +1,85 @@
+"""Converted checkpoints through every layout and back, bit for bit: pairwise here, in full under `slow`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.converter import convert
+from tests.checkpoint.test_scheme import differing
+from tests.support.world import World
+
+pytestmark = pytest.mark.world
+
+AXES = {"tensor": (1, 2, 4), "pipeline": (1, 2), "virtual_pipeline": (1, 2), "expert": (1, 2)}
+# Every pair of values of two axes occurs in one of these; the family that goes through it.
+PAIRWISE = {
+    (4, 2, 2, 2): "qwen3_moe",
+    (4, 1, 1, 1): "qwen3_moe",
+    (2, 2, 2, 1): "qwen2",
+    (2, 1, 1, 2): "qwen3_moe",
+    (1, 2, 2, 1): "llama",
+    (1, 1, 1, 2): "mixtral",
+    (1, 2, 1, 2): "qwen3_moe",
+}
+Sizes = tuple[int, int, int, int]
+
+
+def possible() -> list[Sizes]:
+    """Interleaving needs a pipeline."""
+    return [sizes for sizes in product(*AXES.values()) if sizes[1] > 1 or sizes[2] == 1]
+
+
+def test_the_covering_is_pairwise() -> None:
+    def pairs(all_sizes: list[Sizes]) -> set[Any]:
+        return {(i, s[i], j, s[j]) for s in all_sizes for i, j in combinations(range(len(AXES)), 2)}
+
+    assert pairs(list(PAIRWISE)) == pairs(possible())
+
+
+def layout_of(sizes: Sizes) -> tuple[int, dict[str, Any]]:
+    """Ranks, and the layout. Experts share the ranks of tensor parallelism where there are enough."""
+    tensor, pipeline, virtual, expert = sizes
+    layout: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "expert": expert}
+    if virtual > 1:
+        layout["virtual_pipeline"] = virtual
+    if expert > 1:
+        layout["expert_tensor"] = max(1, tensor // expert)
+    if tensor > 1:
+        layout["sequence"] = True
+    return max(tensor, expert) * pipeline, layout
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for sizes in possible():
+        families = ["qwen3_moe"] if sizes[3] > 1 else ["qwen2", "qwen3", "qwen3_moe"]
+        for family in dict.fromkeys([*families, *([PAIRWISE[sizes]] if sizes in PAIRWISE else [])]):
+            marks = [] if PAIRWISE.get(sizes) == family else [pytest.mark.slow]
+            name = "tp{}-pp{}-vpp{}-ep{}".format(*sizes)
+            cases.append(pytest.param(family, sizes, id=f"{family}-{name}", marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("family", "sizes"), _cases())
+def test_through_a_layout_and_back(
+    family: str, sizes: Sizes, model_dir: Callable[[str], Path], world: Callable[[int], World], tmp_path: Path
+) -> None:
+    """import -> the layout's own load -> the layout's own save -> export; and the weight sync's export beside it."""
+    source = model_dir(family)
+    convert("import", "--hf", source, "--out", tmp_path / "megatron")
+    ranks, layout = layout_of(sizes)
+    world(ranks).run(
+        "tests.checkpoint.cases:load_save_and_export",
+        checkpoint=str(tmp_path / "megatron"),
+        step=str(tmp_path / "iter_0000003"),
+        out=str(tmp_path / "sync"),
+        **layout,
+    )
+    convert("export", "--megatron", tmp_path / "iter_0000003", "--hf", tmp_path / "back")
+    assert differing(source, tmp_path / "back") == []
+    assert differing(source, tmp_path / "sync") == []

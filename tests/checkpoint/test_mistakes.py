@@ -1,0 +1,203 @@
+"""Whatever is wrong with the files or the disk: one message that names it, a non-zero exit status, nothing written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.checkpoint import importing
+from tests.checkpoint.converter import convert, run
+from tests.checkpoint.test_scheme import differing
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def source(model_dir: Callable[[str], Path], tmp_path: Path) -> Path:
+    shutil.copytree(model_dir("qwen3"), tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def change(directory: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
+
+
+def change_config(directory: Path, **values: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | values))
+
+
+def refused(*arguments: Any) -> str:
+    """The message of a command that must fail, in one piece, without a traceback."""
+    code, _, err = run(*arguments)
+    assert code == 1 and "Traceback" not in err and err.startswith("convert.py: ")
+    return err
+
+
+def truncate(path: Path, by: int = 100) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - by)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda t: t.pop(Q), ["1 missing tensors", Q]),
+        (lambda t: t.update({"model.layers.0.extra.weight": torch.zeros(2)}), ["1 tensors that the family", "extra"]),
+        (lambda t: t.update({Q: t[Q][:-1]}), [Q, "shape [127, 64], config.json means [128, 64]"]),
+        (lambda t: t.update({Q: t[Q].to(torch.int32)}), [Q, "model.safetensors", "I32 is not a supported"]),
+        (lambda t: t.update({Q: t[Q].half()}), [Q, "several dtypes", "model.safetensors is torch.float16", "--dtype"]),
+    ],
+    ids=["missing", "unexpected", "misshapen", "integer", "mixed-dtypes"],
+)
+def test_a_wrong_tensor(
+    edit: Callable[[dict[str, torch.Tensor]], None], words: list[str], source: Path, tmp_path: Path
+) -> None:
+    change(source, edit)
+    err = refused("import", "--hf", source, "--out", tmp_path / "m")
+    assert all(word in err for word in words), err
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_mixed_dtypes_convert_to_one(source: Path, tmp_path: Path) -> None:
+    change(source, lambda t: t.update({Q: t[Q].half()}))
+    convert("import", "--hf", source, "--out", tmp_path / "m", "--dtype", "bfloat16")
+
+
+def test_truncated_safetensors(source: Path, tmp_path: Path) -> None:
+    truncate(source / "model.safetensors")
+    err = refused("import", "--hf", source, "--out", tmp_path / "m")
+    assert "model.safetensors is not a complete safetensors file" in err
+
+
+def test_missing_index_entry(source: Path, tmp_path: Path) -> None:
+    convert("import", "--hf", source, "--out", tmp_path / "m")
+    convert("export", "--megatron", tmp_path / "m", "--hf", tmp_path / "sharded", "--shard-gb", 1e-4)
+    path = tmp_path / "sharded/model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"][Q]
+    path.write_text(json.dumps(index))
+    assert f"has no entry for {Q}" in refused("import", "--hf", tmp_path / "sharded", "--out", tmp_path / "again")
+
+
+def test_unknown_architecture(source: Path, tmp_path: Path) -> None:
+    change_config(source, architectures=["GPT2LMHeadModel"])
+    err = refused("import", "--hf", source, "--out", tmp_path / "m")
+    assert "config.json" in err and "GPT2LMHeadModel" in err and "supported: LlamaForCausalLM" in err
+
+
+def test_a_config_of_another_size(source: Path, tmp_path: Path) -> None:
+    change_config(source, hidden_size=72)
+    err = refused("import", "--hf", source, "--out", tmp_path / "m")
+    assert "misshapen tensors" in err and "model.embed_tokens.weight" in err
+
+
+def test_a_tie_that_is_none(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(model_dir("qwen2"), source)
+    change(source, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    assert "lm_head.weight differs" in refused("import", "--hf", source, "--out", tmp_path / "m")
+
+
+def test_damaged_megatron_checkpoints(source: Path, tmp_path: Path) -> None:
+    """Each damage is undone before the next."""
+    convert("import", "--hf", source, "--out", tmp_path / "m")
+    step, out = tmp_path / "m/release", tmp_path / "out"
+    export = ("export", "--megatron", tmp_path / "m", "--hf", out)
+    shard = sorted(step.glob("*.distcp"))[1]
+    whole = shard.read_bytes()
+
+    truncate(shard)
+    err = refused(*export)
+    assert str(shard) in err and "is truncated" in err
+    shard.unlink()
+    assert f"{shard} does not exist" in refused(*export)
+    shard.write_bytes(whole[:200] + bytes(len(whole) - 200))
+    err = refused(*export)
+    assert str(shard) in err and "is damaged" in err
+    shutil.rmtree(tmp_path / ".out.converting")
+    shard.write_bytes(whole)
+
+    (step / ".metadata").rename(step / "aside")
+    assert "not a complete checkpoint: .metadata missing" in refused(*export)
+    (step / ".metadata").write_bytes(b"nonsense")
+    assert "not a readable index" in refused(*export)
+    (step / "aside").rename(step / ".metadata")
+
+    (step / "hf").rename(step / "aside")
+    assert "copy config.json" in refused(*export)
+    (step / "aside").rename(step / "hf")
+
+    change_config(step / "hf", num_hidden_layers=5)
+    err = refused(*export)
+    assert "missing keys" in err and "decoder.layers.4.mlp.linear_fc1.weight_w" in err
+    change_config(step / "hf", num_hidden_layers=4)
+
+    (tmp_path / "m/latest_checkpointed_iteration.txt").write_text("7")
+    assert "iter_0000007 does not exist" in refused(*export)
+    assert not out.exists()
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    assert "config.json not found" in refused("import", "--hf", tmp_path / "nowhere", "--out", tmp_path / "m")
+    assert "neither a tracker file nor shards" in refused("export", "--megatron", tmp_path, "--hf", tmp_path / "hf")
+    assert "neither a Hugging Face directory" in refused("inspect", tmp_path)
+
+
+def test_a_disk_that_is_too_small_is_seen_first(source: Path, tmp_path: Path) -> None:
+    with mock.patch("shutil.disk_usage", return_value=shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)):
+        err = refused("import", "--hf", source, "--out", tmp_path / "m")
+    assert "needs 67" in err and "1.00 kB free" in err and [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_disk_that_fills_up(source: Path, tmp_path: Path) -> None:
+    """The old output stays, what is written can be continued."""
+    convert("import", "--hf", source, "--out", tmp_path / "m")
+    before = (tmp_path / "m/release/.metadata").read_bytes()
+    write, left = importing._HashingFile.write, [30]
+
+    def full(self: Any, data: Any) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "m"))
+        return write(self, data)
+
+    with mock.patch.object(importing._HashingFile, "write", full):
+        err = refused("import", "--hf", source, "--out", tmp_path / "m", "--force", "--workers", 1)
+    assert "the disk is full" in err and "--resume" in err
+    assert (tmp_path / "m/release/.metadata").read_bytes() == before
+    out = convert("import", "--hf", source, "--out", tmp_path / "m", "--resume")
+    assert "of it before the resume" in out
+    convert("export", "--megatron", tmp_path / "m", "--hf", tmp_path / "back")
+    assert differing(source, tmp_path / "back") == []
+
+
+def test_a_target_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    err = refused("import", "--hf", source, "--out", tmp_path / "file/m")
+    assert str(tmp_path / "file") in err
+
+
+def test_resume_of_something_else(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "m"
+    assert "nothing to resume" in refused("import", "--hf", source, "--out", out, "--resume")
+    with mock.patch.object(importing.ImportJob, "finish", side_effect=OSError(errno.EIO, "I/O error")):
+        assert "I/O error" in refused("import", "--hf", source, "--out", out)
+    assert not out.exists()
+    assert "holds an unfinished conversion" in refused("import", "--hf", source, "--out", out)
+    assert "other options" in refused("import", "--hf", source, "--out", out, "--resume", "--dtype", "bfloat16")
+    os.utime(source / "model.safetensors", (0, 0))
+    assert "begun from other files" in refused("import", "--hf", source, "--out", out, "--resume")
+    convert("import", "--hf", source, "--out", out, "--force")

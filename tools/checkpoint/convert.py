@@ -1,0 +1,16 @@
+#!/usr/bin/env python3
+"""Hugging Face <-> Megatron-Core checkpoints.
+
+convert.py import --hf DIR --out DIR           # Hugging Face -> Megatron
+convert.py export --megatron DIR --hf DIR      # Megatron -> Hugging Face
+convert.py verify A B [--logits]               # tensor by tensor
+convert.py inspect DIR
+torchrun --nproc-per-node 8 convert.py import ...
+"""
+
+import sys
+
+from megarl.checkpoint.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
