@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 120.0  # for up to four ranks; each imports Megatron-Core
 
 
 class World:
@@ -30,7 +30,7 @@ class World:
         self.size = size
         key = secrets.token_bytes(16)
         listener = Listener(("127.0.0.1", 0), authkey=key)
-        listener._listener._socket.settimeout(START_TIMEOUT_S)  # type: ignore[attr-defined]
+        listener._listener._socket.settimeout(START_TIMEOUT_S * max(1, size / 4))  # type: ignore[attr-defined]
         env = dict(
             os.environ,
             OMP_NUM_THREADS="1",
