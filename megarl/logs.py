@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megarl.stopping import ExitRecord, write_exit
-from megarl.telemetry.summary import write_json
+from megarl.telemetry.summary import RunSummary, write_json
 
 
 def redirect_output(log_file: Path) -> TextIO:
@@ -86,7 +86,7 @@ class FailureReport:
     def _mark_failed(self, message: str) -> None:
         """In exit.json, and in summary.json as rank 0 last wrote it: rank 0 may be killed before it can."""
         path = self.path.with_name("summary.json")
-        content = json.loads(path.read_text()) if path.is_file() else {}
+        content = json.loads(path.read_text()) if path.is_file() else RunSummary().as_dict("failed")
         write_json(path, {**content, "exit": "failed", "error": message})
         write_exit(self.path.parent, ExitRecord("failed", content.get("steps", 0), message))
 

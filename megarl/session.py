@@ -215,6 +215,8 @@ class Session:
         except NonFiniteError as error:
             directory = self.run_dir / "failed_batch"
             self._dump(directory, batch)
+            # All ranks raise it. The first one to end has torchrun end the others: not before their part is written.
+            torch.distributed.barrier(self._control)
             raise NonFiniteError(f"step {batch.step}: {error}; the batch is kept in {directory}") from error
 
     def commit(self, batch: Batch, plan: StepPlan) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +16,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.queue.dump import DumpedBatch, read_batch
 from tests.support.run import Run, start, tiny_config, train
 
 pytestmark = pytest.mark.engine
@@ -98,6 +101,51 @@ def test_pipeline_parallel_at_another_temperature(tmp_path: Path) -> None:
     assert all(record["policy/updates"] == 2 for record in run.metrics)
     assert len(list((run.directory / "batches").glob("*.parquet"))) == 2
     assert len((run.directory / "samples.jsonl").read_text().splitlines()) == 2 * 4
+    check_engine_logprobs(run, tmp_path / "model")
+
+
+def check_engine_logprobs(run: Run, first_model: Path) -> None:
+    """What vLLM recorded at T = 0.6 is what plain transformers says, and no near miss passes for it."""
+    model = AutoModelForCausalLM.from_pretrained(first_model, dtype=torch.float32)
+    first, second = (read_batch(run.directory / "batches", step) for step in (0, 1))
+    mean, largest = engine_gap(model, first, temperature=0.6)
+    assert mean <= ON_POLICY_MEAN and largest <= ON_POLICY_MAX
+    wrong = {
+        "temperature ignored": engine_gap(model, first, temperature=1.0),
+        "off by one": engine_gap(model, first, temperature=0.6, shift=1),
+        "stale version": engine_gap(model, second, temperature=0.6),
+    }
+    assert [name for name, (mean, largest) in wrong.items() if mean <= ON_POLICY_MEAN or largest <= ON_POLICY_MAX] == []
+
+
+def engine_gap(model: Any, batch: DumpedBatch, temperature: float, shift: int = 0) -> tuple[float, float]:
+    """Mean and largest |engine's - transformers'| log-prob over all response tokens, first and EOS included."""
+    gaps = []
+    for row in batch.trajectories:
+        ids = torch.tensor([row.prompt_ids + row.response_ids])
+        with torch.no_grad():
+            logits = model(ids).logits[0] / temperature
+        at = torch.arange(len(row.prompt_ids), ids.shape[1]) - 1 - shift
+        expected = logits[at].log_softmax(-1).gather(1, ids[0, len(row.prompt_ids) :, None])[:, 0]
+        gaps.append((torch.tensor(row.rollout_logprobs) - expected).abs())
+    assert sum(map(len, gaps)) == sum(len(row.response_ids) for row in batch.trajectories) > 0
+    every = torch.cat(gaps)
+    return float(every.mean()), float(every.max())
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, steps=2)
+    config["reward"]["function"] = "tests.support.run:overflowing"
+    config["algorithm"] = {"advantage": "dr_grpo"}
+    config["evaluation"] = {}
+    run = train(config)
+    assert run.code != 0
+    # Which of the two overflows is the platform's choice.
+    assert re.search(r"megarl: step 0: the (loss|gradient norm) is (nan|-?inf); no weight was changed", run.output)
+    assert f"the batch is kept in {run.directory / 'failed_batch'}" in run.output
+    assert len(read_batch(run.directory / "failed_batch", 0).trajectories) == 16  # both replicas' parts
+    assert run.summary["exit"] == "failed" and run.summary["steps"] == 0
+    assert_nothing_left(run.directory)
 
 
 def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:

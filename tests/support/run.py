@@ -62,6 +62,11 @@ def digit_share(response: str, answer: str) -> float:
     return sum(character.isdigit() for character in response) / max(1, len(response))
 
 
+def overflowing(response: str, answer: str) -> float:
+    """Finite as a reward, as fp32 too, but not as a loss: advantages of this size overflow in the sum."""
+    return 3e38 * digit_share(response, answer)
+
+
 def train(config: dict[str, Any], *overrides: str, ranks: int = 2, timeout: float = 400.0) -> Run:
     """Start torchrun on `config` and wait for its end."""
     directory = Path(config["run"]["dir"])
