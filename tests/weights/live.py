@@ -106,16 +106,21 @@ class LiveReplica:
     def version(self) -> str:
         return str(self.run(self._engine.get_weight_version(), 30))
 
-    def generate(self, prompt: list[int], request_id: str, max_tokens: int = 24) -> Any:
-        """A future of a greedy Response."""
-        call = self._generate(prompt, request_id, max_tokens)
+    def generate(self, prompt: list[int], request_id: str, max_tokens: int = 24, seed: int | None = None) -> Any:
+        """A future of a Response: greedy, or sampled with `seed`."""
+        call = self._generate(prompt, request_id, max_tokens, seed)
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
-    async def _generate(self, prompt: list[int], request_id: str, max_tokens: int) -> Response:
+    async def _generate(self, prompt: list[int], request_id: str, max_tokens: int, seed: int | None) -> Response:
         from vllm import SamplingParams
 
         parameters = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, logprobs=0, detokenize=False, ignore_eos=True
+            temperature=0.0 if seed is None else 1.0,
+            seed=seed,
+            max_tokens=max_tokens,
+            logprobs=0,
+            detokenize=False,
+            ignore_eos=True,
         )
         final = None
         async for output in self._engine.generate({"prompt_token_ids": prompt}, parameters, request_id):
