@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,21 @@ def test_pipeline_parallel_at_another_temperature(tmp_path: Path) -> None:
     assert len(list((run.directory / "batches").glob("*.parquet"))) == 2
     assert len((run.directory / "samples.jsonl").read_text().splitlines()) == 2 * 4
     check_engine_logprobs(run, tmp_path / "model")
+    check_replay(run, tmp_path / "model")
+
+
+def check_replay(run: Run, first_model: Path) -> None:
+    """`megarl replay` of the recorded batches on one rank ends with the run's own policy."""
+    command = [sys.executable, "-m", "megarl.replay", "--run", str(run.directory), "--export",
+               "trainer.gpus=1", "trainer.parallel.pipeline=1"]  # fmt: skip
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    first, trained, replayed = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        for path in (first_model, run.directory / "hf", run.directory / "replay" / "hf")
+    )
+    for name, value in trained.items():
+        assert (replayed[name] - value).norm() <= 1e-4 * (value - first[name]).norm(), name
 
 
 def check_engine_logprobs(run: Run, first_model: Path) -> None:
