@@ -67,6 +67,20 @@ def test_wandb_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         MetricsWriter.open(config("model", run__dir=str(tmp_path), telemetry={"wandb_project": "p"}), io.StringIO())
 
 
+def test_wandb_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real library, offline: it keeps the run in a file of its own, which `wandb sync` would send."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with MetricsWriter.open(
+        config("model", run__dir=str(tmp_path), telemetry={"wandb_project": "p"}), io.StringIO()
+    ) as w:
+        w.write(1, VALUES)
+        w.write(2, VALUES | {"reward/mean": 0.8125})
+    (record,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    content = record.read_bytes()
+    assert all(name.encode() in content for name in VALUES) and b"0.8125" in content
+
+
 def test_progress_lines_are_aligned() -> None:
     stream = io.StringIO()
     progress = Progress(stream, steps=200)
