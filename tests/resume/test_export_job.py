@@ -1,0 +1,61 @@
+"""The export child: niced, under a lease that retention respects, and never the run's failure."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.checkpoint import export_job
+from megarl.checkpoint.directory import CheckpointDirectory
+from megarl.checkpoint.export_job import NICENESS, ExportJob
+from tests.resume.test_directory import make
+from tests.support.pool import tiny_config
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ExportJob, list[str], Any]:
+    """A job, what it says, and a function that sets the program which stands for the converter."""
+    config = tiny_config(tmp_path, tmp_path / "model")
+    said: list[str] = []
+    job = ExportJob(config, CheckpointDirectory(config.checkpoint_dir), said.append)
+    for step in (2, 4):
+        make(CheckpointDirectory(config.checkpoint_dir), step)
+
+    def runs(program: str) -> None:
+        monkeypatch.setattr(export_job, "convert_command", lambda path, out: [sys.executable, "-c", program, str(out)])
+
+    return job, said, runs
+
+
+def test_it_is_niced_leased_and_one_at_a_time(job: tuple[ExportJob, list[str], Any], tmp_path: Path) -> None:
+    export, said, runs = job
+    directory = CheckpointDirectory(tmp_path / "run" / "checkpoints")
+    gate = tmp_path / "gate"
+    program = f"import os, sys, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+    runs(program + "open(sys.argv[1], 'w').write(str(os.nice(0)))")
+    export.start(2)
+    assert directory.leased() == {2} and said == []
+    export.start(4)
+    assert said == ["no Hugging Face export of step 4: that of step 2 is still running"]
+    gate.touch()
+    export.wait(20)
+    assert (tmp_path / "run" / "hf_2").read_text() == str(min(19, os.nice(0) + NICENESS))
+    assert directory.leased() == set()
+
+
+def test_its_failure_and_its_hanging_are_said(job: tuple[ExportJob, list[str], Any]) -> None:
+    export, said, runs = job
+    runs("raise SystemExit(3)")
+    export.start(2)
+    export.wait(20)
+    assert len(said) == 1 and "step 2 failed (code 3)" in said[0] and "hf-export.log" in said[0]
+    runs("import time; time.sleep(60)")
+    export.start(4)
+    started = time.monotonic()
+    export.wait(0.5)
+    assert time.monotonic() - started < 15 and "did not end within" in said[1]
