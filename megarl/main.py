@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from typing import TYPE_CHECKING, TextIO
 
 from megarl import stopping
@@ -135,13 +134,14 @@ def _train(config: Config, plan: Plan, terminal: TextIO) -> None:
     rank = int(os.environ["RANK"])
     launch = _launch_pool(config) if rank == 0 else None
     from megarl import platforms
+    from megarl.control import join_peers
 
     platform = platforms.activate()
     import torch
 
     if platform.is_cuda:
         torch.cuda.set_device(_own_device(plan, int(os.environ["LOCAL_RANK"])))
-    torch.distributed.init_process_group(platform.backend, timeout=timedelta(seconds=config.timeouts.collective_s))
+    join_peers(platform.backend, config.timeouts.collective_s)
     if rank == 0:
         terminal.write(f"megarl: {config.run.name}: {_headline(config, plan)}\n")
     from megarl.session import Session

@@ -102,7 +102,7 @@ class Checkpointer:
         write = BackgroundWrite(sharded_state(self.policy, loading=False), partial, validate=not self._saves)
         self._saves += 1
         content = {**self._own_record(step), **(record or {})}
-        pending = _Pending(step, write, content, f"save/{self._saves}", started + self.knobs.timeout_s)
+        pending = _Pending(step, write, content, f"save/{self._saves}", started + self.config.timeouts.save_s)
         write.start(lambda written: board.put(f"{pending.key}/{self._rank}", _pack(written)))
         if self._rank == 0:
             pending.finisher = threading.Thread(
@@ -180,10 +180,10 @@ class Checkpointer:
         return record
 
     def finish(self) -> None:
-        """Complete what is running; bounded by `checkpoint.timeout_s`."""
+        """Complete what is running; bounded by `timeouts.save_s`."""
         self.poll(wait=True)
         if self._rank == 0:
-            self.export.wait(self.knobs.timeout_s)
+            self.export.wait(self.config.timeouts.save_s)
             self._say_notes()
 
     def _say_notes(self) -> None:

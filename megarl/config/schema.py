@@ -304,7 +304,6 @@ class CheckpointConfig(Section):
         ge=0,
         description="Convert every saved step divisible by this to `RUN_DIR/hf_STEP`, in a niced child; 0 = none.",
     )
-    timeout_s: float = Field(1800.0, gt=0, description="Upper bound of one save, in seconds.")
 
 
 class TimeoutsConfig(Section):

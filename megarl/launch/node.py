@@ -110,6 +110,8 @@ class NodeAgent:
             )
         )
         os.environ[NODE_ADDRESS_VARIABLE] = self.address
+        # Restarted ranks need a new store: in the shared one they would find the addresses of the dead.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logger.info("node %d (%s, %s): %s", self.node.index, self.host, self.address, self.node.role)
         if self.node.trainer_rank == 0:
             self.endpoint = f"{self.address}:{free_ports(1)[0]}"
