@@ -168,6 +168,7 @@ class Checkpointer:
         """
         chosen = self._choose()
         if chosen is None:
+            self._first_rank(lambda: self._set_aside_from(0, "replaced"))
             return None
         record, error = self._first_rank(lambda: self._accept(chosen, prepare))
         if record is None:
@@ -295,14 +296,20 @@ class Checkpointer:
             )
         prepare(chosen)
         if chosen.own:
-            for step in self.directory.steps():
-                if step > chosen.step:
-                    self.directory.set_aside(step, "rolled_back")
+            self._set_aside_from(chosen.step + 1, "rolled_back")
             self.directory.write_tracker(chosen.step)
+        else:
+            self._set_aside_from(0, "replaced")
         self._say(f"resuming from {chosen.path}, {chosen.step} steps done")
         if changed := changes(record["config"], self.config.model_dump(mode="json")):
             self._say(f"config changed since then: {'; '.join(changed)}")
         return record
+
+    def _set_aside_from(self, first: int, why: str) -> None:
+        """Checkpoints of another history must not be found by the next `auto`."""
+        for step in self.directory.steps():
+            if step >= first:
+                self.directory.set_aside(step, why)
 
     def _failed(self, step: int, error: str) -> None:
         kept = "none" if self.newest is None else f"step {self.newest}"

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from megarl.checkpoint.checkpointer import Checkpointer
+from megarl.checkpoint.resume import ResumeError
 from megarl.checkpoint.state import inner_optimizers, rng_state, trainer_numbers
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
@@ -112,3 +113,33 @@ def refused_target(model_dir: Path, samples: list[TrainSample], root: Path) -> d
     with run_under(model_dir, {}, root / "file" / "checkpoints") as (policy, checkpointer):
         update(policy, samples, 1)
         return {"saved": checkpointer.save(1, {}, wait=True), "said": checkpointer.said}
+
+
+def histories(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[str, Any]:
+    """Steps 1..3 saved; then a resume from step 1 by its path, another one by `never`: steps there, what is beside."""
+    with run_under(model_dir, {}, root, checkpoint__keep_last=3) as (policy, checkpointer):
+        for step in (1, 2, 3):
+            update(policy, samples, 1)
+            checkpointer.save(step, {}, wait=True)
+    found = []
+    for resume in (str(root / "iter_0000001"), "never"):
+        with run_under(model_dir, {}, root, checkpoint__resume=resume) as (policy, checkpointer):
+            checkpointer.restore(lambda chosen: None)
+            torch.distributed.barrier()
+            aside = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name.count("."))
+            found.append((policy.scheduler.num_steps, checkpointer.directory.steps(), aside))
+            torch.distributed.barrier()
+    return {"found": found}
+
+
+def contradiction(model_dir: Path, other: Path, samples: list[TrainSample], root: Path) -> list[str]:
+    """Saved by one model, resumed by another."""
+    with run_under(model_dir, {}, root) as (policy, checkpointer):
+        update(policy, samples, 1)
+        checkpointer.save(1, {}, wait=True)
+    with run_under(other, {}, root) as (policy, checkpointer):
+        try:
+            checkpointer.restore(lambda chosen: None)
+        except ResumeError as error:
+            return [str(error)]
+    return []

@@ -6,6 +6,8 @@ The trainer's ranks are killed and restarted by torchrun, with supervisor, Ray, 
 from __future__ import annotations
 
 import random
+import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,11 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def finish(process: Any, run_dir: Path, timeout_s: float = 400.0) -> Run:
-    output, _ = process.communicate(timeout=timeout_s)
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        kill_everything(process, run_dir)
+        raise
     return Run(process.returncode, output, run_dir)
 
 
@@ -108,7 +114,6 @@ def test_a_changed_learning_rate_is_taken_and_a_damaged_checkpoint_is_not(unbrok
     config = config_of(tmp_path, unbroken.directory.parent / "model", steps=STEPS, checkpoint={"every": 1})
     config["trainer"] |= {"gpus": 1, "optimizer": {"lr": 5e-4}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    import shutil
 
     shutil.copytree(unbroken.directory, tmp_path / "run")
     shard = next((tmp_path / "run" / "checkpoints" / f"iter_{STEPS:07d}").glob("*.distcp"))

@@ -152,3 +152,27 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     (tmp_path / "file").write_text("")
     for result in world(2).run("tests.resume.cases:refused_target", **arguments):
         assert result["saved"] is False and "could NOT be saved" in result["said"][0]
+
+
+def test_checkpoints_of_another_history_are_set_aside(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "checkpoints"
+    arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": root}
+    for result in world(2).run("tests.resume.cases:histories", **arguments):
+        later = ["iter_0000002.rolled_back", "iter_0000003.rolled_back"]
+        assert result["found"] == [(1, [1], later), (0, [], ["iter_0000001.replaced", *later])]
+
+
+def test_another_model_is_refused_on_every_rank(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    tmp_path: Path,
+) -> None:
+    arguments = {"model_dir": model_dir("dense"), "other": model_dir("tied"), "samples": samples_of("dense")}
+    for result in world(2).run("tests.resume.cases:contradiction", **arguments, root=tmp_path / "checkpoints"):
+        assert len(result) == 1 and "belongs to another run" in result[0] and "tied" in result[0]
