@@ -87,8 +87,9 @@ def _time_problems(config: Config, allocation: Allocation) -> list[str]:
             "(launch.stop_before_s): it would not do a single step; ask for a longer --time"
         )
     limit = config.launch.time_limit
-    # Less than a minute of the limit may have passed since the job started.
-    if limit is not None and allocation.seconds < (parse_duration(limit) or 0) - 60:
+    wanted = parse_duration(limit) or 0 if limit is not None else 0
+    # Some of it has passed since the job started.
+    if allocation.seconds < wanted - max(300, wanted // 10):
         problems.append(
             f"time: {allocation.seconds} s are left, launch.time_limit is {limit}; ask for --time={limit} or lower "
             "launch.time_limit"

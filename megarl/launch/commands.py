@@ -43,6 +43,11 @@ def torchrun_command(
     ]  # fmt: skip
 
 
+def torchrun_environment() -> dict[str, str]:
+    """A new store for each start of the ranks: see `megarl.control.join_peers`."""
+    return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
 def node_command(python: str, launch: str, index: str) -> list[str]:
     """The agent that runs one node's share."""
     return [python, "-m", "megarl.launch.node", launch, index]

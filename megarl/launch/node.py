@@ -110,8 +110,6 @@ class NodeAgent:
             )
         )
         os.environ[NODE_ADDRESS_VARIABLE] = self.address
-        # Restarted ranks need a new store: in the shared one they would find the addresses of the dead.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logger.info("node %d (%s, %s): %s", self.node.index, self.host, self.address, self.node.role)
         if self.node.trainer_rank == 0:
             self.endpoint = f"{self.address}:{free_ports(1)[0]}"
@@ -151,6 +149,7 @@ class NodeAgent:
             config_file=str(Path(self.launch.directory) / "config.yaml"),
         )  # fmt: skip
         environment = {**os.environ, commands.LAUNCH_ID_VARIABLE: self.launch.launch_id}
+        environment |= commands.torchrun_environment()
         environment.setdefault("OMP_NUM_THREADS", "1")
         if self.launch.cuda:
             environment["CUDA_VISIBLE_DEVICES"] = visible_devices(self.node.trainer_devices)

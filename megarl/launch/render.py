@@ -9,13 +9,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.config.schema import Config
-from megarl.launch.commands import ENTRY, node_command, torchrun_command
+from megarl.config.schema import Config, TimeoutsConfig
+from megarl.launch.commands import ENTRY, node_command, torchrun_command, torchrun_environment
 from megarl.launch.topology import STOP_MARGIN_S, NodePlan, Topology, make_topology, stop_seconds
 from megarl.rollout.ray_head import TRAINER_SHARE, RayShare, rollout_share
 
 CONFIGS = Path("examples/rl/configs")
-GENERIC_STOP_S = 600 + STOP_MARGIN_S
+GENERIC_STOP_S = int(TimeoutsConfig().save_s) + STOP_MARGIN_S
 
 SLURM_BODY = """\
 set -euo pipefail
@@ -224,8 +224,10 @@ def _share(config: Config, topology: Topology, node: NodePlan, cuda: bool) -> li
             config, topology, node, python="python", launch_id="$ID", endpoint="$FIRST_TRAINER:$FREE_PORT",
             address="$OWN_ADDRESS", entry=ENTRY, config_file="$LAUNCH/config.yaml",
         )  # fmt: skip
+        variables = "".join(f"{name}={value} " for name, value in torchrun_environment().items())
         parts.append(
             (_visible(node.trainer_devices) if cuda else "")
+            + variables
             + " ".join(command).replace("is_host=true", "is_host=$FIRST")
         )
     return parts

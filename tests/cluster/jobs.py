@@ -66,4 +66,5 @@ def check_steps(run_dir: Path, steps: int, first: int = 0) -> None:
     assert [record["step"] for record in records] == list(range(first + 1, steps + 1))
     for record in records:
         assert record["groups/admitted"] == record["groups/trained"] + record["groups/filtered"] == 4
-        assert record["mismatch/logprob_abs_diff_max"] <= 1e-4
+        if record["groups/trained"]:  # a long run's model gives the same answer to everything: nothing to train on
+            assert record["mismatch/logprob_abs_diff_max"] <= 1e-4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cluster.hosts import Hosts
@@ -27,6 +28,15 @@ def start(hosts: Hosts, config: Path) -> tuple[subprocess.Popen[bytes], Path]:
 
 def commands(hosts: Hosts, index: int) -> str:
     return "\n".join(" ".join(process.cmdline()) for process in hosts.processes(index))
+
+
+def engine_pids(hosts: Hosts) -> set[int]:
+    return {p.pid for i in (2, 3) for p in hosts.processes(i) if "ray::EngineReplica" in " ".join(p.cmdline())}
+
+
+def is_rank(process: psutil.Process) -> bool:
+    command = process.cmdline()
+    return any(word.endswith("train_rl.py") for word in command) and "torch.distributed.run" not in command
 
 
 def check_places(hosts: Hosts) -> None:
@@ -55,14 +65,29 @@ def test_a_job_runs_to_its_end(hosts: Hosts, tmp_path: Path) -> None:
     assert not any(hosts.processes(index) for index in range(4))
 
 
-def test_a_lost_host_ends_the_job_with_its_name(hosts: Hosts, tmp_path: Path) -> None:
-    """A rollout host without the supervisor loses its power in the middle of training."""
-    config = write_job(tmp_path, steps=100_000, timeouts={"node_s": 20, "shutdown_s": 20}, **FOUR_HOSTS)
+def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(hosts: Hosts, tmp_path: Path) -> None:
+    """First a trainer rank is killed: the ranks of both hosts restart. Then a rollout host loses its power."""
+    config = write_job(
+        tmp_path, steps=100_000, timeouts={"node_s": 20, "shutdown_s": 20, "collective_s": 60, "save_s": 60},
+        checkpoint={"every": 2}, launch={"max_restarts": 1}, **FOUR_HOSTS,
+    )  # fmt: skip
     run_dir = tmp_path / "run"
     process, log = start(hosts, config)
     try:
-        wait_for(lambda: len(metrics(run_dir)) > 1 or process.poll() is not None, 400, "two steps", log)
+        saved = run_dir / "checkpoints"
+        wait_for(lambda: len(metrics(run_dir)) > 4 or process.poll() is not None, 400, "some steps", log)
+        wait_for(lambda: any(saved.glob("iter_*/manifest.json")), 60, "a checkpoint", log)
         check_places(hosts)
+        engines = engine_pids(hosts)
+        (rank,) = [p for p in hosts.processes(1) if is_rank(p)]
+        rank.kill()
+        wait_for(
+            lambda: log.read_text().count("engines are up") == 2 or process.poll() is not None, 300, "a restart", log
+        )
+        before = len(metrics(run_dir))
+        wait_for(lambda: len(metrics(run_dir)) > before + 2 or process.poll() is not None, 100, "further steps", log)
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert engine_pids(hosts) == engines
         hosts.lose(3)
         assert process.wait(timeout=240) == 1, log.read_text()[-4000:]
     finally:

@@ -65,11 +65,11 @@ def test_a_job_runs_to_its_end(slurm: Slurm, tmp_path: Path) -> None:
 def test_time_limit_requeue_resume_and_cancel(slurm: Slurm, tmp_path: Path) -> None:
     """SLURM's own timer stops the job, which saves, is queued again and goes on; then scancel, and nothing is left."""
     config = write_job(
-        tmp_path, steps=100_000, launch={"stop_before_s": STOP_S, "time_limit": "00:03:00"}, **FOUR_HOSTS
+        tmp_path, steps=100_000, launch={"stop_before_s": STOP_S, "time_limit": "00:04:00"}, **FOUR_HOSTS
     )
     job, log = submit(slurm, config)
     run_dir = tmp_path / "run"
-    wait_for(lambda: exit_record(run_dir).get("status") is not None, 260, "the time limit", log)
+    wait_for(lambda: exit_record(run_dir).get("status") is not None, 320, "the time limit", log)
     stopped = exit_record(run_dir)
     assert stopped["status"] == "preempted" and "time limit" in stopped["reason"] and stopped["step"] > 0, stopped
     done = stopped["step"]
