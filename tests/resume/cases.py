@@ -143,3 +143,13 @@ def contradiction(model_dir: Path, other: Path, samples: list[TrainSample], root
         except ResumeError as error:
             return [str(error)]
     return []
+
+
+def export(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[str, Any]:
+    """A save that is due for a Hugging Face export: the policy's weights, and what the user was told."""
+    changes = {"checkpoint__hf_export_every": 1, "run__dir": root}
+    with run_under(model_dir, {}, root / "checkpoints", **changes) as (policy, checkpointer):
+        update(policy, samples, 1)
+        checkpointer.save(1, {})
+        checkpointer.finish()
+        return {"weights": exported(policy), "said": checkpointer.said}

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megarl.checkpoint import export_job
 from megarl.checkpoint.directory import CheckpointDirectory
 from megarl.checkpoint.export_job import NICENESS, ExportJob
+from megarl.trainer.batch import TrainSample
 from tests.resume.test_directory import make
 from tests.support.pool import tiny_config
+from tests.support.world import World
 
 
 @pytest.fixture
@@ -59,3 +64,25 @@ def test_its_failure_and_its_hanging_are_said(job: tuple[ExportJob, list[str], A
     started = time.monotonic()
     export.wait(0.5)
     assert time.monotonic() - started < 15 and "did not end within" in said[1]
+
+
+@pytest.mark.world
+def test_the_converter_exports_a_saved_step(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    tmp_path: Path,
+) -> None:
+    [result] = world(1).run(
+        "tests.resume.cases:export",
+        timeout=180,
+        model_dir=model_dir("dense"),
+        samples=samples_of("dense"),
+        root=tmp_path,
+    )
+    assert result["said"] == []
+    files = [load_file(path) for path in sorted((tmp_path / "hf_1").glob("*.safetensors"))]
+    exported = {name: value for tensors in files for name, value in tensors.items()}
+    assert exported.keys() == result["weights"].keys()
+    assert all(torch.equal(value, result["weights"][name]) for name, value in exported.items())
+    assert (tmp_path / "hf_1" / "config.json").is_file() and (tmp_path / "hf_1" / "tokenizer.json").is_file()
