@@ -23,14 +23,15 @@ SHARD_BYTES = 5 * 2**30  # as transformers, and as the weight sync's export
 
 
 class ExportJob:
-    """The conversion of one step directory; `dtype` None keeps each tensor's own."""
+    """The conversion of one step directory; `dtype` None keeps each tensor's own, as buffers always do."""
 
     kind = "export"
 
     def __init__(self, source: MegatronDirectory, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> None:
         self.source = source
         self.dtype = dtype
-        specs = [ExportedTensor(n, source.shape(n), dtype or source.dtype(n), 0) for n in source.names()]
+        kept = {name for name in source.names() if dtype is None or source.stored(name).entry.rule.buffer}
+        specs = [ExportedTensor(n, source.shape(n), source.dtype(n) if n in kept else dtype, 0) for n in source.names()]
         self.files = [
             (name, [TensorSpec(t.name, t.shape, t.dtype) for t in tensors])
             for name, tensors in plan_files(specs, shard_bytes)
@@ -75,6 +76,8 @@ class ExportJob:
     def write_unit(self, partial: Path, number: int, report: Report) -> Any:
         """Write neighbouring tensors, or rows of one, into their place; they are on the disk when it returns."""
         unit = self.units[number]
+        for item in unit:
+            self.source.will_need(item.what, item.start, item.stop)
         descriptor = os.open(partial / self._places[unit[0].what][0], os.O_WRONLY)
         try:
             for item in unit:

@@ -39,7 +39,7 @@ _COMMON = "common.pt"
 
 
 class ImportJob:
-    """The conversion of one Hugging Face directory; `dtype` None keeps each tensor's own."""
+    """The conversion of one Hugging Face directory; `dtype` None keeps each tensor's own, as buffers always do."""
 
     kind = "import"
 
@@ -47,7 +47,10 @@ class ImportJob:
         self.source = source
         self.dtype = dtype
         self.stored = [each for parts in stored_tensors(source.entries).values() for each in parts]
-        self._dtypes = {each.key: dtype or self._own_dtype(each) for each in self.stored}
+        self._dtypes = {
+            each.key: dtype if dtype is not None and not each.entry.rule.buffer else self._own_dtype(each)
+            for each in self.stored
+        }
         total = sum(self._dtypes[each.key].itemsize * torch.Size(each.shape).numel() for each in self.stored)
         self.units = pack(
             (item for each in self.stored for item in split(each, each.shape, self._dtypes[each.key])),

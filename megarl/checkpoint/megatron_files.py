@@ -109,6 +109,7 @@ class MegatronDirectory:
             for source, name in enumerate(entry.names)
         }
         self._maps: dict[str, MappedFile] = {}
+        self._archives: dict[Chunk, _Archive] = {}
         self._check_files()
 
     def names(self) -> list[str]:
@@ -153,6 +154,14 @@ class MegatronDirectory:
             out[place] = self._chunk_rows(key, meta, chunk, low - chunk.offsets[0], high - chunk.offsets[0])
         return out
 
+    def will_need(self, name: str, start: int, stop: int) -> None:
+        """Ask the kernel to read the chunks of these rows ahead, if they are the rows of a whole stored tensor."""
+        stored = self.stored(name)
+        if len(stored.entry.names) == 1 or stored.half is not None:
+            for chunk in self.index[stored.key].chunks:
+                if chunk.offsets[0] < stop and chunk.offsets[0] + chunk.sizes[0] > start:
+                    self._file(chunk.file).will_need(chunk.begin, chunk.begin + chunk.length)
+
     def files(self) -> list[Path]:
         """The shards that hold weights, and the index."""
         used = {c.file for key, meta in self.index.items() if is_model_key(key) for c in meta.chunks}
@@ -161,9 +170,10 @@ class MegatronDirectory:
     def _chunk_rows(self, key: str, meta: TensorMeta, chunk: Chunk, start: int, stop: int) -> torch.Tensor:
         file = self._file(chunk.file)
         try:
-            archive = _parse_archive(file, chunk)
+            archive = self._archives.get(chunk) or _parse_archive(file, chunk)
         except (ValueError, struct.error, pickle.UnpicklingError, IndexError) as error:
             raise ValueError(f"{file.path}: the archive of {key} at byte {chunk.begin} is damaged: {error}") from error
+        self._archives[chunk] = archive
         if (archive.dtype, archive.shape) != (meta.dtype, chunk.sizes):
             raise ValueError(
                 f"{file.path}: {key} is {list(archive.shape)} {archive.dtype}, the index says "
