@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megarl.config.parameters import FP32, bytes_per_element, chunk_layers, padded_vocabulary
 from megarl.config.schema import Config
-from megarl.models.info import ModelInfo
+from megarl.models.info import LatentAttention, ModelInfo
 from megarl.models.layout import Layout
 
 
@@ -26,6 +26,7 @@ class _Sizes:
     head: int
     ffn: int
     moe_ffn: int
+    shared_ffn: int
     routed: float  # expert rows per packed token
     router: int
     element: int
@@ -43,6 +44,7 @@ class _Sizes:
             head=info.head_dim,
             ffn=info.ffn // tensor,
             moe_ffn=info.moe_ffn // layout.etp,
+            shared_ffn=info.shared_ffn // tensor,
             routed=info.topk * layout.etp / split,
             router=(info.num_experts or 0) // split,
             element=bytes_per_element(config.trainer.precision),
@@ -56,7 +58,10 @@ def saved_per_token(config: Config, info: ModelInfo, layout: Layout, layer: int,
     passed = config.megatron.transformer
     selective = passed.get("recompute_granularity") == "selective"
     modules = set(passed.get("recompute_modules") or ["core_attn"]) if selective else set()
-    total = _attention(sizes, info, "core_attn" in modules)
+    if info.mla:
+        total = _latent_attention(sizes, info.mla, "core_attn" in modules)
+    else:
+        total = _attention(sizes, info, "core_attn" in modules)
     norm = _norm(sizes, sizes.shard)
     total += norm * (1 if "layernorm" not in modules else 0)
     if not info.is_moe_layer(layer):
@@ -64,7 +69,8 @@ def saved_per_token(config: Config, info: ModelInfo, layout: Layout, layer: int,
         total += sizes.shard * sizes.element + (0 if "mlp" in modules else _mlp(sizes, sizes.ffn))
     else:
         total += sizes.shard * sizes.element
-        total += 0 if "moe" in modules else _experts(sizes, "moe_act" in modules)
+        if "moe" not in modules:
+            total += _experts(sizes, "moe_act" in modules) + _mlp(sizes, sizes.shared_ffn)
     total += norm * (1 if "layernorm" not in modules else 0) + sizes.shard * sizes.element
     return total
 
@@ -178,6 +184,23 @@ def _attention(sizes: _Sizes, info: ModelInfo, recompute_core: bool) -> float:
     # The output, and (unfused) the sequences' outputs joined for the projection.
     outputs = 1 if sizes.fused or recompute_core else 2
     return kept + outputs * sizes.q * element + (0 if recompute_core else sizes.q / sizes.head * FP32)
+
+
+def _latent_attention(sizes: _Sizes, mla: LatentAttention, recompute_core: bool) -> float:
+    element, split = sizes.element, sizes.hidden // sizes.shard
+    heads = sizes.q // sizes.head
+    kept = 4.0 * mla.rotated * element  # cosines and sines
+    for rank, made in ((mla.query_rank or 0, mla.query_rank or 0), (mla.kv_rank, mla.kv_rank + mla.rotated)):
+        # Norm and the scaled result. In fp32 its input is a view of what was gathered over the tensor-parallel ranks.
+        kept += _norm(sizes, rank) / split + rank * element / split
+        if not sizes.fused and element == FP32:
+            kept += made * FP32 - rank * FP32 / split
+    values = heads * mla.value
+    padded = values if sizes.fused or recompute_core else sizes.q  # the fused kernels take one head size
+    kept += (2 * sizes.q + padded) * element
+    if recompute_core:
+        return kept + values * element
+    return kept + heads * FP32 + (values if sizes.fused else values + padded) * element
 
 
 def _mlp(sizes: _Sizes, width: int) -> float:

@@ -53,6 +53,13 @@ def model_problems(config: Config, info: ModelInfo) -> Iterator[str]:
     if dense:
         sizes += [("MLP columns", info.ffn, tensor, "trainer.parallel.tensor")]
         sizes += [("MLP columns", info.ffn, engine, "rollout.tensor_parallel")]
+    if info.mla:
+        latent = info.mla.kv_rank + info.mla.rotated
+        sizes += [("latent key and value channels", latent, tensor, "trainer.parallel.tensor")]
+        sizes += [("latent query channels", info.mla.query_rank or tensor, tensor, "trainer.parallel.tensor")]
+    if info.shared_ffn:
+        sizes += [("shared experts' MLP columns", info.shared_ffn, tensor, "trainer.parallel.tensor")]
+        sizes += [("shared experts' MLP columns", info.shared_ffn, engine, "rollout.tensor_parallel")]
     for what, size, parts, key in sizes:
         if size % parts:
             yield f"{key}: the model's {size} {what} cannot be split {parts} ways; use a divisor of {size}"

@@ -24,6 +24,7 @@ _TRANSFORMER = {
         " num_moe_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq moe_router_pre_softmax"
         " moe_router_score_function moe_router_num_groups moe_router_group_topk moe_apply_probs_on_input"
         " moe_router_topk_scaling_factor moe_shared_expert_intermediate_size moe_shared_expert_gate"
+        " moe_router_enable_expert_bias"
         " moe_latent_size window_size window_attn_skip_freq no_rope_freq softmax_scale softmax_type"
         " attention_output_gate is_hybrid_model apply_residual_connection_post_layernorm mrope_section"
         " heterogeneous_block_specs experimental_attention_variant glu_linear_offset"

@@ -150,8 +150,7 @@ def engine_memory(
     rollout = config.rollout
     element = {"auto": bytes_per_element(config.trainer.precision), "bfloat16": 2, "float32": FP32}[rollout.dtype]
     ranks = rollout.tensor_parallel
-    kv_heads = max(1, info.kv_heads // ranks)
-    per_token = 2 * info.num_layers * kv_heads * info.head_dim * element
+    per_token = info.num_layers * _cached_channels(info, ranks) * element
     terms = [Term("weights", model_parameters(info)[0] * element // ranks)]
     batched = int(rollout.engine_kwargs.get("max_num_batched_tokens") or ENGINE_BATCHED_TOKENS)
     columns = padded_vocabulary(info, 64 * ranks) // ranks
@@ -170,6 +169,13 @@ def engine_memory(
     cache = max(0, int(limit * rollout.gpu_memory_utilization) - used)
     terms.append(Term("KV cache", cache, note=f"what {rollout.gpu_memory_utilization:.0%} leaves"))
     return EngineMemory(Memory(tuple(terms), limit), cache // per_token, per_token)
+
+
+def _cached_channels(info: ModelInfo, ranks: int) -> int:
+    """Elements that one layer caches per token on one rank; latent attention caches the latent, on every rank."""
+    if info.mla:
+        return info.mla.kv_rank + info.mla.rotated
+    return 2 * max(1, info.kv_heads // ranks) * info.head_dim
 
 
 def _engine_working_set(info: ModelInfo, ranks: int) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.config.schema import Config
-from megarl.models.info import ModelInfo
+from megarl.models.info import LatentAttention, ModelInfo
 from megarl.models.layout import Layout
 
 FP32 = 4
@@ -76,17 +76,8 @@ def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) ->
 
 def _layer(info: ModelInfo, layout: Layout, layer: int) -> list[Parameter]:
     tensor, hidden = layout.tensor, info.hidden
-    q, kv = info.heads * info.head_dim, info.kv_heads * info.head_dim
-    parameters = [
-        Parameter("input_norm", hidden),
-        Parameter("attention.out", q // tensor * hidden),
-        Parameter("attention.qkv", (q + 2 * kv) // tensor * hidden),
-    ]
-    if info.qkv_bias:
-        parameters.append(Parameter("attention.qkv_bias", (q + 2 * kv) // tensor))
-    if info.qk_norm:
-        parameters += [Parameter(f"attention.{name}_norm", info.head_dim) for name in "qk"]
-    parameters.append(Parameter("mlp_norm", hidden))
+    attention = _latent_attention(info, info.mla, tensor) if info.mla else _attention(info, tensor)
+    parameters = [Parameter("input_norm", hidden), *attention, Parameter("mlp_norm", hidden)]
     if not info.is_moe_layer(layer):
         share = info.ffn // tensor * hidden
         return [*parameters, Parameter("mlp.in", 2 * share), Parameter("mlp.out", share)]
@@ -96,6 +87,39 @@ def _layer(info: ModelInfo, layout: Layout, layer: int) -> list[Parameter]:
     apart = layout.expert > 1
     for _ in range(experts // layout.expert):
         parameters += [Parameter("expert.in", 2 * share, apart), Parameter("expert.out", share, apart)]
+    if info.shared_ffn:
+        share = info.shared_ffn // tensor * hidden
+        parameters += [Parameter("shared_experts.in", 2 * share), Parameter("shared_experts.out", share)]
+    return parameters
+
+
+def _attention(info: ModelInfo, tensor: int) -> list[Parameter]:
+    q, kv = info.heads * info.head_dim, info.kv_heads * info.head_dim
+    parameters = [
+        Parameter("attention.out", q // tensor * info.hidden),
+        Parameter("attention.qkv", (q + 2 * kv) // tensor * info.hidden),
+    ]
+    if info.qkv_bias:
+        parameters.append(Parameter("attention.qkv_bias", (q + 2 * kv) // tensor))
+    if info.qk_norm:
+        parameters += [Parameter(f"attention.{name}_norm", info.head_dim) for name in "qk"]
+    return parameters
+
+
+def _latent_attention(info: ModelInfo, mla: LatentAttention, tensor: int) -> list[Parameter]:
+    heads, rank = info.heads // tensor, mla.query_rank
+    queries = heads * info.head_dim
+    parameters = [Parameter("attention.out", heads * mla.value * info.hidden)]
+    if rank is None:
+        parameters.append(Parameter("attention.q", queries * info.hidden))
+    else:
+        parameters.append(Parameter("attention.q_down", rank // tensor * info.hidden))
+        parameters.append(Parameter("attention.q_up", queries * rank))
+    parameters.append(Parameter("attention.kv_down", (mla.kv_rank + mla.rotated) // tensor * info.hidden))
+    parameters.append(Parameter("attention.kv_up", heads * (mla.plain + mla.value) * mla.kv_rank))
+    if rank is not None:
+        parameters.append(Parameter("attention.q_norm", rank))
+    parameters.append(Parameter("attention.kv_norm", mla.kv_rank))
     return parameters
 
 

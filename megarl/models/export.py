@@ -14,10 +14,12 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megarl.models.info import ModelInfo
+from megarl.models.mapping import Entry
 from megarl.models.safetensors_io import SafetensorsWriter, TensorSpec, write_index
 from megarl.models.shards import Shard, local_shards, table
 from megarl.models.source import hf_files
@@ -41,7 +43,7 @@ class ExportedTensor:
 
 
 class HFExporter:
-    """Streams a model out of its chunks (wrapped or bare) in dtype `dtype`. Build it on every rank."""
+    """Streams a model out of its chunks (wrapped or bare) in dtype `dtype`, buffers in fp32. Build it on every rank."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], info: ModelInfo, dtype: torch.dtype) -> None:
         self.info = info
@@ -57,7 +59,7 @@ class HFExporter:
         if self._manifest is None:
             owners = self._owners()
             self._manifest = [
-                ExportedTensor(name, shape, self.dtype, owners[entry.megatron])
+                ExportedTensor(name, shape, self._dtype_of(entry), owners[entry.megatron])
                 for entry in self._entries.values()
                 for name, shape in zip(entry.names, entry.shapes, strict=True)
             ]
@@ -78,6 +80,9 @@ class HFExporter:
                 continue
             for source, item in enumerate(exported):
                 yield item, _gather(shard, source, item)
+
+    def _dtype_of(self, entry: Entry) -> torch.dtype:
+        return torch.float32 if entry.rule.buffer else self.dtype
 
     def _owners(self) -> dict[str, int]:
         """Global owner rank of each Megatron parameter, agreed on by all ranks."""
@@ -258,9 +263,17 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not file.name.startswith("."):
             shutil.copyfile(file, target / file.name)
-    config = json.loads((target / "config.json").read_text())
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    name = str(dtype).removeprefix("torch.")
-    if config.get(key) != name:
-        config[key] = name
+    before = json.loads((target / "config.json").read_text())
+    config = exported_config(before, dtype)
+    if config != before:
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def exported_config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """`config.json` of exported weights: their dtype, and none of the layers that are left out (MTP)."""
+    changed = dict(config)
+    changed["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if config.get(key):
+            changed[key] = 0
+    return changed

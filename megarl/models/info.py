@@ -6,10 +6,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megarl.models.rope import read_rope
 from megarl.models.source import hf_files
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (MLA): ranks of the compressed query and key/value, channels per head."""
+
+    query_rank: int | None  # None: queries are not compressed
+    kv_rank: int
+    plain: int  # channels of queries and keys without position ("nope")
+    rotated: int  # channels with rotary position ("rope"); a token's keys share one such vector
+    value: int
+    norm_eps: float  # of the two norms inside; the layers' own is ModelInfo.norm_eps
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,13 @@ class ModelInfo:
     moe_ffn: int = 0
     norm_topk_prob: bool = True
     moe_layers: tuple[bool, ...] = ()  # per layer: mixture of experts?
+    shared_ffn: int = 0  # width of the shared experts, which every token passes, together; 0 = none
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    router_groups: tuple[int, int] | None = None  # (groups of experts, how many of them a token may use)
+    router_scale: float = 1.0  # of the chosen experts' weights
+    expert_bias: bool = False  # added to the scores when experts are chosen, not to their weights
+    mla: LatentAttention | None = None  # head_dim is then plain + rotated, kv_heads is heads
+    predict_layers: int = 0  # further layers of the files that predict later tokens (MTP); not part of the model
     window: int | None = None  # sliding attention: keys a query sees, itself included; None = all before it
     dtype: str = "float32"  # of the files, e.g. "bfloat16"
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -56,6 +75,25 @@ class ModelInfo:
             "q": self.heads * self.head_dim,
             "kv": self.kv_heads * self.head_dim,
             "head_dim": self.head_dim,
+            "shared_ffn": self.shared_ffn,
+            **self._latent_dims,
+        }
+
+    @property
+    def value_dim(self) -> int:
+        """Channels per head of values and of attention's output."""
+        return self.mla.value if self.mla else self.head_dim
+
+    @property
+    def _latent_dims(self) -> dict[str, int]:
+        if self.mla is None:
+            return {}
+        return {
+            "q_rank": self.mla.query_rank or 0,
+            "kv_rank": self.mla.kv_rank,
+            "latent": self.mla.kv_rank + self.mla.rotated,
+            "kv_up": self.heads * (self.mla.plain + self.mla.value),
+            "values": self.heads * self.mla.value,
         }
 
 

@@ -1,6 +1,6 @@
 """Hugging Face weights into Megatron chunks: each rank reads only the slices of its own shards.
 
-Fails closed: every Megatron parameter is written exactly once, and the files hold exactly the tensors that
+Fails closed: every Megatron parameter and buffer is written exactly once, and the files hold exactly the tensors that
 the family's table names, with its shapes; otherwise nothing is loaded and the offenders are listed.
 """
 
@@ -33,6 +33,12 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, hf_dir: 
         check_tensors(files, entries, info)
         shards = local_shards(chunks, info, entries)
         size = sum(_fill(shard, files) for shard in shards)
+        left_out = [name for name in files.records if is_left_out(name, info)]
+        if left_out:
+            logger.warning(
+                "%s: %d tensors (%s, …) are not part of the trained model; exports will not have them",
+                hf_dir, len(left_out), left_out[0],
+            )  # fmt: skip
         if info.tied and "lm_head.weight" in files.records:
             _check_redundant_head(shards, files)
     logger.info("%s: %d parameters, %.1f MiB read", hf_dir, len(shards), size / 2**20)
@@ -44,7 +50,7 @@ def check_tensors(files: SafetensorsDirectory, entries: dict[str, Entry], info: 
     expected = {
         name: shape for entry in entries.values() for name, shape in zip(entry.names, entry.shapes, strict=True)
     }
-    tolerated = _redundant_names(info)
+    tolerated = _redundant_names(info) | {name for name in files.records if is_left_out(name, info)}
     missing = [name for name in expected if name not in files.records]
     extra = sorted(name for name in files.records if name not in expected and name not in tolerated)
     wrong = []
@@ -64,6 +70,11 @@ def check_tensors(files: SafetensorsDirectory, entries: dict[str, Entry], info: 
     ]
     if problems:
         raise ValueError(f"{files.directory} does not match its config.json ({info.family}):\n" + "\n".join(problems))
+
+
+def is_left_out(name: str, info: ModelInfo) -> bool:
+    """Whether a Hugging Face tensor belongs to a part that is neither trained nor exported (`Family.left_out`)."""
+    return name.startswith(FAMILIES[info.family].left_out(info))
 
 
 def _redundant_names(info: ModelInfo) -> set[str]:

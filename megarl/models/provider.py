@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl import platforms
-from megarl.models.info import ModelInfo
+from megarl.models.info import LatentAttention, ModelInfo
 from megarl.models.layout import Layout
 from megarl.models.rope import attention_factor, inverse_frequencies
 from megarl.models.spec import block_spec, use_transformer_engine
@@ -48,10 +48,12 @@ def transformer_config(
     }
     if info.num_experts:
         fields.update(_mixture(info))
+    if info.mla:
+        fields.update(_latent_attention(info, info.mla))
     fields.update(overrides or {})
     try:
-        return TransformerConfig(**fields)
-    except (AssertionError, TypeError) as error:
+        return (MLATransformerConfig if info.mla else TransformerConfig)(**fields)
+    except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"Megatron-Core refuses this model and layout: {error}") from error
 
 
@@ -70,7 +72,7 @@ def _build_chunk(info: ModelInfo, config: TransformerConfig, layout: Layout, sta
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, stage),
+        transformer_layer_spec=block_spec(info, config, stage),
         vocab_size=padded_vocab(info, layout.tensor),
         max_sequence_length=info.max_positions,
         pre_process=first,
@@ -82,8 +84,9 @@ def _build_chunk(info: ModelInfo, config: TransformerConfig, layout: Layout, sta
         vp_stage=stage,
     )
     device = platforms.current().device
-    frequencies = inverse_frequencies(info.head_dim, info.rope_theta, info.rope_scaling)
-    model.rotary_pos_emb.inv_freq = frequencies.to(device)
+    if info.mla is None:
+        frequencies = inverse_frequencies(info.head_dim, info.rope_theta, info.rope_scaling)
+        model.rotary_pos_emb.inv_freq = frequencies.to(device)
     if platforms.current().is_cuda:
         model = model.to(device)
     return model
@@ -159,7 +162,35 @@ def _platform_fields(initialize: bool) -> dict[str, Any]:
     return fields
 
 
+def _latent_attention(info: ModelInfo, mla: LatentAttention) -> dict[str, Any]:
+    """Multi-head latent attention, which rotates by itself: plain RoPE or YaRN (families refuse the others)."""
+    yarn = info.rope_scaling or {"factor": 1.0}
+    paired = yarn.get("mscale") and yarn.get("mscale_all_dim")
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": mla.query_rank,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_head_dim": mla.plain,
+        "qk_pos_emb_head_dim": mla.rotated,
+        "v_head_dim": mla.value,
+        "kv_channels": mla.value,
+        "qk_layernorm": True,
+        "softmax_scale": None,
+        "rope_type": "yarn" if info.rope_scaling else "rope",
+        "rotary_base": info.rope_theta,
+        "rotary_scaling_factor": float(yarn["factor"]),
+        "original_max_position_embeddings": yarn.get("original_max_position_embeddings", info.max_positions),
+        "beta_fast": yarn.get("beta_fast") or 32,
+        "beta_slow": yarn.get("beta_slow") or 1,
+        # 1 and 0 are YaRN's own factor on rotated channels and none on the products.
+        "mscale": float(yarn["mscale"]) if paired else 1.0,
+        "mscale_all_dim": float(yarn["mscale_all_dim"]) if paired else 0.0,
+        "apply_rope_fusion": False,
+    }
+
+
 def _mixture(info: ModelInfo) -> dict[str, Any]:
+    groups, kept = info.router_groups or (None, None)
     return {
         "num_moe_experts": info.num_experts,
         "moe_ffn_hidden_size": info.moe_ffn,
@@ -167,6 +198,14 @@ def _mixture(info: ModelInfo) -> dict[str, Any]:
         "moe_layer_freq": [int(flag) for flag in info.moe_layers],
         # transformers' norm_topk_prob=True is a softmax over the chosen ones; False is over all experts.
         "moe_router_pre_softmax": not info.norm_topk_prob,
+        "moe_router_score_function": info.router_score,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": kept,
+        "moe_router_topk_scaling_factor": None if info.router_scale == 1.0 else info.router_scale,
+        "moe_router_enable_expert_bias": info.expert_bias,
+        # Balance belongs to pre-training: the bias stays as loaded unless megatron.transformer sets a rate.
+        "moe_router_bias_update_rate": 0.0,
+        "moe_shared_expert_intermediate_size": info.shared_ffn or None,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",

@@ -1,4 +1,4 @@
-"""This rank's Megatron parameters by canonical name, each with its mapping entry and its place in TP."""
+"""This rank's Megatron parameters and buffers by canonical name, each with its mapping entry and its place in TP."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter of this rank: shard `rank` of `size` in its tensor- or expert-tensor-parallel group."""
+    """One parameter of this rank: shard `rank` of `size` in its tensor- or expert-tensor-parallel group.
+
+    `parameter` is a plain tensor where the rule says `buffer`.
+    """
 
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     entry: Entry
     rank: int
     size: int
@@ -33,23 +36,27 @@ class Shard:
 
 
 def table(info: ModelInfo) -> dict[str, Entry]:
-    """Every Megatron parameter of the whole model by canonical name, in layer order."""
+    """Every Megatron parameter and mapped buffer of the whole model by canonical name, in layer order."""
     return {entry.megatron: entry for entry in expand(FAMILIES[info.family].rules, info)}
 
 
 def local_shards(chunks: Sequence[torch.nn.Module], info: ModelInfo, entries: dict[str, Entry]) -> list[Shard]:
-    """This rank's parameters, in model order. `chunks` may be wrapped in DDP and Float16Module.
+    """This rank's parameters and persistent buffers, in model order. `chunks` may be wrapped (DDP, Float16Module).
 
-    Raises ValueError listing parameters that no rule covers, that appear twice, or whose shape is not the
-    rule's.
+    Raises ValueError listing those that no rule covers, that appear twice, or whose shape is not the rule's, and the
+    entries of this rank's layers and experts that the model does not have.
     """
     shards: dict[str, Shard] = {}
     wrong: list[str] = []
-    for name, parameter in _named_parameters(chunks, info):
+    place = _Place.of(chunks, info)
+    for name, parameter in _named_tensors(chunks, place):
         tied = name == TIED_COPY and info.tied
         entry = entries.get(EMBEDDING if tied else name)
         if entry is None or name in shards:
             wrong.append(f"{name}: {'no rule of family ' + info.family if entry is None else 'appears twice'}")
+            continue
+        if entry.rule.buffer == isinstance(parameter, torch.nn.Parameter):
+            wrong.append(f"{name}: the rule says {'buffer' if entry.rule.buffer else 'parameter'}, the model differs")
             continue
         rank, size = tensor_place(entry)
         expected = entry.shard_shape(rank, size)
@@ -57,6 +64,8 @@ def local_shards(chunks: Sequence[torch.nn.Module], info: ModelInfo, entries: di
             wrong.append(f"{name}: the model has shape {tuple(parameter.shape)}, the rule {expected}")
             continue
         shards[name] = Shard(name, parameter, entry, rank, size, tied)
+    absent = [name for name, entry in entries.items() if place.holds(entry) and name not in shards]
+    wrong += [f"{name}: the model does not have it" for name in absent]
     if wrong:
         raise ValueError("Megatron parameters that the mapping does not cover:\n  " + "\n  ".join(wrong))
     return list(shards.values())
@@ -86,12 +95,45 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
     return chunk
 
 
-def _named_parameters(chunks: Sequence[torch.nn.Module], info: ModelInfo) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    from megatron.core import parallel_state
+@dataclass(frozen=True)
+class _Place:
+    """Which part of the model this rank holds; `layers`: per chunk, the global layer of each local one."""
 
-    experts = (info.num_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
-    first_expert = parallel_state.get_expert_model_parallel_rank() * experts
-    for chunk in map(unwrap, chunks):
-        layers = {i: layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
-        for name, parameter in chunk.named_parameters():
-            yield canonical_name(name, layers, first_expert), parameter
+    layers: tuple[dict[int, int], ...]
+    experts: range
+    first: bool  # holds the embedding
+    last: bool  # holds the final norm and the output layer
+
+    @classmethod
+    def of(cls, chunks: Sequence[torch.nn.Module], info: ModelInfo) -> _Place:
+        from megatron.core import parallel_state
+
+        models = [unwrap(chunk) for chunk in chunks]
+        count = (info.num_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+        start = parallel_state.get_expert_model_parallel_rank() * count
+        return cls(
+            layers=tuple({i: layer.layer_number - 1 for i, layer in enumerate(m.decoder.layers)} for m in models),
+            experts=range(start, start + count),
+            first=any(model.pre_process for model in models),
+            last=any(model.post_process for model in models),
+        )
+
+    def holds(self, entry: Entry) -> bool:
+        if entry.layer is None:
+            return self.first if entry.megatron == EMBEDDING else self.last
+        mine = any(entry.layer in layers.values() for layers in self.layers)
+        return mine and (entry.expert is None or entry.expert in self.experts)
+
+
+def _named_tensors(chunks: Sequence[torch.nn.Module], place: _Place) -> Iterator[tuple[str, torch.Tensor]]:
+    for chunk, layers in zip(map(unwrap, chunks), place.layers, strict=True):
+        for name, tensor in (*chunk.named_parameters(), *persistent_buffers(chunk)):
+            yield canonical_name(name, layers, place.experts.start), tensor
+
+
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that belong to a model's state (`register_buffer(persistent=True)`), by name."""
+    for prefix, each in module.named_modules():
+        for name, buffer in each.named_buffers(recurse=False):
+            if name not in each._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl import platforms
+from megarl.models.info import ModelInfo
 
 WINDOW_BLOCK = 256  # rows per product of a sliding window
 
@@ -47,6 +48,11 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = torch.nn.functional.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
         return normed.to(x.dtype) * self.weight
+
+
+class _NormWithOwnEps(RMSNorm):
+    def __init__(self, config: TransformerConfig, hidden_size: int, own_eps: float, **_: Any) -> None:
+        super().__init__(config, hidden_size, own_eps)
 
 
 class PackedAttention(torch.nn.Module):
@@ -105,9 +111,14 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(parts, 2)
 
     def _product(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **mask: Any) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(
+        # The fused kernels want one head size; the plain one that takes two keeps a matrix of all scores.
+        columns, width = v.shape[-1], q.shape[-1]
+        if columns < width:
+            v = torch.nn.functional.pad(v, (0, width - columns))
+        out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1], **mask
         )
+        return out[..., :columns]
 
 
 @lru_cache(maxsize=2)
@@ -134,12 +145,12 @@ def _runs(bounds: list[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(info: ModelInfo, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of this pipeline rank's chunk `vp_stage`, dense or mixture of experts, and final norm."""
     if use_transformer_engine():
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    dense = _local_layer(config, None)
-    sparse = _local_layer(config, config.num_moe_experts) if config.num_moe_experts else dense
+        return _engine_block(info, config, vp_stage)
+    dense = _local_layer(info, config, None)
+    sparse = _local_layer(info, config, config.num_moe_experts) if config.num_moe_experts else dense
     moe = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
     layers = [sparse if flag else dense for flag in moe]
     if config.pipeline_model_parallel_layout is not None:
@@ -152,12 +163,37 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     return TransformerBlockSubmodules(layers[first : first + count], layer_norm=RMSNorm)
 
 
-def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if info.mla:
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        if info.mla.norm_eps != info.norm_eps:
+            raise ValueError(
+                f"rms_norm_eps={info.norm_eps}: Transformer Engine's latent attention has one eps for all norms, this "
+                f"family {info.mla.norm_eps} for those inside attention; uninstall transformer_engine"
+            )
+        for layer in block.layer_specs:
+            # Sharded as in the local spec; Transformer Engine's own choice is a copy on every rank.
+            attention = layer.submodules.self_attention.submodules
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = TEColumnParallelLinear
+    return block
+
+
+def _local_layer(info: ModelInfo, config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=info.mla is not None,
+        normalization="RMSNorm",
+    )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    if info.mla:
+        norm = ModuleSpec(module=_NormWithOwnEps, params={"own_eps": info.mla.norm_eps})
+        attention.q_layernorm = attention.kv_layernorm = norm
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

@@ -235,6 +235,46 @@ def write_results_need_no_manager() -> None:
     filesystem_async._get_write_results_queue = get_write_results_queue
 
 
+def mla_without_te() -> None:
+    """multi_latent_attention.py:55 takes a successful import for TE's presence, but without TE the names are mocks.
+
+    `isinstance(…, mock)` is then a TypeError: latent attention cannot be built.
+    """
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer import multi_latent_attention
+
+    multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
+
+
+def mla_rotated_key_gradient_is_partial() -> None:
+    """multi_latent_attention.py:490: with column-parallel down projections (the local spec's) and TP > 1, every rank
+    rotates the whole shared key but back-propagates only its own heads' part: wrong gradients without an error.
+
+    The projection's output is gathered here instead, its key part through a region that sums gradients; what follows
+    then takes the branch for replicated projections, which is right.
+    """
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    original = MLASelfAttention.__init__
+
+    def gathered(config: Any, output: torch.Tensor) -> torch.Tensor:
+        whole = mappings.gather_from_tensor_model_parallel_region(output)
+        if config.sequence_parallel:
+            return mappings.scatter_to_sequence_parallel_region(whole)
+        latent, key = whole.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        return torch.cat([latent, mappings.copy_to_tensor_model_parallel_region(key)], dim=-1)
+
+    @functools.wraps(original)
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        projection = self.linear_kv_down_proj
+        if projection.weight.shape[0] != config.kv_lora_rank + config.qk_pos_emb_head_dim:
+            projection.register_forward_hook(lambda module, args, result: (gathered(config, result[0]), result[1]))
+
+    MLASelfAttention.__init__ = init
+
+
 def _rebind(name: str, original: Any, replacement: Any) -> None:
     """Point every Megatron module that imported `original` by name at `replacement`."""
     import sys
@@ -256,4 +296,6 @@ PATCHES: tuple[Callable[[], None], ...] = (
     expert_bias_padding_mask_shape,
     gathered_state_has_no_bucket_padding,
     write_results_need_no_manager,
+    mla_without_te,
+    mla_rotated_key_gradient_is_partial,
 )

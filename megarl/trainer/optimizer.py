@@ -19,6 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.schema import Config
+from megarl.models.shards import persistent_buffers
 
 
 class NonFiniteError(FloatingPointError):
@@ -29,11 +30,12 @@ def precision_wrap(chunk: GPTModel) -> torch.nn.Module:
     """Float16Module for bf16 (its buffers such as the routers' expert bias stay fp32), the chunk itself for fp32."""
     if not chunk.config.bf16:
         return chunk
+    kept = {name: buffer for name, buffer in persistent_buffers(chunk) if buffer.dtype == torch.float32}
     wrapped = Float16Module(chunk.config, chunk)
-    for module in chunk.modules():
-        # Megatron does this in every forward; before the first one an export would see bf16.
-        if hasattr(module, "_maintain_float32_expert_bias"):
-            module._maintain_float32_expert_bias()
+    for name, buffer in kept.items():
+        # Megatron makes the expert bias fp32 again in its next forward, but of the values that bf16 has rounded.
+        owner, _, attribute = name.rpartition(".")
+        setattr(chunk.get_submodule(owner), attribute, buffer)
     return wrapped
 
 

@@ -137,7 +137,6 @@ def test_useful_megatron_fields_pass(models: Models, data: Path) -> None:
         "recompute_modules": ["core_attn", "mlp"],
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 1e-3,
-        "moe_router_enable_expert_bias": True,
         "moe_router_dtype": "fp64",
         "moe_token_dispatcher_type": "alltoall",
     }

@@ -32,6 +32,8 @@ CASES: list[Case] = [
     ("qwen3_moe", {"expert": 2}, "fp32", {"megatron__transformer": SELECTIVE}),
     ("mistral", {"tensor": 2}, "fp32", {}),
     ("mixtral", {"expert": 2}, "bf16", {}),
+    ("deepseek_v3", {"expert": 2}, "bf16", {}),
+    ("deepseek_v3", {"tensor": 2, "sequence": True}, "fp32", {}),
     ("llama", {}, "fp32", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["mlp"]}}),
     ("qwen3_moe", {}, "bf16", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["moe"]}}),
     ("qwen3", {}, "bf16", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["layernorm", "core_attn"]}}),
@@ -43,6 +45,8 @@ WIDE: list[Case] = [
     ("qwen3_moe", {"expert": 2, "pipeline": 2}, "bf16", {}),
     ("qwen3_moe", {"tensor": 2, "sequence": True, "expert": 4, "expert_tensor": 1}, "bf16", {}),
     ("tied", {}, "bf16", {}),
+    ("deepseek_v3", {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}, "bf16", {}),
+    ("deepseek_v3", {"tensor": 2, "sequence": True}, "fp32", {"megatron__transformer": SELECTIVE}),
 ]
 
 

@@ -21,8 +21,9 @@ from megarl.models.info import ModelInfo, load_info
 from megarl.models.layout import Layout
 from megarl.models.loader import load_hf_weights
 from megarl.models.provider import build_model, transformer_config
-from megarl.models.shards import local_shards, table
+from megarl.models.shards import local_shards, persistent_buffers, table
 from megarl.trainer import parallel as parallel_state_setup
+from megarl.trainer.optimizer import precision_wrap
 
 Batch = list[list[list[int]]]  # micro-batches of sequences of token ids
 
@@ -45,8 +46,8 @@ def load(model_dir: str, layout: Layout, precision: str = "fp32", **overrides: A
     config = transformer_config(info, layout, precision, overrides, initialize=False)
     chunks = build_model(info, config, layout)
     for chunk in chunks:
-        for parameter in chunk.parameters():
-            parameter.data.fill_(float("nan"))  # whatever the loader forgets shows
+        for tensor in (*chunk.parameters(), *dict(persistent_buffers(chunk)).values()):
+            tensor.data.fill_(float("nan"))  # whatever the loader forgets shows
     load_hf_weights(chunks, info, model_dir)
     return info, config, chunks
 
@@ -111,11 +112,19 @@ def logprobs(model_dir: str, batch: Batch, precision: str = "fp32", **sizes: Any
         return forward_logprobs(info, layout, chunks, batch)
 
 
-def export(model_dir: str, out: str, shard_bytes: int = 2**30, dtype: str = "float32", **sizes: Any) -> Any:
-    """Case: load, export to `out`; returns the manifest and the names of the tensors this rank owned."""
+def export(
+    model_dir: str,
+    out: str,
+    shard_bytes: int = 2**30,
+    dtype: str = "float32",
+    precision: str = "fp32",
+    **sizes: Any,
+) -> Any:
+    """Case: load, wrap, export to `out`; returns the manifest and the names of the tensors this rank owned."""
     layout = make_layout(**sizes)
     with parallel(layout):
-        info, _, chunks = load(model_dir, layout)
+        info, _, chunks = load(model_dir, layout, precision)
+        chunks = [precision_wrap(chunk) for chunk in chunks]
         exporter = HFExporter(chunks, info, getattr(torch, dtype))
         save_hf(exporter, model_dir, Path(out), shard_bytes)
         owned = [tensor.name for tensor, value in exporter.stream() if value is not None]
@@ -148,6 +157,18 @@ def load_without_qk_norm_rules(model_dir: str) -> None:
     with parallel(layout), patch.dict(FAMILIES, qwen3=replace(family, rules=rules)):
         info = load_info(model_dir)
         chunks = build_model(info, transformer_config(info, layout, "fp32"), layout)
+        local_shards(chunks, info, table(info))
+
+
+def load_with_wrong_buffers(model_dir: str, what: str) -> None:
+    """Case: a family table without the expert bias, or a model without it."""
+    family = FAMILIES["deepseek_v3"]
+    layout = make_layout()
+    rules = tuple(rule for rule in family.rules if what != "no rule" or not rule.buffer)
+    with parallel(layout), patch.dict(FAMILIES, deepseek_v3=replace(family, rules=rules)):
+        info = load_info(model_dir)
+        built = replace(info, expert_bias=what != "no buffer")
+        chunks = build_model(built, transformer_config(built, layout, "fp32"), layout)
         local_shards(chunks, info, table(info))
 
 

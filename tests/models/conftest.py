@@ -70,8 +70,28 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1]}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 24,
+                "beta_fast": 0.25,
+                "beta_slow": 0.02,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+            },
+        },
+    ),
+    # Plain queries, plain RoPE, no groups, another eps outside attention than inside.
+    "moonlight": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-3, "rope_theta": 50000.0},
+    ),
 }
-MOE = frozenset({"mixtral", "qwen3_moe"})
+MOE = frozenset({"deepseek_v3", "mixtral", "moonlight", "qwen3_moe"})
 # Single tokens, equal neighbours, one long text alone, totals that TP must pad.
 LENGTHS = [(5, 5, 17, 60), (45,), (7, 1, 9), (3, 3, 4)]
 

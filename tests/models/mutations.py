@@ -78,6 +78,44 @@ def _rope(**changes: Any) -> Callable[[ModelInfo], ModelInfo]:
     return lambda info: replace(info, rope_scaling={**(info.rope_scaling or {}), **changes})
 
 
+def _mla(**changes: Any) -> Callable[[ModelInfo], ModelInfo]:
+    return lambda info: replace(info, mla=replace(info.mla, **changes))
+
+
+def _reversed(symbol: str) -> Callable[[ModelInfo], list[Piece]]:
+    """Every row (or column) of a single source, last first."""
+    return lambda info: [Piece(0, i, i + 1) for i in reversed(range(info.dims[symbol]))]
+
+
+def _rotated(symbol: str, by: int) -> Callable[[ModelInfo], list[Piece]]:
+    """Rows of a single source from `by` on, then those before: heads keep their size and get others' rows."""
+    return lambda info: [Piece(0, by, info.dims[symbol]), Piece(0, 0, by)]
+
+
+def _deinterleaved(symbol: str) -> Callable[[ModelInfo], list[Piece]]:
+    """The last 8 rows (the shared rotated key): even ones first, as if Megatron did not read pairs."""
+
+    def arrange(info: ModelInfo) -> list[Piece]:
+        first = info.dims[symbol] - 8
+        order = [*range(first, first + 8, 2), *range(first + 1, first + 8, 2)]
+        return [Piece(0, 0, first), *(Piece(0, i, i + 1) for i in order)]
+
+    return arrange
+
+
+DEEPSEEK = "deepseek_v3"
+_MLA = {
+    "query-norm-order": _rule(r"q_layernorm", arrange=_reversed("q_rank")),
+    "query-down-order": _rule(r"linear_q_down", arrange=_reversed("q_rank")),
+    "query-up-plain-rotated-order": _rule(r"linear_q_up", arrange=_rotated("q", 8)),
+    "query-heads-rotated": _rule(r"linear_q_up", arrange=_rotated("q", 24)),
+    "key-value-norm-order": _rule(r"kv_layernorm", arrange=_reversed("kv_rank")),
+    "rotated-key-before-latent": _rule(r"linear_kv_down", arrange=_rotated("latent", 32)),
+    "rotated-key-not-interleaved": _rule(r"linear_kv_down", arrange=_deinterleaved("latent")),
+    "values-before-keys": _rule(r"linear_kv_up", arrange=_rotated("kv_up", 16)),
+    "key-value-heads-rotated": _rule(r"linear_kv_up", arrange=_rotated("kv_up", 28)),
+    "output-columns-rotated": _rule(r"self_attention.linear_proj", arrange=_rotated("values", 12)),
+}
 QKV, FC1 = r"linear_qkv\.weight", r"linear_fc1"
 
 MUTATIONS = [
@@ -122,6 +160,28 @@ MUTATIONS = [
     Mutation("mixtral-expert-offset", "mixtral", _shift_experts, sizes={"expert": 2}),
     Mutation("mixtral-not-renormalised", "mixtral", info=lambda info: replace(info, norm_topk_prob=False)),
     Mutation("mixtral-topk", "mixtral", info=lambda info: replace(info, topk=3)),
+    *(Mutation(f"mla-{name}", DEEPSEEK, entry) for name, entry in _MLA.items()),
+    Mutation("mla-norm-eps", "moonlight", info=_mla(norm_eps=1e-3)),
+    Mutation("mla-layer-norm-eps", "moonlight", info=lambda info: replace(info, norm_eps=1e-6)),
+    Mutation("mla-rope-theta", "moonlight", info=lambda info: replace(info, rope_theta=1e4)),
+    Mutation("mla-yarn-forgotten", DEEPSEEK, info=lambda info: replace(info, rope_scaling=None)),
+    Mutation("mla-yarn-factor", DEEPSEEK, info=_rope(factor=8.0)),
+    Mutation("mla-yarn-context", DEEPSEEK, info=_rope(original_max_position_embeddings=512)),
+    Mutation("mla-yarn-beta-fast", DEEPSEEK, info=_rope(beta_fast=None)),
+    Mutation("mla-yarn-beta-slow", DEEPSEEK, info=_rope(beta_slow=None)),
+    Mutation("mla-yarn-mscale", DEEPSEEK, info=_rope(mscale=0.7)),
+    Mutation("mla-yarn-mscale-all-dim", DEEPSEEK, info=_rope(mscale_all_dim=1.0)),
+    Mutation("mla-yarn-mscale-forgotten", DEEPSEEK, info=_rope(mscale=None, mscale_all_dim=None)),
+    Mutation("group-limit-forgotten", DEEPSEEK, info=lambda info: replace(info, router_groups=None)),
+    Mutation("group-number", DEEPSEEK, info=lambda info: replace(info, router_groups=(2, 1))),
+    Mutation("group-topk", DEEPSEEK, info=lambda info: replace(info, router_groups=(4, 4))),
+    Mutation("router-scale", DEEPSEEK, info=lambda info: replace(info, router_scale=1.0)),
+    Mutation("expert-bias-order", DEEPSEEK, _rule("expert_bias", arrange=_reversed_rows)),
+    Mutation("deepseek-router-order", DEEPSEEK, _rule("router.weight", arrange=_reversed_rows)),
+    Mutation("deepseek-expert-offset", DEEPSEEK, _shift_experts, sizes={"expert": 2}),
+    Mutation("shared-gate-and-up-swapped", DEEPSEEK, _order(r"shared_experts.*fc1", 1, 0)),
+    Mutation("shared-chunk-of-concatenation", DEEPSEEK, _rule(r"shared_experts.*fc1", per_source=False)),
+    Mutation("shared-columns-reversed", DEEPSEEK, _rule(r"shared_experts.*fc2", arrange=_reversed("shared_ffn"))),
 ]
 
 

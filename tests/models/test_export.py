@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.conftest import MOE
@@ -17,15 +18,15 @@ from tests.support.world import World
 
 pytestmark = pytest.mark.world
 
-EXPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+EXPORTED = ("deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 LAYOUTS: list[tuple[int, dict[str, Any], tuple[str, ...]]] = [
     (2, {}, ("qwen3",)),
-    (2, {"tensor": 2}, ("llama", "qwen3", "mistral")),
+    (2, {"tensor": 2}, ("llama", "qwen3", "mistral", "deepseek_v3")),
     (2, {"pipeline": 2, "virtual_pipeline": 2}, ("qwen2",)),
-    (2, {"expert": 2}, ("qwen3_moe", "mixtral")),
+    (2, {"expert": 2}, ("qwen3_moe", "mixtral", "moonlight")),
     (4, {"tensor": 4, "sequence": True}, ("qwen2", "qwen3")),  # more ranks than key/value heads
     (4, {"tensor": 2, "pipeline": 2}, ("qwen2", "llama")),
-    (4, {"tensor": 2, "sequence": True, "expert": 2}, ("qwen3_moe", "mixtral")),
+    (4, {"tensor": 2, "sequence": True, "expert": 2}, ("qwen3_moe", "mixtral", "deepseek_v3")),
     (4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}, ("qwen3_moe",)),
     (4, {"pipeline": 2, "expert": 2}, ("qwen3_moe",)),
 ]
@@ -80,6 +81,28 @@ def test_round_trip_is_bit_identical(
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(after)
     assert not list(tmp_path.glob(".*"))  # nothing partial stays
+
+
+def test_buffers_stay_fp32_and_extra_layers_stay_out(
+    world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The expert bias decides between nearly equal experts: a bf16 export and a bf16 trainer keep all its bits."""
+    source = tmp_path / "source"
+    shutil.copytree(model_dir("deepseek_v3"), source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.4.eh_proj.weight"] = torch.ones(2, 2)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+
+    options = {"dtype": "bfloat16", "precision": "bf16", "tensor": 2, "sequence": True}
+    world(2).run("tests.models.cases:export", model_dir=str(source), out=str(tmp_path / "hf"), **options)
+    before, after = _read(source), _read(tmp_path / "hf")
+    assert set(before) - set(after) == {"model.layers.4.eh_proj.weight"}
+    biases = [name for name in after if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3 and all(_same_bits(before[name], after[name]) for name in biases)
+    assert {after[name].dtype for name in set(after) - set(biases)} == {torch.bfloat16}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
 def test_layer_order_and_tie(world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path) -> None:

@@ -34,6 +34,25 @@ QWEN3_MOE = LLAMA | {
     "moe_intermediate_size": 16,
     "num_experts": 8,
 }
+DEEPSEEK = LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -56,7 +75,7 @@ def test_default_rope_is_no_scaling() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "not supported; supported: LlamaForCausalLM, Mistral"),
+        (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "not supported; supported: DeepseekV3ForCausalLM, Llama"),
         (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "RoPE scaling 'longrope'"),
         (LLAMA | {"rope_scaling": {"rope_type": "llama3"}}, "needs factor, low_freq_factor, high_freq_factor"),
         (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, "'full_attention'.*every layer"),
@@ -66,6 +85,16 @@ def test_default_rope_is_no_scaling() -> None:
         (LLAMA | {"use_sliding_window": True}, "use_sliding_window"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA | {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        (DEEPSEEK | {"topk_method": "greedy"}, "topk_method='greedy'"),
+        (DEEPSEEK | {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        (DEEPSEEK | {"rope_interleave": False}, "rope_interleave=False"),
+        (DEEPSEEK | {"num_key_value_heads": 2}, "num_key_value_heads=2"),
+        (DEEPSEEK | {"num_experts_per_tok": 2}, "num_experts_per_tok=2 with topk_group=2"),
+        (DEEPSEEK | {"num_experts_per_tok": 1, "n_group": 1}, "num_experts_per_tok=1"),
+        (DEEPSEEK | {"rope_scaling": {"rope_type": "linear", "factor": 2}}, "'linear' is not supported in this family"),
+        (DEEPSEEK | {"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": 1.1}}, "attention_factor"),
+        (DEEPSEEK | {"rope_scaling": {"type": "yarn", "factor": 2, "mscale_all_dim": 1.0}}, "needs mscale"),
         ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "missing key 'hidden_size'"),
     ],
 )
@@ -130,6 +159,17 @@ def test_rope_equals_transformers(scaling: dict[str, Any]) -> None:
     ours = inverse_frequencies(info.head_dim, info.rope_theta, info.rope_scaling)
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
     assert attention_factor(info.rope_scaling) == pytest.approx(factor)
+
+
+def test_latent_attention_and_its_router() -> None:
+    info = info_from_config(DEEPSEEK)
+    assert info.mla is not None and info.mla.norm_eps == 1e-6 != info.norm_eps
+    assert (info.head_dim, info.value_dim, info.kv_heads) == (24, 12, 4)
+    assert (info.moe_layers, info.shared_ffn) == ((False, True), 48)
+    assert (info.router_score, info.router_groups, info.router_scale) == ("sigmoid", (4, 2), 2.5)
+    # Groups that limit nothing are no groups, whatever else their numbers would mean.
+    for groups in ({"n_group": 1, "topk_group": 1}, {"n_group": 4, "topk_group": 4}, {"n_group": None}):
+        assert info_from_config(DEEPSEEK | groups).router_groups is None
 
 
 def test_windows() -> None:

@@ -40,7 +40,9 @@ def _check(directory: Path) -> None:
     check_tensors(SafetensorsDirectory(directory), table(info), info)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "moonlight"]
+)
 def test_the_table_is_the_files(family: str, model_dir: Callable[[str], Path]) -> None:
     info = load_info(model_dir(family))
     files = SafetensorsDirectory(model_dir(family))
@@ -129,6 +131,17 @@ def test_a_parameter_without_a_rule_stops_the_load(
 ) -> None:
     with pytest.raises(AssertionError, match=r"mapping does not cover[\s\S]*q_layernorm\.weight: no rule of family"):
         world(2).run("tests.models.cases:load_without_qk_norm_rules", model_dir=str(model_dir("qwen3")))
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(
+    ("what", "told"), [("no rule", "no rule of family deepseek_v3"), ("no buffer", "the model does not have it")]
+)
+def test_a_buffer_without_a_rule_and_the_reverse_stop_the_load(
+    what: str, told: str, world: Callable[[int], World], model_dir: Callable[[str], Path]
+) -> None:
+    with pytest.raises(AssertionError, match=rf"layers\.1\.mlp\.router\.expert_bias: {told}"):
+        world(2).run("tests.models.cases:load_with_wrong_buffers", model_dir=str(model_dir("deepseek_v3")), what=what)
 
 
 def test_truncated_file(copy: Callable[..., Path]) -> None:

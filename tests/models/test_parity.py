@@ -48,6 +48,8 @@ FAST: dict[str, tuple[int, ...]] = {
     "qwen3": (0, 2, 3, 5),
     "qwen3_yarn": (0, 1),
     "qwen3_moe": (0, 1, 2, 4, 5, 7),
+    "deepseek_v3": (0, 1, 2, 3, 4),
+    "moonlight": (0, 1),
 }
 
 

@@ -49,6 +49,17 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         290,
         494_032_768,
     ),
+    # Without the layer that predicts a second token: 61 layers, 3 of them dense.
+    "DeepSeek-V3": (
+        _config("DeepseekV3ForCausalLM", (61, 7168, 18432, 128, 128, 129280, 163840), q_lora_rank=1536,
+                kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=256,
+                num_experts_per_tok=8,
+                n_group=8, topk_group=4, n_shared_experts=1, moe_intermediate_size=2048,
+                first_k_dense_replace=3,
+                routed_scaling_factor=2.5, num_nextn_predict_layers=1),
+        3 * (2 + 7 + 3) + 58 * (2 + 7 + 2 + 3 * 257) + 3,
+        671_026_404_352,
+    ),
     "Qwen3-30B-A3B": (
         _config("Qwen3MoeForCausalLM", (48, 2048, 6144, 32, 4, 151936, 40960), moe_intermediate_size=768, **_QWEN3_MOE),
         18_867,

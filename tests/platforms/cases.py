@@ -6,6 +6,7 @@ import copy
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,9 +19,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer import multi_latent_attention
 
-from megarl.models.info import ModelInfo
+from megarl.models.info import LatentAttention, ModelInfo
 from megarl.models.layout import Layout
 from megarl.models.provider import build_model, transformer_config
 from megarl.trainer import parallel as parallel_state_setup
@@ -256,3 +259,46 @@ def tracker_states() -> Any:
         after = torch.rand(2).tolist()
         assert parallel_state.get_tensor_model_parallel_world_size() == 2
         return plain, after, first, second
+
+
+LATENT = replace(
+    INFO,
+    family="deepseek_v3",
+    head_dim=24,
+    qk_norm=False,
+    mla=LatentAttention(query_rank=8, kv_rank=16, plain=16, rotated=8, value=12, norm_eps=1e-6),
+)
+
+
+def _latent_gradient(**sizes: Any) -> torch.Tensor:
+    """Gradient of the compressing key/value projection, this rank's rows."""
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=5, max_seqlen_kv=5
+    )
+    tokens = torch.arange(8)[None]
+    with parallel(**sizes) as layout:
+        (chunk,) = build_model(LATENT, transformer_config(LATENT, layout, "fp32"), layout)
+        logits = gather_from_tensor_model_parallel_region(chunk(tokens, tokens, None, packed_seq_params=packed))
+        torch.nn.functional.cross_entropy(logits[0].float(), tokens[0]).backward()
+        return chunk.decoder.layers[0].self_attention.linear_kv_down_proj.weight.grad
+
+
+def latent_attention_defects(sequence: bool) -> tuple[str, float, float]:
+    """(error when built without the first patch, relative gradient errors under TP 2 without and with the second)."""
+    whole = _latent_gradient()
+    expected = whole.chunk(2)[torch.distributed.get_rank()]
+
+    def error() -> float:
+        return float((_latent_gradient(tensor=2, sequence=sequence) - expected).norm() / expected.norm())
+
+    with patch.object(multi_latent_attention, "HAVE_TE", True):
+        try:
+            _latent_gradient()
+            failure = "none"
+        except TypeError as caught:
+            failure = type(caught).__name__
+    attention = multi_latent_attention.MLASelfAttention
+    with patch.object(attention, "__init__", attention.__init__.__wrapped__):
+        before = error()
+    return failure, before, error()

@@ -20,7 +20,7 @@ TP2, PP2, EP2 = {"tensor": 2}, {"pipeline": 2}, {"expert": 2}
 PLAIN = {"trainer__optimizer__distributed": False}
 BUCKETS = {"megatron__ddp": {"overlap_grad_reduce": True, "bucket_size": 20000}}  # several, padded behind
 BF16 = {"trainer__precision": "bf16"}
-BIAS = {"megatron__transformer": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}}
+BIAS = {"megatron__transformer": {"moe_router_bias_update_rate": 0.01}}
 
 Save = Callable[..., tuple[Path, list[dict[str, Any]]]]
 
@@ -64,7 +64,7 @@ def equal(first: Any, second: Any) -> bool:
         (2, "dense", {}, {}),
         (2, "tied", PP2, {}),
         (2, "dense", TP2, BF16),
-        (2, "moe", EP2, BIAS),
+        (2, "latent", EP2, BIAS),
         (2, "dense", {}, PLAIN),
         (2, "dense", {}, BUCKETS),
         pytest.param(2, "dense", {}, BF16 | PLAIN, marks=pytest.mark.slow),

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -35,6 +37,7 @@ CHAT_TEMPLATE = (
 )
 
 FAMILIES: dict[str, tuple[type, type]] = {
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
@@ -82,6 +85,25 @@ def _dims(family: str, vocab_size: int, overrides: dict[str, Any]) -> dict[str, 
     if family == "qwen2":
         del dims["head_dim"]
         dims["hidden_size"] = 128
+    if family == "deepseek_v3":
+        dims |= {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.7,
+            "num_mtp_layers": 0,
+        }
+        del dims["head_dim"]
     if family == "mistral":
         dims["sliding_window"] = None
     if family == "mixtral":
@@ -127,6 +149,9 @@ def make_tiny_model(
                 parameter.normal_(0.0, std)
                 if "norm" in name:
                     parameter.add_(1.0)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0.0, std)
     finally:
         torch.random.set_rng_state(state)
     model.tie_weights()

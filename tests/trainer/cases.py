@@ -19,6 +19,7 @@ from megarl.algorithms.aggregation import GlobalCounts
 from megarl.models.export import HFExporter
 from megarl.models.info import load_info
 from megarl.models.layout import Layout
+from megarl.models.shards import table
 from megarl.trainer import parallel
 from megarl.trainer import policy as policy_module
 from megarl.trainer.batch import TrainSample
@@ -69,7 +70,8 @@ def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
     weights = [p.data for p in parameters]
     for parameter in parameters:
         parameter.data = parameter.main_grad
-    gradients = exported(policy)
+    buffers = {name for entry in table(policy.info).values() if entry.rule.buffer for name in entry.names}
+    gradients = {name: value for name, value in exported(policy).items() if name not in buffers}
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data = weight
     return gradients

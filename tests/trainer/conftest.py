@@ -21,6 +21,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe": ("qwen3_moe", {}),
     "biased": ("qwen2", {}),
     "llama": ("llama", {}),
+    "latent": ("deepseek_v3", {}),
 }
 
 

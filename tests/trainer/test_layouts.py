@@ -51,6 +51,8 @@ FAST: list[Case] = [
     (2, "moe", {"expert": 2}, {"packed": False}),
     (2, "moe", {"expert": 2, "expert_tensor": 1, **SP2}, {}),
     (2, "biased", SP2, {}),
+    (2, "latent", SP2, {}),
+    (2, "latent", {"expert": 2}, {"packed": False}),
 ]
 FULL: list[Case] = [
     (2, "moe", PP2, {}),
@@ -59,6 +61,8 @@ FULL: list[Case] = [
     (2, "moe", {"expert": 2}, OVERLAP),
     (2, "tied", VPP2, {}),
     (2, "llama", SP2, {}),
+    (2, "latent", PP2, {}),
+    (2, "latent", {"expert": 2, "expert_tensor": 1, **SP2}, {}),
     (2, "llama", PP2, {}),
     (2, "dense", PP2, {"packed": False}),
     (2, "dense", TP2, {"packed": False}),
@@ -106,7 +110,7 @@ def test_gradients_agree_with_one_rank_everywhere(trained: Callable[..., Any], c
     check(trained, case)
 
 
-@pytest.mark.parametrize("model", ["dense", "tied", "moe", "biased", "llama"])
+@pytest.mark.parametrize("model", ["dense", "tied", "moe", "biased", "llama", "latent"])
 def test_one_rank_agrees_with_plain_transformers(
     trained: Callable[..., Any],
     model_dir: Callable[[str], Path],

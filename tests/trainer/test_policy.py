@@ -190,18 +190,16 @@ def test_expert_bias_counts_real_tokens_only_and_stays_fp32(
     trained: Callable[..., Any], samples_of: GetSamples
 ) -> None:
     options = {
-        "samples": samples_of("moe")[:3],
+        "samples": samples_of("latent")[:3],
         "packed": False,
         "trainer__precision": "bf16",
         "megatron__transformer": {
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
             "moe_router_bias_update_rate": 0.01,
         },
     }
-    one = trained(1, "moe", **options)["expert_bias"][0]
-    assert len(one) == 4 and all(bias.any() for bias in one.values())
-    for bias in trained(2, "moe", {"expert": 2}, **options)["expert_bias"]:
+    one = trained(1, "latent", **options)["expert_bias"][0]
+    assert len(one) == 3 and all(bias.any() for bias in one.values())
+    for bias in trained(2, "latent", {"expert": 2}, **options)["expert_bias"]:
         for layer, values in bias.items():
             assert values.dtype == torch.float32
             torch.testing.assert_close(values, one[layer], rtol=0, atol=0)

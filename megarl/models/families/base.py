@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.models.info import ModelInfo
 from megarl.models.mapping import Rule, Source, qkv
 
 
@@ -13,19 +14,20 @@ from megarl.models.mapping import Rule, Source, qkv
 class Family:
     """One model family: its Hugging Face architecture, what its config means, and the mapping table.
 
-    `read(raw)` gives the ModelInfo fields that are the family's own. `redundant`: Hugging Face names
-    (templates) that old files carry although they are recomputed; they are the only names that may be left
-    unread.
+    `read(raw)` gives the ModelInfo fields that are the family's own. Two kinds of names, and only those, may stay
+    unread: `redundant` ones (templates) that old files carry although they are recomputed, and those of parts
+    that are not trained (`left_out`: prefixes), which an export does not have either.
     """
 
     name: str
     architecture: str
     rules: tuple[Rule, ...]
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
+    left_out: Callable[[ModelInfo], tuple[str, ...]] = lambda info: ()
     redundant: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
 
 
-_HF, _MG = "model.layers.{layer}", "decoder.layers.{layer}"
+HF, MEGATRON = "model.layers.{layer}", "decoder.layers.{layer}"
 
 EMBEDDING = (
     Rule(
@@ -36,25 +38,33 @@ EMBEDDING = (
     ),
 )
 
-ATTENTION = (
-    Rule(f"{_MG}.input_layernorm.weight", (Source(f"{_HF}.input_layernorm.weight", "hidden"),), where="layer"),
+NORMS = (
+    Rule(f"{MEGATRON}.input_layernorm.weight", (Source(f"{HF}.input_layernorm.weight", "hidden"),), where="layer"),
     Rule(
-        f"{_MG}.self_attention.linear_qkv.weight",
+        f"{MEGATRON}.pre_mlp_layernorm.weight",
+        (Source(f"{HF}.post_attention_layernorm.weight", "hidden"),),
+        where="layer",
+    ),
+)
+
+ATTENTION = (
+    Rule(
+        f"{MEGATRON}.self_attention.linear_qkv.weight",
         (
-            Source(f"{_HF}.self_attn.q_proj.weight", "q hidden"),
-            Source(f"{_HF}.self_attn.k_proj.weight", "kv hidden"),
-            Source(f"{_HF}.self_attn.v_proj.weight", "kv hidden"),
+            Source(f"{HF}.self_attn.q_proj.weight", "q hidden"),
+            Source(f"{HF}.self_attn.k_proj.weight", "kv hidden"),
+            Source(f"{HF}.self_attn.v_proj.weight", "kv hidden"),
         ),
         axis=0,
         where="layer",
         arrange=qkv,
     ),
     Rule(
-        f"{_MG}.self_attention.linear_qkv.bias",
+        f"{MEGATRON}.self_attention.linear_qkv.bias",
         (
-            Source(f"{_HF}.self_attn.q_proj.bias", "q"),
-            Source(f"{_HF}.self_attn.k_proj.bias", "kv"),
-            Source(f"{_HF}.self_attn.v_proj.bias", "kv"),
+            Source(f"{HF}.self_attn.q_proj.bias", "q"),
+            Source(f"{HF}.self_attn.k_proj.bias", "kv"),
+            Source(f"{HF}.self_attn.v_proj.bias", "kv"),
         ),
         axis=0,
         where="layer",
@@ -62,44 +72,39 @@ ATTENTION = (
         when=lambda info: info.qkv_bias,
     ),
     Rule(
-        f"{_MG}.self_attention.q_layernorm.weight",
-        (Source(f"{_HF}.self_attn.q_norm.weight", "head_dim"),),
+        f"{MEGATRON}.self_attention.q_layernorm.weight",
+        (Source(f"{HF}.self_attn.q_norm.weight", "head_dim"),),
         where="layer",
         when=lambda info: info.qk_norm,
     ),
     Rule(
-        f"{_MG}.self_attention.k_layernorm.weight",
-        (Source(f"{_HF}.self_attn.k_norm.weight", "head_dim"),),
+        f"{MEGATRON}.self_attention.k_layernorm.weight",
+        (Source(f"{HF}.self_attn.k_norm.weight", "head_dim"),),
         where="layer",
         when=lambda info: info.qk_norm,
     ),
     Rule(
-        f"{_MG}.self_attention.linear_proj.weight",
-        (Source(f"{_HF}.self_attn.o_proj.weight", "hidden q"),),
+        f"{MEGATRON}.self_attention.linear_proj.weight",
+        (Source(f"{HF}.self_attn.o_proj.weight", "hidden q"),),
         axis=1,
-        where="layer",
-    ),
-    Rule(
-        f"{_MG}.pre_mlp_layernorm.weight",
-        (Source(f"{_HF}.post_attention_layernorm.weight", "hidden"),),
         where="layer",
     ),
 )
 
 DENSE_MLP = (
     Rule(
-        f"{_MG}.mlp.linear_fc1.weight",
+        f"{MEGATRON}.mlp.linear_fc1.weight",
         (
-            Source(f"{_HF}.mlp.gate_proj.weight", "ffn hidden"),
-            Source(f"{_HF}.mlp.up_proj.weight", "ffn hidden"),
+            Source(f"{HF}.mlp.gate_proj.weight", "ffn hidden"),
+            Source(f"{HF}.mlp.up_proj.weight", "ffn hidden"),
         ),
         axis=0,
         where="dense_layer",
         per_source=True,
     ),
     Rule(
-        f"{_MG}.mlp.linear_fc2.weight",
-        (Source(f"{_HF}.mlp.down_proj.weight", "hidden ffn"),),
+        f"{MEGATRON}.mlp.linear_fc2.weight",
+        (Source(f"{HF}.mlp.down_proj.weight", "hidden ffn"),),
         axis=1,
         where="dense_layer",
     ),
@@ -114,9 +119,9 @@ def expert_rules(
     down: str = "down_proj",
 ) -> tuple[Rule, ...]:
     """Router and experts under a layer's names for them: `router`.weight, `experts`.{number}.`gate`.weight, …"""
-    hf, mg = f"{_HF}.{experts}.{{expert}}", f"{_MG}.mlp.experts.local_experts.{{expert}}"
+    hf, mg = f"{HF}.{experts}.{{expert}}", f"{MEGATRON}.mlp.experts.local_experts.{{expert}}"
     return (
-        Rule(f"{_MG}.mlp.router.weight", (Source(f"{_HF}.{router}.weight", "experts hidden"),), where="moe_layer"),
+        Rule(f"{MEGATRON}.mlp.router.weight", (Source(f"{HF}.{router}.weight", "experts hidden"),), where="moe_layer"),
         Rule(
             f"{mg}.linear_fc1.weight",
             (Source(f"{hf}.{gate}.weight", "moe_ffn hidden"), Source(f"{hf}.{up}.weight", "moe_ffn hidden")),
@@ -147,8 +152,8 @@ HEAD = (
     ),
 )
 
-DENSE = EMBEDDING + ATTENTION + DENSE_MLP + HEAD
-MOE = EMBEDDING + ATTENTION + DENSE_MLP + EXPERTS + HEAD
+DENSE = EMBEDDING + NORMS + ATTENTION + DENSE_MLP + HEAD
+MOE = EMBEDDING + NORMS + ATTENTION + DENSE_MLP + EXPERTS + HEAD
 
 
 def no_attention_bias(raw: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.models.families.base import ATTENTION, EMBEDDING, HEAD, Family, expert_rules, sliding_window
+from megarl.models.families.base import ATTENTION, EMBEDDING, HEAD, NORMS, Family, expert_rules, sliding_window
 
 
 def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,4 +23,4 @@ _EXPERTS = expert_rules(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
 )
 
-FAMILY = Family("mixtral", "MixtralForCausalLM", EMBEDDING + ATTENTION + _EXPERTS + HEAD, _read)
+FAMILY = Family("mixtral", "MixtralForCausalLM", EMBEDDING + NORMS + ATTENTION + _EXPERTS + HEAD, _read)

@@ -1,0 +1,182 @@
+"""DeepSeek-V3 (also R1, V3.1, Moonlight): multi-head latent attention, shared experts, sigmoid router with a bias.
+
+Rotated channels are stored in interleaved pairs, and so does Megatron's MLA read them (rope_utils.py,
+`multi_latent_attention`): no row moves. The layers that predict later tokens (MTP) are neither trained nor exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.models.families.base import (
+    DENSE_MLP,
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    HF,
+    MEGATRON,
+    NORMS,
+    Family,
+    no_attention_bias,
+)
+from megarl.models.info import LatentAttention, ModelInfo
+from megarl.models.mapping import Rule, Source
+from megarl.models.rope import read_rope
+
+LATENT_NORM_EPS = 1e-6  # in every implementation's code, whatever rms_norm_eps is; vLLM takes rms_norm_eps
+
+_ATT, _MG_ATT = f"{HF}.self_attn", f"{MEGATRON}.self_attention"
+
+
+def _compressed(info: ModelInfo) -> bool:
+    return info.mla is not None and info.mla.query_rank is not None
+
+
+LATENT_ATTENTION = (
+    Rule(
+        f"{_MG_ATT}.linear_q_proj.weight",
+        (Source(f"{_ATT}.q_proj.weight", "q hidden"),),
+        axis=0,
+        where="layer",
+        when=lambda info: not _compressed(info),
+    ),
+    Rule(
+        f"{_MG_ATT}.linear_q_down_proj.weight",
+        (Source(f"{_ATT}.q_a_proj.weight", "q_rank hidden"),),
+        axis=0,
+        where="layer",
+        when=_compressed,
+    ),
+    Rule(
+        f"{_MG_ATT}.q_layernorm.weight",
+        (Source(f"{_ATT}.q_a_layernorm.weight", "q_rank"),),
+        where="layer",
+        when=_compressed,
+    ),
+    Rule(
+        f"{_MG_ATT}.linear_q_up_proj.weight",
+        (Source(f"{_ATT}.q_b_proj.weight", "q q_rank"),),
+        axis=0,
+        where="layer",
+        when=_compressed,
+    ),
+    Rule(
+        f"{_MG_ATT}.linear_kv_down_proj.weight",
+        (Source(f"{_ATT}.kv_a_proj_with_mqa.weight", "latent hidden"),),
+        axis=0,
+        where="layer",
+    ),
+    Rule(f"{_MG_ATT}.kv_layernorm.weight", (Source(f"{_ATT}.kv_a_layernorm.weight", "kv_rank"),), where="layer"),
+    Rule(
+        f"{_MG_ATT}.linear_kv_up_proj.weight",
+        (Source(f"{_ATT}.kv_b_proj.weight", "kv_up kv_rank"),),
+        axis=0,
+        where="layer",
+    ),
+    Rule(f"{_MG_ATT}.linear_proj.weight", (Source(f"{_ATT}.o_proj.weight", "hidden values"),), axis=1, where="layer"),
+)
+
+SHARED_EXPERTS = (
+    Rule(
+        f"{MEGATRON}.mlp.router.expert_bias",
+        (Source(f"{HF}.mlp.gate.e_score_correction_bias", "experts"),),
+        where="moe_layer",
+        buffer=True,
+    ),
+    Rule(
+        f"{MEGATRON}.mlp.shared_experts.linear_fc1.weight",
+        (
+            Source(f"{HF}.mlp.shared_experts.gate_proj.weight", "shared_ffn hidden"),
+            Source(f"{HF}.mlp.shared_experts.up_proj.weight", "shared_ffn hidden"),
+        ),
+        axis=0,
+        where="moe_layer",
+        per_source=True,
+    ),
+    Rule(
+        f"{MEGATRON}.mlp.shared_experts.linear_fc2.weight",
+        (Source(f"{HF}.mlp.shared_experts.down_proj.weight", "hidden shared_ffn"),),
+        axis=1,
+        where="moe_layer",
+    ),
+)
+
+
+def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
+    no_attention_bias(raw)
+    _refuse(raw)
+    heads, layers = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
+    plain, rotated = int(raw["qk_nope_head_dim"]), int(raw["qk_rope_head_dim"])
+    experts = raw.get("n_routed_experts")
+    rank = raw.get("q_lora_rank")
+    return {
+        "mla": LatentAttention(
+            query_rank=None if rank is None else int(rank),
+            kv_rank=int(raw["kv_lora_rank"]),
+            plain=plain,
+            rotated=rotated,
+            value=int(raw["v_head_dim"]),
+            norm_eps=LATENT_NORM_EPS,
+        ),
+        "head_dim": plain + rotated,
+        "kv_heads": heads,
+        "num_experts": int(raw["num_local_experts"] if experts is None else experts),
+        "topk": int(raw["num_experts_per_tok"]),
+        "moe_ffn": int(raw["moe_intermediate_size"]),
+        "moe_layers": tuple(layer >= int(raw.get("first_k_dense_replace") or 0) for layer in range(layers)),
+        "shared_ffn": int(raw.get("n_shared_experts") or 0) * int(raw["moe_intermediate_size"]),
+        "router_score": "sigmoid",
+        "router_groups": _groups(raw),
+        "router_scale": float(raw.get("routed_scaling_factor") or 1.0),
+        "expert_bias": True,
+        "predict_layers": int(raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 0),
+    }
+
+
+def _groups(raw: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(groups, groups per token); None where every token may use every group."""
+    groups, kept = int(raw.get("n_group") or 1), int(raw.get("topk_group") or 1)
+    if kept >= groups:
+        return None
+    if int(raw["num_experts_per_tok"]) // kept != 2:
+        raise ValueError(
+            f"num_experts_per_tok={raw['num_experts_per_tok']} with topk_group={kept}: groups are ranked by their two "
+            "best experts, Megatron-Core ranks them by num_experts_per_tok // topk_group; supported: 2"
+        )
+    return groups, kept
+
+
+def _refuse(raw: Mapping[str, Any]) -> None:
+    """What Megatron-Core's latent attention and router cannot express. Raises ValueError."""
+    supported: dict[str, tuple[Any, ...]] = {
+        "scoring_func": ("sigmoid", None),
+        "topk_method": ("noaux_tc", None),
+        "norm_topk_prob": (True, None),
+        "moe_layer_freq": (1, None),
+        "rope_interleave": (True, None),
+        "num_key_value_heads": (raw["num_attention_heads"], None),
+    }
+    for key, values in supported.items():
+        if raw.get(key) not in values:
+            raise ValueError(f"{key}={raw[key]!r} is not supported in this family; supported: {values[0]!r}")
+    if int(raw["num_experts_per_tok"]) < 2:
+        raise ValueError("num_experts_per_tok=1 is not supported: Megatron-Core does not normalise a single expert")
+    _, scaling = read_rope(raw)
+    if scaling is None:
+        return
+    if scaling["rope_type"] != "yarn":
+        raise ValueError(f"RoPE scaling {scaling['rope_type']!r} is not supported in this family; supported: yarn")
+    if scaling.get("attention_factor") is not None or not scaling.get("truncate", True):
+        raise ValueError("attention_factor and truncate=false are not supported in this family")
+    if scaling.get("mscale_all_dim") and not scaling.get("mscale"):
+        raise ValueError("mscale_all_dim needs mscale: Megatron-Core has one formula for both")
+
+
+FAMILY = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    EMBEDDING + NORMS + LATENT_ATTENTION + DENSE_MLP + EXPERTS + SHARED_EXPERTS + HEAD,
+    _read,
+    left_out=lambda info: tuple(f"model.layers.{info.num_layers + i}." for i in range(info.predict_layers)),
+)
