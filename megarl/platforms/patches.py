@@ -263,7 +263,10 @@ def mla_rotated_key_gradient_is_partial() -> None:
         if config.sequence_parallel:
             return mappings.scatter_to_sequence_parallel_region(whole)
         latent, key = whole.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
-        return torch.cat([latent, mappings.copy_to_tensor_model_parallel_region(key)], dim=-1)
+        key = mappings.copy_to_tensor_model_parallel_region(key)
+        if key.requires_grad:
+            key.register_hook(torch.Tensor.contiguous)  # mappings.py `_reduce` sums a copy of what is not contiguous
+        return torch.cat([latent, key], dim=-1)
 
     @functools.wraps(original)
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
