@@ -149,6 +149,7 @@ def engine_gap(model: Any, batch: DumpedBatch, temperature: float, shift: int = 
     return float(every.mean()), float(every.max())
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, steps=2)
     config["reward"]["function"] = "tests.support.run:overflowing"
@@ -177,10 +178,13 @@ def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     try:
         wait_for_steps(run_dir, process)
-        engines = [p for p in survivors(run_dir) if "EngineReplica" in " ".join(p.cmdline())]
-        assert len(engines) == 1
+        everybody = family(run_dir, process)
+        engines = [p for p in everybody if "EngineReplica" in " ".join(p.cmdline())]
+        assert len(engines) == 1, [p.cmdline() for p in everybody]
         engines[0].kill()
         healed = wait_for_end_or_replacement(run_dir, process)
+        if healed:
+            everybody |= family(run_dir, process)
     finally:
         if process.poll() is None:
             process.kill()
@@ -189,7 +193,16 @@ def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
         assert process.returncode != 0
         assert output.count("megarl: ") == 2 and "replica 0" in output, output[-3000:]
         assert json.loads((run_dir / "summary.json").read_text())["exit"] == "failed"
+    _, left = psutil.wait_procs(everybody, timeout=30)
+    assert left == []
     assert_nothing_left(run_dir)
+
+
+def family(run_dir: Path, process: subprocess.Popen[str]) -> set[psutil.Process]:
+    """Everything that runs below torchrun and below the supervisor. Ray's actors overwrite their environment."""
+    supervisor = json.loads((run_dir / "supervisor.json").read_text())["process"]["pid"]
+    roots = [psutil.Process(process.pid), psutil.Process(supervisor)]
+    return {*roots, *(child for root in roots for child in root.children(recursive=True))}
 
 
 def wait_for_end_or_replacement(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 240.0) -> bool:

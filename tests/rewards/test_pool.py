@@ -34,7 +34,7 @@ def run(pool: RewardPool, *responses: str) -> list[RewardOutcome]:
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before, or while it was read
         return False
     return state != "Z"
 

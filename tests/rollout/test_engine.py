@@ -195,6 +195,7 @@ def test_a_killed_engine_actor_fails_its_calls_by_name_and_takes_its_engine_alon
         replica.call("health", timeout_s=60)
 
 
+@pytest.mark.slow  # one more engine start
 def test_a_restarted_replica_works_again(pool: TestPool) -> None:
     handles = pool.client.engine_handles()
     handles.restart(["replica 0"], timeout_s=1200)
