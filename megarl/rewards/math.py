@@ -23,20 +23,30 @@ def math(sample: RewardInput, require_box: bool = False) -> RewardResult:
     Components: `correct`, `parsed` (some answer was found), `boxed` (in a \boxed{}). With `require_box`, a
     response without a box has no answer. Raises ValueError if the reference itself cannot be read.
     """
-    from math_verify import verify
-
-    reference = parse_reference(sample.answer)
-    if not reference:
-        raise ValueError(f"the reference answer {sample.answer[-60:]!r} cannot be read by math-verify")
     content = last_boxed(sample.response)
     if content is not None:
-        found = _parse(rf"\boxed{{{content}}}")
+        answer = rf"\boxed{{{content}}}"
     else:
-        found = [] if require_box else _parse(sample.response[-_TAIL_CHARACTERS:])
-    correct = float(bool(found) and verify(list(reference), found, timeout_seconds=None))
+        answer = "" if require_box else sample.response[-_TAIL_CHARACTERS:]
+    parsed, correct = compare(sample.answer, answer)
     return RewardResult(
-        correct, {"correct": correct, "parsed": float(bool(found)), "boxed": float(content is not None)}
+        float(correct), {"correct": float(correct), "parsed": float(parsed), "boxed": float(content is not None)}
     )
+
+
+@lru_cache(maxsize=4096)
+def compare(reference: str, answer: str) -> tuple[bool, bool]:
+    """Whether `answer` can be read, and whether it equals `reference`. ValueError if the reference cannot be read.
+
+    Kept, because the samples of a group mostly give the same few answers and math-verify takes milliseconds for each.
+    """
+    from math_verify import verify
+
+    expected = parse_reference(reference)
+    if not expected:
+        raise ValueError(f"the reference answer {reference[-60:]!r} cannot be read by math-verify")
+    found = _parse(answer) if answer else []
+    return bool(found), bool(found) and bool(verify(list(expected), found, timeout_seconds=None))
 
 
 def _warm_up() -> None:

@@ -96,15 +96,15 @@ class Board:
 
     def wait(self, key: str, timeout_s: float, what: str, *, abort_key: str | None = None) -> Any:
         """Poll for `key`. PeerTimeout saying `what` was waited for; SyncAborted if `abort_key` appears."""
-        deadline = time.monotonic() + timeout_s
-        pause = 0.001
+        began = now = time.monotonic()
         while (value := self.get(key)) is None:
             if abort_key is not None and (reason := self.get(abort_key)) is not None:
                 raise SyncAborted(reason)
-            if time.monotonic() > deadline:
+            if now > began + timeout_s:
                 raise PeerTimeout(f"waited {timeout_s:.0f} s for {what}")
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_S / 2)
+            # A share of what was waited: late by a few percent, and yet few requests from many ranks.
+            time.sleep(min(max(0.001, 0.04 * (now - began)), POLL_S / 2))
+            now = time.monotonic()
         return value
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.math import last_boxed, math
+from megarl.rewards.math import compare, last_boxed, math
 from megarl.rewards.pool import RewardPool
 from megarl.rewards.types import RewardInput
 
@@ -86,6 +86,19 @@ def test_components() -> None:
     assert components("it is 27", require_box=True) == (0.0, 0.0, 0.0)
     assert components("no idea") == (0.0, 0.0, 0.0)
     assert components(r"\boxed{}") == (0.0, 0.0, 1.0)
+
+
+def test_the_same_answer_of_a_group_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import math_verify
+
+    calls = []
+    verify = math_verify.verify
+    monkeypatch.setattr(math_verify, "verify", lambda *args, **kwargs: calls.append(args) or verify(*args, **kwargs))
+    compare.cache_clear()
+    for thought, content in [("a", "1/2"), ("b", "1/2"), ("c", "1/3"), ("d", "1/2"), ("e", "1/3")]:
+        result = math(RewardInput(prompt="", response=rf"{thought} \boxed{{{content}}}", answer="0.5"))
+        assert result.score == float(content == "1/2")
+    assert len(calls) == 2
 
 
 def test_a_reference_that_cannot_be_read_is_an_error() -> None:
