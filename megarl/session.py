@@ -171,7 +171,7 @@ class Session:
             self.stopped = self._agree_to_stop()
             if self.stopped is not None:
                 self._say(f"stopping after {step} of {total} steps: {self.stopped}")
-                if step > first:  # before that nothing has changed, and Megatron's optimizer has no state to save
+                if step > first:  # before that nothing has changed
                     self.save(step, wait=True)
                 return
             if step < total:

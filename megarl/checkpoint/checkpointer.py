@@ -31,7 +31,7 @@ from megarl.checkpoint.export_job import ExportJob
 from megarl.checkpoint.manifest import FileEntry, Manifest, check_files
 from megarl.checkpoint.resume import Candidate, ResumeError, candidates, changes, choose, contradictions, identity
 from megarl.checkpoint.scheme import content_metadata
-from megarl.checkpoint.state import layout_record, load_sharded_state, sharded_state, trainer_numbers
+from megarl.checkpoint.state import layout_record, load_sharded_state, optimizer_views, sharded_state, trainer_numbers
 from megarl.checkpoint.writer import BackgroundWrite, Written
 from megarl.config.load import to_yaml
 from megarl.config.schema import Config
@@ -99,7 +99,7 @@ class Checkpointer:
         if partial is None:
             self._failed(step, error)
             return False
-        write = BackgroundWrite(sharded_state(self.policy, loading=False), partial, validate=not self._saves)
+        write = BackgroundWrite(sharded_state(self.policy), partial, validate=not self._saves)
         self._saves += 1
         content = {**self._own_record(step), **(record or {})}
         pending = _Pending(step, write, content, f"save/{self._saves}", started + self.config.timeouts.save_s)
@@ -344,8 +344,9 @@ def _unpack(text: str) -> Written:
 
 def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, with_rng: bool) -> None:
     """Weights, optimizer and schedule (and random states) of `policy` from a checkpoint of any layout. Collective."""
-    state = sharded_state(policy, loading=True, with_rng=with_rng)
+    state = sharded_state(policy, with_rng=with_rng)
     parameters = {name: sharded.data for name, sharded in state["model"].items()}
+    optimizer = optimizer_views(state)
     strategy: Any = TorchDistLoadShardedStrategy()
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if group.size() > 1:
@@ -356,4 +357,4 @@ def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, w
             # Loaded in place by one rank, received from a peer by another, halves of a gated layer joined anew.
             if loaded["model"][name].data_ptr() != parameter.data_ptr():
                 parameter.copy_(loaded["model"][name])
-    load_sharded_state(policy, loaded, numbers)
+    load_sharded_state(policy, loaded, numbers, optimizer)

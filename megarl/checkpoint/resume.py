@@ -87,7 +87,6 @@ def identity(config: Config, info: ModelInfo) -> dict[str, Any]:
     return {
         "model": {key: value for key, value in dataclasses.asdict(info).items() if value is not None},
         "tokenizer": tokenizer.hexdigest(),
-        "distributed_optimizer": config.trainer.optimizer.distributed,
     }
 
 
@@ -100,11 +99,6 @@ def contradictions(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
     if saved["tokenizer"] != now["tokenizer"]:
         problems.append("tokenizer: its files differ from those of the saved run")
-    if saved["distributed_optimizer"] != now["distributed_optimizer"]:
-        problems.append(
-            f"trainer.optimizer.distributed: {now['distributed_optimizer']}, the checkpoint was saved with "
-            f"{saved['distributed_optimizer']}"
-        )
     return problems
 
 

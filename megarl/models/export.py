@@ -227,12 +227,14 @@ def plan_files(manifest: Sequence[ExportedTensor], shard_bytes: int) -> list[tup
     """Group each owner's tensors, in order, into files of at most `shard_bytes` (or one tensor)."""
     groups: list[list[ExportedTensor]] = []
     open_group: dict[int, list[ExportedTensor]] = {}
+    size: dict[int, int] = {}  # of each owner's open group; a running sum, for there are models of 20,000 tensors
     for tensor in manifest:
-        group = open_group.get(tensor.owner)
-        if group is None or sum(t.nbytes for t in group) + tensor.nbytes > shard_bytes:
-            group = open_group[tensor.owner] = []
-            groups.append(group)
-        group.append(tensor)
+        owner = tensor.owner
+        if owner not in open_group or size[owner] + tensor.nbytes > shard_bytes:
+            open_group[owner], size[owner] = [], 0
+            groups.append(open_group[owner])
+        open_group[owner].append(tensor)
+        size[owner] += tensor.nbytes
     if len(groups) == 1:
         return [("model.safetensors", groups[0])]
     return [(f"model-{i:05d}-of-{len(groups):05d}.safetensors", group) for i, group in enumerate(groups, start=1)]

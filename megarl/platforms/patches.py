@@ -169,55 +169,6 @@ def expert_bias_padding_mask_shape() -> None:
     TopKRouter._apply_expert_bias = apply_expert_bias
 
 
-def gathered_state_has_no_bucket_padding() -> None:
-    """distrib_optimizer.py:1477 slices the gathered state, which lacks the padding behind each bucket, by ranges that
-    count it.
-
-    Every parameter behind a padded bucket is then saved from the wrong place ("can lead to data corruption"). Here it
-    is gathered to where those ranges point; with a copy or two of it in memory instead of six.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer.sharded_param_state_fully_reshardable
-
-    @functools.wraps(original)
-    def sharded_param_state(self: Any, model_state: Any, is_loading: bool = False, metadata: Any = None) -> Any:
-        if is_loading or (metadata or {}).get("distrib_optim_fully_reshardable_mem_efficient"):
-            return original(self, model_state, is_loading, metadata)
-        self.get_parameter_state_dp_zero = lambda *args, **kwargs: _gather_optimizer_state(self)
-        try:
-            return original(self, model_state, is_loading, metadata)
-        finally:
-            del self.get_parameter_state_dp_zero
-
-    DistributedOptimizer.sharded_param_state_fully_reshardable = sharded_param_state
-
-
-def _gather_optimizer_state(optimizer: Any) -> dict[Any, Any]:
-    """fp32 [numel of the buffer, padding included] per state and buffer, on the CPU of every data-parallel rank."""
-    group = optimizer.data_parallel_group
-    ranks, device = group.size(), torch.cuda.current_device()
-    state: dict[Any, Any] = {}
-    for index, range_maps in enumerate(optimizer.gbuf_ranges):
-        ((dtype, bucket_maps),) = range_maps.items()
-        buffer = optimizer.buffers[index]
-        whole = {key: torch.empty(buffer.numel, dtype=torch.float32) for key in ("param", "exp_avg", "exp_avg_sq")}
-        for bucket, range_map in zip(buffer.buckets, bucket_maps, strict=True):
-            size = bucket.grad_data.numel()
-            place = slice(bucket.offset, bucket.offset + size)
-            for key, target in whole.items():
-                shard = target[place] if ranks == 1 else torch.zeros(size // ranks, dtype=torch.float32, device=device)
-                for parameter, ranges in range_map["param_map"].items():
-                    tensor = optimizer._get_main_param_and_optimizer_states(parameter)[key]
-                    shard[ranges["gbuf_local"].start : ranges["gbuf_local"].end].copy_(tensor.detach())
-                if ranks > 1:
-                    full = torch.empty(size, dtype=torch.float32, device=device)
-                    torch.distributed.all_gather_into_tensor(full, shard, group=group)
-                    target[place].copy_(full)
-        state[index] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
-    return state
-
-
 def write_results_need_no_manager() -> None:
     """filesystem_async.py:54: every save starts a manager process for one queue; a killed rank leaves it running.
 
@@ -297,7 +248,6 @@ PATCHES: tuple[Callable[[], None], ...] = (
     recompute_without_fp8,
     padding_only_micro_batch_has_no_aux_loss,
     expert_bias_padding_mask_shape,
-    gathered_state_has_no_bucket_padding,
     write_results_need_no_manager,
     mla_without_te,
     mla_rotated_key_gradient_is_partial,

@@ -164,26 +164,6 @@ def resume(path: str, sharding: str, patches: tuple[str, ...] = ()) -> Any:
         return unbroken, load(), results
 
 
-def gathered_weights_of_padded_buckets() -> tuple[bool, bool]:
-    """Whether each parameter's gathered fp32 copy is the parameter; one bucket for each, most of them padded."""
-
-    def same() -> bool:
-        weights = model.module.sharded_state_dict(metadata=metadata)
-        state = optimizer.sharded_state_dict(weights, metadata=metadata)["param_state"]
-        parameters = {value.key: value.data for value in weights.values() if hasattr(value, "data")}
-        prefix = "optimizer.state.param."
-        gathered = {each["param"].key.removeprefix(prefix): each["param"].data for each in state.values()}
-        return all(torch.equal(gathered[key], parameters[key]) for key in gathered)
-
-    with parallel() as layout:
-        model, optimizer = build(layout, bucket_size=1)
-        train(model, optimizer, 1)
-        metadata = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": True}
-        with unpatched(DistributedOptimizer, "sharded_param_state_fully_reshardable"):
-            before = same()
-        return before, same()
-
-
 def manager_processes() -> tuple[int, int]:
     """Child processes that a synchronous save leaves behind."""
 

@@ -80,11 +80,6 @@ def test_fully_reshardable_load_and_fresh_optimizers(world: Callable[[int], Worl
 
 
 @pytest.mark.world
-def test_gathered_state_of_padded_buckets(world: Callable[[int], World]) -> None:
-    assert world(2).run("tests.platforms.cases:gathered_weights_of_padded_buckets") == [(False, True)] * 2
-
-
-@pytest.mark.world
 def test_a_save_leaves_no_manager_process(world: Callable[[int], World]) -> None:
     [(before, after)] = world(1).run("tests.platforms.cases:manager_processes")
     assert before > 0 and after == 0

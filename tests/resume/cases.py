@@ -13,7 +13,7 @@ import torch
 
 from megarl.checkpoint.checkpointer import Checkpointer
 from megarl.checkpoint.resume import ResumeError
-from megarl.checkpoint.state import inner_optimizers, rng_state, trainer_numbers
+from megarl.checkpoint.state import inner_optimizers, optimizer_views, rng_state, sharded_state, trainer_numbers
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
 from tests.trainer.cases import exported, own_share, policy_under
@@ -153,3 +153,29 @@ def export(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[str,
         checkpointer.save(1, {})
         checkpointer.finish()
         return {"weights": exported(policy), "said": checkpointer.said}
+
+
+def optimizer_parts(model_dir: Path, layout: dict[str, Any]) -> dict[str, Any]:
+    """Elements of the optimizer's shards before its first step, against what the rank holds; all of them views?"""
+    with policy_under(model_dir, layout) as policy:
+        shards = [
+            shard
+            for parts in optimizer_views(sharded_state(policy)).values()
+            for boxes in parts.values()
+            for shard in boxes.values()
+        ]
+        held = [
+            tensor
+            for inner in inner_optimizers(policy.optimizer)
+            for group in inner.optimizer.param_groups
+            for parameter in group["params"]
+            for tensor in (parameter, *inner.optimizer.state[parameter].values())
+            if tensor.numel() > 1
+        ]
+        storages = {tensor.untyped_storage().data_ptr() for tensor in held}
+        return {
+            "elements": sum(shard.numel() for shard in shards),
+            "held": sum(tensor.numel() for tensor in held) // 3,
+            "parameters": sum(p.numel() for chunk in policy.module_chunks for p in chunk.parameters()),
+            "views": all(shard.untyped_storage().data_ptr() in storages for shard in shards),
+        }

@@ -197,13 +197,12 @@ def test_result_files_go_back_to_the_byte(tmp_path: Path) -> None:
 
 
 def test_another_model_or_tokenizer_contradicts_and_the_rest_is_only_told() -> None:
-    saved = {"model": {"hidden": 64, "rope": [1.0]}, "tokenizer": "a", "distributed_optimizer": True}
+    saved = {"model": {"hidden": 64, "rope": [1.0]}, "tokenizer": "a"}
     assert contradictions(saved, json.loads(json.dumps(saved))) == []
     assert contradictions(saved, {**saved, "model": {"hidden": 64, "rope": (1.0,)}}) == []
     [problem] = contradictions(saved, {**saved, "model": {"hidden": 128, "rope": [1.0]}})
     assert "hidden is 128, the checkpoint has 64" in problem
     assert "tokenizer" in contradictions(saved, {**saved, "tokenizer": "b"})[0]
-    assert "distributed" in contradictions(saved, {**saved, "distributed_optimizer": False})[0]
     before = {"trainer": {"optimizer": {"lr": 1e-3}, "gpus": 2}, "checkpoint": {"resume": "auto"}}
     after = {"trainer": {"optimizer": {"lr": 5e-4}, "gpus": 2}, "checkpoint": {"resume": "x"}}
     assert changes(before, after) == ["trainer.optimizer.lr: 0.001 -> 0.0005"]

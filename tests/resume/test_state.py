@@ -136,6 +136,28 @@ def test_another_layout_goes_on_as_closely_as_layouts_agree(
         assert float((got[name] - value).norm()) <= DEVIATION * moved, name
 
 
+@pytest.mark.parametrize(("before", "after"), [({}, PLAIN), (PLAIN, {})])
+def test_a_distributed_optimizer_and_a_whole_one_load_each_other(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    save: Save,
+    before: dict[str, Any],
+    after: dict[str, Any],
+) -> None:
+    root, unbroken = save(2, "dense", {}, **before)
+    resumed = world(2).run(
+        "tests.resume.cases:resume_and_go_on", timeout=240, model_dir=model_dir("dense"), layout={},
+        samples=samples_of("dense"), root=root, **after,
+    )  # fmt: skip
+    for was, now in zip(unbroken, resumed, strict=True):
+        assert equal(was["saved"]["weights"], now["saved"]["weights"])
+        assert equal(was["saved"]["numbers"], now["saved"]["numbers"])
+        for name, value in was["end"]["weights"].items():
+            moved = float((value - was["saved"]["weights"][name]).norm())
+            assert float((now["end"]["weights"][name] - value).norm()) <= DEVIATION * moved, name
+
+
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     world: Callable[[int], World],
     model_dir: Callable[[str], Path],

@@ -1,0 +1,178 @@
+"""An optimizer's state as sharded tensors of the parameters' own shapes. Every rank writes and reads what it holds.
+
+Megatron-Core's `fully_reshardable` format (distrib_optimizer.py:1404 of 0.16.1) gathers the distributed optimizer's
+state on each rank of a data-parallel group, for saving and again for loading. Keys, shapes and content here are the
+same: only the chunks differ. A rank holds a flat range of a parameter, which is a few rectangles of it. An optimizer
+that is not distributed holds whole parameters, under the same keys: one kind may load what the other saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+PREFIX = "optimizer.state"  # Megatron-Core's
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A box inside a tensor: `offset` and `shape` per axis."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def rectangles(shape: tuple[int, ...], start: int, end: int) -> list[Rectangle]:
+    """Elements [start, end) of a row-major tensor, as disjoint boxes in flat order; a matrix needs three at most."""
+    if start >= end:
+        return []
+    if len(shape) == 1:
+        return [Rectangle((start,), (end - start,))]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row  # the whole rows
+    if first > last:
+        return _inside_row(shape, last, start, end)
+    boxes = _inside_row(shape, first - 1, start, first * row)
+    if first < last:
+        boxes.append(Rectangle((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])))
+    return boxes + _inside_row(shape, last, last * row, end)
+
+
+def _inside_row(shape: tuple[int, ...], index: int, start: int, end: int) -> list[Rectangle]:
+    before = index * math.prod(shape[1:])
+    inner = rectangles(shape[1:], start - before, end - before)
+    return [Rectangle((index, *box.offset), (1, *box.shape)) for box in inner]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a model parameter: elements [start, end), fp32, as flat or whole tensors by state name."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    end: int
+    tensors: dict[str, torch.Tensor]
+
+
+def optimizer_shards(optimizer: Any, model: Mapping[str, Any]) -> dict[str, Any]:
+    """`optimizer.state.{param, exp_avg, exp_avg_sq}.KEY` shards, nested by parameter and state; data are live views.
+
+    `optimizer`: one of Megatron's that is not a chain. `model`: `scheme.model_sharded_state_dict`. A fresh optimizer
+    gets zero moments first, which is what it starts with. Raises ValueError for a parameter that `model` lacks.
+    """
+    if not optimizer.optimizer.state:
+        _allocate(optimizer.optimizer)
+    distributed = isinstance(optimizer, DistributedOptimizer)
+    places = {id(sharded.data): sharded for sharded in model.values()}
+    state: dict[str, Any] = {}
+    for number, held in enumerate(_of_distributed(optimizer) if distributed else _of_plain(optimizer)):
+        if id(held.parameter) not in places:
+            raise ValueError(f"parameter of shape {list(held.parameter.shape)} is not in the model's sharded state")
+        for name in ("param", *MOMENTS):
+            flat = held.tensors[name].detach().view(-1)
+            shards = _cut(places[id(held.parameter)], f"{PREFIX}.{name}.", flat, held, distributed)
+            state[f"{number}.{name}"] = {str(part): shard for part, shard in enumerate(shards)}
+    return state
+
+
+def take_over(state: dict[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Copy what `dist_checkpointing.load` did not load in place into the views of `state` (taken before the load)."""
+    for name, parts in state.items():
+        for part, view in parts.items():
+            if loaded[name][part].data_ptr() != view.data_ptr():
+                view.copy_(loaded[name][part])
+
+
+def live_views(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of `optimizer_shards`, for `take_over`."""
+    return {name: {part: shard.data for part, shard in parts.items()} for name, parts in state.items()}
+
+
+def counts_in_state(adam: Any) -> bool:
+    """torch's Adam counts updates in each parameter's state, the fused ones in their parameter groups."""
+    return isinstance(adam, torch.optim.Adam)  # AdamW is one
+
+
+def set_step(adam: Any, step: int) -> None:
+    """Updates that Adam has counted."""
+    if counts_in_state(adam):
+        for state in adam.state.values():
+            state["step"] = torch.tensor(float(step))
+    else:
+        for group in adam.param_groups:
+            group["step"] = step
+
+
+def _of_distributed(optimizer: DistributedOptimizer) -> Iterator[Held]:
+    for range_maps in optimizer.gbuf_ranges:
+        for buckets in range_maps.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+                    yield Held(parameter, ranges["param"].start, ranges["param"].end, tensors)
+
+
+def _of_plain(optimizer: Any) -> Iterator[Held]:
+    """FP32Optimizer steps on the model's parameters, Float16OptimizerWithFloat16Params on fp32 copies of them."""
+    groups = getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", [])
+    copied = {id(copy): parameter for pair in zip(*groups, strict=True) for parameter, copy in zip(*pair, strict=True)}
+    for group in optimizer.optimizer.param_groups:
+        for main in group["params"]:
+            tensors = {"param": main, **optimizer.optimizer.state[main]}
+            yield Held(copied.get(id(main), main), 0, main.numel(), tensors)
+
+
+def _allocate(adam: Any) -> None:
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            moments: dict[str, Any] = {
+                name: torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False) for name in MOMENTS
+            }
+            if counts_in_state(adam):
+                moments["step"] = torch.tensor(0.0)
+            adam.state[parameter] = moments
+
+
+def _cut(sharded: Any, prefix: str, flat: torch.Tensor, held: Held, distributed: bool) -> list[ShardedTensor]:
+    """`flat` is the held range of the flattened local tensor that `sharded` places in a global one (or in several)."""
+    found, before, taken = [], 0, 0
+    for whole in _placed(sharded):
+        size = math.prod(whole.local_shape)
+        inside = max(held.start - before, 0), min(held.end - before, size)
+        for box in rectangles(tuple(whole.local_shape), *inside):
+            data = flat[taken : taken + box.numel].view(box.shape)
+            taken += box.numel
+            found.append(
+                ShardedTensor(
+                    key=prefix + whole.key,
+                    data=data,
+                    dtype=data.dtype,
+                    local_shape=box.shape,
+                    global_shape=whole.global_shape,
+                    global_offset=tuple(a + b for a, b in zip(whole.global_offset, box.offset, strict=True)),
+                    axis_fragmentations=None,  # no regular grid
+                    # The data-parallel ranks hold different parts, or all the same.
+                    replica_id=(*whole.replica_id[:2], 0) if distributed else whole.replica_id,
+                    allow_shape_mismatch=whole.allow_shape_mismatch,
+                )
+            )
+        before += size
+    if taken != flat.numel():
+        raise ValueError(f"{prefix}: {flat.numel()} elements, of which {taken} have a place")
+    return found
+
+
+def _placed(sharded: Any) -> list[Any]:
+    return list(sharded.build()) if isinstance(sharded, ShardedTensorFactory) else [sharded]
