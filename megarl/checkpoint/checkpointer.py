@@ -23,12 +23,12 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
 from megarl.checkpoint import faults
 from megarl.checkpoint.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory, best_step, to_delete
 from megarl.checkpoint.export_job import ExportJob
 from megarl.checkpoint.manifest import FileEntry, Manifest, check_files
+from megarl.checkpoint.reader import MappedLoadStrategy
 from megarl.checkpoint.resume import Candidate, ResumeError, candidates, changes, choose, contradictions, identity
 from megarl.checkpoint.scheme import content_metadata
 from megarl.checkpoint.state import layout_record, load_sharded_state, optimizer_views, sharded_state, trainer_numbers
@@ -347,7 +347,7 @@ def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, w
     state = sharded_state(policy, with_rng=with_rng)
     parameters = {name: sharded.data for name, sharded in state["model"].items()}
     optimizer = optimizer_views(state)
-    strategy: Any = TorchDistLoadShardedStrategy()
+    strategy: Any = MappedLoadStrategy()
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if group.size() > 1:
         strategy = FullyParallelLoadStrategyWrapper(strategy, group)

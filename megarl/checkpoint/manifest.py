@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from blake3 import blake3
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_CHUNK = 8 * 2**20
+_CHUNK = 2**18  # stays in the cache of the core that read it
+_CHECKERS = 4  # files read at once
 
 
 class DamagedCheckpointError(ValueError):
@@ -34,10 +36,11 @@ class FileEntry:
     def of(cls, path: Path) -> FileEntry:
         """Read `path` once. OSError if it cannot be read."""
         hasher, size = blake3(), 0
+        buffer = memoryview(bytearray(_CHUNK))  # one for all: fresh memory costs as much as reading it
         with path.open("rb", buffering=0) as file:
-            while chunk := file.read(_CHUNK):
-                hasher.update(chunk)
-                size += len(chunk)
+            while count := file.readinto(buffer):
+                hasher.update(buffer[:count])
+                size += count
         return cls(size, hasher.hexdigest())
 
 
@@ -87,18 +90,23 @@ class Manifest:
 
 def check_files(directory: Path, files: Mapping[str, FileEntry], names: Iterable[str]) -> list[str]:
     """What is wrong with the named files, one line for each; empty if nothing is."""
-    problems = []
-    for name in names:
+
+    def check(name: str) -> str | None:
         path, expected = directory / name, files[name]
         try:
             size = path.stat().st_size
             if size != expected.bytes:
-                problems.append(f"{path}: {size} bytes, the manifest says {expected.bytes}")
-            elif (found := FileEntry.of(path)) != expected:
-                problems.append(f"{path}: digest {found.blake3[:16]}…, the manifest says {expected.blake3[:16]}…")
+                return f"{path}: {size} bytes, the manifest says {expected.bytes}"
+            found = FileEntry.of(path)
         except OSError as error:
-            problems.append(f"{path}: {error.strerror or error}")
-    return problems
+            return f"{path}: {error.strerror or error}"
+        if found == expected:
+            return None
+        return f"{path}: digest {found.blake3[:16]}…, the manifest says {expected.blake3[:16]}…"
+
+    # Reading and hashing release the interpreter: files side by side take half the time of a load off it.
+    with ThreadPoolExecutor(min(_CHECKERS, os.cpu_count() or 1), thread_name_prefix="checkpoint-digest") as pool:
+        return [problem for problem in pool.map(check, names) if problem is not None]
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -169,10 +169,7 @@ class MegatronDirectory:
 
     def _chunk_rows(self, key: str, meta: TensorMeta, chunk: Chunk, start: int, stop: int) -> torch.Tensor:
         file = self._file(chunk.file)
-        try:
-            archive = self._archives.get(chunk) or _parse_archive(file, chunk)
-        except (ValueError, struct.error, pickle.UnpicklingError, IndexError) as error:
-            raise ValueError(f"{file.path}: the archive of {key} at byte {chunk.begin} is damaged: {error}") from error
+        archive = self._archives.get(chunk) or _open_archive(file, chunk, key)
         self._archives[chunk] = archive
         if (archive.dtype, archive.shape) != (meta.dtype, chunk.sizes):
             raise ValueError(
@@ -182,9 +179,7 @@ class MegatronDirectory:
         if archive.contiguous:
             step = meta.dtype.itemsize * torch.Size(chunk.sizes[1:]).numel()
             return file.tensor(meta.dtype, (stop - start, *chunk.sizes[1:]), archive.data + start * step)
-        span = 1 + sum((n - 1) * s for n, s in zip(archive.shape, archive.stride, strict=True))
-        whole = file.tensor(meta.dtype, (span,), archive.data).as_strided(archive.shape, archive.stride)
-        return whole[start:stop]
+        return archive.tensor(file)[start:stop]
 
     def _file(self, name: str) -> MappedFile:
         if name not in self._maps:
@@ -248,6 +243,25 @@ class _Archive:
                 return False
             expected *= size
         return True
+
+    def tensor(self, file: MappedFile) -> torch.Tensor:
+        """All of it, where it lies."""
+        if self.contiguous:
+            return file.tensor(self.dtype, self.shape, self.data)
+        span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return file.tensor(self.dtype, (span,), self.data).as_strided(self.shape, self.stride)
+
+
+def archived_tensor(file: MappedFile, chunk: Chunk, key: str) -> torch.Tensor:
+    """The tensor of one archive of torch.save, a view of the mapped file. ValueError naming `key` if it is damaged."""
+    return _open_archive(file, chunk, key).tensor(file)
+
+
+def _open_archive(file: MappedFile, chunk: Chunk, key: str) -> _Archive:
+    try:
+        return _parse_archive(file, chunk)
+    except (ValueError, struct.error, pickle.UnpicklingError, IndexError) as error:
+        raise ValueError(f"{file.path}: the archive of {key} at byte {chunk.begin} is damaged: {error}") from error
 
 
 def _parse_archive(file: MappedFile, chunk: Chunk) -> _Archive:
