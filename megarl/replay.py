@@ -5,8 +5,8 @@ is overridden (learning rate, loss, layout, number of ranks, ...). Training star
 run from its first step repeats it, or from a checkpoint with the step after it; old log-probs are those of the
 recorded engine.
 
-    megarl replay --run runs/quickstart trainer.gpus=1 trainer.parallel.tensor=1
-    torchrun --nproc-per-node 2 -m megarl.replay --run runs/quickstart --steps 5
+    megarl replay --run-dir runs/quickstart trainer.gpus=1 trainer.parallel.tensor=1
+    torchrun --nproc-per-node 2 -m megarl.replay --run-dir runs/quickstart --steps 5
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="train on the recorded batches of a run, without a rollout pool",
         description="Train on the batches that a run recorded with telemetry.dump_batches=true, from model.path on, "
         "without a rollout pool. With more than one trainer rank: torchrun --nproc-per-node N -m megarl.replay ...",
-        epilog="example: torchrun --nproc-per-node 2 -m megarl.replay --run runs/quickstart --steps 5 "
+        epilog="example: torchrun --nproc-per-node 2 -m megarl.replay --run-dir runs/quickstart --steps 5 "
         "trainer.optimizer.lr=1e-5",
     )
     add_arguments(parser)
@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `megarl replay` and of `python -m megarl.replay`."""
-    parser.add_argument("--run", dest="run_dir", type=Path, required=True, metavar="RUN_DIR", help="recorded run")
+    parser.add_argument("--run-dir", type=Path, required=True, metavar="RUN_DIR", help="recorded run")
     parser.add_argument("--steps", type=int, metavar="N", help="only the first N recorded steps (default: all)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where metrics go (default: RUN_DIR/replay)")
     parser.add_argument("--batches", type=Path, metavar="DIR", help="recorded batches (default: RUN_DIR/batches)")
@@ -87,7 +87,7 @@ def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> 
 
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise ConfigError([f"--run: {run_dir} has no config.yaml, so it is not the directory of a run"])
+        raise ConfigError([f"--run-dir: {run_dir} has no config.yaml, so it is not the directory of a run"])
     fixed = [f"run.dir={out or run_dir / 'replay'}", "telemetry.dump_batches=false", "telemetry.samples_per_step=0"]
     return load_config(path, [*fixed, *overrides])
 
@@ -241,7 +241,7 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
 def _wrong_world(world: int, gpus: int, run_dir: Path) -> str:
     return (
         f"trainer.gpus: the run used {gpus} ranks, here are {world}; start torchrun --nproc-per-node {gpus} -m "
-        f"megarl.replay --run {run_dir}, or override trainer.gpus={world} and the layout (trainer.parallel.*)"
+        f"megarl.replay --run-dir {run_dir}, or override trainer.gpus={world} and the layout (trainer.parallel.*)"
     )
 
 

@@ -113,7 +113,7 @@ def test_command_line_on_one_rank(recorded, tmp_path):
         sys.executable,
         "-m",
         "megarl.replay",
-        "--run",
+        "--run-dir",
         str(recorded),
         "--steps",
         "2",
@@ -155,11 +155,11 @@ def test_steps_with_a_gap_or_none_are_refused(recorded, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--run", "nowhere"], "nowhere has no config.yaml"),
-        (["--run", "{run}", "trainer.gpus=2"], "torchrun --nproc-per-node 2 -m megarl.replay"),
-        (["--run", "{run}", "--batches", "nowhere"], "no recorded batch"),
-        (["--run", "{run}", "trainer.nonsense=2"], "trainer.nonsense: no such key"),
-        (["--run", "{run}", "--out", "{run}"], "is the recorded run itself"),
+        (["--run-dir", "nowhere"], "nowhere has no config.yaml"),
+        (["--run-dir", "{run}", "trainer.gpus=2"], "torchrun --nproc-per-node 2 -m megarl.replay"),
+        (["--run-dir", "{run}", "--batches", "nowhere"], "no recorded batch"),
+        (["--run-dir", "{run}", "trainer.nonsense=2"], "trainer.nonsense: no such key"),
+        (["--run-dir", "{run}", "--out", "{run}"], "is the recorded run itself"),
     ],
 )
 def test_mistakes_end_with_one_message(recorded, arguments, message, capsys, monkeypatch):
@@ -167,3 +167,21 @@ def test_mistakes_end_with_one_message(recorded, arguments, message, capsys, mon
     assert main([argument.format(run=recorded) for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("megarl: ") and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "-m megarl.replay --run-dir r --steps 5 --out o --batches b --checkpoint c --export",
+        "examples/rl/train_rl.py --config c.yaml --dry-run --resume auto --dump-batches run.steps=1",
+        "tools/checkpoint/convert.py import --hf a --out b --dtype bfloat16 --workers 2 --resume --force",
+    ],
+)
+def test_torchrun_leaves_our_options_alone(command: str) -> None:
+    """Its parser refuses any option, ours too, that begins several of its own: `--run` did."""
+    from torch.distributed.run import get_args_parser
+
+    first, *rest = command.split()
+    script = rest.pop(0) if first == "-m" else first
+    arguments = get_args_parser().parse_args(["--nproc-per-node", "2", *command.split()])
+    assert (arguments.training_script, arguments.training_script_args) == (script, rest)

@@ -57,15 +57,35 @@ def metric_steps(run_dir: Path) -> int:
     return path.read_text().count('"time/step"') if path.is_file() else 0
 
 
+def ranks_of(process: Any) -> list[psutil.Process]:
+    """The trainer ranks that torchrun has running."""
+    ranks = []
+    for child in psutil.Process(process.pid).children():
+        try:
+            if "train_rl.py" in " ".join(child.cmdline()):
+                ranks.append(child)
+        except psutil.Error:
+            continue
+    return ranks
+
+
 def kill_everything(process: Any, run_dir: Path) -> None:
     """SIGKILL to torchrun, ranks, supervisor, Ray and engines, in one go."""
-    for each in [psutil.Process(process.pid), *survivors(run_dir)]:
+    roots = [psutil.Process(process.pid), *survivors(run_dir)]
+    for each in dict.fromkeys([*roots, *(child for root in roots for child in _below(root))]):
         try:
             each.kill()
         except psutil.NoSuchProcess:
             continue
     process.communicate(timeout=60)
     assert_nothing_left(run_dir)
+
+
+def _below(root: psutil.Process) -> list[psutil.Process]:
+    try:
+        return root.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def history(run: Run) -> dict[str, Any]:

@@ -12,29 +12,28 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 from megarl.checkpoint.directory import CheckpointDirectory
 from megarl.checkpoint.faults import POINTS
 from megarl.rollout.launch import read_state
-from tests.e2e.test_train import assert_nothing_left, survivors
-from tests.resume.runs import assert_same_run, check_counters, config_of, kill_everything, metric_steps, start_run
+from tests.e2e.test_train import assert_nothing_left
+from tests.resume.runs import (
+    assert_same_run,
+    check_counters,
+    config_of,
+    kill_everything,
+    metric_steps,
+    ranks_of,
+    start_run,
+)
 from tests.support.run import Run, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS = 6
 KILLS = 10
-
-
-def ranks_of(run_dir: Path) -> list[psutil.Process]:
-    return [
-        p
-        for p in survivors(run_dir)
-        if "train_rl.py" in " ".join(p.cmdline()) and "torch.distributed.run" not in " ".join(p.cmdline())
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +89,8 @@ def test_random_kills(unbroken: Run, tmp_path: Path, seed: int) -> None:
         until = time.monotonic() + rng.uniform(1.0, 25.0)
         while time.monotonic() < until and process.poll() is None and metric_steps(run_dir) < STEPS:
             time.sleep(0.05)
-        ranks = ranks_of(run_dir)
-        if process.poll() is not None or not ranks:
+        ranks = ranks_of(process) if process.poll() is None else []
+        if not ranks:
             continue
         kept = directory.steps()
         if done in everything:

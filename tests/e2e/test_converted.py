@@ -1,0 +1,53 @@
+"""From a converted checkpoint to one that an engine serves: import, train, export, evaluate, each by its command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.test_scheme import differing
+from tests.support.run import ROOT, tiny_config, train
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+CONVERT = str(ROOT / "tools/checkpoint/convert.py")
+
+
+def call(*command: str) -> str:
+    """Standard output of a command; AssertionError with what it said if it fails."""
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    done = subprocess.run(command, check=False, cwd=ROOT, env=env, text=True, capture_output=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_converted_model_trains_and_its_checkpoint_is_served(tmp_path: Path, family: str) -> None:
+    config: dict[str, Any] = tiny_config(tmp_path, family=family, steps=2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    said = call(*torchrun, CONVERT, "import", "--hf", config["model"]["path"], "--out", str(tmp_path / "megatron"))
+    assert said.count("GB/s") == 1  # of rank 0
+    config["model"]["path"] = str(tmp_path / "megatron")
+    config["checkpoint"] = {"every": 2}
+    run = train(config)
+    assert run.code == 0, run.output[-4000:]
+    difference = run.summary["logprob_abs_diff"]
+    for when in ("first", "last"):
+        assert difference[when]["mean"] <= 1e-5 and difference[when]["max"] <= 1e-4, difference
+    step = run.directory / "checkpoints" / "iter_0000002"
+    call(sys.executable, CONVERT, "export", "--megatron", str(step), "--hf", str(tmp_path / "exported"))
+    assert differing(run.directory / "hf", tmp_path / "exported") == []
+    report = tmp_path / "report.json"
+    call(
+        sys.executable, "-m", "megarl.cli", "eval", "--model", str(tmp_path / "exported"),
+        "--data", str(tmp_path / "heldout.jsonl"), "--reward", "tests.support.run:digit_share",
+        "--samples", "2", "--max-tokens", "12", "--run-dir", str(tmp_path / "eval"), "--json", str(report),
+    )  # fmt: skip
+    (found,) = json.loads(report.read_text())["sets"]
+    assert found["greedy"]["mean"]["value"] == pytest.approx(run.summary["eval_after"]["greedy"], abs=1e-6)
