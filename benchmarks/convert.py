@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--layers", type=int, default=DENSE_LAYERS, help="of the dense model; the other scales with it")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=4, help="as the converter's own default")
     parser.add_argument("--dir", type=Path, help="where up to 26 GB go (default: a temporary directory)")
     parser.add_argument("--only", choices=["dense", "moe"])
     args = parser.parse_args()

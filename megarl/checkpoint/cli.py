@@ -119,7 +119,7 @@ def _inspect_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 def _conversion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="convert to it (default: as stored)")
-    parser.add_argument("--workers", type=_positive, metavar="N", help="processes (default: 2; 1 under torchrun)")
+    parser.add_argument("--workers", type=_positive, metavar="N", help="processes (default: 4; 1 under torchrun)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     parser.add_argument("--resume", action="store_true", help="continue a conversion that was interrupted")
     parser.add_argument("--force", action="store_true", help="overwrite what is there")
@@ -213,5 +213,6 @@ def _dtype(options: argparse.Namespace) -> Any:
 def _run_options(options: argparse.Namespace) -> Any:
     from megarl.checkpoint.run import Options
 
-    workers = options.workers or (1 if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 2)
+    # More than two cores can run: while some wait for the disk, others compute. Memory grows with each.
+    workers = options.workers or (1 if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 4)
     return Options(workers=workers, force=options.force, resume=options.resume, dry_run=options.dry_run)

@@ -18,6 +18,7 @@ from megarl.models.loader import check_tensors
 from megarl.models.safetensors_io import DTYPE_NAMES, DTYPES, SafetensorsDirectory, TensorRecord
 from megarl.models.shards import table
 
+READAHEAD_BYTES = 2**21
 _BIN_INDEX = "pytorch_model.bin.index.json"
 
 
@@ -47,9 +48,13 @@ class MappedFile:
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
 
     def will_need(self, start: int, stop: int) -> None:
-        """Ask the kernel to read these bytes ahead."""
-        start -= start % mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_WILLNEED, start, max(0, min(stop, len(self)) - start))
+        """Ask the kernel to read these bytes ahead.
+
+        In small steps: of what one call asks for, Linux reads no more than the device's readahead.
+        """
+        stop = min(stop, len(self))
+        for position in range(start - start % mmap.PAGESIZE, stop, READAHEAD_BYTES):
+            self._map.madvise(mmap.MADV_WILLNEED, position, min(READAHEAD_BYTES, stop - position))
 
 
 class HFTensors(Protocol):
