@@ -70,8 +70,13 @@ class ExportJob:
 
 
 def convert_command(checkpoint: Path, out: Path) -> list[str]:
-    """The converter as a process of its own; an export that was there is replaced."""
-    program = "import sys; from megarl.checkpoint.cli import main; sys.exit(main())"
+    """The converter as a process of its own, which ends with this one; an export that was there is replaced."""
+    own = ProcessId.own()  # by watching: the kernel's signal would come when the thread that started it ends
+    program = (
+        "import sys; from megarl.rollout.processes import ProcessId, die_with; "
+        f"die_with(ProcessId({own.pid}, {own.start_time}), 'trainer rank 0'); "
+        "from megarl.checkpoint.cli import main; sys.exit(main())"
+    )
     paths = ["--megatron", str(checkpoint), "--hf", str(out)]
     return [sys.executable, "-c", program, "export", *paths, "--workers", "1", "--force"]
 

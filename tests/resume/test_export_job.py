@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -51,6 +53,24 @@ def test_it_is_niced_leased_and_one_at_a_time(job: tuple[ExportJob, list[str], A
     export.wait(20)
     assert (tmp_path / "run" / "hf_2").read_text() == str(min(19, os.nice(0) + NICENESS))
     assert directory.leased() == set()
+
+
+def test_it_ends_with_the_rank_that_started_it() -> None:
+    rank = (
+        "import subprocess, time; from pathlib import Path; from megarl.checkpoint.export_job import convert_command\n"
+        "command = convert_command(Path('checkpoint'), Path('out'))\n"
+        "command[2] = command[2].replace('sys.exit(main())', 'import time; time.sleep(60)')\n"
+        "print(subprocess.Popen(command).pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    time.sleep(2.0)  # it has imported what it watches with
+    assert child.is_running()
+    process.kill()
+    process.wait(10)
+    child.wait(20)  # TimeoutExpired if it lives on
 
 
 def test_its_failure_and_its_hanging_are_said(job: tuple[ExportJob, list[str], Any]) -> None:
