@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from blake3 import blake3
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -58,6 +57,10 @@ class ImportJob:
         )
         self.sizes = [sum(item.nbytes for item in unit) for unit in self.units]
         self.tensors = len(source.names())
+        # Made here and not when it is needed: every worker would make it again.
+        self._planner = LazySavePlanner(source, self.units, self._dtypes)
+        plans, self._metadata = self._planner.create_global_plan(self._planner.local_plans())
+        self._plans: list[SavePlan] = _Writer(source.path).prepare_global_plan(plans)
 
     def plan(self) -> dict[str, Any]:
         """What a resumed conversion must have in common with the one that began it."""
@@ -79,10 +82,9 @@ class ImportJob:
         unit = self.units[number]
         for item in unit:
             self._will_need(item)
-        planner, plans, _ = self._global_plan
-        planner.report = report
+        self._planner.report = report
         writer = _Writer(partial / RELEASE)
-        results = writer.write_data(plans[number], planner).wait()
+        results = writer.write_data(self._plans[number], self._planner).wait()
         ((name, digest),) = writer.fs.digests.items()
         places = [[r.index.fqn, list(r.index.offset), r.size_in_bytes, r.storage_data.offset] for r in results]
         size = os.stat(partial / RELEASE / name).st_size
@@ -93,7 +95,7 @@ class ImportJob:
         step = partial / RELEASE
         faults.reached("metadata")
         written = [[_write_result(result, place) for place in result["places"]] for result in results.values()]
-        _Writer(step).finish(self._global_plan[2], written)
+        _Writer(step).finish(self._metadata, written)
         common = io.BytesIO()
         torch.save({"content_metadata": content_metadata(), "iteration": 0, "checkpoint_version": 3.0}, common)
         write_durably(step / _COMMON, common.getvalue())
@@ -112,13 +114,6 @@ class ImportJob:
     def summary(self) -> str:
         """What was written where."""
         return f"{len(self.stored)} keys in {len(self.units)} shards"
-
-    @cached_property
-    def _global_plan(self) -> tuple[LazySavePlanner, list[SavePlan], Metadata]:
-        """The planner, one plan per unit with its file's name, and the index but for the places in the files."""
-        planner = LazySavePlanner(self.source, self.units, self._dtypes)
-        plans, metadata = planner.create_global_plan(planner.local_plans())
-        return planner, _Writer(self.source.path).prepare_global_plan(plans), metadata
 
     def _own_dtype(self, stored: StoredTensor) -> torch.dtype:
         names = stored.entry.names if stored.half is None else stored.entry.names[stored.half : stored.half + 1]

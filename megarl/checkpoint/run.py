@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -50,6 +52,7 @@ def convert(make: Callable[[], Job], out: Path, options: Options, stream: TextIO
         _convert(make, output, options, Ranks(), stream)
     finally:
         output.release()
+        gc.unfreeze()
 
 
 def _convert(make: Callable[[], Job], output: Output, options: Options, ranks: Ranks, stream: TextIO) -> None:
@@ -63,7 +66,8 @@ def _convert(make: Callable[[], Job], output: Output, options: Options, ranks: R
             _check_space(job, output)
         return job
 
-    job = ranks.stage("check", check)
+    with _no_collections():
+        job = ranks.stage("check", check)
     if options.dry_run:
         if ranks.rank == 0:
             _describe(job, output, options, ranks, stream)
@@ -75,9 +79,27 @@ def _convert(make: Callable[[], Job], output: Output, options: Options, ranks: R
         return
     done = ranks.stage("read progress", output.finished)
     ranks.stage("write", lambda: _write(job, output, options, ranks, done, stream))
-    ranks.stage("finish", lambda: _finish(job, output) if ranks.rank == 0 else None)
+    with _no_collections():
+        ranks.stage("finish", lambda: _finish(job, output) if ranks.rank == 0 else None)
     if ranks.rank == 0:
         _summarise(job, output, done, time.monotonic() - began, stream)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Plans and indices are small objects by the hundred thousand that live to the end.
+
+    Looking for garbage among them took two thirds of the time of making them (18,867 tensors: 1.4 of 2.1 s), and in
+    every worker a copy of the pages that they are in. So they are never looked at again either.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 def _begin(job: Job, output: Output, options: Options) -> bool:

@@ -50,4 +50,4 @@ def test_a_converted_model_trains_and_its_checkpoint_is_served(tmp_path: Path, f
         "--samples", "2", "--max-tokens", "12", "--run-dir", str(tmp_path / "eval"), "--json", str(report),
     )  # fmt: skip
     (found,) = json.loads(report.read_text())["sets"]
-    assert found["greedy"]["mean"]["value"] == pytest.approx(run.summary["eval_after"]["greedy"], abs=1e-6)
+    assert found["greedy"]["mean@1"]["value"] == pytest.approx(run.summary["eval_after"]["greedy"], abs=1e-6)
