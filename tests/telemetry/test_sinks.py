@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from megarl.telemetry.metrics import UndeclaredMetricError
 from megarl.telemetry.progress import COLUMNS, Progress, compact, duration
 from megarl.telemetry.sinks import MetricsWriter
 from megarl.telemetry.summary import RunSummary, write_json
-from megarl.telemetry.tensorboard import TensorBoardSink, masked_crc32c
+from megarl.telemetry.tensorboard import TensorBoardSink
 from tests.config.helpers import config
 
 VALUES = {"reward/mean": 0.5, "reward/accuracy": 0.25, "policy/loss": -0.01, "time/step": 2.5, "time/eta": 130.0}
@@ -130,63 +131,31 @@ def test_compact_numbers(value: float, text: str) -> None:
     assert compact(value) == text
 
 
-def test_tensorboard_records() -> None:
-    """Known CRC-32C values (RFC 3720), and a file that parses back by the format's own rules."""
-    assert masked_crc32c(b"123456789") == (((0xE3069283 >> 15) | (0xE3069283 << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-    assert masked_crc32c(bytes(32)) == (((0x8A9136AA >> 15) | (0x8A9136AA << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def test_tensorboard_file_parses_back(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write(300, {"reward/mean": 0.5, "time/step": 2.0})
-    sink.close()
-    data = next(tmp_path.iterdir()).read_bytes()
-    events = []
+def events(path: Path) -> list[Event]:
+    """The records of an event file (length, its checksum, event, its checksum), up to its present end."""
+    data, found = path.read_bytes(), []
     while data:
         (length,) = struct.unpack("<Q", data[:8])
-        assert struct.unpack("<I", data[8:12])[0] == masked_crc32c(data[:8])
-        event = data[12 : 12 + length]
-        assert struct.unpack("<I", data[12 + length : 16 + length])[0] == masked_crc32c(event)
-        events.append(event)
+        found.append(Event.FromString(data[12 : 12 + length]))
         data = data[16 + length :]
-    assert b"brain.Event:2" in events[0]
-    parsed = parse(events[1])
-    assert parsed[2] == [300]
-    scalars = {}
-    for value in parse(parsed[5][0])[1]:
-        fields = parse(value)
-        scalars[fields[1][0].decode()] = struct.unpack("<f", fields[2][0])[0]
-    assert scalars == {"reward/mean": 0.5, "time/step": 2.0}
+    return found
 
 
-def parse(message: bytes) -> dict[int, list[Any]]:
-    """A protobuf message by its wire format."""
-    fields: dict[int, list[Any]] = {}
-    position = 0
-
-    def varint() -> int:
-        nonlocal position
-        number = shift = 0
-        while True:
-            byte = message[position]
-            position += 1
-            number |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return number
-
-    while position < len(message):
-        key = varint()
-        kind = key & 7
-        size = {1: 8, 5: 4}.get(kind)
-        if kind == 0:
-            value: Any = varint()
-        else:
-            size = varint() if size is None else size
-            value = message[position : position + size]
-            position += size
-        fields.setdefault(key >> 3, []).append(value)
-    return fields
+def test_tensorboard_has_every_step_at_once_and_a_rollback_drops_what_was_beyond(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    (path,) = tmp_path.iterdir()
+    sink.write(300, {"reward/mean": 0.5, "time/step": 2.0})
+    sink.write(301, {"reward/mean": math.nan})
+    sink.roll_back(300)
+    first, second, third, last = events(path)  # of the open file: what a killed run leaves
+    assert first.file_version == "brain.Event:2"
+    assert second.step == 300 and {v.tag: v.simple_value for v in second.summary.value} == {
+        "reward/mean": 0.5,
+        "time/step": 2.0,
+    }
+    assert math.isnan(third.summary.value[0].simple_value)
+    assert last.step == 301 and last.session_log.status == SessionLog.START
+    sink.close()
 
 
 def test_a_resumed_summary_counts_on(tmp_path: Path) -> None:
