@@ -22,15 +22,16 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 120.0  # for up to four ranks; each imports Megatron-Core
+START_TIMEOUT_S = 120.0  # each rank imports torch and Megatron-Core
 
 
 class World:
     def __init__(self, size: int) -> None:
         self.size = size
         key = secrets.token_bytes(16)
-        listener = Listener(("127.0.0.1", 0), authkey=key)
-        listener._listener._socket.settimeout(START_TIMEOUT_S * max(1, size / 4))  # type: ignore[attr-defined]
+        # By default one rank may wait to be accepted; of eight at once, some would wait for ever.
+        listener = Listener(("127.0.0.1", 0), backlog=size, authkey=key)
+        listener._listener._socket.settimeout(START_TIMEOUT_S)  # type: ignore[attr-defined]
         env = dict(
             os.environ,
             OMP_NUM_THREADS="1",
