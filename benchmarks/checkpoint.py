@@ -20,6 +20,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def make_policy(directory: Path, args: argparse.Namespace) -> tuple[Any, list[An
             "trainer": {"precision": "fp32", "micro_batch_tokens": 2048, "optimizer": {"lr": 1e-5}},
             "batch": {"groups": 2, "samples_per_group": 2},
             "sampling": {"max_tokens": 1024},
-            "data": {"path": "unused"},
+            "data": {"path": __file__},
             "checkpoint": {"dir": directory / "checkpoints", "keep_last": 1},
         }
     )
@@ -147,23 +148,30 @@ def measure_disk(policy: Any, checkpointer: Any, args: argparse.Namespace) -> li
     return rows
 
 
-def window(policy: Any, samples: list[Any], checkpointer: Any, updates: int, save: int | None) -> None:
+def window(policy: Any, samples: list[Any], checkpointer: Any, updates: int, save: int | None) -> list[float]:
+    """Seconds of each update; those that planning a save takes belong to the first."""
+    ends = [time.perf_counter()]
     if save is not None:
         checkpointer.save(save, {})
     for _ in range(updates):
         policy.update(samples)
         checkpointer.poll()
+        ends.append(time.perf_counter())
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 def measure_stall(policy: Any, samples: list[Any], checkpointer: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Alternating windows of `--window` updates, without a save and with one that starts before the first of them."""
     policy.update(samples)
     windows: dict[bool, list[float]] = {False: [], True: []}
+    longest: dict[bool, list[float]] = {False: [], True: []}
     background = []
     for number in range(2 * args.rounds):
         saves = number % 2 == 1
         step = 1000 + number if saves else None
-        windows[saves].append(timed(window, policy, samples, checkpointer, args.window, step))
+        steps = window(policy, samples, checkpointer, args.window, step)
+        windows[saves].append(sum(steps))
+        longest[saves].append(max(steps))
         if saves:
             background.append(checkpointer._pending is None)
             checkpointer.poll(wait=True)
@@ -178,6 +186,7 @@ def measure_stall(policy: Any, samples: list[Any], checkpointer: Any, args: argp
             "step_s": without / args.window,
             "steps": args.window,
             "save_ended_inside": background,
+            "longest_step_s": {"without": statistics.median(longest[False]), "with": statistics.median(longest[True])},
             "without_s": windows[False],
             "with_s": windows[True],
         },

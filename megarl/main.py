@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from megarl import stopping
 from megarl.checkpoint.directory import goes_on
+from megarl.checkpoint.launches import going_on
 from megarl.cli import add_config_arguments
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config, to_yaml
@@ -101,6 +102,7 @@ def run(config: Config, plan: Plan) -> int:
     failures = FailureReport(config.run_dir, rank)
     terminal = redirect_output(log_file)
     if rank == 0:
+        config = going_on(config)  # the other ranks do what rank 0 says
         _take_over(config)
         (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")  # read by `megarl replay`
     try:

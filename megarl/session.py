@@ -166,13 +166,16 @@ class Session:
     def steps(self, first: int = 0) -> Iterator[int]:
         """The steps from `first` on; ends early, with `stopped` set and a save made, when the run is asked to stop."""
         total = self.config.run.steps
+        self.steps_done = first
         for step in range(first, total + 1):
             self.steps_done = step
             self.stopped = self._agree_to_stop()
             if self.stopped is not None:
                 self._say(f"stopping after {step} of {total} steps: {self.stopped}")
-                if step > first:  # before that nothing has changed
-                    self.save(step, wait=True)
+                # Before that nothing has changed.
+                if step > first and not self.save(step, wait=True):
+                    self.steps_done = self.checkpointer.newest or 0  # where the next launch goes on from
+                    self.stopped += f"; the checkpoint of step {step} could not be saved"
                 return
             if step < total:
                 yield step
@@ -338,14 +341,15 @@ class Session:
     def finish(self) -> None:
         """Complete the running save; write RUN_DIR/summary.json and RUN_DIR/exit.json (rank 0).
 
-        The status is finished, or preempted if `stopped`.
+        The status is finished, or preempted if `stopped`: then an export that is running is ended, there is no time.
         """
-        self.checkpointer.finish()
+        self.checkpointer.poll(wait=True)
         if self.writer is not None:
             status: Status = "finished" if self.stopped is None else "preempted"
             record = ExitRecord(status, self.steps_done, self.stopped or "")
             self.summary.write(self.run_dir / "summary.json", record.status)
             write_exit(self.run_dir, record)
+        self.checkpointer.finish(export_s=self.config.timeouts.save_s if self.stopped is None else 0.0)
 
     def close(self, *, keep_pool: bool = False) -> None:
         """Leave the weight-sync group and end the pool (unless kept); bounded, and safe after a failure."""

@@ -24,7 +24,7 @@ Status = Literal["finished", "preempted", "failed"]
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """Content of RUN_DIR/exit.json; `step`: training steps done (and, where saving succeeded, saved)."""
+    """Content of RUN_DIR/exit.json; `step`: training steps done, or, if preempted, those that are saved."""
 
     status: Status
     step: int

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megarl.checkpoint import faults
 from megarl.checkpoint.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory, best_step, to_delete
 from megarl.checkpoint.export_job import ExportJob
-from megarl.checkpoint.manifest import FileEntry, Manifest, check_files
+from megarl.checkpoint.launches import remember_launch
+from megarl.checkpoint.manifest import FileEntry, Manifest, check_files, fsync_directory
 from megarl.checkpoint.reader import MappedLoadStrategy
 from megarl.checkpoint.resume import Candidate, ResumeError, candidates, changes, choose, contradictions, identity
 from megarl.checkpoint.scheme import content_metadata
@@ -35,6 +37,7 @@ from megarl.checkpoint.state import layout_record, load_sharded_state, optimizer
 from megarl.checkpoint.writer import BackgroundWrite, Written
 from megarl.config.load import to_yaml
 from megarl.config.schema import Config
+from megarl.control import GRACE_S
 from megarl.models.export import copy_side_files
 from megarl.models.source import HF_FILES, hf_files
 from megarl.trainer.policy import Policy
@@ -48,6 +51,8 @@ COMMON_FILE = "common.pt"  # Megatron-Core's own names
 METADATA_FILE = "metadata.json"
 TORCH_METADATA = ".metadata"
 FORMAT = 1
+# Manifest, rename, retention: from the time by which every rank must have written. Peers wait for twice as long.
+FINISH_S = GRACE_S / 2
 
 
 @dataclass
@@ -95,7 +100,7 @@ class Checkpointer:
             return True
         started = time.monotonic()
         board = self._board = self._board or self._open_board()
-        partial, error = self._first_rank(lambda: self.directory.begin(step))
+        partial, error = self._first_rank(lambda: self._begin(step))
         if partial is None:
             self._failed(step, error)
             return False
@@ -112,15 +117,23 @@ class Checkpointer:
         self._pending = pending
         return self.poll(wait=wait or not self.knobs.asynchronous)
 
+    def _begin(self, step: int) -> Path:
+        assert self._identity  # made here, where an error is every rank's
+        return self.directory.begin(step)
+
     def poll(self, *, wait: bool = False) -> bool:
         """Learn whether the running save is complete; with `wait`, wait until it is. False if it failed."""
         pending = self._pending
         if pending is None:
             return True
-        if pending.finisher is not None and wait:
-            pending.finisher.join()  # bounded: by the save's deadline
-        alive = pending.finisher is not None and pending.finisher.is_alive()
-        outcome: list[Any] = [None if alive else pending.outcome]
+        alive = False
+        if pending.finisher is not None:
+            if wait:
+                pending.finisher.join(max(0.0, pending.deadline - time.monotonic()) + FINISH_S)
+            alive = pending.finisher.is_alive()
+            if alive and wait:
+                pending.outcome = (None, f"its files are there, but completing it has not ended for {FINISH_S:.0f} s")
+        outcome: list[Any] = [None if alive and not wait else pending.outcome]
         torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)
         if outcome[0] is None:
             return True
@@ -168,7 +181,7 @@ class Checkpointer:
         """
         chosen = self._choose()
         if chosen is None:
-            self._first_rank(lambda: self._set_aside_from(0, "replaced"))
+            self._first_rank(self._begin_anew)
             return None
         record, error = self._first_rank(lambda: self._accept(chosen, prepare))
         if record is None:
@@ -180,11 +193,11 @@ class Checkpointer:
         self.newest = chosen.step if chosen.own else None
         return record
 
-    def finish(self) -> None:
-        """Complete what is running; bounded by `timeouts.save_s`."""
+    def finish(self, export_s: float) -> None:
+        """Complete what is running; an export that takes longer than `export_s` is ended."""
         self.poll(wait=True)
         if self._rank == 0:
-            self.export.wait(self.config.timeouts.save_s)
+            self.export.wait(export_s)
             self._say_notes()
 
     def _say_notes(self) -> None:
@@ -199,9 +212,13 @@ class Checkpointer:
             "version": step,
             "trainer": trainer_numbers(self.policy),
             "layout": layout_record(self.policy.layout),
-            "identity": identity(self.config, self.policy.info),
+            "identity": self._identity if self._rank == 0 else None,  # whose record is written
             "config": self.config.model_dump(mode="json"),
         }
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return identity(self.config, self.policy.info)
 
     def _complete(self, pending: _Pending, everyone: list[Written]) -> str:
         """Rank 0's thread: small files, manifest, rename, retention, export."""
@@ -226,9 +243,11 @@ class Checkpointer:
         self._copy_hf_files(partial / HF_FILES)
         (partial / STATE_FILE).write_text(json.dumps(pending.record, indent=1) + "\n")
         (partial / CONFIG_FILE).write_text(to_yaml(self.config))
-        for name in (COMMON_FILE, METADATA_FILE, TORCH_METADATA, STATE_FILE, CONFIG_FILE):
-            with (partial / name).open("rb") as file:
+        small = [partial / name for name in (COMMON_FILE, METADATA_FILE, TORCH_METADATA, STATE_FILE, CONFIG_FILE)]
+        for path in (*small, *(partial / HF_FILES).iterdir()):
+            with path.open("rb") as file:
                 os.fsync(file.fileno())
+        fsync_directory(partial / HF_FILES)
 
     def _copy_hf_files(self, target: Path) -> None:
         """Config and tokenizer: with them the checkpoint is whole, for `model.path` and for the converter."""
@@ -251,14 +270,21 @@ class Checkpointer:
             )
             for step in doomed:
                 self.directory.delete(step)
-        except OSError as error:
+        except (OSError, ValueError, KeyError) as error:
             self._notes.append(f"an old checkpoint could not be deleted: {error}")
 
     def _values(self, steps: list[int]) -> dict[int, float]:
-        """`checkpoint.keep_best` of every checkpoint that was evaluated."""
-        metrics = {step: self.directory.state(step).get("metrics", {}) for step in steps}
-        name = self.knobs.keep_best
-        return {step: float(values[name]) for step, values in metrics.items() if values.get(name) is not None}
+        """`checkpoint.keep_best` of every checkpoint that was evaluated. One that cannot be read has none."""
+        found = {}
+        for step in steps:
+            try:
+                value = self.directory.state(step).get("metrics", {}).get(self.knobs.keep_best)
+            except (OSError, ValueError) as error:
+                self._notes.append(f"{self.directory.path(step) / STATE_FILE} cannot be read: {error}")
+                continue
+            if value is not None:
+                found[step] = float(value)
+        return found
 
     def _choose(self) -> Candidate | None:
         """The same candidate on every rank; files are verified by all ranks together."""
@@ -273,10 +299,10 @@ class Checkpointer:
             mine = manifest.share(self._rank, self._world)
             problems = check_files(path, manifest.files, mine)
         except ValueError as error:
-            problems = [str(error)] if self._rank == 0 else []
+            problems = [str(error)]
         everyone: list[Any] = [None] * self._world
         torch.distributed.all_gather_object(everyone, problems, group=self._group)
-        return [problem for problems in everyone for problem in problems]
+        return list(dict.fromkeys(problem for problems in everyone for problem in problems))
 
     def _on_damaged(self, candidate: Candidate, problems: list[str]) -> None:
         def set_aside() -> str:
@@ -288,22 +314,28 @@ class Checkpointer:
 
     def _accept(self, chosen: Candidate, prepare: Callable[[Candidate], None]) -> dict[str, Any]:
         record: dict[str, Any] = json.loads((chosen.path / STATE_FILE).read_text())
-        problems = contradictions(record["identity"], identity(self.config, self.policy.info))
+        problems = contradictions(record["identity"], self._identity)
         if problems:
             raise ResumeError(
                 f"{chosen.path} belongs to another run: {'; '.join(problems)}. Resume with the config of that run, or "
                 "start anew with checkpoint.resume=never"
             )
-        prepare(chosen)
         if chosen.own:
+            # Before anything else is rolled back: killed in between, the next start chooses the same one.
             self._set_aside_from(chosen.step + 1, "rolled_back")
             self.directory.write_tracker(chosen.step)
         else:
             self._set_aside_from(0, "replaced")
+        prepare(chosen)
+        remember_launch(self.config.run_dir)
         self._say(f"resuming from {chosen.path}, {chosen.step} steps done")
         if changed := changes(record["config"], self.config.model_dump(mode="json")):
             self._say(f"config changed since then: {'; '.join(changed)}")
         return record
+
+    def _begin_anew(self) -> None:
+        self._set_aside_from(0, "replaced")
+        remember_launch(self.config.run_dir)
 
     def _set_aside_from(self, first: int, why: str) -> None:
         """Checkpoints of another history must not be found by the next `auto`."""

@@ -44,6 +44,10 @@ class ExportJob:
             self._step = step
             self._directory.lease(step, ProcessId.of(self._process.pid))
         except OSError as error:
+            if self._process is not None:  # without a lease, retention may delete what it reads
+                self._process.kill()
+                self._process.wait(timeout=10)
+                self._process = None
             self._say(f"the Hugging Face export of step {step} could not be started: {error}")
 
     def wait(self, timeout_s: float) -> None:
@@ -53,7 +57,12 @@ class ExportJob:
             if time.monotonic() > deadline and self._process is not None:
                 self._process.kill()
                 self._process.wait(timeout=10)
-                self._say(f"the Hugging Face export of step {self._step} did not end within {timeout_s:.0f} s: killed")
+                self._process = None
+                self._say(
+                    f"the Hugging Face export of step {self._step} did not end within {timeout_s:.0f} s: killed; "
+                    f"make it by convert.py export --megatron {self._directory.path(self._step)}"
+                )
+                return
             time.sleep(0.05)
 
     def _running(self) -> bool:

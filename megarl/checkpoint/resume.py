@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.directory import CheckpointDirectory
-from megarl.checkpoint.manifest import DamagedCheckpointError, Manifest
+from megarl.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.source import hf_files
@@ -34,7 +34,7 @@ class Candidate:
 def candidates(directory: CheckpointDirectory, resume: str) -> list[Candidate]:
     """Checkpoints to try, best first: the newest one before older ones; one for a path; none for `never`.
 
-    Raises ResumeError if `resume` is a path without a checkpoint.
+    Raises ResumeError if `resume` is a path without a checkpoint, or one that this run has set aside.
     """
     if resume == "never":
         return []
@@ -50,7 +50,13 @@ def candidates(directory: CheckpointDirectory, resume: str) -> list[Candidate]:
         raise ResumeError(
             f"checkpoint.resume: {error}; give a directory such as RUN/checkpoints/iter_0000010"
         ) from None
-    return [Candidate(path, step, path.resolve().parent == directory.root.resolve())]
+    inside = path.resolve().parent == directory.root.resolve()
+    if inside and path.resolve() != directory.path(step).resolve():
+        raise ResumeError(
+            f"checkpoint.resume: {path} is not of this run's history any more (see its name); to go on from it, move "
+            f"what is now {directory.path(step).name} away and rename it to that"
+        )
+    return [Candidate(path, step, inside)]
 
 
 def choose(
@@ -60,25 +66,28 @@ def choose(
 ) -> Candidate | None:
     """The first candidate whose files are what its manifest says; None without candidates.
 
-    `verify` returns what is wrong with one. ResumeError if all are damaged: starting anew would hide the loss.
+    `verify` returns what is wrong with one. `on_damaged` gets those before the one that is chosen. ResumeError if all
+    are damaged: starting anew would hide the loss; they stay where they are, so that the next start says so too.
     """
-    damaged: list[str] = []
+    damaged: list[tuple[Candidate, list[str]]] = []
     for candidate in found:
         problems = verify(candidate.path)
         if not problems:
+            for each in damaged:
+                on_damaged(*each)
             return candidate
-        on_damaged(candidate, problems)
-        damaged += problems
+        damaged.append((candidate, problems))
     if damaged:
+        all_problems = [problem for _, problems in damaged for problem in problems]
         raise ResumeError(
-            f"no checkpoint to resume from is sound: {'; '.join(damaged[:4])}; restore one, or start anew with "
+            f"no checkpoint to resume from is sound: {'; '.join(all_problems[:4])}; restore one, or start anew with "
             "checkpoint.resume=never"
         )
     return None
 
 
 def identity(config: Config, info: ModelInfo) -> dict[str, Any]:
-    """What a checkpoint and the run that resumes from it must share; JSON."""
+    """What a checkpoint and the run that resumes from it must share; JSON. Reads the whole file of prompts."""
     files = hf_files(config.model.path)
     tokenizer = hashlib.sha256()
     for name in _TOKENIZER_FILES:
@@ -87,6 +96,7 @@ def identity(config: Config, info: ModelInfo) -> dict[str, Any]:
     return {
         "model": {key: value for key, value in dataclasses.asdict(info).items() if value is not None},
         "tokenizer": tokenizer.hexdigest(),
+        "prompts": FileEntry.of(config.data.path).blake3,
     }
 
 
@@ -99,6 +109,8 @@ def contradictions(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
     if saved["tokenizer"] != now["tokenizer"]:
         problems.append("tokenizer: its files differ from those of the saved run")
+    if saved["prompts"] != now["prompts"]:
+        problems.append("data.path: its content differs from that of the saved run's")
     return problems
 
 

@@ -83,7 +83,7 @@ def refuse_running(run_dir: Path, pause_s: float = 2 * BEAT_S) -> None:
 def status(spec: LaunchSpec) -> tuple[stopping.Status, str]:
     """How the launch ended, and one line for people. Writes exit.json where no process of the run could.
 
-    One that was stopped without a step of its own counts as failed: started again, it would be so for ever.
+    One that was stopped without saving a step of its own counts as failed: started again, it would be so for ever.
     """
     failure = Board(Path(spec.directory)).failure()
     record = stopping.read_exit(spec.run_dir)
@@ -91,7 +91,7 @@ def status(spec: LaunchSpec) -> tuple[stopping.Status, str]:
         after = f"after {record.step} of {spec.config.run.steps} steps"
         why = f": {record.reason}" if record.reason else ""
         if record.status == "preempted" and record.step <= spec.steps_before:
-            return "failed", f"stopped {after}{why}; no step was done in this launch, so it is not to be started again"
+            return "failed", f"stopped {after}{why}; no step of this launch is saved, so it is not to be started again"
         return record.status, f"{record.status} {after}{why}"
     reason = f"the job was killed before it could say why; see {spec.run_dir / 'logs'}"
     if failure is not None:

@@ -18,7 +18,7 @@ LAUNCH_FILE = "launch.json"
 class LaunchSpec:
     """`hosts`: names or addresses of the nodes, by index; `directory` is RUN_DIR/launch/ID.
 
-    `steps_before`: training steps that the launch before this one had done when it was stopped, 0 for a first one.
+    `steps_before`: training steps that the launch before this one had saved when it was stopped, 0 for a first one.
     """
 
     launch_id: str

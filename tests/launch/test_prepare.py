@@ -96,7 +96,7 @@ def test_a_run_that_does_no_step_before_its_time_limit_is_not_started_for_ever(c
     second = prepare(chosen, HERE, "2")
     stopping.write_exit(second.run_dir, ExitRecord("preempted", 2, "time limit"))
     word, text = status(second)
-    assert word == "failed" and "no step was done in this launch" in text
+    assert word == "failed" and "no step of this launch is saved" in text
 
 
 def test_a_run_directory_in_use_is_refused(chosen: Config) -> None:

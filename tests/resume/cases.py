@@ -18,11 +18,14 @@ from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
 from tests.trainer.cases import exported, own_share, policy_under
 
+PROMPTS = Path(__file__).with_name("prompts.jsonl")
+
 
 @contextmanager
 def run_under(model_dir: Path, layout: dict[str, Any], root: Path, **changes: Any) -> Iterator[tuple[Policy, Any]]:
     """A policy, its checkpointer and what that has said to the user."""
-    with policy_under(model_dir, layout, **{"checkpoint__dir": root, **changes}) as policy:
+    own = {"checkpoint__dir": root, "run__dir": root.with_name(f"{root.name}-run"), "data__path": PROMPTS}
+    with policy_under(model_dir, layout, **{**own, **changes}) as policy:
         said: list[str] = []
         checkpointer = Checkpointer(policy.config, policy, torch.distributed.group.WORLD, said.append)
         checkpointer.said = said  # type: ignore[attr-defined]
@@ -132,12 +135,12 @@ def histories(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[s
     return {"found": found}
 
 
-def contradiction(model_dir: Path, other: Path, samples: list[TrainSample], root: Path) -> list[str]:
-    """Saved by one model, resumed by another."""
+def contradiction(model_dir: Path, other: Path, samples: list[TrainSample], root: Path, **changes: Any) -> list[str]:
+    """Saved by one model, resumed by another, or with `changes`."""
     with run_under(model_dir, {}, root) as (policy, checkpointer):
         update(policy, samples, 1)
         checkpointer.save(1, {}, wait=True)
-    with run_under(other, {}, root) as (policy, checkpointer):
+    with run_under(other, {}, root, **changes) as (policy, checkpointer):
         try:
             checkpointer.restore(lambda chosen: None)
         except ResumeError as error:
@@ -151,7 +154,7 @@ def export(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[str,
     with run_under(model_dir, {}, root / "checkpoints", **changes) as (policy, checkpointer):
         update(policy, samples, 1)
         checkpointer.save(1, {})
-        checkpointer.finish()
+        checkpointer.finish(export_s=120)
         return {"weights": exported(policy), "said": checkpointer.said}
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megarl.trainer.batch import TrainSample
+from tests.resume.cases import PROMPTS
 from tests.support.world import World
 from tests.trainer.conftest import merge
 
@@ -198,3 +199,30 @@ def test_another_model_is_refused_on_every_rank(
     arguments = {"model_dir": model_dir("dense"), "other": model_dir("tied"), "samples": samples_of("dense")}
     for result in world(2).run("tests.resume.cases:contradiction", **arguments, root=tmp_path / "checkpoints"):
         assert len(result) == 1 and "belongs to another run" in result[0] and "tied" in result[0]
+
+
+def test_other_prompts_are_refused_on_every_rank(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    tmp_path: Path,
+) -> None:
+    prompts = tmp_path / "as_many.jsonl"
+    prompts.write_text(PROMPTS.read_text().replace("5", "6"))
+    arguments = {"model_dir": model_dir("dense"), "other": model_dir("dense"), "samples": samples_of("dense")}
+    root = tmp_path / "checkpoints"
+    for result in world(2).run("tests.resume.cases:contradiction", **arguments, root=root, data__path=prompts):
+        assert len(result) == 1 and "data.path: its content differs" in result[0]
+
+
+def test_prompts_that_are_gone_leave_no_rank_waiting(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    tmp_path: Path,
+) -> None:
+    arguments = {"model_dir": model_dir("dense"), "other": model_dir("dense"), "samples": samples_of("dense")}
+    root = tmp_path / "checkpoints"
+    gone = tmp_path / "gone.jsonl"
+    for result in world(2).run("tests.resume.cases:contradiction", **arguments, root=root, data__path=gone):
+        assert len(result) == 1 and str(gone) in result[0]
