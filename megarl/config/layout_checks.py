@@ -127,8 +127,8 @@ def megatron_problems(config: Config, device: str) -> Iterator[str]:
                 yield f"megatron.{target}.{name}: needs a GPU, and this run would have none; remove it"
     yield from _transformer_traps(config, device)
     optimizer = config.megatron.optimizer.get("optimizer", "adam")
-    if optimizer not in ("adam", "sgd"):
-        yield f"megatron.optimizer.optimizer: {optimizer!r} is not supported; use adam or sgd"
+    if optimizer != "adam":
+        yield f"megatron.optimizer.optimizer: {optimizer!r} cannot be saved and resumed; use adam"
     if config.megatron.ddp.get("overlap_param_gather") and not config.trainer.optimizer.distributed:
         yield (
             "megatron.ddp.overlap_param_gather: there is no gather without the distributed optimizer; set "

@@ -70,6 +70,10 @@ _OPTIMIZER = {
         "bf16 and fp32 need no loss scaling",
     ),
     "overlap_param_gather": "set it in megatron.ddp",
+    **_each(
+        "use_precision_aware_optimizer optimizer_cpu_offload optimizer_offload_fraction",
+        "its state cannot be saved yet in a form that a resume loads",
+    ),
 }
 
 _DDP = {
@@ -102,8 +106,6 @@ GPU_ONLY: dict[Target, frozenset[str]] = {
             "",
         )
     ),
-    "optimizer": frozenset(
-        _each("use_precision_aware_optimizer optimizer_cpu_offload reuse_grad_buf_for_mxfp8_param_ag", "")
-    ),
+    "optimizer": frozenset(_each("reuse_grad_buf_for_mxfp8_param_ag", "")),
     "ddp": frozenset(_each("nccl_ub fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag", "")),
 }

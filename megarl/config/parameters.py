@@ -144,12 +144,8 @@ def state_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int) -> 
     element = bytes_per_element(config.trainer.precision)
     in_fp32 = bool(config.megatron.ddp.get("grad_reduce_in_fp32", True))
     gradient = FP32 if in_fp32 else element
-    moments = 1 if config.megatron.optimizer.get("optimizer", "adam") == "sgd" else 2
-    per_parameter = FP32 * moments + (FP32 if element != FP32 else 0)
-    passed = config.megatron.optimizer
-    offloaded = passed.get("optimizer_offload_fraction", 0.0) if passed.get("optimizer_cpu_offload") else 0.0
-    weights = gradients = 0
-    optimizer = 0.0
+    per_parameter = 2 * FP32 + (FP32 if element != FP32 else 0)
+    weights = gradients = optimizer = 0
     for chunk in range(layout.virtual_pipeline or 1):
         parameters = chunk_parameters(info, layout, stage, chunk)
         for expert, ranks in ((False, layout.data), (True, layout.expert_data)):
@@ -161,7 +157,7 @@ def state_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int) -> 
             weights += buffer * element
             gradients += buffer * gradient
             optimizer += shard * per_parameter
-    return StateBytes(weights, gradients, int(optimizer * (1.0 - offloaded)))
+    return StateBytes(weights, gradients, optimizer)
 
 
 def _bucket_size(config: Config, ranks: int, stage: int, chunk: int) -> int | None:

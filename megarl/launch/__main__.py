@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     add_config_arguments(before)
     before.add_argument("--scheduler", choices=["slurm", "local"], required=True)
     before.add_argument("--hosts", help="comma-separated, for --scheduler local on several machines")
+    before.add_argument("--signal-s", type=int, help="seconds before the time limit at which the script is told")
     before.add_argument("--entry", default=ENTRY, help=argparse.SUPPRESS)
     before.set_defaults(run=_prepare)
     after = commands.add_parser("status", help="prints finished, preempted or failed; the reason goes to stderr")
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 def _prepare(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     if options.scheduler == "slurm":
-        allocation = slurm_allocation(os.environ)
+        allocation = slurm_allocation(os.environ, options.signal_s)
         launch_id = f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
     else:
         allocation = local_allocation(tuple((options.hosts or "127.0.0.1").split(",")))

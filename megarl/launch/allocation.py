@@ -17,21 +17,24 @@ QUERY_S = 60
 
 @dataclass(frozen=True)
 class Allocation:
-    """What the job was given. `gpus_per_node`, `seconds` (left until the end): None if not known or not limited."""
+    """What the job was given. None if not known or not limited: `gpus_per_node`, `seconds` (left until the end),
+    `signal_s` (how long before the end the batch script gets its signal).
+    """
 
     hosts: tuple[str, ...]
     gpus_per_node: int | None
     seconds: int | None
+    signal_s: int | None = None
 
 
-def slurm_allocation(environment: Mapping[str, str]) -> Allocation:
+def slurm_allocation(environment: Mapping[str, str], signal_s: int | None = None) -> Allocation:
     """Inside a batch job. ConfigError if this is none, or if SLURM does not answer."""
     if "SLURM_JOB_ID" not in environment or "SLURM_JOB_NODELIST" not in environment:
         raise ConfigError(["not inside a SLURM job: submit the script with sbatch, or use --scheduler local"])
     hosts = _query("scontrol", "show", "hostnames", environment["SLURM_JOB_NODELIST"]).split()
     left = _query("squeue", "--noheader", "--job", environment["SLURM_JOB_ID"], "--format", "%L").strip()
     gpus = environment.get("SLURM_GPUS_ON_NODE")
-    return Allocation(tuple(hosts), int(gpus) if gpus is not None else None, parse_duration(left))
+    return Allocation(tuple(hosts), int(gpus) if gpus is not None else None, parse_duration(left), signal_s)
 
 
 def local_allocation(hosts: tuple[str, ...]) -> Allocation:
@@ -85,6 +88,12 @@ def _time_problems(config: Config, allocation: Allocation) -> list[str]:
         problems.append(
             f"time: {allocation.seconds} s are left, but a run is asked to stop {stop} s before the limit "
             "(launch.stop_before_s): it would not do a single step; ask for a longer --time"
+        )
+    if allocation.signal_s is not None and allocation.signal_s < stop:
+        problems.append(
+            f"time: the script gets its signal {allocation.signal_s} s before the limit, but ending a step and saving "
+            f"may take {stop} s (launch.stop_before_s): use the script of megarl launch, or submit with "
+            f"MEGARL_SIGNAL_S={stop} and --signal=B:USR1@{stop}"
         )
     limit = config.launch.time_limit
     wanted = parse_duration(limit) or 0 if limit is not None else 0

@@ -23,7 +23,8 @@ cd "$SLURM_SUBMIT_DIR"
 : "${PYTHON:=python}"
 
 # Config, plan and allocation are checked before anything starts on any node.
-launch=$("$PYTHON" -m megarl.launch prepare --scheduler slurm --config "$config" "$@")
+launch=$("$PYTHON" -m megarl.launch prepare --scheduler slurm --signal-s "$signal_s" \\
+  --config "$config" "$@")
 run_dir=$(dirname "$(dirname "$(dirname "$launch")")")
 
 # Reaches this script alone: the ranks see the file at their next step boundary, save and exit.
@@ -87,6 +88,7 @@ def slurm_script(config: Config, config_file: Path, overrides: Sequence[str] = (
         *config.launch.setup,
         f"config={shlex.quote(str(config_file))}",
         f"requeue={'yes' if config.launch.requeue else 'no'}",
+        _signal_line(stop_seconds(config)),
         _set_arguments(overrides),
     ]
     return "\n".join(["#!/usr/bin/env bash", *head, _slurm_body()])
@@ -104,6 +106,7 @@ def generic_slurm_script() -> str:
         "#SBATCH --mem=0",
         "",
         GENERIC_USAGE.replace("USAGE", "sbatch [options] launch/slurm/train.sbatch") + "requeue=${MEGARL_REQUEUE:-yes}",
+        _signal_line(GENERIC_STOP_S),
     ]
     return "\n".join([*head, _slurm_body()])
 
@@ -165,6 +168,11 @@ def _agent(index: str) -> str:
 def _set_arguments(overrides: Sequence[str]) -> str:
     """The config's own overrides first: what is given to the script itself comes last and wins."""
     return " ".join(["set --", *map(shlex.quote, overrides), '"$@"'])
+
+
+def _signal_line(stop_s: int) -> str:
+    """A job cannot ask SLURM for its own --signal; one given to sbatch has to be said here too."""
+    return f"signal_s=${{MEGARL_SIGNAL_S:-{stop_s}}}"
 
 
 def _common_directives(name: str, stop_s: int) -> list[str]:

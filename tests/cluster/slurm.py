@@ -1,6 +1,6 @@
 """A real SLURM of four virtual nodes on this machine: munged, slurmctld and four slurmd in a directory of their own.
 
-Needs root and Debian's slurm-wlm and munge (tools/install_cluster_tools.sh). Nothing is installed as a service; `close`
+Needs root and Debian's slurm-wlm and munge (tools/cluster_tools.sh). Nothing is installed as a service; `close`
 ends exactly what `open` started.
 """
 

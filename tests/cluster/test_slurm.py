@@ -76,6 +76,8 @@ def test_time_limit_requeue_resume_and_cancel(slurm: Slurm, tmp_path: Path) -> N
     wait_for(lambda: len(metrics(run_dir)) >= done + 2, 260, "two steps after the requeue", log)
     text = log.read_text()
     assert "queued again" in text
+    assert f"resuming from {run_dir}/checkpoints/iter_{done:07d}, {done} steps done" in text
+    assert not (run_dir / "previous").exists()
     check_steps(run_dir, len(metrics(run_dir)))
     assert json.loads((run_dir / "launch" / f"{job}-1" / "launch.json").read_text())["steps_before"] == done
     slurm.run("scancel", job)

@@ -105,7 +105,7 @@ MEGATRON: list[tuple[str, dict[str, Any], str]] = [
     ("transformer", {"calculate_per_token_loss": False}, "a mean of micro-batch means is wrong"),
     ("ddp", {"average_in_collective": True}, "divided by global token counts"),
     ("optimizer", {"lr": 1.0}, "set it in trainer.optimizer"),
-    ("optimizer", {"optimizer": "muon"}, "use adam or sgd"),
+    ("optimizer", {"optimizer": "sgd"}, "use adam"),
     ("optimizer", {"main_grads_dtype": "fp32"}, "cannot be given in YAML"),
     # Trap 5: what dist checkpointing could not save in a form that another layout loads.
     ("ddp", {"num_distributed_optimizer_instances": 2}, "cannot be saved"),

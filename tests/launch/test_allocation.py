@@ -20,10 +20,12 @@ SPLIT: dict[str, Any] = {
 HOSTS = ("n1", "n2", "n3")
 
 
-def problems(hosts: tuple[str, ...] = HOSTS, gpus: int | None = 8, seconds: int | None = 7200) -> list[str]:
+def problems(
+    hosts: tuple[str, ...] = HOSTS, gpus: int | None = 8, seconds: int | None = 7200, signal: int | None = 600
+) -> list[str]:
     chosen = config("model", **SPLIT)
     try:
-        check_allocation(chosen, make_topology(chosen), Allocation(hosts, gpus, seconds), cuda=True)
+        check_allocation(chosen, make_topology(chosen), Allocation(hosts, gpus, seconds, signal), cuda=True)
     except ConfigError as error:
         return error.problems
     return []
@@ -42,6 +44,7 @@ def test_what_fits() -> None:
         ({"hosts": (*HOSTS, "n4")}, "the job has 4"),
         ({"gpus": 4}, "GPUs per node: the job has 4, the config uses devices up to 7; ask for --gpus-per-node=8"),
         ({"seconds": 500}, "asked to stop 600 s before the limit"),
+        ({"signal": 599}, "submit with MEGARL_SIGNAL_S=600 and --signal=B:USR1@600"),
         ({"seconds": 3600}, "launch.time_limit is 02:00:00"),
     ],
 )

@@ -138,7 +138,9 @@ def four_nodes(**launch: Any) -> str:
 def test_a_job_that_finishes(shell: Shell) -> None:
     code, _, calls = shell.run(four_nodes(), "run.seed=1", status="finished")
     assert code == 0
-    assert calls[0].endswith("prepare --scheduler slurm --config c.yaml run.steps=3 run.name=a b run.seed=1")
+    assert calls[0].endswith(
+        "prepare --scheduler slurm --signal-s 900 --config c.yaml run.steps=3 run.name=a b run.seed=1"
+    )
     assert calls[1].startswith("srun --ntasks=4 --ntasks-per-node=1")
     assert calls[2] == f"python -m megarl.launch.node {shell.run_dir}/launch/1/launch.json"
     assert len(calls) == 4 and "status" in calls[3]
