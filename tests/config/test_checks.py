@@ -184,6 +184,10 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"sampling__max_tokens": 512}, "sampling.max_tokens: responses of 512 tokens leave no room"),
     ({"data__max_prompt_tokens": 500}, "data.max_prompt_tokens: 500 + 32 response tokens exceed"),
     ({"trainer__micro_batch_tokens": 63}, "trainer.micro_batch_tokens: 63 is less than the longest sample (64"),
+    (
+        {"data__max_prompt_tokens": None, "trainer__micro_batch_tokens": 32},
+        "trainer.micro_batch_tokens: 32 leaves no room for a prompt beside responses of 32 tokens",
+    ),
     ({"data__path": "nowhere.jsonl"}, "data.path: no such file: nowhere.jsonl (current directory:"),
     ({"model__path": "nowhere"}, "model.path: no such directory: nowhere"),
     ({"algorithm__kl": {"coef": 0.1}, "reference__path": "nowhere"}, "reference.path: no such directory"),
