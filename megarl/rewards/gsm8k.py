@@ -35,7 +35,8 @@ def gsm8k(sample: RewardInput) -> RewardResult:
         raise ValueError(f"the reference answer {sample.answer[-60:]!r} holds no number")
     found = final_number(sample.response)
     score = float(found == reference)
-    return RewardResult(score, {"correct": score, "parsed": float(found is not None)})
+    answer = None if found is None else str(found)
+    return RewardResult(score, {"correct": score, "parsed": float(found is not None)}, answer)
 
 
 def final_number(text: str) -> Fraction | None:

@@ -210,6 +210,18 @@ _EVAL = [
     Metric("eval/{set}/parsed", "share", "last", "Share of greedy responses with an answer that parses."),
     Metric("eval/{set}/length_mean", "tokens", "last", "Mean length of the greedy responses."),
     Metric("eval/{set}/truncated_share", "share", "last", "Share of greedy responses cut at the limit."),
+    Metric(
+        "eval/{set}/failed_generations",
+        "responses",
+        "last",
+        "Responses, greedy and sampled, that the engine aborted or gave without finite log-probs.",
+    ),
+    Metric(
+        "eval/{set}/reward_errors",
+        "responses",
+        "last",
+        "Responses, greedy and sampled, whose reward function hung or raised: scored `reward.on_error`.",
+    ),
 ]
 
 _TOTAL = [

@@ -69,10 +69,12 @@ def test_score_and_components() -> None:
     worked = "He has 2*3=<<2*3=6>>6 apples.\n#### 6"
     right = gsm8k(RewardInput("", "That makes 6.0 apples", answer=worked))
     assert (right.score, right.components) == (1.0, {"correct": 1.0, "parsed": 1.0})
+    assert right.answer == "6"
     wrong = gsm8k(RewardInput("", "That makes 7", answer=worked))
     assert (wrong.score, wrong.components) == (0.0, {"correct": 0.0, "parsed": 1.0})
     silent = gsm8k(RewardInput("", "I do not know", answer=worked))
     assert (silent.score, silent.components) == (0.0, {"correct": 0.0, "parsed": 0.0})
+    assert silent.answer is None
     with pytest.raises(ValueError, match="holds no number"):
         gsm8k(RewardInput("", "6", answer="six"))
 
