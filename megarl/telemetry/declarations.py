@@ -191,7 +191,7 @@ _PERF = [
         "perf/trainer_peak_memory_gib",
         "GiB",
         "max",
-        "Peak device memory of a rank (resident memory on CPU).",
+        "Peak device memory (resident memory on CPU) of the trainer rank that held most.",
         True,
     ),
     Metric("perf/host_memory_gib", "GiB", "max", "Resident memory of a trainer rank.", True),
