@@ -31,7 +31,7 @@ $(VENV)/.ready-test: $(VENV)/.ready requirements/test.lock
 	$(PIP) -r requirements/test.lock
 	touch $@
 
-quickstart: setup  ## The main job, end to end on a CPU: Megatron TP=2 + vLLM + Ray, about 5 minutes.
+quickstart: setup  ## The main job, end to end on a CPU: Megatron TP=2 + vLLM + Ray, 2 to 6 minutes on 2 cores.
 	$(PY) -m megarl.quickstart --out runs/quickstart/assets
 	$(VENV)/bin/torchrun --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/quickstart_cpu.yaml
 

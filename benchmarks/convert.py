@@ -35,6 +35,7 @@ from megarl.models.safetensors_io import SafetensorsWriter, TensorSpec, write_in
 from megarl.models.shards import table
 
 ROOT = Path(__file__).resolve().parents[1]
+COMMAND_TIMEOUT_S = 3600.0  # a hang ends; the slowest command takes minutes
 SPEED_BOUND, MOE_BOUND, MEMORY_BOUND_GIB = 2.0, 1.5, 1.5
 DENSE_LAYERS, MOE_LAYERS = 36, 48
 
@@ -137,7 +138,7 @@ def timed(command: Sequence[str], out: Path) -> float:
     """Seconds of a command that makes `out`."""
     shutil.rmtree(out, ignore_errors=True)
     began = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=_environment())
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=_environment(), timeout=COMMAND_TIMEOUT_S)
     return time.perf_counter() - began
 
 
@@ -197,9 +198,12 @@ def private_memory(command: list[str], out: Path, largest: int, name: str) -> Re
 
     sampler = threading.Thread(target=sample)
     sampler.start()
-    code = process.wait()
-    over.set()
-    sampler.join()
+    try:
+        code = process.wait(COMMAND_TIMEOUT_S)
+    finally:
+        process.kill()
+        over.set()
+        sampler.join()
     if code:
         raise SystemExit(f"{command} failed with code {code}")
     details = {f"peak_{kind}_mib": value / 2**20 for kind, value in peak.items()} | {"largest_mib": largest / 2**20}
@@ -247,7 +251,8 @@ def measure(
     for kind, target, command in (("import", megatron, forward), ("export", out, back)):
         results.append(private_memory(command, target, largest_tensor(info), f"{name}_{kind}_memory"))
         show(results[-1])
-    subprocess.run(convert_command("verify", source, out), check=True, stdout=subprocess.DEVNULL, env=_environment())
+    verify = convert_command("verify", source, out)
+    subprocess.run(verify, check=True, stdout=subprocess.DEVNULL, env=_environment(), timeout=COMMAND_TIMEOUT_S)
     shutil.rmtree(work)
     return results, per_byte
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
+from typing import Any
 
 import psutil
 import torch
@@ -12,10 +14,24 @@ from megarl.config.parameters import model_parameters
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 
-GIB = 2**30
+KIB, GIB = 2**10, 2**30
 
 # Dense bf16 peak without sparsity, TFLOP/s (vendor data sheets). An unknown device has no MFU.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "H20": 148.0, "B200": 2250.0}
+
+
+def peak_memory_gib(group: Any) -> float:
+    """The most memory that any rank has held so far: device memory, or resident memory on CPU. Collective."""
+    peak_B = torch.tensor([_own_peak()], dtype=torch.int64)
+    torch.distributed.all_reduce(peak_B, torch.distributed.ReduceOp.MAX, group=group)
+    return int(peak_B.item()) / GIB
+
+
+def _own_peak() -> int:
+    """Bytes."""
+    if platforms.current().is_cuda:
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB  # Linux counts it in KiB
 
 
 class Performance:
@@ -34,14 +50,14 @@ class Performance:
         return 2.0 * self._active + 4.0 * self._attention * context
 
     def of_step(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The `perf/*` metrics. Forward counts once, backward twice; recomputation is not counted (MFU, not HFU)."""
+        """The `perf/*` metrics that follow from the step's values.
+
+        Forward counts once, backward twice; recomputation is not counted (MFU, not HFU).
+        """
         tokens = values["batch/trained_tokens"]
         seconds = values["time/logprobs"] + values["time/update"]
         step, engine = values["time/step"], values.get("rollout/engine_seconds", 0.0)
         result = {"perf/host_memory_gib": psutil.Process().memory_info().rss / GIB}
-        result["perf/trainer_peak_memory_gib"] = (
-            torch.cuda.max_memory_allocated() / GIB if platforms.current().is_cuda else result["perf/host_memory_gib"]
-        )
         if tokens and seconds:
             rate = tokens / seconds
             result["perf/trainer_tokens_per_second"] = rate

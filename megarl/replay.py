@@ -76,8 +76,7 @@ def _run(options: argparse.Namespace) -> int:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != config.trainer.gpus:
         raise ConfigError([_wrong_world(world, config.trainer.gpus, options.run_dir)])
-    if config.run_dir.resolve() == options.run_dir.resolve():
-        raise ConfigError([f"--out: {config.run_dir} is the recorded run itself; choose another directory"])
+    _refuse_inputs_inside(config.run_dir, options.run_dir, batches, options.checkpoint)
     return _run_rank(config, batches, steps, options.checkpoint, export=options.export)
 
 
@@ -90,6 +89,15 @@ def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> 
         raise ConfigError([f"--run-dir: {run_dir} has no config.yaml, so it is not the directory of a run"])
     fixed = [f"run.dir={out or run_dir / 'replay'}", "telemetry.dump_batches=false", "telemetry.samples_per_step=0"]
     return load_config(path, [*fixed, *overrides])
+
+
+def _refuse_inputs_inside(out: Path, run_dir: Path, batches: Path, checkpoint: Path | None) -> None:
+    """What lies in the output directory is set aside, as the results of an earlier replay."""
+    if out.resolve() == run_dir.resolve():
+        raise ConfigError([f"--out: {out} is the recorded run itself; choose another directory"])
+    for option, path in (("--batches", batches), ("--checkpoint", checkpoint)):
+        if path is not None and path.resolve().is_relative_to(out.resolve()):
+            raise ConfigError([f"--out: {out} holds {path} ({option}); choose another directory"])
 
 
 def _checkpoint_step(path: Path | None) -> int:
@@ -126,7 +134,8 @@ def replay_steps(
 ) -> None:
     """Train `policy` on recorded steps, in order. Collective over the ranks of the layout.
 
-    `on_step` gets each step's reduced metrics, on every rank. RuntimeError if ranks read different batches.
+    `on_step` gets the number of steps done (as in the run's own metrics) and each step's reduced metrics, on every
+    rank. RuntimeError if ranks read different batches.
     """
     from megarl.batch_metrics import record_batch
     from megarl.step import plan_step, train_step
@@ -147,19 +156,19 @@ def replay_steps(
         record_batch(metrics, plan)
         values = metrics.reduce() | timer.finish_step()
         if on_step is not None:
-            on_step(step, values)
+            on_step(step + 1, values)
 
 
 def _run_rank(config: Config, batches: Path, steps: Sequence[int], checkpoint: Path | None, *, export: bool) -> int:
     """One rank's whole replay: process group, policy, steps, export."""
-    from megarl.logs import FailureReport, redirect_output
+    from megarl.logs import FailureReport, redirect_output, set_aside
 
     rank = int(os.environ.get("RANK", "0"))
     log_file = config.run_dir / "logs" / f"replay-rank-{rank}.log"
     terminal = redirect_output(log_file)
     failure = FailureReport(config.run_dir, rank)
     if rank == 0:
-        failure.path.unlink(missing_ok=True)
+        set_aside(config.run_dir)
     try:
         _train(config, batches, steps, checkpoint, terminal, export=export)
     except Exception as error:

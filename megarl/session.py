@@ -28,7 +28,7 @@ from megarl.data.tokenize import load_tokenizer
 from megarl.models.export import HFExporter, save_hf
 from megarl.models.info import load_info
 from megarl.models.layout import Layout
-from megarl.performance import Performance
+from megarl.performance import Performance, peak_memory_gib
 from megarl.queue.dump import write_batch
 from megarl.queue.samples import choose_keys, sample_record
 from megarl.queue.schema import SampleTag, Trajectory
@@ -298,6 +298,7 @@ class Session:
         values = self.metrics.reduce()
         values |= self.timer.finish_step(values.get("rollout/engine_seconds", 0.0))
         values |= self.performance.of_step(values)
+        values["perf/trainer_peak_memory_gib"] = peak_memory_gib(self._control)
         values |= self._count(values)
         steps_done = batch.step + 1
         values["time/eta"] = values["total/wall_seconds"] / steps_done * (self.config.run.steps - steps_done)

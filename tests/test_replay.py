@@ -121,10 +121,13 @@ def test_command_line_on_one_rank(recorded, tmp_path):
         str(out),
         "--export",
     ]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr + ended.stdout
+    for _ in range(2):
+        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stderr + ended.stdout
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1]
+    assert [line["step"] for line in lines] == [1, 2]  # as the run itself numbered them
+    before = [json.loads(line) for line in (out / "previous" / "1" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["policy/loss"] for line in before] == [line["policy/loss"] for line in lines]
     assert lines[0]["policy/updates"] == 2 and lines[0]["time/update"] > 0
     exported = weights(out / "hf")
     assert distance(exported, weights(recorded.parent / "model")) > 0
@@ -160,6 +163,7 @@ def test_steps_with_a_gap_or_none_are_refused(recorded, tmp_path):
         (["--run-dir", "{run}", "--batches", "nowhere"], "no recorded batch"),
         (["--run-dir", "{run}", "trainer.nonsense=2"], "trainer.nonsense: no such key"),
         (["--run-dir", "{run}", "--out", "{run}"], "is the recorded run itself"),
+        (["--run-dir", "{run}", "--out", "{run}/batches"], "batches holds"),
     ],
 )
 def test_mistakes_end_with_one_message(recorded, arguments, message, capsys, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -87,6 +88,35 @@ def longest_response(config: Config) -> int:
     """Upper bound of response tokens, training and evaluation."""
     evaluated = config.evaluation.max_tokens or 0
     return max(config.sampling.max_tokens, evaluated if config.evaluation.sets else 0)
+
+
+@dataclass(frozen=True)
+class PromptLimit:
+    """The longest prompt that is taken, in tokens, and the setting that says so."""
+
+    tokens: int
+    setting: str
+
+
+def prompt_limit(config: Config, info: ModelInfo) -> PromptLimit:
+    """What training prompts have to fit: beside a longest response into the engine and into one micro-batch."""
+    if config.data.max_prompt_tokens is not None:
+        return PromptLimit(config.data.max_prompt_tokens, "data.max_prompt_tokens")
+    engine = evaluation_prompt_limit(config, info)
+    trained = config.trainer.micro_batch_tokens - config.sampling.max_tokens
+    if trained < engine.tokens:
+        return PromptLimit(trained, "trainer.micro_batch_tokens - sampling.max_tokens")
+    return engine
+
+
+def evaluation_prompt_limit(config: Config, info: ModelInfo) -> PromptLimit:
+    """What the engine takes beside a longest response; a held-out prompt is never trained on."""
+    tokens = max_sequence_tokens(config, info) - longest_response(config)
+    if config.rollout.max_model_len is not None:
+        return PromptLimit(tokens, "rollout.max_model_len - the longest response")
+    if config.data.max_prompt_tokens is not None:
+        return PromptLimit(tokens, "data.max_prompt_tokens")
+    return PromptLimit(tokens, "the model's positions - the longest response")
 
 
 def _sizes(config: Config) -> Iterator[str]:
@@ -263,4 +293,10 @@ def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
             f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} is less than the longest "
             "sample "
             f"({longest} tokens); a sample is never split, so raise it to at least {longest}"
+        )
+    # Without a bound, prompts are held to what a micro-batch has room for: there has to be some.
+    if not bounded and config.trainer.micro_batch_tokens <= config.sampling.max_tokens:
+        yield (
+            f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} leaves no room for a prompt beside "
+            f"responses of {config.sampling.max_tokens} tokens (sampling.max_tokens); raise it"
         )

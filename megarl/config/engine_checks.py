@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megarl.config.schema import Config
 
-_RESERVED: dict[str, str] = {
+# Set by megarl itself, for reasons that a user's value would break. The plan and the replica refuse these.
+RESERVED: dict[str, str] = {
     "model": "set model.path",
     "tokenizer": "set model.path",
     "tensor_parallel_size": "set rollout.tensor_parallel",
@@ -29,6 +30,7 @@ _RESERVED: dict[str, str] = {
     "load_format": "megarl decides it",
     "quantization": "a quantised engine samples from another policy than the trainer's",
     "enable_lora": "LoRA is not supported",
+    "skip_tokenizer_init": "always true: token ids in and out",
 }
 
 
@@ -37,8 +39,8 @@ def engine_problems(config: Config) -> Iterator[str]:
     known = engine_fields()
     for name in config.rollout.engine_kwargs:
         key = f"rollout.engine_kwargs.{name}"
-        if name in _RESERVED:
-            yield f"{key}: not for the user: {_RESERVED[name]}"
+        if name in RESERVED:
+            yield f"{key}: not for the user: {RESERVED[name]}"
         elif known and name not in known:
             near = difflib.get_close_matches(name, known, n=2)
             yield (f"{key}: vLLM has no such field{'; did you mean ' + ' or '.join(near) + '?' if near else ''}")

@@ -153,6 +153,8 @@ _TYPES = {
     "int_type": "an integer",
     "int_from_float": "an integer",
     "float_type": "a number",
+    "finite_number": "a finite number",
+    "not_finite": "a finite number",
     "bool_type": "true or false",
     "string_type": "a string",
     "path_type": "a path (a string)",
@@ -169,6 +171,8 @@ def _explain(detail: ErrorDetails) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     kind, value = detail["type"], detail["input"]
     context: dict[str, Any] = dict(detail.get("ctx") or {})
+    if kind == "not_finite":
+        key, value = f"{key}.{context['name']}", context["value"]
     if kind == "extra_forbidden":
         plain = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
         return f"{key}: no such key{suggest(plain)}"

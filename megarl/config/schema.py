@@ -6,14 +6,39 @@ pools, sizes that must divide) is in `checks.py`. `docs/configuration.md` is gen
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
+    """Infinities and NaN are refused everywhere: JSON, as which the config reaches the pool, would make them null."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, allow_inf_nan=False)
+
+
+def _all_finite(values: dict[str, Any]) -> dict[str, Any]:
+    """The same for what has no type of its own."""
+    for name, value in _leaves(values):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise PydanticCustomError("not_finite", "{name} must be a finite number", {"name": name, "value": value})
+    return values
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
+    if items is None:
+        yield name, value
+        return
+    for key, inner in items:
+        yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+
+
+Passed = Annotated[dict[str, Any], AfterValidator(_all_finite)]
 
 
 class RunConfig(Section):
@@ -58,9 +83,9 @@ class ParallelConfig(Section):
 class MegatronConfig(Section):
     """Named fields passed to Megatron-Core's own dataclasses; names and types are checked against them."""
 
-    transformer: dict[str, Any] = Field(default_factory=dict, description="TransformerConfig fields.")
-    optimizer: dict[str, Any] = Field(default_factory=dict, description="OptimizerConfig fields.")
-    ddp: dict[str, Any] = Field(default_factory=dict, description="DistributedDataParallelConfig fields.")
+    transformer: Passed = Field(default_factory=dict, description="TransformerConfig fields.")
+    optimizer: Passed = Field(default_factory=dict, description="OptimizerConfig fields.")
+    ddp: Passed = Field(default_factory=dict, description="DistributedDataParallelConfig fields.")
 
 
 class OptimizerConfig(Section):
@@ -208,7 +233,11 @@ class DataConfig(Section):
     answer_field: str = Field("answer", description="With `fields`: the reference answer.")
     system_prompt: str | None = Field(None, description="Prepended as a system message.")
     suffix: str = Field("", description="Appended to every user message, e.g. an answer-format instruction.")
-    max_prompt_tokens: int | None = Field(None, ge=1, description="Longer prompts are an error (`error`) or skipped.")
+    max_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Longer prompts are an error or skipped; default: what engine and micro-batch have room for.",
+    )
     overlong_prompts: Literal["error", "skip"] = Field("error", description="What to do with longer prompts.")
     shuffle: bool = Field(True, description="Seeded order, new each epoch.")
 
@@ -217,7 +246,7 @@ class RewardConfig(Section):
     """The reward function, run in killable processes."""
 
     function: str = Field("math", description="`gsm8k`, `math`, or an import path `package.module:function`.")
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments bound to the function.")
+    kwargs: Passed = Field(default_factory=dict, description="Keyword arguments bound to the function.")
     workers: int = Field(1, ge=1, description="Reward processes.")
     timeout_s: float = Field(10.0, gt=0, description="Seconds per sample; then its process is killed.")
     on_error: float = Field(0.0, description="Reward of a sample whose function hung or raised.")
@@ -248,7 +277,7 @@ class RolloutConfig(Section):
     cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache per engine without a GPU, GiB.")
     enforce_eager: bool | None = Field(None, description="Default: true without a GPU.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: as trainer.precision.")
-    engine_kwargs: dict[str, Any] = Field(default_factory=dict, description="Further AsyncEngineArgs fields.")
+    engine_kwargs: Passed = Field(default_factory=dict, description="Further AsyncEngineArgs fields.")
 
 
 class AdmissionConfig(Section):

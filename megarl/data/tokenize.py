@@ -18,7 +18,7 @@ _MARKER = "megarl-end-of-turn-probe"
 
 
 class PromptTooLongError(ValueError):
-    """A prompt of more than `data.max_prompt_tokens` tokens."""
+    """A prompt of more tokens than its encoder's limit."""
 
 
 def load_tokenizer(model_dir: Path | str) -> Any:
@@ -37,6 +37,7 @@ def load_tokenizer(model_dir: Path | str) -> Any:
 class PromptEncoder:
     """Chat template, generation prompt included. `skipped` counts prompts left out by `overlong="skip"`.
 
+    `setting`: where `max_prompt_tokens` comes from, for messages.
     Raises ValueError if the tokenizer has no chat template.
     """
 
@@ -45,6 +46,7 @@ class PromptEncoder:
         tokenizer: Any,
         max_prompt_tokens: int | None = None,
         overlong: Literal["error", "skip"] = "error",
+        setting: str = "data.max_prompt_tokens",
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -54,6 +56,7 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.max_prompt_tokens = max_prompt_tokens
         self.overlong = overlong
+        self.setting = setting
         self.skipped = 0
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -65,7 +68,7 @@ class PromptEncoder:
         ids = self._ids(prompt.messages, f"prompt {prompt.index}")
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
             raise PromptTooLongError(
-                f"prompt {prompt.index} has {len(ids)} tokens, more than data.max_prompt_tokens = "
+                f"prompt {prompt.index} has {len(ids)} tokens, more than {self.setting} = "
                 f"{self.max_prompt_tokens}; raise it, or set data.overlong_prompts: skip"
             )
         return ids
@@ -95,7 +98,9 @@ class PromptEncoder:
                 self.skipped += 1
                 log.debug("skipped: %s", error)
         if not valid:
-            raise ValueError(f"all {len(prompts)} prompts are longer than data.max_prompt_tokens")
+            raise ValueError(
+                f"all {len(prompts)} prompts are longer than {self.setting} = {self.max_prompt_tokens}; raise it"
+            )
         if self.skipped:
             log.warning("%d of %d prompts skipped as too long", self.skipped, len(prompts))
         return valid

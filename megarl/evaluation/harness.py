@@ -34,6 +34,27 @@ class SetReport:
         """Number of problems."""
         return self.greedy.problems
 
+    @property
+    def failed_generations(self) -> int:
+        """Greedy and sampled responses that the engine did not end."""
+        return self.greedy.failed_generations + self.sampled.failed_generations
+
+    @property
+    def reward_errors(self) -> int:
+        """Greedy and sampled responses whose reward function hung or raised."""
+        return self.greedy.reward_errors + self.sampled.reward_errors
+
+    @property
+    def nothing_judged(self) -> str | None:
+        """What to tell of a set of which every response failed; None for any other."""
+        responses = self.greedy.responses + self.sampled.responses
+        if self.failed_generations + self.reward_errors < responses:
+            return None
+        return (
+            f"all {responses} responses of set {self.name!r} failed ({self.failed_generations} generations, "
+            f"{self.reward_errors} rewards), so its figures mean nothing; the first: {self.greedy.first_failure}"
+        )
+
     def metrics(self) -> dict[str, float]:
         """The declared `eval/{set}/…` metrics."""
         prefix, greedy, sampled = f"eval/{self.name}", self.greedy, self.sampled
@@ -50,6 +71,8 @@ class SetReport:
             f"{prefix}/parsed": greedy.parsed_share,
             f"{prefix}/length_mean": greedy.mean_tokens,
             f"{prefix}/truncated_share": greedy.truncated_share,
+            f"{prefix}/failed_generations": self.failed_generations,
+            f"{prefix}/reward_errors": self.reward_errors,
         }
 
     def to_dict(self) -> dict[str, Any]:

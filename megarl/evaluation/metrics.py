@@ -24,17 +24,27 @@ CORRECT_AT = 1.0
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why a response says nothing about the model: the engine did not end it, or its judge did not judge it."""
+
+    kind: Literal["generation", "reward"]
+    message: str
+
+
+@dataclass(frozen=True)
 class ScoredResponse:
     """One judged response.
 
     `answer` is the final answer extracted from the text, None if there is none; `tokens` the response length
-    in tokens, EOS included; `truncated` says that it was cut at the token limit.
+    in tokens, EOS included; `truncated` says that it was cut at the token limit. One with a `failure` counts by its
+    score all the same.
     """
 
     score: float
     answer: str | None = None
     tokens: int = 0
     truncated: bool = False
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """One evaluation set under one way of sampling; shares are in [0, 1], lengths in tokens."""
+    """One evaluation set under one way of sampling; shares are in [0, 1], lengths in tokens.
+
+    Every failed response is either a failed generation or a reward error; `first_failure` says why the first one is.
+    """
 
     name: str
     problems: int
@@ -62,6 +75,17 @@ class EvalReport:
     max_tokens: int
     truncated_share: float
     parsed_share: float
+    failed_generations: int
+    reward_errors: int
+    first_failure: str | None
+
+    @property
+    def responses(self) -> int:
+        return self.problems * self.samples_per_problem
+
+    @property
+    def failures(self) -> int:
+        return self.failed_generations + self.reward_errors
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; keys of the headline figures carry their k: `mean@4`, `pass@2`, `maj@4`.
@@ -81,6 +105,9 @@ class EvalReport:
             "max_tokens": self.max_tokens,
             "truncated_share": self.truncated_share,
             "parsed_share": self.parsed_share,
+            "failed_generations": self.failed_generations,
+            "reward_errors": self.reward_errors,
+            "first_failure": self.first_failure,
         }
 
 
@@ -212,6 +239,7 @@ def evaluate_responses(
         majority_at_k([response.answer for response in problem], judged)
         for problem, judged in zip(problems, correct, strict=True)
     ]
+    failures = [response.failure for response in flat if response.failure is not None]
     return EvalReport(
         name=name,
         problems=len(problems),
@@ -231,6 +259,9 @@ def evaluate_responses(
         max_tokens=max(response.tokens for response in flat),
         truncated_share=fmean(response.truncated for response in flat),
         parsed_share=fmean(response.answer is not None for response in flat),
+        failed_generations=sum(failure.kind == "generation" for failure in failures),
+        reward_errors=sum(failure.kind == "reward" for failure in failures),
+        first_failure=failures[0].message if failures else None,
     )
 
 

@@ -83,7 +83,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Evaluate and report: 0, or one message and 1 if the pool failed, 130 after Ctrl-C. ConfigError for a mistake."""
+    """Evaluate and report: 0, or one message and 1 if the pool or every response of a set failed, 130 after Ctrl-C.
+
+    ConfigError for a mistake.
+    """
     from megarl.rollout.errors import RolloutError
 
     config = eval_config(options)
@@ -101,6 +104,9 @@ def run(options: argparse.Namespace) -> int:
         from megarl.telemetry.summary import write_json
 
         write_json(options.json, report_content(reports, config))
+    if failed := [report.nothing_judged for report in reports if report.nothing_judged is not None]:
+        sys.stderr.write(f"megarl: {'; '.join(failed)}\n")
+        return 1
     return 0
 
 

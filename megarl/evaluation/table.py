@@ -26,6 +26,8 @@ def report_table(reports: Sequence[EvalReport]) -> Table:
         "max",
         "cut",
         "parsed",
+        "failed",
+        "errors",
     ]
     for heading in headings:
         table.add_column(heading, justify="right")
@@ -42,6 +44,8 @@ def report_table(reports: Sequence[EvalReport]) -> Table:
             str(report.max_tokens),
             f"{100 * report.truncated_share:.1f}%",
             f"{100 * report.parsed_share:.1f}%",
+            str(report.failed_generations),
+            str(report.reward_errors),
         )
     return table
 
@@ -53,7 +57,14 @@ def render_line(label: str, report: SetReport) -> str:
         f"eval {report.name} ({label}): greedy {format_estimate(greedy.mean)}, "
         f"sampled mean@{sampled.samples_per_problem} {format_estimate(sampled.mean)}, "
         f"{report.n} problems, {100 * greedy.parsed_share:.1f}% parsed, {100 * greedy.truncated_share:.1f}% truncated"
+        f"{_failures(report)}"
     )
+
+
+def _failures(report: SetReport) -> str:
+    """Only where there are any."""
+    counts = {"generations failed": report.failed_generations, "rewards failed": report.reward_errors}
+    return "".join(f", {count} {what}" for what, count in counts.items() if count)
 
 
 def format_estimate(estimate: Estimate) -> str:

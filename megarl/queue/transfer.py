@@ -107,13 +107,13 @@ def start_queue(
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"TransferQueue did not start within {timeout_s:.0f} s: it needs {needed} actors of 1 CPU each; "
-                f"{available:g} logical CPUs were free in Ray; raise ray.num_cpus or timeouts.ray_start_s"
+                f"{available:g} logical CPUs were free in Ray; raise ray.num_cpus or timeouts.engine_start_s"
             )
         time.sleep(0.1)
     return bounded(
         lambda: _start(partition, namespace, storage_units, node_resource),
         max(deadline - time.monotonic(), 1.0),
-        f"TransferQueue's start ({needed} actors of 1 CPU each; raise timeouts.ray_start_s)",
+        f"TransferQueue's start ({needed} actors of 1 CPU each; raise timeouts.engine_start_s)",
     )
 
 

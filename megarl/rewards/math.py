@@ -28,15 +28,20 @@ def math(sample: RewardInput, require_box: bool = False) -> RewardResult:
         answer = rf"\boxed{{{content}}}"
     else:
         answer = "" if require_box else sample.response[-_TAIL_CHARACTERS:]
-    parsed, correct = compare(sample.answer, answer)
-    return RewardResult(
-        float(correct), {"correct": float(correct), "parsed": float(parsed), "boxed": float(content is not None)}
-    )
+    found, correct = compare(sample.answer, answer)
+    components = {
+        "correct": float(correct),
+        "parsed": float(found is not None),
+        "boxed": float(content is not None),
+    }
+    return RewardResult(float(correct), components, found)
 
 
 @lru_cache(maxsize=4096)
-def compare(reference: str, answer: str) -> tuple[bool, bool]:
-    """Whether `answer` can be read, and whether it equals `reference`. ValueError if the reference cannot be read.
+def compare(reference: str, answer: str) -> tuple[str | None, bool]:
+    """`answer` as `canonical` (None: it cannot be read), and whether it equals `reference`.
+
+    ValueError if the reference cannot be read.
 
     Kept, because the samples of a group mostly give the same few answers and math-verify takes milliseconds for each.
     """
@@ -46,7 +51,27 @@ def compare(reference: str, answer: str) -> tuple[bool, bool]:
     if not expected:
         raise ValueError(f"the reference answer {reference[-60:]!r} cannot be read by math-verify")
     found = _parse(answer) if answer else []
-    return bool(found), bool(found) and bool(verify(list(expected), found, timeout_seconds=None))
+    if not found:
+        return None, False
+    return canonical(found), bool(verify(list(expected), found, timeout_seconds=None))
+
+
+def canonical(found: list[Any]) -> str:
+    r"""One string for one value, of what math-verify read: 0.50, \frac12 and 1/2 are `1/2`, and x = 3 is `3`.
+
+    Not an equivalence as `verify` decides it (that takes pairs): 2(x + 1) and 2x + 2 remain two answers.
+    """
+    from sympy import Equality, Float, Rational
+
+    value, text = found[0], "".join(str(found[-1]).split())
+    if isinstance(value, str):
+        return text
+    if isinstance(value, Equality) and value.lhs.is_Symbol:
+        value = value.rhs
+    try:
+        return str(Rational(str(value)) if isinstance(value, Float) else value)
+    except (TypeError, ValueError):  # an infinity, or more digits than Python writes
+        return text
 
 
 def _warm_up() -> None:

@@ -233,7 +233,7 @@ class RewardPool:
                 self._counts[reason] += 1
             count = self._counts[reason] if reason is not None else 0
         if result is not None:
-            task.future.set_result(RewardOutcome(result.score, result.components))
+            task.future.set_result(RewardOutcome(result.score, result.components, answer=result.answer))
         elif failure is not None:  # killed by close(), not by the sample
             task.future.set_exception(RewardPoolError(failure))
         else:

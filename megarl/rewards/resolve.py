@@ -52,7 +52,8 @@ def as_result(value: Any) -> RewardResult:
     """Check what a reward function returned; ValueError if it is no finite number and no RewardResult."""
     try:
         raw = value if isinstance(value, RewardResult) else RewardResult(float(value))
-        result = RewardResult(float(raw.score), {str(k): float(v) for k, v in raw.components.items()})
+        components = {str(k): float(v) for k, v in raw.components.items()}
+        result = RewardResult(float(raw.score), components, None if raw.answer is None else str(raw.answer))
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"a reward must be a number or a RewardResult, not {value!r:.80}") from error
     if not math.isfinite(result.score):

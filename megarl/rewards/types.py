@@ -28,10 +28,15 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A score and named parts of it; the parts are reported, only the score is trained on."""
+    """A score and named parts of it; the parts are reported, only the score is trained on.
+
+    `answer`: the final answer that was judged, equal answers as equal strings, for majority votes. None: there is
+    none, or the function does not say.
+    """
 
     score: float
     components: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class RewardOutcome:
     components: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     reason: ErrorReason | None = None
+    answer: str | None = None
 
 
 RewardFunction = Callable[[RewardInput], RewardResult]

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from megarl.config.engine_checks import RESERVED
 from megarl.config.schema import Config
 from megarl.models.source import hf_files, megatron_step
 
 CPU_BATCHED_TOKENS = 8192
-
-# Set by megarl itself, for reasons that a user's value would break.
-RESERVED = {
-    "model": "model.path",
-    "tensor_parallel_size": "rollout.tensor_parallel",
-    "logprobs_mode": "always processed_logprobs: the trainer divides its logits by the temperature",
-    "max_model_len": "rollout.max_model_len",
-    "max_num_seqs": "rollout.max_num_seqs",
-    "dtype": "rollout.dtype",
-    "enforce_eager": "rollout.enforce_eager",
-    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "weight_transfer_config": "always the megarl backend",
-    "skip_tokenizer_init": "always true: token ids in and out",
-}
 
 
 def engine_dtype(config: Config) -> str:
@@ -36,7 +23,7 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
     rollout = config.rollout
     for key in rollout.engine_kwargs:
         if key in RESERVED:
-            raise ValueError(f"rollout.engine_kwargs.{key} cannot be set there: {RESERVED[key]}")
+            raise ValueError(f"rollout.engine_kwargs.{key}: not for the user: {RESERVED[key]}")
     # CPU, one worker: the engine process runs the model itself (see `engine_environment`).
     single = "uni" if not cuda else None
     arguments: dict[str, Any] = {

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.evaluation.harness import Mode, SetReport, evaluate_set
-from megarl.evaluation.metrics import ScoredResponse
+from megarl.evaluation.metrics import Failure, ScoredResponse
 from megarl.rewards.gsm8k import final_number
 from megarl.rewards.math import last_boxed
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.pool import RolloutPool
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, request_seed
+from megarl.rollout.samples import generation_failure
 
 EVAL_SEED_OFFSET = 1 << 32
 CHUNK = 32
@@ -119,6 +120,7 @@ async def evaluate_on_pool(
             answer=answer_of(text, outcome),
             tokens=len(result.response_ids),
             truncated=result.finish_reason == "length",
+            failure=_failure(result, outcome),
         )
 
     report = await evaluate_set(eval_set.name, eval_set.problems, respond, samples=eval_set.samples, version=version)
@@ -127,16 +129,26 @@ async def evaluate_on_pool(
 
 
 def answer_of(text: str, outcome: RewardOutcome) -> str | None:
-    """The final answer as a string for voting: what is boxed, else the last number; None if the reward says that
-    nothing parsed.
+    """The final answer as a string for voting: what the reward function judged.
+
+    None if nothing parsed or nothing was judged. For a function that does not say: what is boxed, else the last number.
     """
-    if outcome.components.get("parsed", 1.0) == 0.0:
+    if outcome.answer is not None:
+        return outcome.answer
+    if outcome.error is not None or outcome.components.get("parsed", 1.0) == 0.0:
         return None
     boxed = last_boxed(text)
     if boxed is not None:
         return "".join(boxed.split())
     number = final_number(text)
     return None if number is None else str(number)
+
+
+def _failure(result: GenerateResult, outcome: RewardOutcome) -> Failure | None:
+    """A generation that failed is not also its reward's error."""
+    if message := generation_failure(result):
+        return Failure("generation", message)
+    return None if outcome.error is None else Failure("reward", outcome.error)
 
 
 def _record(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.checks import longest_response, max_sequence_tokens
+from megarl.config.checks import evaluation_prompt_limit, prompt_limit
 from megarl.config.schema import Config, EvalSetConfig
 from megarl.data.cursor import Cursor
 from megarl.data.dataset import Prompt, load_prompts
@@ -50,10 +50,10 @@ class PromptSource:
         self.config = config
         self.tokenizer = load_tokenizer(config.model.path)
         self.stop_token_ids = tuple(stop_token_ids(config.model.path, self.tokenizer, config.sampling.stop_token_ids))
-        self._room = max_sequence_tokens(config, load_info(config.model.path)) - longest_response(config)
-        limit = config.data.max_prompt_tokens or self._room
+        info = load_info(config.model.path)
+        limit, self._evaluation_limit = prompt_limit(config, info), evaluation_prompt_limit(config, info)
         self._prompts = load_prompts(config.data.path, config.data)
-        self._encoder = PromptEncoder(self.tokenizer, limit, config.data.overlong_prompts)
+        self._encoder = PromptEncoder(self.tokenizer, limit.tokens, config.data.overlong_prompts, limit.setting)
         self._valid = self._encoder.valid_indices(self._prompts)
         self._cursor = Cursor(len(self._valid), config.run.seed, config.data.shuffle)
 
@@ -83,7 +83,8 @@ class PromptSource:
 
     def _eval_set(self, wanted: EvalSetConfig) -> EvalSet:
         config = self.config
-        encoder = PromptEncoder(self.tokenizer, self._room)
+        limit = self._evaluation_limit
+        encoder = PromptEncoder(self.tokenizer, limit.tokens, setting=limit.setting)
         problems = []
         for prompt in load_prompts(wanted.path, config.data, wanted.limit):
             drawn = Drawn(prompt, encoder.encode(prompt))

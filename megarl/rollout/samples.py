@@ -12,8 +12,8 @@ MISSING_LOGPROB = -9999.0
 """What vLLM puts where a log-prob is NaN or missing; it must never be averaged."""
 
 
-def defect(result: GenerateResult) -> str:
-    """Why a sample cannot be trained on; empty if it can."""
+def generation_failure(result: GenerateResult) -> str:
+    """Why a response is not what the model says; empty if it is."""
     if not result.response_ids:
         return "empty response"
     if result.finish_reason == "abort":
@@ -21,6 +21,13 @@ def defect(result: GenerateResult) -> str:
     for position, value in enumerate(result.logprobs):
         if not math.isfinite(value) or value <= MISSING_LOGPROB:
             return f"log-prob {value} at response token {position}"
+    return ""
+
+
+def defect(result: GenerateResult) -> str:
+    """Why a sample cannot be trained on; empty if it can."""
+    if failure := generation_failure(result):
+        return failure
     covered = 0
     for span in result.versions:
         if span.start != covered:

@@ -191,7 +191,7 @@ _PERF = [
         "perf/trainer_peak_memory_gib",
         "GiB",
         "max",
-        "Peak device memory of a rank (resident memory on CPU).",
+        "Peak device memory (resident memory on CPU) of the trainer rank that held most.",
         True,
     ),
     Metric("perf/host_memory_gib", "GiB", "max", "Resident memory of a trainer rank.", True),
@@ -210,6 +210,18 @@ _EVAL = [
     Metric("eval/{set}/parsed", "share", "last", "Share of greedy responses with an answer that parses."),
     Metric("eval/{set}/length_mean", "tokens", "last", "Mean length of the greedy responses."),
     Metric("eval/{set}/truncated_share", "share", "last", "Share of greedy responses cut at the limit."),
+    Metric(
+        "eval/{set}/failed_generations",
+        "responses",
+        "last",
+        "Responses, greedy and sampled, that the engine aborted or gave without finite log-probs.",
+    ),
+    Metric(
+        "eval/{set}/reward_errors",
+        "responses",
+        "last",
+        "Responses, greedy and sampled, whose reward function hung or raised: scored `reward.on_error`.",
+    ),
 ]
 
 _TOTAL = [

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from megarl.evaluation.harness import evaluate_set
-from megarl.evaluation.metrics import ScoredResponse
+from megarl.evaluation.metrics import Failure, ScoredResponse
 from megarl.evaluation.table import render_line
 from megarl.telemetry.declarations import REGISTRY
 
@@ -45,6 +45,26 @@ def test_the_line_a_run_prints():
     line = render_line("after", report)
     assert line.startswith("eval dev (after): greedy 50.0% [") and "sampled mean@4 25.0% [" in line
     assert line.endswith("2 problems, 50.0% parsed, 50.0% truncated")
+
+
+def judged_by(broken: str):
+    """Responses whose judge fails: none, those of the problem `long`, or all."""
+
+    async def respond_or_fail(problem: str, index: int, mode: str, sample: int) -> ScoredResponse:
+        fails = broken == "all" or problem == broken
+        return ScoredResponse(0.0, failure=Failure("reward", "exception: no key 'x'") if fails else None)
+
+    return respond_or_fail
+
+
+@pytest.mark.parametrize(("broken", "errors"), [("none", 0), ("long", 3), ("all", 6)])
+def test_failures_reach_metrics_line_and_verdict(broken: str, errors: int):
+    report = asyncio.run(evaluate_set("dev", ["easy", "long"], judged_by(broken), samples=2, version=0))
+    metrics = report.metrics()
+    assert (metrics["eval/dev/reward_errors"], metrics["eval/dev/failed_generations"]) == (errors, 0)
+    assert render_line("after", report).endswith(f"truncated, {errors} rewards failed" if errors else "truncated")
+    told = "all 6 responses of set 'dev' failed (0 generations, 6 rewards), so its figures mean nothing; "
+    assert report.nothing_judged == (f"{told}the first: exception: no key 'x'" if broken == "all" else None)
 
 
 def test_a_failure_is_raised_as_itself_and_stops_the_rest():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megarl.evaluation.metrics import (
+    Failure,
     ScoredResponse,
     default_ks,
     estimate_mean,
@@ -157,6 +158,28 @@ def test_report_exact():
     assert report.majority.value == pytest.approx((0.5 + 0 + 1) / 3)
     assert (report.mean_tokens, report.max_tokens) == (15.0, 30)
     assert (report.truncated_share, report.parsed_share) == pytest.approx((1 / 6, 5 / 6))
+
+
+def test_failures_are_counted_by_kind_and_count_by_their_score():
+    failed = Failure("reward", "timeout: no reward after 3 s")
+    report = evaluate_responses(
+        "held-out",
+        [
+            [ScoredResponse(1.0, "1"), ScoredResponse(0.0, failure=failed)],
+            [ScoredResponse(0.0, failure=Failure("generation", "aborted")), ScoredResponse(0.0, failure=failed)],
+        ],
+    )
+    assert (report.responses, report.failures) == (4, 3)
+    assert (report.failed_generations, report.reward_errors, report.first_failure) == (1, 2, failed.message)
+    assert report.mean.value == 0.25
+    assert {"failed_generations": 1, "reward_errors": 2, "first_failure": failed.message}.items() <= (
+        report.to_dict().items()
+    )
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(report_table([report]))
+    cells = [line.split("│")[-3:-1] for line in console.export_text().splitlines() if "held-out" in line]
+    assert [[cell.strip() for cell in row] for row in cells] == [["1", "2"]]
+    assert evaluate_responses("held-out", make_problems()).first_failure is None
 
 
 def test_report_dict_and_table():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,6 +13,9 @@ import pytest
 
 from megarl.cli import build_parser, main
 from megarl.config.errors import ConfigError
+from megarl.evaluation import standalone
+from megarl.evaluation.harness import evaluate_set
+from megarl.evaluation.metrics import Failure, ScoredResponse
 from megarl.evaluation.standalone import eval_config, report_content
 from tests.support.tiny import make_tiny_model
 
@@ -93,6 +97,28 @@ def test_bad_data_and_tokenizer_are_told_before_anything_starts(model, heldout, 
     assert main(["eval", "--model", str(model), "--data", str(long), "--run-dir", str(run_dir)]) == 2
     assert "prompt 0 has 6" in capsys.readouterr().err
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(("failing", "code"), [("none", 0), ("all", 1)])
+def test_a_set_of_which_nothing_could_be_judged_ends_with_one_message(
+    model, heldout, tmp_path, capsys, monkeypatch, failing, code
+):
+    failure = Failure("reward", "exception: no key 'x'") if failing == "all" else None
+
+    async def respond(problem: str, index: int, mode: str, sample: int) -> ScoredResponse:
+        return ScoredResponse(0.0, failure=failure)
+
+    def evaluate(config):
+        return [asyncio.run(evaluate_set("heldout", ["a", "b"], respond, samples=2, version=0))]
+
+    monkeypatch.setattr(standalone, "_evaluate", evaluate)
+    path = tmp_path / "report.json"
+    arguments = ["eval", "--model", str(model), "--data", str(heldout), "--run-dir", str(tmp_path), "--json", str(path)]
+    assert main(arguments) == code
+    told = "megarl: all 6 responses of set 'heldout' failed (0 generations, 6 rewards), so its figures mean nothing"
+    assert capsys.readouterr().err.count(told) == code
+    (written,) = json.loads(path.read_text())["sets"]
+    assert (written["greedy"]["reward_errors"], written["sampled"]["reward_errors"]) == (2 * code, 4 * code)
 
 
 @pytest.mark.slow

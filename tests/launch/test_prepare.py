@@ -120,6 +120,6 @@ def test_a_run_directory_in_use_is_refused(chosen: Config) -> None:
             refuse_running(chosen.run_dir, pause_s=0.2)
     finally:
         ended.set()
-        thread.join()
+        thread.join(timeout=60)
     board.post(NodeRecord(0, "n1", "10.0.0.1", "done", 99))
     refuse_running(chosen.run_dir, pause_s=60)  # does not even wait

@@ -162,7 +162,7 @@ def test_a_lease_holds_while_its_process_lives(directory: CheckpointDirectory) -
     directory.lease(2, ProcessId.of(child.pid))
     assert directory.leased() == {2}
     child.kill()
-    child.wait()
+    child.wait(timeout=60)
     assert directory.leased() == set() and not list(directory.root.glob("leases/*.json"))
 
 

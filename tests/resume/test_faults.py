@@ -14,7 +14,8 @@ from megarl.checkpoint import faults
 
 def pass_by(point: str, **env: str) -> int:
     code = f"from megarl.checkpoint import faults; faults.reached({point!r})"
-    return subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ".", **env}, check=False).returncode
+    environment = {"PYTHONPATH": ".", **env}
+    return subprocess.run([sys.executable, "-c", code], env=environment, check=False, timeout=120).returncode
 
 
 def test_each_point_kills_once(tmp_path: Path) -> None:

@@ -54,6 +54,48 @@ EXCERPT = Path(__file__).parents[1] / "data" / "excerpts" / "gsm8k.jsonl"
         ("1{,}000", "1000"),
         ("10\\,000", "10000"),
         ("12\u202f345", "12345"),
+        ("10 000", "10000"),
+        ("1 234 567.5", "1234567.5"),
+        ("it costs $10 000.", "10000"),
+        ("1'000", "1000"),
+        ("1\u2019234\u2019567", "1234567"),
+        ("10_000", "10000"),
+        ("#### 12 500 dollars", "12500"),
+        ("-12 500", "-12500"),
+        ("1 0000", "0"),  # not three digits
+        ("1 00", "0"),
+        ("1234 567", "567"),  # no group of at most three
+        ("0 500", "500"),
+        ("1\n000", "0"),  # another line
+        ("1  000", "0"),
+        ("1'000_000", "0"),  # two kinds
+        ("1'0000", "0"),
+        ("2 100-gram bags", "100"),  # no thousands before a unit
+        ("2 100ml bottles", "100"),
+        ("1.5 200", "200"),
+        ("3, 100", "100"),
+        ("#### - 5", "-5"),
+        ("#### - $5.50", "-5.5"),
+        ("#### **- 5**", "-5"),
+        ("10 - 5", "5"),
+        ("#### 10 - 5", "10"),
+        ("3 1/2", "7/2"),
+        ("-3 1/2", "-7/2"),
+        ("#### 3 1/2 cups", "7/2"),
+        ("#### - 3 1/2", "-7/2"),
+        ("12 3/2", "3/2"),  # no mixed number
+        ("650 000/2", "325000"),
+        ("17 400/5", "3480"),
+        ("5 1/0", "1"),
+        ("\\frac{1}{2}", "1/2"),
+        ("\\dfrac{3}{4}", "3/4"),
+        ("\\tfrac { 10 } { 4 }", "5/2"),
+        ("$x = -\\frac{1}{2}$", "-1/2"),
+        ("\\frac{-1}{2}", "-1/2"),
+        ("3\\frac{1}{2}", "7/2"),
+        ("-3 \\dfrac{1}{2}", "-7/2"),
+        ("\\frac{1,000}{3}", "1000/3"),
+        ("\\frac{x}{2}", "2"),  # no number; as before
         ("#### none, though 4 was close", "4"),
         ("7 ####", "7"),  # nothing after the mark: the last number there is
         ("no number", None),
@@ -69,10 +111,12 @@ def test_score_and_components() -> None:
     worked = "He has 2*3=<<2*3=6>>6 apples.\n#### 6"
     right = gsm8k(RewardInput("", "That makes 6.0 apples", answer=worked))
     assert (right.score, right.components) == (1.0, {"correct": 1.0, "parsed": 1.0})
+    assert right.answer == "6"
     wrong = gsm8k(RewardInput("", "That makes 7", answer=worked))
     assert (wrong.score, wrong.components) == (0.0, {"correct": 0.0, "parsed": 1.0})
     silent = gsm8k(RewardInput("", "I do not know", answer=worked))
     assert (silent.score, silent.components) == (0.0, {"correct": 0.0, "parsed": 0.0})
+    assert silent.answer is None
     with pytest.raises(ValueError, match="holds no number"):
         gsm8k(RewardInput("", "6", answer="six"))
 
@@ -83,7 +127,31 @@ def test_every_integer_is_read_however_it_is_written(value: int, style: str) -> 
         assert final_number(text) == value
 
 
-@given(st.text(alphabet="0123456789.,-/#$ {}\\%x\n", max_size=40))
+GROUPED = {" ": " ", "'": "'", "\u2019": "\u2019", "_": "_", "thin": "\u2009", "fixed": "\u00a0", "LaTeX": "{,}"}
+ENDS = ("", ".", ".50", "%", " miles")
+
+
+@given(st.integers(-(10**12), 10**12), st.sampled_from(sorted(GROUPED)), st.sampled_from(ENDS))
+def test_every_integer_is_read_however_it_is_grouped(value: int, style: str, end: str) -> None:
+    text = f"{value:,}".replace(",", GROUPED[style]) + end
+    expected = Fraction(f"{value}.50" if end == ".50" else value)
+    assert final_number(f"so it is {text}") == expected
+    assert final_number(f"1 + 1 = 2 #### {text}") == expected
+
+
+@given(st.booleans(), st.integers(0, 10**6), st.integers(1, 99), st.integers(1, 999), st.sampled_from(("", "d", "t")))
+def test_every_fraction_is_read_however_it_is_written(
+    negative: bool, whole: int, part: int, parts: int, kind: str
+) -> None:
+    sign = "-" if negative else ""
+    for fraction in (f"{part}/{parts}", rf"\{kind}frac{{{part}}}{{{parts}}}"):
+        value = Fraction(part, parts)
+        assert final_number(f"so {sign}{fraction}.") == (-value if negative else value)
+        if part < parts:
+            assert final_number(f"#### {sign}{whole} {fraction}") == (-1 if negative else 1) * (whole + value)
+
+
+@given(st.text(alphabet="0123456789.,-/#$ {}\\%x\n'_frac", max_size=40))
 def test_nothing_raises(text: str) -> None:
     final_number(text)
 

@@ -88,6 +88,25 @@ def test_components() -> None:
     assert components(r"\boxed{}") == (0.0, 0.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("answer", "responses"),
+    [
+        (
+            "1/2",
+            [r"\boxed{\frac{1}{2}}", r"\boxed{\frac12}", r"\boxed{0.50}", r"it is $x = \frac{1}{2}$", r"\boxed{.5}"],
+        ),
+        ("3/2", [r"\boxed{\frac{3}{2}}", r"so $x=\frac{3}{2}$", r"\boxed{1.5}"]),
+        ("x**2", [r"\boxed{x^2}", r"\boxed{x ^ {2}}"]),
+        ("1234", [r"\boxed{1,234}", r"\boxed{1234.0}", "The answer is 1234."]),
+        ("{1, 2}", [r"\boxed{\{1,2\}}", r"\boxed{\{2, 1\}}"]),
+        ("9" * 5000, [rf"\boxed{{{'9' * 5000}}}"]),  # more digits than Python writes
+        (None, ["no idea", r"\boxed{}", ""]),
+    ],
+)
+def test_equal_answers_vote_alike_and_others_apart(answer: str | None, responses: list[str]) -> None:
+    assert {math(RewardInput("", response, answer="7")).answer for response in responses} == {answer}
+
+
 def test_the_same_answer_of_a_group_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import math_verify
 
@@ -129,6 +148,7 @@ def test_a_hostile_answer_is_killed_in_the_pool(pool: RewardPool) -> None:
     samples = [RewardInput("", rf"\boxed{{{x}}}", answer="3") for x in ("3", "10^{10^{10^{10}}}", "6/2")]
     outcomes = asyncio.run(pool.score_many(samples))
     assert [o.score for o in outcomes] == [1.0, 0.0, 1.0]
+    assert [o.answer for o in outcomes] == ["3", None, "3"]
     assert [o.reason for o in outcomes] == [None, "timeout", None]
 
 

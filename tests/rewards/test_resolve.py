@@ -56,6 +56,7 @@ def test_returned_values() -> None:
 
     assert as_result(True) == RewardResult(1.0)
     assert as_result(np.float32(0.5)) == RewardResult(0.5)
+    assert as_result(RewardResult(1, answer=7)).answer == "7"  # type: ignore[arg-type]
     assert as_result(RewardResult(1, {"a": np.int64(2)})).components == {"a": 2.0}  # type: ignore[dict-item]
     for bad in (None, "one", [1.0], RewardResult(None), float("inf")):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="number"):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.config.engine_checks import engine_problems
 from megarl.rollout.devices import Held, refuse_overlap, refuse_split_replica, visible_devices
 from megarl.rollout.engine_args import engine_args, engine_environment
 from megarl.rollout.errors import ReplicaFailed, RolloutError
@@ -51,6 +52,17 @@ def test_engine_kwargs_cannot_undo_what_training_relies_on(tmp_path: Path) -> No
     broken = config(tmp_path, rollout={"engine_kwargs": {"logprobs_mode": "raw_logprobs"}})
     with pytest.raises(ValueError, match=r"rollout\.engine_kwargs\.logprobs_mode.*temperature"):
         engine_args(broken, cuda=False)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_the_plan_refuses_what_the_replica_refuses(tmp_path: Path, cuda: bool) -> None:
+    """What megarl passes itself, apart from what only has a better default there."""
+    defaults = {"disable_log_stats", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"}
+    for name in set(engine_args(config(tmp_path), cuda=cuda, max_model_len=80)) - defaults | {"weight_transfer_config"}:
+        broken = config(tmp_path, rollout={"engine_kwargs": {name: None}})
+        assert [problem.split(": ")[0] for problem in engine_problems(broken)] == [f"rollout.engine_kwargs.{name}"]
+        with pytest.raises(ValueError, match=rf"rollout\.engine_kwargs\.{name}: not for the user"):
+            engine_args(broken, cuda=cuda)
 
 
 def test_shared_gpus_are_refused_by_name() -> None:
