@@ -336,7 +336,7 @@ class Session:
         if self.config.run.export:
             self._status("exporting")
             with self.timer.phase("save"):
-                save_hf(self.exporter, self.config.model.path, self.run_dir / "hf", overwrite=True)
+                save_hf(self.exporter, self.config.model.path, self.run_dir / "hf", overwrite=True, group=self._control)
             self._say(f"final policy: {self.run_dir / 'hf'}")
 
     def finish(self) -> None:

@@ -185,12 +185,13 @@ def save_hf(
     shard_bytes: int = 5 * 2**30,
     *,
     overwrite: bool = False,
+    group: Any = None,
 ) -> None:
     """Write a Hugging Face directory: safetensors, index, and everything of the source but its weights.
 
     Collective over the world; `out_dir` must be on a file system that all ranks see. Each owner writes its
     own files, one tensor in memory at a time; the directory appears by a rename when all are complete. Raises
-    ValueError if it exists and `overwrite` is false.
+    ValueError if it exists and `overwrite` is false. `group`: all ranks, with a time-out for a slow disk.
     """
     out, rank = Path(out_dir), torch.distributed.get_rank()
     if out.exists() and not overwrite:
@@ -201,9 +202,9 @@ def save_hf(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         copy_side_files(hf_files(hf_source_dir), partial, exporter.dtype)
-    torch.distributed.barrier()
+    torch.distributed.barrier(group)
     _write_own_files(exporter, partial, files, rank)
-    torch.distributed.barrier()
+    torch.distributed.barrier(group)
     if rank == 0:
         if len(files) > 1:
             write_index(partial, [(name, [_spec(t) for t in tensors]) for name, tensors in files])
@@ -216,7 +217,7 @@ def save_hf(
         else:
             os.replace(partial, out)
         logger.info("%s: %d files, %.1f MiB", out, len(files), sum(t.nbytes for t in exporter.manifest()) / 2**20)
-    torch.distributed.barrier()
+    torch.distributed.barrier(group)
 
 
 def _spec(tensor: ExportedTensor) -> TensorSpec:

@@ -71,7 +71,6 @@ class RolloutController:
         self._batches: dict[int, BatchReady] = {}
         self._stats = BatchStats()
         self._engines = BusyClock()
-        self._engine_seconds_reported = 0.0
         self._failure: RolloutError | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._joining: set[int] = set()
@@ -184,10 +183,7 @@ class RolloutController:
         if taken is None:
             return
         samples = range(self.config.batch.samples_per_group)
-        now = time.monotonic()
-        total = self._engines.total(now)
-        self._stats.engine_seconds = total - self._engine_seconds_reported
-        self._engine_seconds_reported = total
+        self._stats.engine_seconds = self._engines.take(time.monotonic())
         counters = self._admission.counters
         self._batches[step] = BatchReady(
             step=step,
@@ -343,12 +339,14 @@ class RolloutController:
             )
             for index in range(self.config.batch.samples_per_group)
         ]
-        self._engines.enter(time.monotonic())
+        self._engines.enter(group_id, time.monotonic())
+        seconds = 0.0
         try:
             home = group_id if self.config.run.deterministic else None
             results = await self._pool.generate(group_id, requests, home=home)
+            seconds = max(result.seconds for result in results)
         finally:
-            self._engines.leave(time.monotonic())
+            self._engines.leave(group_id, time.monotonic(), seconds)
         judged = await asyncio.gather(*(self._judge(prompt, result) for result in results))
         rows = [
             trajectory(group_id, index, prompt.ids, result, outcome)

@@ -8,28 +8,41 @@ from dataclasses import dataclass, field
 
 
 class BusyClock:
-    """Wall time during which at least one of several overlapping activities ran."""
+    """Wall time during which an engine ran, by intervals that are known when they are over.
+
+    A request's way to the engine and back is not engine time: only its length there is told, and it is taken to have
+    ended when the answer came.
+    """
 
     def __init__(self) -> None:
-        self._active = 0
-        self._since = 0.0
-        self._total = 0.0
+        self._running: dict[int, float] = {}
+        self._intervals: list[tuple[float, float]] = []  # disjoint, in order
+        self._taken_until = float("-inf")
 
-    def enter(self, now: float) -> None:
-        if self._active == 0:
-            self._since = now
-        self._active += 1
+    def enter(self, key: int, now: float) -> None:
+        """A request leaves for an engine."""
+        self._running[key] = now
 
-    def leave(self, now: float) -> None:
-        if self._active == 0:
-            raise ValueError("leave without enter")
-        self._active -= 1
-        if self._active == 0:
-            self._total += now - self._since
+    def leave(self, key: int, now: float, seconds: float) -> None:
+        """It is back; `seconds` of that the engine worked on it. KeyError without `enter`."""
+        left = self._running.pop(key)
+        self._add(max(left, now - seconds), now)
 
-    def total(self, now: float) -> float:
-        """Seconds so far, the running activity included."""
-        return self._total + (now - self._since if self._active else 0.0)
+    def take(self, now: float) -> float:
+        """Seconds since the last `take` in which at least one ran; what is still under way counts from its leaving."""
+        if self._running:
+            self._add(min(self._running.values()), now)
+        total = sum(end - begin for begin, end in self._intervals)
+        self._intervals, self._taken_until = [], now
+        return total
+
+    def _add(self, begin: float, end: float) -> None:
+        begin = max(begin, self._taken_until)
+        if begin >= end:
+            return
+        while self._intervals and self._intervals[-1][1] >= begin:
+            begin = min(begin, self._intervals.pop()[0])
+        self._intervals.append((begin, end))
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TextIO
@@ -41,6 +42,8 @@ COLUMNS = (
     Column("lag", "rollout/version_lag_max", 3, ".0f"),
     Column("s/step", "time/step", 7, ".2f"),
 )
+LIVE = ("reward/mean", "reward/accuracy", "perf/rollout_tokens_per_second", "perf/trainer_tokens_per_second")
+LIVE_COLUMNS = tuple(column for column in COLUMNS if column.metric in LIVE)
 
 
 class Progress:
@@ -51,6 +54,7 @@ class Progress:
         self._steps = steps
         self._printed = 0
         self._live = False
+        self._newest = ""  # of the last step, for the live line
         self._tty = stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
@@ -63,6 +67,8 @@ class Progress:
         cells = "  ".join(column.cell(values) for column in COLUMNS)
         eta = values.get("time/eta")
         left = "-" if eta is None else duration(eta)
+        shown = [f"{column.title} {column.cell(values).strip()}" for column in LIVE_COLUMNS]
+        self._newest = "  |  " + "  ".join([*shown, f"eta {left}"])
         self._line(f"{step:>{width}}/{self._steps}  {cells}  {left:>7}")
 
     def message(self, text: str) -> None:
@@ -70,9 +76,11 @@ class Progress:
         self._line(text)
 
     def status(self, text: str) -> None:
-        """Replace the live line (a terminal only): what the run is doing now."""
+        """Replace the live line (a terminal only): what the run is doing now, and the last step in short."""
         if self._tty:
-            self._stream.write(f"\r\x1b[2K{text}")
+            # A line that wraps could not be replaced.
+            line = (text + self._newest)[: shutil.get_terminal_size().columns - 1]
+            self._stream.write(f"\r\x1b[2K{line}")
             self._stream.flush()
             self._live = True
 

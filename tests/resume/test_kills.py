@@ -93,9 +93,9 @@ def test_random_kills(unbroken: Run, tmp_path: Path, seed: int) -> None:
     for number in range(KILLS):
         # Near the things that can go wrong: from the start of the ranks into the save and the step after the next one.
         until = time.monotonic() + rng.uniform(1.0, 25.0)
-        wait_for(lambda: time.monotonic() > until or metric_steps(run_dir) > number, process)  # noqa: B023
+        wait_for(lambda: time.monotonic() > until or metric_steps(run_dir) > number, process)
         time.sleep(rng.uniform(0.0, 0.5))
-        wait_for(lambda: bool(ranks_of(process)), process)  # noqa: B023
+        wait_for(lambda: bool(ranks_of(process)), process)
         kept = directory.steps()
         if number in everything:
             kill_everything(process, run_dir)

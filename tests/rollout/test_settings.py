@@ -95,26 +95,31 @@ def test_replica_failures_survive_pickling() -> None:
     assert (error.replica, str(error)) == (4, "replica 4 died")
 
 
-@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.001, 10)), min_size=1, max_size=20))
-def test_busy_time_is_the_union_of_the_intervals(spans: list[tuple[float, float]]) -> None:
-    events = sorted([(start, 1) for start, _ in spans] + [(start + length, -1) for start, length in spans])
-    events.sort(key=lambda event: (event[0], -event[1]))
-    clock, expected, active, last = BusyClock(), 0.0, 0, 0.0
-    for now, change in events:
-        expected += (now - last) if active else 0.0
-        active, last = active + change, now
-        clock.enter(now) if change > 0 else clock.leave(now)
-    assert clock.total(1e6) == pytest.approx(expected)
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 10), st.integers(0, 3)), min_size=1, max_size=20))
+def test_busy_time_is_the_union_of_the_intervals(spans: list[tuple[int, int, int]]) -> None:
+    """(leaving, time at the engine, time on the way): the time on the way is not the engine's."""
+    clock, busy = BusyClock(), set()
+    ends = sorted((start + length + way, length, start, key) for key, (start, length, way) in enumerate(spans))
+    for key, (start, _, _) in enumerate(spans):
+        clock.enter(key, start)
+    for end, length, _, key in ends:
+        clock.leave(key, end, length)
+        busy |= set(range(end - length, end))
+    assert clock.take(1000) == len(busy)
+    assert clock.take(2000) == 0
 
 
-def test_a_running_interval_counts_up_to_now() -> None:
+def test_a_running_request_counts_up_to_now_and_once() -> None:
     clock = BusyClock()
-    clock.enter(1.0)
-    assert clock.total(3.5) == 2.5
-    clock.leave(4.0)
-    assert clock.total(9.0) == 3.0
-    with pytest.raises(ValueError, match="without enter"):
-        clock.leave(9.0)
+    clock.enter(1, 1.0)
+    assert clock.take(3.5) == 2.5
+    clock.leave(1, 4.0, 2.9)
+    assert clock.take(9.0) == 0.5
+    with pytest.raises(KeyError):
+        clock.leave(1, 9.0, 1.0)
+    clock.enter(2, 10.0)
+    clock.leave(2, 11.0, 5.0)  # no longer than it was away
+    assert clock.take(12.0) == 1.0
 
 
 def test_batch_metrics() -> None:

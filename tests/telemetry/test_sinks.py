@@ -99,9 +99,12 @@ def test_the_live_line_never_mixes_with_the_table() -> None:
     progress = Progress(stream, steps=9)
     progress.status("step 1: generate")
     progress.step(1, VALUES)
+    progress.status("step 2: generate")
     progress.close()
     text = stream.getvalue()
     assert "\r\x1b[2Kstep 1: generate" in text
+    live = text.split("\r\x1b[2K")[-2]
+    assert live.startswith("step 2: generate  |  reward 0.500  acc 0.250") and len(live) < 80
     for line in text.split("\n")[:-1]:
         assert "generate" not in line.rsplit("\x1b[2K", 1)[-1]
     quiet = io.StringIO()
