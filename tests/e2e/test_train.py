@@ -198,6 +198,53 @@ def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
     assert_nothing_left(run_dir)
 
 
+@pytest.mark.slow
+def test_a_replica_killed_in_the_middle_of_a_sync_is_replaced_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two, after its first tensors of version 2: it is named; nothing is sampled before both are sound."""
+    monkeypatch.setenv("MEGARL_TEST_DIES_IN_SYNC", str(tmp_path / "died"))
+    config = tiny_config(tmp_path, steps=4)
+    config["rollout"] |= {"replicas": 2, "engine_kwargs": {"worker_extension_cls": "tests.e2e.dying.DiesInSync"}}
+    run = train(config)
+    assert (tmp_path / "died").exists()
+    check_finished(run, steps=4, samples=64)  # the log-probs of every later token agree
+    # The other one too: it was caught between start and finish.
+    assert [record["sync/restarted_replicas"] for record in run.metrics] == [0, 2, 0, 0]
+    logs = "".join(path.read_text() for path in (run.directory / "logs").glob("*.log"))
+    assert re.search(r"replica 1.*(died|EngineDead|lost)", logs)
+    assert_nothing_left(run.directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["supervisor", "agent"])
+def test_killed_alone_in_a_living_run_it_takes_everything_along(tmp_path: Path, victim: str) -> None:
+    """SIGKILL of the supervisor under training ranks, or of torchrun over a training pool."""
+    config = tiny_config(tmp_path, steps=5000)
+    config["evaluation"] = {}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    process, run_dir = start(path), tmp_path / "run"
+    wait_for_steps(run_dir, process)
+    everybody = family(run_dir, process)
+    assert len(everybody) > 6
+    if victim == "agent":
+        process.kill()
+    else:
+        psutil.Process(json.loads((run_dir / "supervisor.json").read_text())["process"]["pid"]).kill()
+    try:
+        output, _ = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode != 0
+    if victim == "supervisor":
+        assert output.count("megarl: ") == 2 and "supervisor" in output, output[-3000:]
+    _, left = psutil.wait_procs(everybody, timeout=30)
+    assert left == []
+    assert_nothing_left(run_dir)
+
+
 def family(run_dir: Path, process: subprocess.Popen[str]) -> set[psutil.Process]:
     """Everything that runs below torchrun and below the supervisor. Ray's actors overwrite their environment."""
     supervisor = json.loads((run_dir / "supervisor.json").read_text())["process"]["pid"]

@@ -1,0 +1,38 @@
+"""An engine worker that is killed in the middle of a weight sync; `worker_extension_cls` has vLLM import it there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from megarl.weights.engine import MegarlWeightTransferEngine, _LayerwiseLoader
+
+MARK = "MEGARL_TEST_DIES_IN_SYNC"  # a file that says it has happened
+VERSION = 2
+_receive, _load = MegarlWeightTransferEngine.receive_weights, _LayerwiseLoader.load
+_about_to_die = False
+
+
+class DiesInSync:
+    """Replica 1's worker, once, when the first tensors of version 2 have been loaded."""
+
+
+def receive_weights(self: MegarlWeightTransferEngine, update_info: Any) -> None:
+    global _about_to_die
+    assert self._receiver is not None
+    chosen = "replica 1" in self._receiver.group.name and update_info.version == VERSION
+    _about_to_die = chosen and not Path(os.environ[MARK]).exists()
+    _receive(self, update_info)
+
+
+def load(self: _LayerwiseLoader, tensors: Any) -> None:
+    _load(self, tensors)
+    if _about_to_die:
+        Path(os.environ[MARK]).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+MegarlWeightTransferEngine.receive_weights = receive_weights  # type: ignore[method-assign]
+_LayerwiseLoader.load = load  # type: ignore[method-assign]
