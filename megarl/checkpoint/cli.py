@@ -144,7 +144,7 @@ def _import(options: argparse.Namespace, stream: TextIO) -> int:
     def job() -> ImportJob:
         return ImportJob(HFDirectory(options.hf, allow_pickle=options.allow_pickle), _dtype(options))
 
-    convert(job, options.out, _run_options(options), stream)
+    convert(job, options.hf, options.out, _run_options(options), stream)
     return 0
 
 
@@ -156,7 +156,7 @@ def _export(options: argparse.Namespace, stream: TextIO) -> int:
     def job() -> ExportJob:
         return ExportJob(MegatronDirectory(options.megatron), _dtype(options), int(options.shard_gb * 1e9))
 
-    convert(job, options.hf, _run_options(options), stream)
+    convert(job, options.megatron, options.hf, _run_options(options), stream)
     return 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 
 from megarl.checkpoint import faults
 from megarl.checkpoint.hf_files import fingerprint
@@ -60,7 +61,8 @@ class ExportJob:
             "files": fingerprint([*self.source.files(), self.source.step / HF_FILES / "config.json"]),
             "dtype": str(self.dtype),
             "units": len(self.units),
-            "outputs": [name for name, _ in self.files],
+            # Their headers too: another --shard-gb may give as many files with other tensors in them.
+            "outputs": {name: blake3(self._headers[name]).hexdigest() for name, _ in self.files},
         }
 
     def prepare(self, partial: Path) -> None:

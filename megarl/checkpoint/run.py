@@ -45,9 +45,10 @@ class Options:
     dry_run: bool = False
 
 
-def convert(make: Callable[[], Job], out: Path, options: Options, stream: TextIO) -> None:
+def convert(make: Callable[[], Job], source: Path, out: Path, options: Options, stream: TextIO) -> None:
     """Build the job and run it. ConversionError or ValueError with one message for whatever stands in its way."""
     output = Output(out)
+    output.refuse_overlap(source)
     try:
         _convert(make, output, options, Ranks(), stream)
     finally:
@@ -72,10 +73,10 @@ def _convert(make: Callable[[], Job], output: Output, options: Options, ranks: R
         if ranks.rank == 0:
             _describe(job, output, options, ranks, stream)
         return
-    unfinished = ranks.stage("begin", lambda: _begin(job, output, options) if ranks.rank == 0 else True)
-    if not unfinished:
-        output.clean()
-        stream.write(f"{output.out} is complete already\n")
+    if not ranks.first("begin", lambda: _begin(job, output, options)):
+        if ranks.rank == 0:
+            output.clean()
+            stream.write(f"{output.out} is complete already\n")
         return
     done = ranks.stage("read progress", output.finished)
     ranks.stage("write", lambda: _write(job, output, options, ranks, done, stream))
@@ -109,7 +110,7 @@ def _begin(job: Job, output: Output, options: Options) -> bool:
         if options.resume:
             unfinished = output.resume(job.plan())
         else:
-            output.begin(job.plan())
+            output.begin(job.plan(), force=options.force)
         if unfinished:
             job.prepare(output.partial)
         return unfinished
