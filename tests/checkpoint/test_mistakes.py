@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.checkpoint import importing
+from megarl.checkpoint import exporting, importing
 from tests.checkpoint.converter import convert, run
 from tests.checkpoint.test_scheme import differing
 
@@ -96,6 +96,66 @@ def test_unknown_architecture(source: Path, tmp_path: Path) -> None:
     change_config(source, architectures=["GPT2LMHeadModel"])
     err = refused("import", "--hf", source, "--out", tmp_path / "m")
     assert "config.json" in err and "GPT2LMHeadModel" in err and "supported: " in err and "LlamaForCausalLM" in err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{",
+        "7",
+        '{"architectures": 7}',
+        {"num_attention_heads": None},
+        {"hidden_size": [1]},
+        {"rope_parameters": [1]},
+        {"num_attention_heads": 0, "head_dim": None},
+        {"rms_norm_eps": {}},
+    ],
+    ids=str,
+)
+def test_a_config_of_another_kind(content: str | dict[str, Any], source: Path, tmp_path: Path) -> None:
+    if isinstance(content, str):
+        (source / "config.json").write_text(content)
+    else:
+        change_config(source, **content)
+    for command in (["import", "--hf", source, "--out", tmp_path / "m"], ["inspect", source]):
+        assert str(source / "config.json") in refused(*command)
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", "{", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 1}}']
+)
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_an_index_of_another_kind(name: str, content: str, source: Path, tmp_path: Path) -> None:
+    if name.startswith("pytorch"):
+        (source / "model.safetensors").unlink()
+    (source / name).write_text(content)
+    err = refused("import", "--hf", source, "--out", tmp_path / "m", "--allow-pickle")
+    assert f"{source / name} is not an index of weight files" in err
+
+
+@pytest.mark.parametrize("content", [[torch.zeros(2)], {"model.norm.weight": 7}], ids=["list", "number"])
+def test_pickled_weights_of_another_kind(content: Any, source: Path, tmp_path: Path) -> None:
+    (source / "model.safetensors").unlink()
+    torch.save(content, source / "pytorch_model.bin")
+    err = refused("import", "--hf", source, "--out", tmp_path / "m", "--allow-pickle")
+    assert f"{source / 'pytorch_model.bin'} cannot be read as plain tensors" in err
+
+
+@pytest.mark.parametrize("value", ["auto", "torch.float32", None, "nonsense"])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_config_need_not_know_its_dtype(key: str, value: str | None, source: Path, tmp_path: Path) -> None:
+    """What is converted gets the dtype of the weights, whatever was said of it."""
+    change(source, lambda t: t.update({name: tensor.bfloat16() for name, tensor in t.items()}))
+    config = json.loads((source / "config.json").read_text())
+    config.pop("dtype", None), config.pop("torch_dtype", None)
+    (source / "config.json").write_text(json.dumps(config if value is None else config | {key: value}))
+    convert("import", "--hf", source, "--out", tmp_path / "m")
+    written = json.loads((tmp_path / "m/release/hf/config.json").read_text())
+    assert written["dtype" if value is None else key] == "bfloat16"
+    convert("export", "--megatron", tmp_path / "m", "--hf", tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == written
+    assert differing(source, tmp_path / "back") == []
 
 
 def test_a_config_of_another_size(source: Path, tmp_path: Path) -> None:
@@ -182,6 +242,72 @@ def test_a_disk_that_fills_up(source: Path, tmp_path: Path) -> None:
     assert "of it before the resume" in out
     convert("export", "--megatron", tmp_path / "m", "--hf", tmp_path / "back")
     assert differing(source, tmp_path / "back") == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", ["import", "export"])
+def test_a_file_on_a_full_disk_is_named(kind: str, workers: int, source: Path, tmp_path: Path) -> None:
+    """/dev/full is a full disk to the kernel; the message names the file on it and the tensor."""
+    out, files = tmp_path / "out", tmp_path / ".out.converting/output"
+    command: list[Any] = ["import", "--hf", source, "--out", out, "--workers", workers]
+    full = files / "release/__2_0.distcp"
+    if kind == "export":
+        convert("import", "--hf", source, "--out", tmp_path / "m")
+        command = ["export", "--megatron", tmp_path / "m", "--hf", out, "--workers", workers]
+        full = files / "model.safetensors"
+    job = importing.ImportJob if kind == "import" else exporting.ExportJob
+    prepare = job.prepare
+
+    def prepare_with(self: Any, partial: Path) -> None:
+        prepare(self, partial)
+        full.unlink(missing_ok=True)
+        full.symlink_to("/dev/full")
+
+    with mock.patch.object(job, "prepare", prepare_with):
+        err = refused(*command)
+    assert f"the disk is full (writing {full}, at " in err and "go on with --resume" in err
+    assert ("at decoder.layers." if kind == "import" else "at model.") in err and ".weight" in err
+    assert not out.exists()
+    full.unlink()
+    assert "of it before the resume" in convert(*command, "--resume") or kind == "export"
+    assert run("verify", source, out)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("import", "release/.metadata.tmp"),
+        ("import", "release/hf/tokenizer.json"),
+        ("export", "tokenizer.json"),
+        ("export", "model.safetensors.index.json"),
+    ],
+)
+def test_a_small_file_on_a_full_disk_is_named(kind: str, name: str, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command: list[Any] = ["import", "--hf", source, "--out", out]
+    if kind == "export":
+        convert("import", "--hf", source, "--out", tmp_path / "m")
+        command = ["export", "--megatron", tmp_path / "m", "--hf", out, "--shard-gb", 2e-4]
+    full = tmp_path / ".out.converting/output" / name
+    place = full.parent if name.endswith("tokenizer.json") else str(full).removesuffix(".tmp")
+    mkdir = Path.mkdir
+
+    def reached(point: str) -> None:
+        if point == "metadata" and "hf/" not in name:
+            full.symlink_to("/dev/full")
+
+    def mkdir_with(self: Path, *arguments: Any, **options: Any) -> None:
+        mkdir(self, *arguments, **options)
+        if self == full.parent and "hf/" in name:
+            full.symlink_to("/dev/full")
+
+    with mock.patch("megarl.checkpoint.faults.reached", reached), mock.patch.object(Path, "mkdir", mkdir_with):
+        err = refused(*command)
+    assert "the disk is full" in err and f"(writing {place}" in err and "--resume" in err
+    assert not out.exists()
+    full.unlink()
+    convert(*command, "--resume")
+    assert run("verify", source, out)[0] == 0
 
 
 def test_a_target_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
