@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -64,7 +65,7 @@ def _convert(make: Callable[[], Job], output: Output, options: Options, ranks: R
             output.refuse_existing(force=options.force, resume=options.resume)
         job = make()
         if ranks.rank == 0:
-            _check_space(job, output)
+            _check_target(job, output)
         return job
 
     with _no_collections():
@@ -153,9 +154,16 @@ def needed_bytes(job: Job) -> int:
     return sum(job.sizes) + RESERVE
 
 
-def _check_space(job: Job, output: Output) -> None:
-    """Before anything is written. What an unfinished conversion has written already counts as there."""
+def _check_target(job: Job, output: Output) -> None:
+    """That it can be made, and that the disk has room for it, before anything is written.
+
+    What an unfinished conversion has written already counts as there.
+    """
     parent = next(path for path in output.out.parents if path.exists())
+    if not parent.is_dir():
+        raise ConversionError(f"{output.out} cannot be made: {parent} is not a directory")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConversionError(f"{output.out} cannot be made: {parent} is not writable")
     there = sum(path.stat().st_blocks * 512 for path in output.work.rglob("*") if path.is_file())
     free, needed = shutil.disk_usage(parent).free + there, needed_bytes(job)
     if free < needed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint import exporting, importing
+from megarl.checkpoint.cli import main
 from tests.checkpoint.converter import convert, run
 from tests.checkpoint.test_scheme import differing
 
@@ -211,9 +213,71 @@ def test_damaged_megatron_checkpoints(source: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_no_model(tmp_path: Path) -> None:
-    assert "config.json not found" in refused("import", "--hf", tmp_path / "nowhere", "--out", tmp_path / "m")
-    assert "neither a tracker file nor shards" in refused("export", "--megatron", tmp_path, "--hf", tmp_path / "hf")
+    (tmp_path / "file").write_text("")
+    for name, words in (("nowhere", "does not exist"), ("file", "is not a directory"), ("", "it has no config.json")):
+        err = refused("import", "--hf", tmp_path / name, "--out", tmp_path.parent / "m")
+        assert f"--hf {tmp_path / name} " in err and words in err and "model.path" not in err
+    assert "neither a tracker file nor shards" in refused(
+        "export", "--megatron", tmp_path, "--hf", tmp_path.parent / "m"
+    )
     assert "neither a Hugging Face directory" in refused("inspect", tmp_path)
+
+
+def test_a_megatron_checkpoint_is_not_imported(source: Path, tmp_path: Path) -> None:
+    convert("import", "--hf", source, "--out", tmp_path / "m")
+    for path in (tmp_path / "m", tmp_path / "m/release"):
+        err = refused("import", "--hf", path, "--out", tmp_path / "again")
+        assert f"--hf {path} is a Megatron checkpoint already" in err
+
+
+def test_quantized_weights(source: Path, tmp_path: Path) -> None:
+    change_config(source, quantization_config={"quant_method": "fp8"})
+    err = refused("import", "--hf", source, "--out", tmp_path / "m")
+    assert "quantized" in err and "delete quantization_config" in err
+
+
+def test_binary_files_where_text_is_read(source: Path, tmp_path: Path) -> None:
+    """Each is named; unpickling random bytes raises whatever they happen to mean."""
+    convert("import", "--hf", source, "--out", tmp_path / "m")
+    index, tracker = tmp_path / "m/release/.metadata", tmp_path / "m/latest_checkpointed_iteration.txt"
+    whole, draw = index.read_bytes(), random.Random(0)
+    for _ in range(100):
+        damaged = bytearray(whole)
+        for _ in range(8):
+            damaged[draw.randrange(200)] = draw.randrange(256)
+        index.write_bytes(bytes(damaged))
+        code, _, err = run("inspect", tmp_path / "m")
+        assert code == 0 or str(index) in err or str(index.parent) in err, err
+    index.write_bytes(b"\x80\x04\x8c\x02\xff\xff.")
+    assert f"{index} is not a readable index" in refused("inspect", tmp_path / "m")
+    for content in (b"\xff\xfe\x00", "²".encode()):
+        tracker.write_bytes(content)
+        assert f"{tracker} must hold a number" in refused("inspect", tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        *((["export", "--shard-gb", value], "is not a size in GB above 0") for value in ("0", "-1", "nan", "inf", "x")),
+        *((["import", "--workers", value], "is not a whole number from 1 on") for value in ("0", "-1", "x", "1.5")),
+        (["import", "--resume", "--force"], "--force: not allowed with argument --resume"),
+        (["export", "--resume", "--force"], "--force: not allowed with argument --resume"),
+    ],
+)
+def test_options_that_make_no_sense(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = ["--out", "b", "--hf", "a"] if arguments[0] == "import" else ["--megatron", "a", "--hf", "b"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, *paths])
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_an_interrupt_speaks_of_resume_only_where_there_is_one(source: Path, tmp_path: Path) -> None:
+    with mock.patch("megarl.checkpoint.run.run_units", side_effect=KeyboardInterrupt):
+        code, _, err = run("import", "--hf", source, "--out", tmp_path / "m")
+    assert (code, err) == (130, "convert.py: interrupted; go on with --resume\n")
+    with mock.patch("megarl.checkpoint.verify.compare", side_effect=KeyboardInterrupt):
+        code, _, err = run("verify", source, source)
+    assert (code, err) == (130, "convert.py: interrupted\n")
 
 
 def test_a_disk_that_is_too_small_is_seen_first(source: Path, tmp_path: Path) -> None:
@@ -313,7 +377,13 @@ def test_a_small_file_on_a_full_disk_is_named(kind: str, name: str, source: Path
 def test_a_target_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     err = refused("import", "--hf", source, "--out", tmp_path / "file/m")
-    assert str(tmp_path / "file") in err
+    assert err == f"convert.py: {tmp_path}/file/m cannot be made: {tmp_path}/file is not a directory\n"
+    assert refused("import", "--hf", source, "--out", tmp_path / "file/m", "--dry-run") == err
+    # root may write anywhere, whatever the mode says
+    with mock.patch("os.access", lambda path, mode: path != tmp_path):
+        for options in ([], ["--dry-run"]):
+            err = refused("import", "--hf", source, "--out", tmp_path / "sub/m", *options)
+            assert err == f"convert.py: {tmp_path}/sub/m cannot be made: {tmp_path} is not writable\n"
 
 
 def test_resume_of_something_else(source: Path, tmp_path: Path) -> None:
