@@ -83,6 +83,9 @@ def _export_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--shard-gb", type=_gigabytes, default=5 * 2**30, metavar="N", help="largest file (default: 5 GiB)"
     )
+    parser.add_argument(
+        "--check-digests", action="store_true", help="first hold all files against the manifest (reads them twice)"
+    )
     _conversion_arguments(parser)
 
 
@@ -152,9 +155,10 @@ def _gigabytes(text: str) -> int:
 def _import(options: argparse.Namespace, stream: TextIO) -> int:
     from megarl.checkpoint.importing import ImportJob
     from megarl.checkpoint.open import open_hf
+    from megarl.checkpoint.ranks import Ranks
     from megarl.checkpoint.run import convert
 
-    def job() -> ImportJob:
+    def job(_: Ranks) -> ImportJob:
         return ImportJob(open_hf(options.hf, allow_pickle=options.allow_pickle), _dtype(options))
 
     convert(job, options.hf, options.out, _run_options(options), stream)
@@ -162,12 +166,17 @@ def _import(options: argparse.Namespace, stream: TextIO) -> int:
 
 
 def _export(options: argparse.Namespace, stream: TextIO) -> int:
+    from megarl.checkpoint.digests import check_digests
     from megarl.checkpoint.exporting import ExportJob
     from megarl.checkpoint.megatron_files import MegatronDirectory
+    from megarl.checkpoint.ranks import Ranks
     from megarl.checkpoint.run import convert
 
-    def job() -> ExportJob:
-        return ExportJob(MegatronDirectory(options.megatron), _dtype(options), options.shard_gb)
+    def job(ranks: Ranks) -> ExportJob:
+        source = MegatronDirectory(options.megatron)
+        if options.check_digests:
+            check_digests(source, ranks.rank, ranks.size)
+        return ExportJob(source, _dtype(options), options.shard_gb)
 
     convert(job, options.megatron, options.hf, _run_options(options), stream)
     return 0
@@ -180,6 +189,8 @@ def _verify(options: argparse.Namespace, stream: TextIO) -> int:
 
     texts = _texts(options)
     one, other = (open_model(path, allow_pickle=options.allow_pickle) for path in (options.a, options.b))
+    for model in (one, other):
+        _check_manifest(model, stream)
     import torch
 
     total = sum(one.dtype(name).itemsize * torch.Size(one.shape(name)).numel() for name in one.names())
@@ -195,6 +206,15 @@ def _verify(options: argparse.Namespace, stream: TextIO) -> int:
         stream.write(found.render(options.tolerance))
         same = same and found.max_delta <= options.tolerance
     return 0 if same else 1
+
+
+def _check_manifest(model: Any, stream: TextIO) -> None:
+    """A side that has a manifest is held against it: a comparison of what is damaged says nothing of its maker."""
+    from megarl.checkpoint.digests import check_digests, has_manifest
+    from megarl.checkpoint.megatron_files import MegatronDirectory
+
+    if isinstance(model, MegatronDirectory) and has_manifest(model):
+        stream.write(f"{model.step}: {check_digests(model)} files as its manifest says\n")
 
 
 def _texts(options: argparse.Namespace) -> list[str]:

@@ -46,7 +46,7 @@ class Options:
     dry_run: bool = False
 
 
-def convert(make: Callable[[], Job], source: Path, out: Path, options: Options, stream: TextIO) -> None:
+def convert(make: Callable[[Ranks], Job], source: Path, out: Path, options: Options, stream: TextIO) -> None:
     """Build the job and run it. ConversionError or ValueError with one message for whatever stands in its way."""
     output = Output(out)
     output.refuse_overlap(source)
@@ -57,13 +57,13 @@ def convert(make: Callable[[], Job], source: Path, out: Path, options: Options, 
         gc.unfreeze()
 
 
-def _convert(make: Callable[[], Job], output: Output, options: Options, ranks: Ranks, stream: TextIO) -> None:
+def _convert(make: Callable[[Ranks], Job], output: Output, options: Options, ranks: Ranks, stream: TextIO) -> None:
     began = time.monotonic()
 
     def check() -> Job:
         if ranks.rank == 0:
             output.refuse_existing(force=options.force, resume=options.resume)
-        job = make()
+        job = make(ranks)
         if ranks.rank == 0:
             _check_target(job, output)
         return job
