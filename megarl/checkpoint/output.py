@@ -19,7 +19,7 @@ from megarl.checkpoint import faults
 from megarl.checkpoint.errors import ConversionError
 from megarl.checkpoint.manifest import fsync_directory, write_durably
 
-_PLAN = "plan.json"
+_PLAN, _LOCK = "plan.json", "lock"
 
 
 class Output:
@@ -57,7 +57,7 @@ class Output:
     def lock(self) -> None:
         """ConversionError if another process is writing here."""
         self.work.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.work / "lock").open("wb")
+        self._lock = (self.work / _LOCK).open("wb")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -71,9 +71,9 @@ class Output:
 
     def begin(self, plan: dict[str, Any], *, force: bool = False) -> None:
         """Start afresh: forget whatever is there. `force`: what OUT is may be replaced, after a resume too."""
-        for path in self.work.iterdir():
-            if path.name != "lock":
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        # First: a plan without its output means that this is complete already.
+        (self.work / _PLAN).unlink(missing_ok=True)
+        self._clear()
         self.partial.mkdir()
         self._force = force
         write_durably(self.work / _PLAN, json.dumps({"force": force, "plan": plan}).encode())
@@ -82,7 +82,7 @@ class Output:
         """Check that the unfinished work is of the same plan. False if it is complete but for its leftovers."""
         path = self.work / _PLAN
         if not path.is_file():
-            if any(self.partial.glob("*")):
+            if any(self.partial.glob("*")) or self._occupied():
                 raise ConversionError(f"{self.work} has no {_PLAN}; start again with --force")
             self.begin(plan)
             return True
@@ -149,5 +149,15 @@ class Output:
                 os.close(descriptor)
 
     def clean(self) -> None:
-        """Remove the work directory."""
-        shutil.rmtree(self.work)
+        """Remove the work directory; killed meanwhile, a resume goes on with that."""
+        self._clear()
+        # What still says that this was complete goes by one rename; killed behind it, two small files are left.
+        done = self.work.with_name(f".{self.out.name}.converted")
+        shutil.rmtree(done, ignore_errors=True)
+        os.replace(self.work, done)
+        shutil.rmtree(done)
+
+    def _clear(self) -> None:
+        for path in self.work.iterdir():
+            if path.name not in (_LOCK, _PLAN):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from megarl.checkpoint import importing
 from tests.checkpoint.converter import convert, files_of, run, run_forked, wait_for_lock
 from tests.checkpoint.test_mistakes import refused
 from tests.checkpoint.test_scheme import differing
@@ -78,10 +81,6 @@ def test_an_output_that_appears_during_the_conversion(source: Path, tmp_path: Pa
 
 
 def test_an_output_that_appears_just_before_the_commit(source: Path, tmp_path: Path) -> None:
-    from unittest import mock
-
-    from megarl.checkpoint import importing
-
     out, finish = tmp_path / "out", importing.ImportJob.finish
 
     def slow(job: Any, *arguments: Any) -> None:
@@ -121,6 +120,56 @@ def test_resume_with_other_file_sizes(megatron: Path, source: Path, tmp_path: Pa
     assert "with other options" in refused(*command, "--shard-gb", sizes[1], "--resume")
     convert(*command, "--shard-gb", sizes[0], "--resume")
     assert differing(source, out) == []
+
+
+@pytest.mark.parametrize("removed", range(1, 7))  # the first is of the plan before this one
+def test_killed_while_the_leftovers_are_removed(removed: int, source: Path, tmp_path: Path) -> None:
+    """After any number of its removals: the output is whole, a resume says so and removes the rest."""
+    out, command = tmp_path / "out", ["import", "--hf", source, "--out", tmp_path / "out", "--workers", 1]
+    with stopped_after(removed):
+        assert run(*command)[0] == 1
+    before = files_of(out)
+    assert (tmp_path / ".out.converting/plan.json").is_file()
+    assert "is complete already" in convert(*command, "--resume")
+    assert files_of(out) == before and sorted(path.name for path in tmp_path.iterdir()) == ["models", "out"]
+
+
+@pytest.mark.parametrize("removed", range(3))
+def test_killed_while_an_unfinished_conversion_is_forgotten(removed: int, source: Path, tmp_path: Path) -> None:
+    """What is half forgotten is not taken for complete."""
+    out = tmp_path / "out"
+    command = ["import", "--hf", source, "--out", out, "--workers", 1]
+    killed("metadata", *command, marks=tmp_path / "marks")
+    wait_for_lock(out)
+    with stopped_after(removed):
+        assert run(*command, "--force")[0] == 1
+    code, said, err = run(*command, "--resume")
+    assert (code == 0 and (out / "release/.metadata").is_file()) or "start again with --force" in err
+    assert "complete already" not in said
+    convert(*command, "--force")
+
+
+@contextmanager
+def stopped_after(removals: int) -> Iterator[None]:
+    """Removals of files and directories in a work directory fail after so many, as if the process had been killed."""
+    unlink, rmtree, left = Path.unlink, shutil.rmtree, [removals]
+
+    def count(path: Path) -> None:
+        if Path(path).parent.name == ".out.converting" and not Path(path).name.startswith("."):
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError("killed")
+
+    def unlink_with(self: Path, *arguments: Any, **options: Any) -> None:
+        count(self)
+        unlink(self, *arguments, **options)
+
+    def rmtree_with(path: Path, *arguments: Any, **options: Any) -> None:
+        count(path)
+        rmtree(path, *arguments, **options)
+
+    with mock.patch.object(Path, "unlink", unlink_with), mock.patch("shutil.rmtree", rmtree_with):
+        yield
 
 
 def _two_sizes_of_as_many_files(megatron: Path, tmp_path: Path) -> tuple[float, float]:
