@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write(f"{PROGRAM}: interrupted; go on with --resume\n")
+        remedy = "; go on with --resume" if options.resumable else ""
+        sys.stderr.write(f"{PROGRAM}: interrupted{remedy}\n")
         return 130
 
 
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 def _command(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, example: str,
              run: Callable[[argparse.Namespace, TextIO], int]) -> argparse.ArgumentParser:  # fmt: skip
     parser = commands.add_parser(name, help=text, description=text, epilog=f"example: {PROGRAM} {example}")
-    parser.set_defaults(command=run)
+    parser.set_defaults(command=run, resumable=False)
     return parser
 
 
@@ -80,7 +81,10 @@ def _export_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="checkpoint root or step directory")
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="where the Hugging Face directory goes")
     parser.add_argument(
-        "--shard-gb", type=float, default=5 * 2**30 / 1e9, metavar="N", help="largest file (default: 5 GiB)"
+        "--shard-gb", type=_gigabytes, default=5 * 2**30, metavar="N", help="largest file (default: 5 GiB)"
+    )
+    parser.add_argument(
+        "--check-digests", action="store_true", help="first hold all files against the manifest (reads them twice)"
     )
     _conversion_arguments(parser)
 
@@ -121,8 +125,10 @@ def _conversion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="convert to it (default: as stored)")
     parser.add_argument("--workers", type=_positive, metavar="N", help="processes (default: 4; 1 under torchrun)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
-    parser.add_argument("--resume", action="store_true", help="continue a conversion that was interrupted")
-    parser.add_argument("--force", action="store_true", help="overwrite what is there")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--resume", action="store_true", help="continue a conversion that was interrupted")
+    either.add_argument("--force", action="store_true", help="start again, and overwrite what is there")
+    parser.set_defaults(resumable=True)
 
 
 def _pickle_argument(parser: argparse.ArgumentParser) -> None:
@@ -130,33 +136,49 @@ def _pickle_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _gigabytes(text: str) -> int:
+    """In bytes."""
+    try:
+        count = int(float(text) * 1e9)
+    except (ValueError, OverflowError):  # not a number, nan or inf
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GB above 0")
+    return count
 
 
 def _import(options: argparse.Namespace, stream: TextIO) -> int:
-    from megarl.checkpoint.hf_files import HFDirectory
     from megarl.checkpoint.importing import ImportJob
+    from megarl.checkpoint.open import open_hf
+    from megarl.checkpoint.ranks import Ranks
     from megarl.checkpoint.run import convert
 
-    def job() -> ImportJob:
-        return ImportJob(HFDirectory(options.hf, allow_pickle=options.allow_pickle), _dtype(options))
+    def job(_: Ranks) -> ImportJob:
+        return ImportJob(open_hf(options.hf, allow_pickle=options.allow_pickle), _dtype(options))
 
-    convert(job, options.out, _run_options(options), stream)
+    convert(job, options.hf, options.out, _run_options(options), stream)
     return 0
 
 
 def _export(options: argparse.Namespace, stream: TextIO) -> int:
+    from megarl.checkpoint.digests import check_digests
     from megarl.checkpoint.exporting import ExportJob
     from megarl.checkpoint.megatron_files import MegatronDirectory
+    from megarl.checkpoint.ranks import Ranks
     from megarl.checkpoint.run import convert
 
-    def job() -> ExportJob:
-        return ExportJob(MegatronDirectory(options.megatron), _dtype(options), int(options.shard_gb * 1e9))
+    def job(ranks: Ranks) -> ExportJob:
+        source = MegatronDirectory(options.megatron)
+        if options.check_digests:
+            check_digests(source, ranks.rank, ranks.size)
+        return ExportJob(source, _dtype(options), options.shard_gb)
 
-    convert(job, options.hf, _run_options(options), stream)
+    convert(job, options.megatron, options.hf, _run_options(options), stream)
     return 0
 
 
@@ -167,6 +189,8 @@ def _verify(options: argparse.Namespace, stream: TextIO) -> int:
 
     texts = _texts(options)
     one, other = (open_model(path, allow_pickle=options.allow_pickle) for path in (options.a, options.b))
+    for model in (one, other):
+        _check_manifest(model, stream)
     import torch
 
     total = sum(one.dtype(name).itemsize * torch.Size(one.shape(name)).numel() for name in one.names())
@@ -182,6 +206,15 @@ def _verify(options: argparse.Namespace, stream: TextIO) -> int:
         stream.write(found.render(options.tolerance))
         same = same and found.max_delta <= options.tolerance
     return 0 if same else 1
+
+
+def _check_manifest(model: Any, stream: TextIO) -> None:
+    """A side that has a manifest is held against it: a comparison of what is damaged says nothing of its maker."""
+    from megarl.checkpoint.digests import check_digests, has_manifest
+    from megarl.checkpoint.megatron_files import MegatronDirectory
+
+    if isinstance(model, MegatronDirectory) and has_manifest(model):
+        stream.write(f"{model.step}: {check_digests(model)} files as its manifest says\n")
 
 
 def _texts(options: argparse.Namespace) -> list[str]:

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 
 from megarl.checkpoint import faults
+from megarl.checkpoint.errors import writing
 from megarl.checkpoint.hf_files import fingerprint
 from megarl.checkpoint.megatron_files import MegatronDirectory
 from megarl.checkpoint.output import Output
 from megarl.checkpoint.units import Item, convert, pack, split, unit_bytes
 from megarl.checkpoint.workers import Report
 from megarl.models.export import ExportedTensor, copy_side_files, plan_files
-from megarl.models.safetensors_io import TensorSpec, encode_header, write_index
+from megarl.models.safetensors_io import HF_INDEX, TensorSpec, encode_header, write_index
 from megarl.models.source import HF_FILES
 
 SHARD_BYTES = 5 * 2**30  # as transformers, and as the weight sync's export
@@ -60,32 +62,38 @@ class ExportJob:
             "files": fingerprint([*self.source.files(), self.source.step / HF_FILES / "config.json"]),
             "dtype": str(self.dtype),
             "units": len(self.units),
-            "outputs": [name for name, _ in self.files],
+            # Their headers too: another --shard-gb may give as many files with other tensors in them.
+            "outputs": {name: blake3(self._headers[name]).hexdigest() for name, _ in self.files},
         }
 
     def prepare(self, partial: Path) -> None:
         """Every file in its full size, with its header; the tensors' bytes are holes."""
         for name, tensors in self.files:
             size = len(self._headers[name]) + sum(spec.nbytes for spec in tensors)
-            with (partial / name).open("ab") as file:
-                file.truncate(size)
-            descriptor = os.open(partial / name, os.O_WRONLY)
-            os.pwrite(descriptor, self._headers[name], 0)
-            os.close(descriptor)
+            with writing(partial / name):
+                with (partial / name).open("ab") as file:
+                    file.truncate(size)
+                descriptor = os.open(partial / name, os.O_WRONLY)
+                try:
+                    _write_at(descriptor, self._headers[name], 0)
+                finally:
+                    os.close(descriptor)
 
     def write_unit(self, partial: Path, number: int, report: Report) -> Any:
         """Write neighbouring tensors, or rows of one, into their place; they are on the disk when it returns."""
         unit = self.units[number]
         for item in unit:
             self.source.will_need(item.what, item.start, item.stop)
-        descriptor = os.open(partial / self._places[unit[0].what][0], os.O_WRONLY)
-        try:
-            for item in unit:
-                self._write(descriptor, item)
-                report(item.nbytes)
-            os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
+        path, at = partial / self._places[unit[0].what][0], unit[0]
+        with writing(path, lambda: at.what):
+            descriptor = os.open(path, os.O_WRONLY)
+            try:
+                for at in unit:
+                    self._write(descriptor, at)
+                    report(at.nbytes)
+                os.fdatasync(descriptor)
+            finally:
+                os.close(descriptor)
         return None
 
     def finish(self, partial: Path, results: dict[int, Any]) -> None:
@@ -94,10 +102,12 @@ class ExportJob:
             _check(partial / name, self._headers[name], tensors)
         faults.reached("metadata")
         first = self.files[0][1][0].dtype
-        copy_side_files(self.source.step / HF_FILES, partial, self.dtype or first)
+        with writing(partial):
+            copy_side_files(self.source.step / HF_FILES, partial, self.dtype or first)
         faults.reached("manifest")
         if len(self.files) > 1:
-            write_index(partial, self.files)
+            with writing(partial / HF_INDEX):
+                write_index(partial, self.files)
         Output.sync(partial.iterdir())
 
     def summary(self) -> str:
@@ -109,11 +119,16 @@ class ExportJob:
         rows = convert(self.source.rows(item.what, item.start, item.stop), spec.dtype).contiguous()
         if rows.numel() == 0:
             return
-        left = memoryview(rows.reshape(-1).view(torch.uint8).numpy())
         position = offset + item.start * (item.nbytes // (item.stop - item.start))
-        while left:
-            count = os.pwrite(descriptor, left, position)
-            left, position = left[count:], position + count
+        _write_at(descriptor, rows.reshape(-1).view(torch.uint8).numpy(), position)
+
+
+def _write_at(descriptor: int, data: Any, position: int) -> None:
+    """All of it; one call may write a part."""
+    left = memoryview(data)
+    while left:
+        count = os.pwrite(descriptor, left, position)
+        left, position = left[count:], position + count
 
 
 def _check(path: Path, header: bytes, tensors: list[TensorSpec]) -> None:

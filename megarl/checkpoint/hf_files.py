@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import struct
 import warnings
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 
 from megarl.models.info import ModelInfo, load_info
 from megarl.models.loader import check_tensors
-from megarl.models.safetensors_io import DTYPE_NAMES, DTYPES, SafetensorsDirectory, TensorRecord
+from megarl.models.safetensors_io import DTYPE_NAMES, DTYPES, SafetensorsDirectory, TensorRecord, read_weight_map
 from megarl.models.shards import table
 
 READAHEAD_BYTES = 2**21
@@ -168,7 +167,7 @@ class _PickledDirectory:
         self.records: dict[str, TensorRecord] = {}
         index = path / _BIN_INDEX
         names = (
-            sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            sorted(set(read_weight_map(index).values()))
             if index.is_file()
             else sorted(file.name for file in path.glob("pytorch_model*.bin"))
         )
@@ -179,9 +178,11 @@ class _PickledDirectory:
 
     def _read(self, file: Path) -> None:
         try:
-            content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # torch raises what the damage happens to cause
             raise ValueError(f"{file} cannot be read as plain tensors: {str(error).splitlines()[0]}") from error
+        if not isinstance(content, dict) or not all(isinstance(each, torch.Tensor) for each in content.values()):
+            raise ValueError(f"{file} cannot be read as plain tensors: it must be a dict of tensors by name")
         for name, tensor in content.items():
             if name in self.tensors:
                 raise ValueError(f"tensor {name} is in both {self.records[name].file} and {file}")

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint import faults
-from megarl.checkpoint.errors import ConversionError
+from megarl.checkpoint.errors import ConversionError, writing
 from megarl.checkpoint.hf_files import HFDirectory, fingerprint
 from megarl.checkpoint.keys import StoredTensor, content_metadata, stored_tensors
 from megarl.checkpoint.manifest import FileEntry, Manifest, write_durably
@@ -84,7 +84,9 @@ class ImportJob:
             self._will_need(item)
         self._planner.report = report
         writer = _Writer(partial / RELEASE)
-        results = writer.write_data(self._plans[number], self._planner).wait()
+        path = partial / RELEASE / f"__{number}_0.distcp"
+        with writing(path, lambda: self._planner.last):
+            results = writer.write_data(self._plans[number], self._planner).wait()
         ((name, digest),) = writer.fs.digests.items()
         places = [[r.index.fqn, list(r.index.offset), r.size_in_bytes, r.storage_data.offset] for r in results]
         size = os.stat(partial / RELEASE / name).st_size
@@ -95,13 +97,15 @@ class ImportJob:
         step = partial / RELEASE
         faults.reached("metadata")
         written = [[_write_result(result, place) for place in result["places"]] for result in results.values()]
-        _Writer(step).finish(self._metadata, written)
+        with writing(step / SHARD_INDEX):
+            _Writer(step).finish(self._metadata, written)
         common = io.BytesIO()
         torch.save({"content_metadata": content_metadata(), "iteration": 0, "checkpoint_version": 3.0}, common)
         write_durably(step / _COMMON, common.getvalue())
         shutil.rmtree(step / HF_FILES, ignore_errors=True)
         (step / HF_FILES).mkdir()
-        copy_side_files(self.source.path, step / HF_FILES, self.dtype or _dtype(self.source.info.dtype))
+        with writing(step / HF_FILES):
+            copy_side_files(self.source.path, step / HF_FILES, self.dtype or self._dtypes[self.stored[0].key])
         Output.sync((step / HF_FILES).iterdir())
         write_durably(step / FORMAT_FILE, json.dumps(_FORMAT).encode())
         faults.reached("manifest")
@@ -180,8 +184,3 @@ class _Writer(FileSystemWriter):
 def _write_result(result: dict[str, Any], place: list[Any]) -> WriteResult:
     key, offset, size, begin = place
     return WriteResult(MetadataIndex(key, torch.Size(offset)), size, _StorageInfo(result["file"], begin, size))
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

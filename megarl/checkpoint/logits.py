@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from megarl.data.tokenize import load_tokenizer
+from megarl.models.info import load_info
 from megarl.models.source import hf_files, megatron_step
 
 
@@ -35,7 +36,15 @@ class Agreement:
 
 
 def agreement(one: Path, other: Path, texts: Sequence[str]) -> Agreement:
-    """Run both; tokens are those of the first model's tokenizer. ValueError if a text gives no tokens."""
+    """Run both; tokens are those of the first model's tokenizer.
+
+    ValueError if a text gives no tokens, or the vocabularies differ in size.
+    """
+    sizes = [load_info(path).vocab_size for path in (one, other)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"log-probs cannot be compared: the vocabulary of {one} is {sizes[0]:,}, that of {other} {sizes[1]:,}"
+        )
     tokenizer = load_tokenizer(one)
     ids = [list(tokenizer(text)["input_ids"]) for text in texts]
     for text, tokens in zip(texts, ids, strict=True):
@@ -71,7 +80,6 @@ def _by_megatron(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]
 
     from megarl import platforms
     from megarl.checkpoint.load import load_weights
-    from megarl.models.info import load_info
     from megarl.models.layout import Layout
     from megarl.models.provider import build_model, transformer_config
 

@@ -118,6 +118,9 @@ def write_durably(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write that fails does not know it
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     fsync_directory(path.parent)

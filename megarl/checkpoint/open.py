@@ -21,3 +21,17 @@ def open_model(path: Path, *, allow_pickle: bool = False) -> HFDirectory | Megat
             f"{path} is neither a Hugging Face directory (no config.json) nor a Megatron checkpoint (no tracker file)"
         )
     return HFDirectory(path, allow_pickle=allow_pickle)
+
+
+def open_hf(path: Path, *, allow_pickle: bool = False) -> HFDirectory:
+    """What `--hf` names. ConversionError if it is no Hugging Face directory; ValueError if it is damaged."""
+    if not path.is_dir():
+        raise ConversionError(f"--hf {path} {'is not a directory' if path.exists() else 'does not exist'}")
+    if step := megatron_step(path):
+        raise ConversionError(
+            f"--hf {path} is a Megatron checkpoint already ({step.name}); training starts from it as it "
+            "is, and export makes a Hugging Face directory of it"
+        )
+    if not (path / "config.json").is_file():
+        raise ConversionError(f"--hf {path} is not a Hugging Face directory: it has no config.json")
+    return HFDirectory(path, allow_pickle=allow_pickle)

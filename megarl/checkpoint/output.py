@@ -19,7 +19,7 @@ from megarl.checkpoint import faults
 from megarl.checkpoint.errors import ConversionError
 from megarl.checkpoint.manifest import fsync_directory, write_durably
 
-_PLAN = "plan.json"
+_PLAN, _LOCK = "plan.json", "lock"
 
 
 class Output:
@@ -30,10 +30,22 @@ class Output:
         self.work = self.out.with_name(f".{self.out.name}.converting")
         self.partial = self.work / "output"
         self._lock: IO[bytes] | None = None
+        self._force = False
+
+    def refuse_overlap(self, source: Path) -> None:
+        """ConversionError if OUT is the source, holds a file of it or lies in it: to replace it would delete these."""
+        root, out, work = source.resolve(), self.out.resolve(), self.work.resolve()
+        # The entries too: what is linked into the source may lie elsewhere.
+        inputs = [root, *(path.resolve() for path in (root.iterdir() if root.is_dir() else ()))]
+        if root in out.parents or any(place in (path, *path.parents) for place in (out, work) for path in inputs):
+            raise ConversionError(
+                f"{self.out} and the source {source} overlap: the one must not be, hold or lie in the other; "
+                "choose a directory beside it"
+            )
 
     def refuse_existing(self, *, force: bool, resume: bool) -> None:
         """ConversionError if OUT exists, or an unfinished conversion does, and no option says what to do with it."""
-        if self.out.exists() and not force and not (resume and self.work.exists()):
+        if self._occupied() and not force and not (resume and self.work.exists()):
             raise ConversionError(f"{self.out} exists already; choose another directory, or overwrite it with --force")
         if self.work.exists() and not (force or resume):
             raise ConversionError(
@@ -45,7 +57,7 @@ class Output:
     def lock(self) -> None:
         """ConversionError if another process is writing here."""
         self.work.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.work / "lock").open("wb")
+        self._lock = (self.work / _LOCK).open("wb")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -57,27 +69,33 @@ class Output:
             self._lock.close()
             self._lock = None
 
-    def begin(self, plan: dict[str, Any]) -> None:
-        """Start afresh: forget whatever is there."""
-        for path in self.work.iterdir():
-            if path.name != "lock":
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    def begin(self, plan: dict[str, Any], *, force: bool = False) -> None:
+        """Start afresh: forget whatever is there. `force`: what OUT is may be replaced, after a resume too."""
+        # First: a plan without its output means that this is complete already.
+        (self.work / _PLAN).unlink(missing_ok=True)
+        self._clear()
         self.partial.mkdir()
-        write_durably(self.work / _PLAN, json.dumps(plan).encode())
+        self._force = force
+        write_durably(self.work / _PLAN, json.dumps({"force": force, "plan": plan}).encode())
 
     def resume(self, plan: dict[str, Any]) -> bool:
         """Check that the unfinished work is of the same plan. False if it is complete but for its leftovers."""
         path = self.work / _PLAN
         if not path.is_file():
-            if any(self.partial.glob("*")):
+            if any(self.partial.glob("*")) or self._occupied():
                 raise ConversionError(f"{self.work} has no {_PLAN}; start again with --force")
             self.begin(plan)
             return True
-        if json.loads(path.read_text()) != json.loads(json.dumps(plan)):
+        begun = json.loads(path.read_text())
+        if begun.get("plan") != json.loads(json.dumps(plan)):
             raise ConversionError(
                 f"{self.work} was begun from other files or with other options; start again with --force"
             )
-        return self.partial.is_dir()
+        self._force = begun["force"]
+        unfinished = self.partial.is_dir()
+        if unfinished:
+            self._refuse_replacing()
+        return unfinished
 
     def finished(self) -> dict[int, Any]:
         """Results of the finished units by number."""
@@ -93,16 +111,32 @@ class Output:
         write_durably(self.work / f"unit-{number}.json", json.dumps(result).encode())
 
     def commit(self) -> None:
-        """OUT appears; what was there before goes."""
+        """OUT appears; what was there before goes. ConversionError if that may not be replaced."""
         for directory, _, _ in os.walk(self.partial):
             fsync_directory(Path(directory))
         faults.reached("rename")
-        old = self.work / "old"
-        if self.out.exists():
-            os.replace(self.out, old)
+        self._refuse_replacing()
+        if self._occupied():
+            os.replace(self.out, self._old)
         os.replace(self.partial, self.out)
         fsync_directory(self.out.parent)
         self.clean()
+
+    @property
+    def _old(self) -> Path:
+        return self.work / "old"
+
+    def _occupied(self) -> bool:
+        """Whether OUT is anything, a dangling symbolic link included."""
+        return os.path.lexists(self.out)
+
+    def _refuse_replacing(self) -> None:
+        """With --force what OUT was at the beginning goes, once; what appeared since then is somebody's."""
+        if self._occupied() and (not self._force or self._old.exists()):
+            raise ConversionError(
+                f"{self.out} has appeared since the conversion began; move it away and go on with --resume, or start "
+                "again with --force to replace it"
+            )
 
     @staticmethod
     def sync(paths: Iterable[Path]) -> None:
@@ -115,5 +149,15 @@ class Output:
                 os.close(descriptor)
 
     def clean(self) -> None:
-        """Remove the work directory."""
-        shutil.rmtree(self.work)
+        """Remove the work directory; killed meanwhile, a resume goes on with that."""
+        self._clear()
+        # What still says that this was complete goes by one rename; killed behind it, two small files are left.
+        done = self.work.with_name(f".{self.out.name}.converted")
+        shutil.rmtree(done, ignore_errors=True)
+        os.replace(self.work, done)
+        shutil.rmtree(done)
+
+    def _clear(self) -> None:
+        for path in self.work.iterdir():
+            if path.name not in (_LOCK, _PLAN):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

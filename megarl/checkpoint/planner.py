@@ -26,6 +26,7 @@ class LazySavePlanner(SavePlanner):
     def __init__(self, source: HFDirectory, units: list[list[Item[StoredTensor]]], dtypes: dict[str, torch.dtype]):
         self._source, self._units, self._dtypes = source, units, dtypes
         self.report: Report = lambda count: None  # gets the bytes of each item that the writer asks for
+        self.last = ""  # the key that the writer asked for last
         self._items = {(item.what.key, item.start): item for unit in units for item in unit}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
@@ -49,6 +50,7 @@ class LazySavePlanner(SavePlanner):
         """The rows of one item, on the CPU."""
         offset = write_item.index.offset
         item = self._items[write_item.index.fqn, offset[0] if offset else 0]
+        self.last = item.what.key
         self.report(item.nbytes)
         return stored_rows(self._source, item.what, item.start, item.stop, self._dtypes[item.what.key])
 

@@ -43,6 +43,15 @@ class Ranks:
 
     def stage(self, name: str, work: Callable[[], T]) -> T:
         """Do `work`, wait for all ranks. Raises what `work` raised, or PeerError naming the rank that failed."""
+        return self._run(name, work)[0]
+
+    def first(self, name: str, work: Callable[[], T]) -> T:
+        """A stage of rank 0 alone; its answer, which must be JSON, is every rank's."""
+        answer: T = self._run(name, work if self.rank == 0 else _nothing, share=True)[1]
+        return answer
+
+    def _run(self, name: str, work: Callable[[], Any], *, share: bool = False) -> tuple[Any, Any]:
+        """What `work` returned here, and, with `share`, on rank 0."""
         failure: Exception | None = None
         result: Any = None
         try:
@@ -50,15 +59,17 @@ class Ranks:
         except Exception as error:
             failure = error
         self._stage += 1
+        firsts = result
         if self._store is not None:
-            self._meet(name, failure)
+            firsts = self._meet(name, failure, result if share else None)
         if failure is not None:
             raise failure
-        return result
+        return result, firsts
 
-    def _meet(self, name: str, failure: Exception | None) -> None:
+    def _meet(self, name: str, failure: Exception | None, result: Any) -> Any:
         keys = [f"{self._prefix}/{self._stage}/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], json.dumps(str(failure) if failure is not None else None))
+        self._store.set(keys[self.rank], json.dumps([str(failure) if failure is not None else None, result]))
+        firsts = None
         for rank, key in enumerate(keys):
             try:
                 self._store.wait([key], STAGE_TIMEOUT)
@@ -66,6 +77,12 @@ class Ranks:
                 raise ConversionError(
                     f"rank {self.rank} waited for rank {rank} at the end of stage {name!r} in vain: {error}"
                 ) from error
-            problem = json.loads(self._store.get(key))
+            problem, theirs = json.loads(self._store.get(key))
             if problem is not None and failure is None:
                 raise PeerError(f"rank {rank} failed: {problem}")
+            firsts = theirs if rank == 0 else firsts
+        return firsts
+
+
+def _nothing() -> None:
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -45,9 +46,10 @@ class Options:
     dry_run: bool = False
 
 
-def convert(make: Callable[[], Job], out: Path, options: Options, stream: TextIO) -> None:
+def convert(make: Callable[[Ranks], Job], source: Path, out: Path, options: Options, stream: TextIO) -> None:
     """Build the job and run it. ConversionError or ValueError with one message for whatever stands in its way."""
     output = Output(out)
+    output.refuse_overlap(source)
     try:
         _convert(make, output, options, Ranks(), stream)
     finally:
@@ -55,15 +57,15 @@ def convert(make: Callable[[], Job], out: Path, options: Options, stream: TextIO
         gc.unfreeze()
 
 
-def _convert(make: Callable[[], Job], output: Output, options: Options, ranks: Ranks, stream: TextIO) -> None:
+def _convert(make: Callable[[Ranks], Job], output: Output, options: Options, ranks: Ranks, stream: TextIO) -> None:
     began = time.monotonic()
 
     def check() -> Job:
         if ranks.rank == 0:
             output.refuse_existing(force=options.force, resume=options.resume)
-        job = make()
+        job = make(ranks)
         if ranks.rank == 0:
-            _check_space(job, output)
+            _check_target(job, output)
         return job
 
     with _no_collections():
@@ -72,10 +74,10 @@ def _convert(make: Callable[[], Job], output: Output, options: Options, ranks: R
         if ranks.rank == 0:
             _describe(job, output, options, ranks, stream)
         return
-    unfinished = ranks.stage("begin", lambda: _begin(job, output, options) if ranks.rank == 0 else True)
-    if not unfinished:
-        output.clean()
-        stream.write(f"{output.out} is complete already\n")
+    if not ranks.first("begin", lambda: _begin(job, output, options)):
+        if ranks.rank == 0:
+            output.clean()
+            stream.write(f"{output.out} is complete already\n")
         return
     done = ranks.stage("read progress", output.finished)
     ranks.stage("write", lambda: _write(job, output, options, ranks, done, stream))
@@ -109,7 +111,7 @@ def _begin(job: Job, output: Output, options: Options) -> bool:
         if options.resume:
             unfinished = output.resume(job.plan())
         else:
-            output.begin(job.plan())
+            output.begin(job.plan(), force=options.force)
         if unfinished:
             job.prepare(output.partial)
         return unfinished
@@ -152,9 +154,16 @@ def needed_bytes(job: Job) -> int:
     return sum(job.sizes) + RESERVE
 
 
-def _check_space(job: Job, output: Output) -> None:
-    """Before anything is written. What an unfinished conversion has written already counts as there."""
+def _check_target(job: Job, output: Output) -> None:
+    """That it can be made, and that the disk has room for it, before anything is written.
+
+    What an unfinished conversion has written already counts as there.
+    """
     parent = next(path for path in output.out.parents if path.exists())
+    if not parent.is_dir():
+        raise ConversionError(f"{output.out} cannot be made: {parent} is not a directory")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConversionError(f"{output.out} cannot be made: {parent} is not writable")
     there = sum(path.stat().st_blocks * 512 for path in output.work.rglob("*") if path.is_file())
     free, needed = shutil.disk_usage(parent).free + there, needed_bytes(job)
     if free < needed:

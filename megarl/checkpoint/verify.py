@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -33,7 +34,7 @@ class Comparison:
             f"{self.equal:,} equal, {len(self.differing):,} differing, {len(self.mismatched):,} of another shape or "
             f"dtype, {len(self.missing):,} missing, {len(self.unexpected):,} unexpected"
         ]
-        worst = sorted(self.differing, key=lambda pair: -pair[1])
+        worst = sorted(self.differing, key=lambda pair: -math.inf if math.isnan(pair[1]) else -pair[1])
         lines += _listed("differing (max |Δ|)", [f"{name}  {delta:.3e}" for name, delta in worst])
         lines += _listed("another shape or dtype", self.mismatched)
         lines += _listed("missing (only in A)", self.missing) + _listed("unexpected (only in B)", self.unexpected)
@@ -54,9 +55,9 @@ def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = la
             continue
         deltas = list(_deltas(one, other, name, report))
         if one.dtype(name) != other.dtype(name):
-            result.mismatched.append(f"{name}: {kinds[0]} and {kinds[1]}, max |Δ| {max(deltas, default=0.0):.3e}")
+            result.mismatched.append(f"{name}: {kinds[0]} and {kinds[1]}, max |Δ| {_worst(deltas):.3e}")
         elif any(deltas):
-            result.differing.append((name, max(deltas)))
+            result.differing.append((name, _worst(deltas)))
         else:
             result.equal += 1
     return result
@@ -72,6 +73,11 @@ def _deltas(one: HFTensors, other: HFTensors, name: str, report: Callable[[int],
             continue
         delta = float((a.double() - b.double()).abs().max())
         yield delta if delta or a.dtype != b.dtype else float("nan")
+
+
+def _worst(deltas: list[float]) -> float:
+    """The greatest; NaN if one is (`max` keeps whichever comes first). 0 for a tensor without elements."""
+    return math.nan if any(map(math.isnan, deltas)) else max(deltas, default=0.0)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

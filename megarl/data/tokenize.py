@@ -31,7 +31,7 @@ def load_tokenizer(model_dir: Path | str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(hf_files(model_dir)), local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model.path {model_dir} has no tokenizer that can be loaded: {error}") from error
+        raise ValueError(f"{model_dir} has no tokenizer that can be loaded: {error}") from error
 
 
 class PromptEncoder:

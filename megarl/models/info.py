@@ -106,13 +106,15 @@ def load_info(model_dir: Path | str) -> ModelInfo:
     path = hf_files(model_dir) / "config.json"
     if not path.is_file():
         raise ValueError(
-            f"{path} not found: model.path must be a Hugging Face directory with a config.json, or a Megatron "
-            "checkpoint"
+            f"{path} not found: a model is a Hugging Face directory with a config.json, or a Megatron checkpoint"
         )
     try:
         raw = json.loads(path.read_text())
+        if not isinstance(raw, dict):
+            raise ValueError("it must be a JSON object")
         return info_from_config(raw)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        # Beyond the first two: a field of another type, or a size of 0, wherever it happens to be used first.
         what = f"missing key {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{path}: {what}") from error
 
@@ -161,4 +163,7 @@ def _refuse(raw: Mapping[str, Any]) -> None:
     if raw.get("mlp_bias"):
         raise ValueError("mlp_bias=true is not supported")
     if raw.get("quantization_config"):
-        raise ValueError("quantized checkpoints are not supported; use the bf16 or fp32 weights")
+        raise ValueError(
+            "quantized checkpoints are not supported; use the bf16 or fp32 weights. If these are, cast from quantized "
+            "ones, delete quantization_config"
+        )

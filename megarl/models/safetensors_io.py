@@ -24,7 +24,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_INDEX = "model.safetensors.index.json"
+HF_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class SafetensorsDirectory:
         self.close()
 
     def _index(self) -> dict[str, str] | None:
-        path = self.directory / _INDEX
-        return json.loads(path.read_text())["weight_map"] if path.is_file() else None
+        path = self.directory / HF_INDEX
+        return read_weight_map(path) if path.is_file() else None
 
     def _files(self) -> list[Path]:
         index = self._index()
@@ -91,7 +91,7 @@ class SafetensorsDirectory:
             raise ValueError(f"{self.directory} has no *.safetensors; convert the checkpoint to safetensors first")
         missing = [str(file) for file in files if not file.is_file()]
         if missing:
-            raise ValueError(f"{self.directory / _INDEX} names files that do not exist: {', '.join(missing)}")
+            raise ValueError(f"{self.directory / HF_INDEX} names files that do not exist: {', '.join(missing)}")
         return files
 
     def _check_index(self) -> None:
@@ -100,10 +100,22 @@ class SafetensorsDirectory:
             return
         for name, file in index.items():
             if name not in self.records or self.records[name].file.name != file:
-                raise ValueError(f"{self.directory / _INDEX} says {name} is in {file}, but it is not")
+                raise ValueError(f"{self.directory / HF_INDEX} says {name} is in {file}, but it is not")
         unlisted = sorted(set(self.records) - set(index))
         if unlisted:
-            raise ValueError(f"{self.directory / _INDEX} has no entry for {', '.join(unlisted[:5])}")
+            raise ValueError(f"{self.directory / HF_INDEX} has no entry for {', '.join(unlisted[:5])}")
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """File name by tensor, from a Hugging Face index. ValueError naming `path` if it holds anything else."""
+    try:
+        found = json.loads(path.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        what = "it has no weight_map" if isinstance(error, (KeyError, TypeError)) else str(error)
+        raise ValueError(f"{path} is not an index of weight files: {what}") from error
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise ValueError(f"{path} is not an index of weight files: its weight_map names no file for each tensor")
+    return found
 
 
 def _read_header(path: Path) -> dict[str, TensorRecord]:
@@ -185,4 +197,4 @@ def write_index(directory: Path, files: Iterable[tuple[str, Sequence[TensorSpec]
     weight_map = {spec.name: file for file, specs in files for spec in specs}
     total = sum(spec.nbytes for _, specs in files for spec in specs)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (directory / HF_INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -30,9 +30,9 @@ def megatron_step(path: Path | str) -> Path | None:
     """
     path = Path(path)
     if (path / TRACKER).is_file():
-        word = (path / TRACKER).read_text().strip()
-        if word != RELEASE and not word.isdigit():
-            raise ValueError(f"{path / TRACKER} must hold a number or {RELEASE!r}, not {word!r}")
+        word = (path / TRACKER).read_text(errors="replace").strip()
+        if word != RELEASE and not (word.isascii() and word.isdigit()):
+            raise ValueError(f"{path / TRACKER} must hold a number or {RELEASE!r}, not {word[:40]!r}")
         step = path / step_name(None if word == RELEASE else int(word))
         if not step.is_dir():
             raise ValueError(f"{path / TRACKER} says {word}, but {step} does not exist")

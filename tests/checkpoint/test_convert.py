@@ -169,3 +169,40 @@ def test_a_pickle_that_is_more_than_tensors_is_refused(model_dir: Callable[[str]
     torch.save({"model.norm.weight": _Bomb()}, source / "pytorch_model.bin")
     code, out, err = run("import", "--hf", source, "--out", tmp_path / "m", "--allow-pickle")
     assert code == 1 and "pytorch_model.bin cannot be read as plain tensors" in err and "code was run" not in out
+
+
+@pytest.mark.parametrize("name", ["shard", "hf/tokenizer.json"])
+def test_a_flipped_byte_is_found(name: str, imported: Callable[[str], Path], tmp_path: Path) -> None:
+    """By verify always, by export on demand; both name the file."""
+    shutil.copytree(imported("qwen3"), tmp_path / "m")
+    step = tmp_path / "m/release"
+    assert convert("verify", step, imported("qwen3")).count("files as its manifest says") == 2
+    export = ("export", "--megatron", tmp_path / "m", "--hf", tmp_path / "hf")
+    convert(*export, "--check-digests")
+    file = sorted(step.glob("*.distcp"))[1] if name == "shard" else step / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    for command in (("verify", imported("qwen3"), tmp_path / "m"), (*export, "--force", "--check-digests")):
+        code, _, err = run(*command)
+        assert code == 1 and err.startswith("convert.py: the checkpoint is damaged:") and f"{file}: digest" in err
+    convert(*export, "--force")
+
+
+def test_a_checkpoint_without_a_manifest(imported: Callable[[str], Path], tmp_path: Path) -> None:
+    """As Megatron-LM writes it: there is nothing to check, and who asks for it is told."""
+    shutil.copytree(imported("qwen3"), tmp_path / "m")
+    (tmp_path / "m/release/manifest.json").unlink()
+    assert convert("verify", tmp_path / "m", imported("qwen3")).count("files as its manifest says") == 1
+    code, _, err = run("export", "--megatron", tmp_path / "m", "--hf", tmp_path / "hf", "--check-digests")
+    assert code == 1 and "has no manifest.json" in err
+
+
+def test_a_shard_that_the_manifest_does_not_know(imported: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(imported("qwen3"), tmp_path / "m")
+    path = tmp_path / "m/release/manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["files"]["__1_0.distcp"]
+    path.write_text(json.dumps(manifest))
+    code, _, err = run("verify", tmp_path / "m", imported("qwen3"))
+    assert code == 1 and f"{path} does not know __1_0.distcp" in err

@@ -14,8 +14,9 @@ from megarl.checkpoint.logits import compare_logprobs
 from megarl.models import shards
 from megarl.models.info import ModelInfo
 from megarl.models.mapping import Entry
-from tests.checkpoint.converter import convert, run_forked
+from tests.checkpoint.converter import convert, run, run_forked
 from tests.models.mutations import MUTATIONS
+from tests.support.tiny import make_tiny_model
 
 TEXTS = (
     "--text",
@@ -63,7 +64,12 @@ def test_nan_is_never_near() -> None:
 
 @pytest.mark.parametrize("arguments", [("--logits",), ("--text", "x")])
 def test_text_and_logits_go_together(arguments: tuple[str, ...], model_dir: Callable[[str], Path]) -> None:
-    from tests.checkpoint.converter import run
-
     code, _, err = run("verify", model_dir("qwen3"), model_dir("qwen3"), *arguments)
     assert code == 1 and "--logits" in err
+
+
+def test_other_vocabularies(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    other = make_tiny_model(tmp_path / "other", "qwen3", vocab_size=8192)
+    code, out, err = run("verify", model_dir("qwen3"), other, "--logits", "--text", "x")
+    assert code == 1 and "of another shape" in out
+    assert err.startswith("convert.py: log-probs cannot be compared: the vocabulary of ") and "8,192" in err

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.checkpoint.converter import convert
+from megarl.checkpoint.output import Output
+from tests.checkpoint.converter import convert, run
 from tests.checkpoint.test_scheme import differing
 from tests.support.world import World
 
@@ -37,5 +39,23 @@ def test_one_rank_fails_all(world: Callable[[int], World], model_dir: Callable[[
     assert "rank 1 failed: writing unit 1" in results[0][2] and "Read-only file system" in results[0][2]
     assert not out.exists()
     assert "of it before the resume" in convert(*arguments, "--resume")
+    convert("export", "--megatron", out, "--hf", tmp_path / "hf")
+    assert differing(source, tmp_path / "hf") == []
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_all_ranks_resume(
+    complete: bool, world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """`complete`: killed between the rename and the removal of the leftovers, which rank 0 alone sees."""
+    source, out = model_dir("qwen3"), tmp_path / "m"
+    arguments = ["import", "--hf", str(source), "--out", str(out)]
+    with mock.patch.object(Output, "clean" if complete else "commit", side_effect=OSError("killed")):
+        assert run(*arguments)[0] == 1
+    assert out.exists() == complete
+    results = world(2).run(CASE, arguments=[*arguments, "--resume"], attempt=f"{tmp_path}/0")
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert results[0][1].startswith(f"{out} is complete already" if complete else f"{out}: ") and results[1][1] == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
     convert("export", "--megatron", out, "--hf", tmp_path / "hf")
     assert differing(source, tmp_path / "hf") == []
