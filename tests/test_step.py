@@ -91,6 +91,13 @@ def test_permuted_rewards_keep_the_group_s_rewards_but_not_their_owners() -> Non
     assert fair.shaped.groups != control.shaped.groups
 
 
+def test_permuted_rewards_leave_out_failed_samples() -> None:
+    """A failed sample's 0 on one of the solved ones would make a group that has nothing to tell apart."""
+    tags = [tag(g, i, float(i != g % 4), status="failed" if i == g % 4 else "ok") for g in range(8) for i in range(4)]
+    plan = plan_step(tags, config(algorithm={"permute_rewards": True}), dp_size=1, version=0)
+    assert plan.outcome.filtered == 8 and plan.shaped.solved_all == 8
+
+
 def test_a_sample_that_appears_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="share a key"):
         plan_step([tag(0, 0, 1.0), tag(0, 1, 0.0), tag(0, 1, 0.5)], config(), dp_size=1, version=0)
