@@ -221,8 +221,8 @@ def _mean_over_replicas() -> dict[str, Any]:
     return {"forward_backward": broken}
 
 
-def _unscaled_experts() -> dict[str, Any]:
-    """Expert gradients left at the sum over micro-batch rows, as if the division skipped their buffers."""
+def _experts_times_replicas() -> dict[str, Any]:
+    """Expert gradients too large by the number of replicas: DDP scales their buffers apart from the others."""
     original = policy_module.forward_backward
 
     def broken(chunks: Any, *args: Any) -> Any:
@@ -237,7 +237,7 @@ def _unscaled_experts() -> dict[str, Any]:
 
 MUTATIONS = {
     "mean_over_replicas": _mean_over_replicas,
-    "unscaled_experts": _unscaled_experts,
+    "experts_times_replicas": _experts_times_replicas,
     "per_micro_batch": _per_micro_batch,
     "doubled": _doubled,
     "dropped_replica": _dropped_replica,
