@@ -103,9 +103,11 @@ def _as_judged(group: Sequence[SampleTag], config: Config) -> list[float]:
 
 
 def _permuted(group: Sequence[SampleTag], config: Config) -> list[float]:
-    rewards = [tag.reward for tag in group]
-    random.Random(f"{config.run.seed}:{group[0].group_id}").shuffle(rewards)
-    return rewards
+    """Among the samples that did not fail: a failed one's reward is a placeholder that nobody judged."""
+    judged = [tag.reward for tag in group if tag.status == "ok"]
+    random.Random(f"{config.run.seed}:{group[0].group_id}").shuffle(judged)
+    shuffled = iter(judged)
+    return [next(shuffled) if tag.status == "ok" else tag.reward for tag in group]
 
 
 def _scored(group: Sequence[SampleTag], rewards: Sequence[float]) -> list[ScoredSample]:

@@ -150,15 +150,6 @@ def masked_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, keep_T: Tensor, estima
     return kl_penalty(torch.where(keep_T, logprobs_T, zero), torch.where(keep_T, ref_logprobs_T, zero), estimator)
 
 
-def kl_per_sequence(
-    logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, estimator: KLEstimator
-) -> Tensor:
-    """KL of each whole response, summed over its tokens: [S]; for `kl.where: reward`, r_i - coef * KL_i."""
-    check_packed(cu_seqlens, logprobs_T, ref_logprobs_T, mask_T)
-    kl_T = masked_kl(logprobs_T.detach(), ref_logprobs_T, mask_T.bool(), estimator)
-    return segment_sum(kl_T, sequence_ids(cu_seqlens, kl_T.numel()), cu_seqlens.numel() - 1)
-
-
 def micro_batch_loss(
     spec: LossSpec,
     logprobs_T: Tensor,

@@ -141,16 +141,24 @@ def recompute_without_fp8() -> None:
     CheckpointWithoutOutput.__init__ = init
 
 
-def padding_only_micro_batch_has_no_aux_loss() -> None:
-    """moe_utils.py:227: with nothing but padding the auxiliary loss divides 0 by 0 tokens: NaN in every gradient."""
+def aux_loss_counts_of_padding() -> None:
+    """moe_utils.py:227: with nothing but padding the auxiliary loss divides 0 by 0 tokens: NaN in every gradient.
+
+    Also, the group's sum is made in place, so that `local`, with which each rank weighs its part of the loss, is all of
+    the group's tokens. A rank's own would be no better: parts of one sum need equal weights. It becomes the mean.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     original = moe_utils.get_tokens_per_expert_and_token_count
 
     @functools.wraps(original)
-    def counts(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any, Any]:
-        per_expert, local, total = original(*args, **kwargs)
-        return per_expert, local, total.clamp(min=1) if isinstance(total, torch.Tensor) else total
+    def counts(
+        routing_map: torch.Tensor, reduce_group: Any, topk: int | None = None, with_padding_mask: bool = False
+    ) -> tuple[torch.Tensor, Any, Any]:
+        per_expert, local, total = original(routing_map, reduce_group, topk, with_padding_mask)
+        if not with_padding_mask:
+            return per_expert, local, total
+        return per_expert, total / reduce_group.size(), total.clamp(min=1)
 
     moe_utils.get_tokens_per_expert_and_token_count = counts
     _rebind("get_tokens_per_expert_and_token_count", original, counts)
@@ -246,7 +254,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     adam_step_is_not_parameter_state,
     fresh_optimizer_has_no_state_to_load_into,
     recompute_without_fp8,
-    padding_only_micro_batch_has_no_aux_loss,
+    aux_loss_counts_of_padding,
     expert_bias_padding_mask_shape,
     write_results_need_no_manager,
     mla_without_te,

@@ -46,7 +46,8 @@ class MicroBatch:
     """One packed forward (and backward) pass.
 
     An empty micro-batch is one dummy sequence: it goes through every collective, its only row is masked, and
-    `tokens` is 0. With sequence parallelism T is padded to a multiple of TP by one more dummy sequence.
+    `tokens` is 0. With sequence parallelism T is padded to a multiple of TP by one more dummy sequence. Padding is the
+    tail of T: it reaches neither the loss nor the routers' balancing.
     """
 
     input_ids: Tensor  # int64 [1, T]
@@ -61,11 +62,18 @@ class MicroBatch:
     old_logprobs: Tensor | None  # fp32 [R]
     reference_logprobs: Tensor | None  # fp32 [R]
     samples: tuple[int, ...]  # indices of the samples, in packing order
-    tokens: int  # T without the padding of an empty micro-batch; weights Megatron's auxiliary losses
+    tokens: int  # T without padding; weights Megatron's auxiliary losses
 
     @property
     def is_empty(self) -> bool:
         return not self.samples
+
+    def padding_mask(self) -> Tensor | None:
+        """bool [1, T], True for padding; None without any."""
+        length = self.input_ids.shape[1]
+        if self.tokens == length:
+            return None
+        return torch.arange(length, device=self.input_ids.device)[None] >= self.tokens
 
     def packed_seq_params(self) -> PackedSeqParams:
         """Megatron's description of the packing."""
@@ -139,7 +147,7 @@ def pack(samples: Sequence[TrainSample], indices: Sequence[int], align: int = 1)
         old_logprobs=_join_optional(chosen, "old_logprobs"),
         reference_logprobs=_join_optional(chosen, "reference_logprobs"),
         samples=tuple(indices),
-        tokens=len(ids) if chosen else 0,
+        tokens=used,
     )
 
 

@@ -53,7 +53,8 @@ def aux_loss_metrics(config: TransformerConfig, micro_batches: int) -> dict[str,
     for name, total in zip(names, totals.tolist(), strict=True):
         value = total / (layers * max(micro_batches, 1))
         if name == "z_loss":
-            # Each tensor rank tracked a mean over its own rows; of the others, a part of the sum.
+            # Each tensor rank tracked a mean over its own rows; of the others, a part of the sum. These means weigh
+            # alike here, though padding leaves some ranks fewer rows than others (the gradient is exact).
             metrics["moe_z_loss"] = value / tensor
         else:
             metrics["aux_loss"] = metrics.get("aux_loss", 0.0) + value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def precision_wrap(chunk: GPTModel) -> torch.nn.Module:
 def data_parallel_wrap(
     config: Config, tf_config: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[DistributedDataParallel]:
-    """Wrap in Megatron's DDP with fp32 gradient sums, and hook gradient finalisation into the schedules."""
+    """Wrap in Megatron's DDP with fp32 gradient sums, and hook gradient scale and finalisation into the schedules."""
     ddp_config = DistributedDataParallelConfig(
         **{
             "grad_reduce_in_fp32": True,
@@ -55,12 +56,22 @@ def data_parallel_wrap(
         DistributedDataParallel(tf_config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
+    tf_config.grad_scale_func = partial(torch.mul, aux_loss_scale(tf_config))
     tf_config.finalize_model_grads_func = finalize_model_grads
     if ddp_config.overlap_grad_reduce:
         tf_config.no_sync_func = _one_or_list([chunk.no_sync for chunk in wrapped])
     if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
         tf_config.param_sync_func = _one_or_list([chunk.start_param_sync for chunk in wrapped])
     return wrapped
+
+
+def aux_loss_scale(tf_config: TransformerConfig) -> int:
+    """Factor on all gradients that undoes what tensor ranks take off the routers' auxiliary losses.
+
+    Under sequence parallelism each of them weighs the losses by its part of the micro-batch's tokens, 1 / TP, which
+    need not be whole; Megatron then divides by a whole number, so that has to count all tokens.
+    """
+    return int(tf_config.tensor_model_parallel_size) if tf_config.sequence_parallel else 1
 
 
 def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:

@@ -16,7 +16,7 @@ from megarl.trainer.batch import MicroBatch
 
 # (last stage's chunk, its hidden states [1, T, H], the micro-batch) -> what the pass is for.
 ForwardOnly = Callable[[GPTModel, Tensor, MicroBatch], Any]
-# The same -> (loss to be summed over micro-batches and ranks, rows of T this rank's routers saw, anything to report).
+# The same -> (loss to be summed over micro-batches and ranks, tokens of the micro-batch, anything to report).
 WithLoss = Callable[[GPTModel, Tensor, MicroBatch], tuple[Tensor, int, Any]]
 
 
@@ -83,7 +83,7 @@ def _forward_step(
     arguments: dict[str, Any] = {}
     if chunk.config.bf16:
         arguments["fp32_output"] = False  # hidden states; log-probs are made in fp32 from bf16 logits
-    if chunk.config.num_moe_experts and batch.is_empty:
+    if chunk.config.num_moe_experts:
         arguments["padding_mask"] = _padding_mask(chunk, batch)
     output = model(
         input_ids=batch.input_ids,
@@ -97,16 +97,17 @@ def _forward_step(
         result = function(chunk, hidden, batch)
         if non_loss_data:
             return result
-        loss, rows, report = result
-        return loss, torch.tensor(rows, dtype=torch.int, device=loss.device), report
+        loss, tokens, report = result
+        return loss, torch.tensor(tokens, dtype=torch.int, device=loss.device), report
 
     return output, finish
 
 
-def _padding_mask(chunk: GPTModel, batch: MicroBatch) -> Tensor:
-    """An empty micro-batch must not count in the routers' balancing: all its tokens are padding, bool [1, rows]."""
-    rows = batch.input_ids.shape[1]
-    if chunk.config.sequence_parallel and not chunk.pre_process:
+def _padding_mask(chunk: GPTModel, batch: MicroBatch) -> Tensor | None:
+    """What must not count in the routers' balancing, bool [1, rows], as this chunk takes it."""
+    mask = batch.padding_mask()
+    if mask is not None and chunk.config.sequence_parallel and not chunk.pre_process:
         # Megatron scatters the mask over the tensor ranks on the first stage only.
-        rows //= parallel_state.get_tensor_model_parallel_world_size()
-    return torch.ones((1, rows), dtype=torch.bool, device=batch.input_ids.device)
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        mask = mask.chunk(ranks, dim=1)[parallel_state.get_tensor_model_parallel_rank()]
+    return mask

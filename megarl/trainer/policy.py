@@ -30,6 +30,7 @@ from megarl.trainer.head import response_logprobs, return_hidden_states
 from megarl.trainer.moe import aux_loss_metrics, clear_aux_losses
 from megarl.trainer.optimizer import (
     NonFiniteError,
+    aux_loss_scale,
     build_optimizer,
     build_scheduler,
     data_parallel_wrap,
@@ -57,7 +58,7 @@ class _Plan:
     indices: list[list[int]]
     micro_batches: list[MicroBatch]
     counts: GlobalCounts
-    rows: int  # rows that this rank's routers, and those of its peers in other replicas, see in total
+    tokens: int  # of all samples of all replicas, prompts included
     non_empty: int  # micro-batches of all replicas that hold samples
 
 
@@ -175,8 +176,7 @@ class Policy:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _loss_function(self, plan: _Plan) -> WithLoss:
-        scale = float(plan.rows)
-        tensor = self.layout.tensor if self.layout.sequence else 1
+        scale = plan.tokens / aux_loss_scale(self.tf_config)
 
         def loss(chunk: GPTModel, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, int, LossStats]:
             logprobs, entropy = self._response_logprobs(chunk, hidden, batch, with_entropy=True)
@@ -192,9 +192,9 @@ class Policy:
                 ref_logprobs_T=batch.reference_logprobs,
                 entropy_T=entropy,
             )
-            # Megatron divides all gradients by the sum of `rows`. The policy loss is an exact share already and must
-            # not change; the routers' auxiliary losses come multiplied by this rank's rows and need the division.
-            return result.loss * scale, batch.tokens // tensor, result.stats
+            # Megatron multiplies all gradients by `aux_loss_scale` and divides them by the sum of `tokens`. The policy
+            # loss is an exact share already and must not change; the routers' auxiliary losses need both.
+            return result.loss * scale, batch.tokens, result.stats
 
         return loss
 
@@ -226,11 +226,6 @@ class Policy:
             minimum=self.layout.pipeline,  # fewer would leave stages idle, or (interleaved) not run at all
         )
         tensor = self.layout.tensor if self.layout.sequence else 1
-        rows = sum(
-            -(-sum(shapes[rank][index][0] for index in indices) // tensor)
-            for rank, plan in enumerate(plans)
-            for indices in plan
-        )
         mine = plans[group.rank()]
         device = platforms.current().device
         counts = GlobalCounts.of([trained for rank in shapes for _, trained in rank], self.config.sampling.max_tokens)
@@ -238,7 +233,7 @@ class Policy:
             indices=mine,
             micro_batches=[pack(samples, indices, tensor).to(device) for indices in mine],
             counts=counts,
-            rows=rows,
+            tokens=sum(length for rank in shapes for length, _ in rank),
             non_empty=sum(bool(indices) for plan in plans for indices in plan),
         )
 

@@ -111,6 +111,23 @@ def _wrapped(module: object, name: str, change: Callable[..., object]) -> tuple[
     return module, name, lambda *args, **kwargs: change(original, *args, **kwargs)
 
 
+def _bounded_for_every_sign(
+    f: Callable[..., losses.TokenLoss],
+    lp: torch.Tensor,
+    old: torch.Tensor,
+    adv: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    clip_dual: float | None,
+    **kw: object,
+) -> losses.TokenLoss:
+    result = f(lp, old, adv, mask, clip_dual=clip_dual, **kw)
+    if clip_dual is None:
+        return result
+    bounded_T = torch.minimum(result.loss_T, -clip_dual * adv)
+    return dataclasses.replace(result, loss_T=torch.where(mask.bool(), bounded_T, result.loss_T))
+
+
 MUTATIONS = {
     "inverse ratio": lambda: _ratio_with(lambda f, d, m, c, k: f(-d, m, c, k)),
     "sequence ratio is the sum, not the mean": lambda: _ratio_with(
@@ -128,9 +145,8 @@ MUTATIONS = {
         "policy_loss",
         lambda f, *a, clip_low, clip_high, **kw: f(*a, clip_low=clip_high, clip_high=clip_low, **kw),
     ),
-    "dual clip for every sign": lambda: _wrapped(
-        losses, "policy_loss", lambda f, *a, clip_dual, **kw: f(*a, clip_dual=None, **kw)
-    ),
+    "dual clip for every sign": lambda: _wrapped(losses, "policy_loss", _bounded_for_every_sign),
+    "no dual clip": lambda: _wrapped(losses, "policy_loss", lambda f, *a, clip_dual, **kw: f(*a, clip_dual=None, **kw)),
     "mask ignored": lambda: _wrapped(
         losses,
         "policy_loss",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,7 @@ def train(
         if not packed:
             stack.enter_context(mock.patch.object(policy_module, "plan_micro_batches", one_each))
         stack.enter_context(mutated(mutation))
+        loads = stack.enter_context(expert_loads())
         policy = stack.enter_context(policy_under(model_dir, layout, **changes))
         _, mine = own_share(samples)
         captured: list[dict[str, torch.Tensor]] = []
@@ -117,7 +119,24 @@ def train(
             "metrics": metrics,
             "weights": exported(policy),
             "expert_bias": expert_biases(policy),
+            "expert_load": loads,
         }
+
+
+@contextlib.contextmanager
+def expert_loads() -> Iterator[list[torch.Tensor]]:
+    """Tokens per expert [layers, experts], of all ranks, that each update of the balancing biases is made from."""
+    module = sys.modules["megatron.core.distributed.finalize_model_grads"]
+    original = module.get_updated_expert_bias
+    loads: list[torch.Tensor] = []
+
+    def recording(tokens: torch.Tensor, *args: Any) -> Any:
+        updated = original(tokens, *args)  # sums the tokens over all ranks in place
+        loads.append(tokens.clone())
+        return updated
+
+    with mock.patch.object(module, "get_updated_expert_bias", recording):
+        yield loads
 
 
 def expert_biases(policy: Policy) -> dict[str, torch.Tensor]:
@@ -221,8 +240,8 @@ def _mean_over_replicas() -> dict[str, Any]:
     return {"forward_backward": broken}
 
 
-def _unscaled_experts() -> dict[str, Any]:
-    """Expert gradients left at the sum over micro-batch rows, as if the division skipped their buffers."""
+def _experts_times_replicas() -> dict[str, Any]:
+    """Expert gradients too large by the number of replicas: DDP scales their buffers apart from the others."""
     original = policy_module.forward_backward
 
     def broken(chunks: Any, *args: Any) -> Any:
@@ -237,7 +256,7 @@ def _unscaled_experts() -> dict[str, Any]:
 
 MUTATIONS = {
     "mean_over_replicas": _mean_over_replicas,
-    "unscaled_experts": _unscaled_experts,
+    "experts_times_replicas": _experts_times_replicas,
     "per_micro_batch": _per_micro_batch,
     "doubled": _doubled,
     "dropped_replica": _dropped_replica,
@@ -311,6 +330,20 @@ def padding_only_counts() -> tuple[torch.Tensor, torch.Tensor]:
         per_expert, _, total = counts(nothing.bool(), torch.distributed.group.WORLD, 2, with_padding_mask=True)
         losses.append(moe_utils.switch_load_balancing_loss_func(nothing, per_expert, total, 2, 4, 1.0))
     return losses[0], losses[1]
+
+
+def padded_counts() -> list[tuple[float, float]]:
+    """(tokens that weigh this rank's loss, all tokens) of two ranks with 1 and 2 tokens, without and with the patch."""
+    results = []
+    for counts in (
+        moe_utils.get_tokens_per_expert_and_token_count.__wrapped__,
+        moe_utils.get_tokens_per_expert_and_token_count,
+    ):
+        valid = torch.arange(2)[:, None] <= torch.distributed.get_rank()
+        routing = torch.tensor([[True, True, False], [False, True, True]]) & valid
+        _, local, total = counts(routing, torch.distributed.group.WORLD, 2, with_padding_mask=True)
+        results.append((float(local), float(total)))
+    return results
 
 
 def expert_bias_of_padding() -> tuple[str, list[float]]:

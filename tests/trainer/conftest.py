@@ -76,6 +76,7 @@ def trained(
             "gradients": merge([result["gradients"] for result in results]),
             "weights": merge([result["weights"] for result in results]),
             "expert_bias": [result["expert_bias"] for result in results],
+            "expert_load": [result["expert_load"] for result in results],
             "metrics": metrics,
         }
         if ranks == 1 and key is not None:

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from megarl.algorithms.losses import LossSpec
 from megarl.config.schema import Config
 from megarl.trainer.batch import TrainSample
+from tests.algorithms.batches import Batch
+from tests.algorithms.padded_reference import reference_result
 
 VOCAB = 101
 TEMPERATURE = 0.8
@@ -112,6 +115,36 @@ def plain_gradients(model_dir: Path, samples: list[TrainSample]) -> dict[str, to
     """Gradient of `plain_loss` by Hugging Face parameter name, split per expert as the files are."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     plain_loss(model, samples).backward()
+    return _gradients(model)
+
+
+def padded_gradients(
+    model_dir: Path, samples: list[TrainSample], spec: LossSpec
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and parameter gradients of any objective, by the padded reference of tests/algorithms."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    logprobs, entropy = zip(*(plain_logprobs(model, sample) for sample in samples), strict=True)
+    masks = [torch.ones(len(s.response_ids)) if s.loss_mask is None else s.loss_mask for s in samples]
+    batch = Batch(
+        logprobs=[values.detach().double() for values in logprobs],
+        old=[_double(sample.old_logprobs) for sample in samples],
+        reference=[_double(sample.reference_logprobs) for sample in samples],
+        entropy=[values.detach().double() for values in entropy],
+        mask=[mask.bool() for mask in masks],
+        advantages=[sample.advantage for sample in samples],
+    )
+    result = reference_result(batch, spec)
+    parts = [value.float() for value in result.gradient + result.entropy_gradient]
+    torch.autograd.backward([*logprobs, *entropy], parts)
+    return result.loss, _gradients(model)
+
+
+def _double(values: torch.Tensor | None) -> torch.Tensor:
+    assert values is not None
+    return values.double()
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     gradients: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad

@@ -39,7 +39,10 @@ def test_sequence_parallel_padding_is_a_sequence_of_its_own() -> None:
     batch = pack([sample("a", [5, 6], [7])], [0], align=4)
     assert batch.input_ids.tolist() == [[5, 6, 7, 0]]
     assert batch.cu_seqlens.tolist() == [0, 3, 4] and batch.position_ids.tolist() == [[0, 1, 2, 0]]
-    assert batch.rows.tolist() == [1] and batch.tokens == 4
+    assert batch.rows.tolist() == [1] and batch.tokens == 3
+    mask = batch.padding_mask()
+    assert mask is not None and mask.tolist() == [[False, False, False, True]]
+    assert pack([sample("a", [5, 6], [7, 8])], [0], align=4).padding_mask() is None
 
 
 @pytest.mark.parametrize("align", [1, 4])
@@ -48,6 +51,8 @@ def test_an_empty_micro_batch_weighs_nothing(align: int) -> None:
     assert batch.is_empty and batch.tokens == 0
     assert batch.input_ids.shape == (1, align) and batch.cu_seqlens.tolist() == [0, align]
     assert batch.mask.tolist() == [False] and batch.rows.tolist() == [0]
+    mask = batch.padding_mask()
+    assert mask is not None and mask.tolist() == [[True] * align]
     assert batch.old_logprobs is not None and batch.reference_logprobs is not None
     assert unpack(batch.targets, [], []) == []
 

@@ -164,7 +164,7 @@ def test_weights_agree_with_overlapped_gather_and_reduction(trained: Callable[..
         ("dropped_micro_batch", (1, "dense", {}, {})),
         ("dropped_replica", (2, "dense", {}, {})),
         ("mean_over_replicas", (2, "dense", {}, {})),
-        ("unscaled_experts", (2, "moe", {"expert": 2}, {})),
+        ("experts_times_replicas", (2, "moe", {"expert": 2}, {})),
         ("padding_in_softmax", (2, "dense", TP2, {})),
     ],
 )
