@@ -30,6 +30,7 @@ from megarl.checkpoint.planner import LazySavePlanner
 from megarl.checkpoint.units import Item, pack, split, unit_bytes
 from megarl.checkpoint.workers import Report
 from megarl.models.export import copy_side_files
+from megarl.models.loader import left_out_note
 from megarl.models.source import FORMAT_FILE, HF_FILES, RELEASE, SHARD_INDEX, TRACKER
 
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
@@ -113,7 +114,8 @@ class ImportJob:
 
     def summary(self) -> str:
         """What was written where."""
-        return f"{len(self.stored)} keys in {len(self.units)} shards"
+        note = left_out_note(self.source.left_out, self.source.info)
+        return f"{len(self.stored)} keys in {len(self.units)} shards{note and f' ({note})'}"
 
     def _own_dtype(self, stored: StoredTensor) -> torch.dtype:
         names = stored.entry.names if stored.half is None else stored.entry.names[stored.half : stored.half + 1]

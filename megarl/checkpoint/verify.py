@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megarl.checkpoint.hf_files import HFTensors
+from megarl.checkpoint.hf_files import HFDirectory, HFTensors
 from megarl.checkpoint.units import split
+from megarl.models.loader import left_out_note
 
 _LISTED = 20
 
@@ -22,6 +23,7 @@ class Comparison:
     mismatched: list[str] = field(default_factory=list)  # shape or dtype
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # a line per directory with parts that are not compared
 
     @property
     def same(self) -> bool:
@@ -37,7 +39,7 @@ class Comparison:
         lines += _listed("differing (max |Δ|)", [f"{name}  {delta:.3e}" for name, delta in worst])
         lines += _listed("another shape or dtype", self.mismatched)
         lines += _listed("missing (only in A)", self.missing) + _listed("unexpected (only in B)", self.unexpected)
-        return "\n".join(lines) + "\n"
+        return "\n".join(lines + self.left_out) + "\n"
 
 
 def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = lambda count: None) -> Comparison:
@@ -45,6 +47,9 @@ def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = la
     names, others = one.names(), set(other.names())
     result = Comparison(missing=[name for name in names if name not in others])
     result.unexpected = [name for name in other.names() if name not in set(names)]
+    for model in (one, other):
+        if isinstance(model, HFDirectory) and model.left_out:
+            result.left_out.append(f"{model.path}: {left_out_note(model.left_out, model.info)}")
     for name in names:
         if name not in others:
             continue
