@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.config.schema import ParallelConfig
@@ -244,6 +244,14 @@ def test_latent_attention_and_its_router() -> None:
     # Groups that limit nothing are no groups, whatever else their numbers would mean.
     for groups in ({"n_group": 1, "topk_group": 1}, {"n_group": 4, "topk_group": 4}, {"n_group": None}):
         assert info_from_config(DEEPSEEK | groups).router_groups is None
+
+
+def test_a_tiny_deepseek_says_what_vllm_needs(tmp_path: Path) -> None:
+    """vLLM makes the expert bias only under `topk_method: noaux_tc`, as published; transformers keeps the key."""
+    directory = make_tiny_model(tmp_path, "deepseek_v3")
+    assert json.loads((directory / "config.json").read_text())["topk_method"] == "noaux_tc"
+    assert AutoConfig.from_pretrained(directory).topk_method == "noaux_tc"
+    assert load_info(directory).expert_bias
 
 
 def test_windows() -> None:
