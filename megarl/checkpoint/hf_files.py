@@ -15,6 +15,7 @@ import torch
 
 from megarl.models.info import ModelInfo, load_info
 from megarl.models.loader import check_tensors, is_left_out
+from megarl.models.mapping import Entry
 from megarl.models.safetensors_io import DTYPE_NAMES, DTYPES, SafetensorsDirectory, TensorRecord
 from megarl.models.shards import table
 
@@ -62,6 +63,7 @@ class HFTensors(Protocol):
 
     path: Path
     info: ModelInfo
+    entries: dict[str, Entry]
 
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...

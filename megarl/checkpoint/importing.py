@@ -39,7 +39,7 @@ _COMMON = "common.pt"
 
 
 class ImportJob:
-    """The conversion of one Hugging Face directory; `dtype` None keeps each tensor's own, as buffers always do."""
+    """The conversion of one Hugging Face directory; `dtype` None keeps each tensor's own. Buffers become fp32."""
 
     kind = "import"
 
@@ -48,7 +48,7 @@ class ImportJob:
         self.dtype = dtype
         self.stored = [each for parts in stored_tensors(source.entries).values() for each in parts]
         self._dtypes = {
-            each.key: dtype if dtype is not None and not each.entry.rule.buffer else self._own_dtype(each)
+            each.key: torch.float32 if each.entry.rule.buffer else dtype or self._own_dtype(each)
             for each in self.stored
         }
         total = sum(self._dtypes[each.key].itemsize * torch.Size(each.shape).numel() for each in self.stored)

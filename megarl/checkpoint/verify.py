@@ -16,7 +16,10 @@ _LISTED = 20
 
 @dataclass
 class Comparison:
-    """Hugging Face names: bit-equal ones are counted, others listed. `unexpected`: only in the second model."""
+    """Hugging Face names: bit-equal ones (buffers: of equal values) are counted, others listed.
+
+    `unexpected`: only in the second model.
+    """
 
     equal: int = 0
     differing: list[tuple[str, float]] = field(default_factory=list)  # max |Δ|
@@ -47,6 +50,8 @@ def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = la
     names, others = one.names(), set(other.names())
     result = Comparison(missing=[name for name in names if name not in others])
     result.unexpected = [name for name in other.names() if name not in set(names)]
+    # A checkpoint has them in fp32 whatever the files have: their values count.
+    buffers = {name for entry in one.entries.values() if entry.rule.buffer for name in entry.names}
     for model in (one, other):
         if isinstance(model, HFDirectory) and model.left_out:
             result.left_out.append(f"{model.path}: {left_out_note(model.left_out, model.info)}")
@@ -58,7 +63,7 @@ def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = la
             result.mismatched.append(f"{name}: {kinds[0]} and {kinds[1]}")
             continue
         deltas = list(_deltas(one, other, name, report))
-        if one.dtype(name) != other.dtype(name):
+        if one.dtype(name) != other.dtype(name) and not (name in buffers and not any(deltas)):
             result.mismatched.append(f"{name}: {kinds[0]} and {kinds[1]}, max |Δ| {max(deltas, default=0.0):.3e}")
         elif any(deltas):
             result.differing.append((name, max(deltas)))
