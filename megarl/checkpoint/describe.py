@@ -10,6 +10,7 @@ import torch
 from megarl.checkpoint.hf_files import HFDirectory
 from megarl.checkpoint.megatron_files import MegatronDirectory
 from megarl.checkpoint.progress import size
+from megarl.models.loader import left_out_note
 
 
 def describe(model: HFDirectory | MegatronDirectory) -> str:
@@ -29,6 +30,7 @@ def describe(model: HFDirectory | MegatronDirectory) -> str:
         ("layers", f"{info.num_layers}{experts}"),
         ("hidden, vocabulary", f"{info.hidden:,}, {info.vocab_size:,}{' (tied)' if info.tied else ''}"),
         ("tensors", _tensors(model)),
+        *([("left out", note.removeprefix("left out: "))] if (note := _left_out(model)) else []),
         ("weights", size(sum(dtype.itemsize * count for dtype, count in counts.items()))),
         ("shards", f"{len(files)}, {size(sum(path.stat().st_size for path in files))}"),
         *((f"  {path.name}", size(path.stat().st_size)) for path in files),
@@ -56,6 +58,10 @@ def content_metadata_of(step: Path) -> dict[str, object]:
         raise ValueError(f"{path} cannot be read as plain data: {str(error).splitlines()[0]}") from error
     found: dict[str, object] = common.get("content_metadata") or {}
     return found
+
+
+def _left_out(model: HFDirectory | MegatronDirectory) -> str:
+    return left_out_note(model.left_out, model.info) if isinstance(model, HFDirectory) else ""
 
 
 def _tensors(model: HFDirectory | MegatronDirectory) -> str:

@@ -13,7 +13,8 @@ from typing import Protocol, Self
 import torch
 
 from megarl.models.info import ModelInfo, load_info
-from megarl.models.loader import check_tensors
+from megarl.models.loader import check_tensors, is_left_out
+from megarl.models.mapping import Entry
 from megarl.models.safetensors_io import DTYPE_NAMES, DTYPES, SafetensorsDirectory, TensorRecord, read_weight_map
 from megarl.models.shards import table
 
@@ -61,6 +62,7 @@ class HFTensors(Protocol):
 
     path: Path
     info: ModelInfo
+    entries: dict[str, Entry]
 
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -72,6 +74,8 @@ class HFTensors(Protocol):
 
 class HFDirectory:
     """A Hugging Face directory with safetensors (or, if `allow_pickle`, `pytorch_model*.bin` read with `weights_only`).
+
+    `left_out`: its tensors of parts that are not trained; they are no part of the model, but the user is told of them.
 
     Raises ValueError naming file and tensor for whatever does not match config.json: a truncated file, a missing,
     unexpected or misshapen tensor, an index that disagrees.
@@ -86,6 +90,7 @@ class HFDirectory:
             _PickledDirectory(self.path) if pickled else _safetensors(self.path)
         )
         check_tensors(self._files, self.entries, self.info)  # type: ignore[arg-type]
+        self.left_out = [name for name in self._files.records if is_left_out(name, self.info)]
         self._maps: dict[Path, tuple[MappedFile, int]] = {}
         if self.info.tied and "lm_head.weight" in self._files.records:
             self._check_redundant_head()

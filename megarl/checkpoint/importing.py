@@ -30,6 +30,7 @@ from megarl.checkpoint.planner import LazySavePlanner
 from megarl.checkpoint.units import Item, pack, split, unit_bytes
 from megarl.checkpoint.workers import Report
 from megarl.models.export import copy_side_files
+from megarl.models.loader import left_out_note
 from megarl.models.source import FORMAT_FILE, HF_FILES, RELEASE, SHARD_INDEX, TRACKER
 
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
@@ -38,7 +39,7 @@ _COMMON = "common.pt"
 
 
 class ImportJob:
-    """The conversion of one Hugging Face directory; `dtype` None keeps each tensor's own, as buffers always do."""
+    """The conversion of one Hugging Face directory; `dtype` None keeps each tensor's own. Buffers become fp32."""
 
     kind = "import"
 
@@ -47,7 +48,7 @@ class ImportJob:
         self.dtype = dtype
         self.stored = [each for parts in stored_tensors(source.entries).values() for each in parts]
         self._dtypes = {
-            each.key: dtype if dtype is not None and not each.entry.rule.buffer else self._own_dtype(each)
+            each.key: torch.float32 if each.entry.rule.buffer else dtype or self._own_dtype(each)
             for each in self.stored
         }
         total = sum(self._dtypes[each.key].itemsize * torch.Size(each.shape).numel() for each in self.stored)
@@ -117,7 +118,8 @@ class ImportJob:
 
     def summary(self) -> str:
         """What was written where."""
-        return f"{len(self.stored)} keys in {len(self.units)} shards"
+        note = left_out_note(self.source.left_out, self.source.info)
+        return f"{len(self.stored)} keys in {len(self.units)} shards{note and f' ({note})'}"
 
     def _own_dtype(self, stored: StoredTensor) -> torch.dtype:
         names = stored.entry.names if stored.half is None else stored.entry.names[stored.half : stored.half + 1]

@@ -8,21 +8,26 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megarl.checkpoint.hf_files import HFTensors
+from megarl.checkpoint.hf_files import HFDirectory, HFTensors
 from megarl.checkpoint.units import split
+from megarl.models.loader import left_out_note
 
 _LISTED = 20
 
 
 @dataclass
 class Comparison:
-    """Hugging Face names: bit-equal ones are counted, others listed. `unexpected`: only in the second model."""
+    """Hugging Face names: bit-equal ones (buffers: of equal values) are counted, others listed.
+
+    `unexpected`: only in the second model.
+    """
 
     equal: int = 0
     differing: list[tuple[str, float]] = field(default_factory=list)  # max |Δ|
     mismatched: list[str] = field(default_factory=list)  # shape or dtype
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # a line per directory with parts that are not compared
 
     @property
     def same(self) -> bool:
@@ -38,7 +43,7 @@ class Comparison:
         lines += _listed("differing (max |Δ|)", [f"{name}  {delta:.3e}" for name, delta in worst])
         lines += _listed("another shape or dtype", self.mismatched)
         lines += _listed("missing (only in A)", self.missing) + _listed("unexpected (only in B)", self.unexpected)
-        return "\n".join(lines) + "\n"
+        return "\n".join(lines + self.left_out) + "\n"
 
 
 def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = lambda count: None) -> Comparison:
@@ -46,6 +51,11 @@ def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = la
     names, others = one.names(), set(other.names())
     result = Comparison(missing=[name for name in names if name not in others])
     result.unexpected = [name for name in other.names() if name not in set(names)]
+    # A checkpoint has them in fp32 whatever the files have: their values count.
+    buffers = {name for entry in one.entries.values() if entry.rule.buffer for name in entry.names}
+    for model in (one, other):
+        if isinstance(model, HFDirectory) and model.left_out:
+            result.left_out.append(f"{model.path}: {left_out_note(model.left_out, model.info)}")
     for name in names:
         if name not in others:
             continue
@@ -54,7 +64,7 @@ def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = la
             result.mismatched.append(f"{name}: {kinds[0]} and {kinds[1]}")
             continue
         deltas = list(_deltas(one, other, name, report))
-        if one.dtype(name) != other.dtype(name):
+        if one.dtype(name) != other.dtype(name) and not (name in buffers and not any(deltas)):
             result.mismatched.append(f"{name}: {kinds[0]} and {kinds[1]}, max |Δ| {_worst(deltas):.3e}")
         elif any(deltas):
             result.differing.append((name, _worst(deltas)))

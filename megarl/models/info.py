@@ -128,6 +128,7 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
     if family is None:
         supported = ", ".join(f.architecture for f in FAMILIES.values())
         raise ValueError(f"architecture {names} is not supported; supported: {supported}")
+    given, raw = raw, {**family.defaults, **raw}
     _refuse(raw)
     theta, scaling = read_rope(raw)
     heads = int(raw["num_attention_heads"])
@@ -148,7 +149,7 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
         "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
         "max_positions": int(raw["max_position_embeddings"]),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-        "raw": dict(raw),
+        "raw": dict(given),
     }
     return ModelInfo(**{**fields, **family.read(raw)})
 

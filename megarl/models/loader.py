@@ -35,10 +35,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, hf_dir: 
         size = sum(_fill(shard, files) for shard in shards)
         left_out = [name for name in files.records if is_left_out(name, info)]
         if left_out:
-            logger.warning(
-                "%s: %d tensors (%s, …) are not part of the trained model; exports will not have them",
-                hf_dir, len(left_out), left_out[0],
-            )  # fmt: skip
+            logger.warning("%s: %s", hf_dir, left_out_note(left_out, info))
         if info.tied and "lm_head.weight" in files.records:
             _check_redundant_head(shards, files)
     logger.info("%s: %d parameters, %.1f MiB read", hf_dir, len(shards), size / 2**20)
@@ -75,6 +72,17 @@ def check_tensors(files: SafetensorsDirectory, entries: dict[str, Entry], info: 
 def is_left_out(name: str, info: ModelInfo) -> bool:
     """Whether a Hugging Face tensor belongs to a part that is neither trained nor exported (`Family.left_out`)."""
     return name.startswith(FAMILIES[info.family].left_out(info))
+
+
+def left_out_note(names: Sequence[str], info: ModelInfo) -> str:
+    """One line for the user about the left-out tensors `names`; "" if there are none."""
+    if not names:
+        return ""
+    layers = [prefix for prefix in FAMILIES[info.family].left_out(info) if any(n.startswith(prefix) for n in names)]
+    return (
+        f"left out: {len(names)} tensors of the multi-token prediction layer{'s' * (len(layers) > 1)} "
+        f"{', '.join(f'{layer}*' for layer in layers)}, which {'are' if len(layers) > 1 else 'is'} not trained"
+    )
 
 
 def _redundant_names(info: ModelInfo) -> set[str]:

@@ -26,9 +26,23 @@ def read_rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """RoPE base and scaling: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
 
     The scaling is None for plain RoPE, else {"rope_type": …, "factor": …, …} with every number the formulas need.
-    Raises ValueError for an unknown kind or a missing number.
+    Raises ValueError for an unknown kind, a missing number, or two keys that say different things.
     """
-    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
+    found = _read(new or old or {}, raw)
+    # transformers would take the old key; whoever added it to a new file may have meant either.
+    if new and old and _read(old, raw) != found:
+        raise ValueError("rope_parameters and rope_scaling say different things; keep one of them")
+    return found
+
+
+def _read(given: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    parameters = dict(given)
+    nested = [name for name, value in parameters.items() if isinstance(value, Mapping)]
+    if nested:
+        raise ValueError(f"rope_parameters of each kind of attention ({', '.join(nested)}) are not supported")
+    if parameters.pop("partial_rotary_factor", None) not in (None, 1.0):
+        raise ValueError("partial_rotary_factor other than 1 is not supported")
     theta = float(parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
@@ -40,8 +54,11 @@ def read_rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     if missing:
         raise ValueError(f"RoPE scaling {kind!r} needs {', '.join(missing)}")
     if kind in ("llama3", "yarn"):
-        original = raw.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
-        parameters["original_max_position_embeddings"] = int(original or raw["max_position_embeddings"])
+        original = int(parameters.get("original_max_position_embeddings") or raw["max_position_embeddings"])
+        # transformers reads it inside only; whoever wrote it outside meant it to be read.
+        if raw.get("original_max_position_embeddings", original) not in (original, None):
+            raise ValueError("original_max_position_embeddings must be inside rope_parameters (or rope_scaling)")
+        parameters["original_max_position_embeddings"] = original
     if kind == "yarn" and parameters.get("factor") is None:
         parameters["factor"] = raw["max_position_embeddings"] / parameters["original_max_position_embeddings"]
     return theta, {"rope_type": kind, **parameters}

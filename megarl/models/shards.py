@@ -36,8 +36,23 @@ class Shard:
 
 
 def table(info: ModelInfo) -> dict[str, Entry]:
-    """Every Megatron parameter and mapped buffer of the whole model by canonical name, in layer order."""
-    return {entry.megatron: entry for entry in expand(FAMILIES[info.family].rules, info)}
+    """Every Megatron parameter and mapped buffer of the whole model by canonical name, in layer order.
+
+    Raises ValueError naming what the family's rules map twice, on either side. A tied model's embedding is no such
+    case: its table has no output layer.
+    """
+    entries: dict[str, Entry] = {}
+    readers: dict[str, str] = {}  # Hugging Face name -> the Megatron name made of it
+    for entry in expand(FAMILIES[info.family].rules, info):
+        if entry.megatron in entries:
+            raise ValueError(f"family {info.family}: two rules make {entry.megatron}")
+        entries[entry.megatron] = entry
+        for name in entry.names:
+            if name in readers:
+                both = f"{readers[name]} and {entry.megatron}" if readers[name] != entry.megatron else entry.megatron
+                raise ValueError(f"family {info.family}: {name} is mapped twice, in {both}")
+            readers[name] = entry.megatron
+    return entries
 
 
 def local_shards(chunks: Sequence[torch.nn.Module], info: ModelInfo, entries: dict[str, Entry]) -> list[Shard]:

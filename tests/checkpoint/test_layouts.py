@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megarl.models.families import FAMILIES
 from tests.checkpoint.converter import convert
 from tests.checkpoint.test_scheme import differing
 from tests.support.world import World
@@ -31,6 +32,15 @@ PAIRWISE: dict[Sizes, str] = {
     (4, 2, 2, 2): "qwen3_moe",
 }
 FAST_RANKS = 4
+# Families that the covering does not take: on two ranks here, on four under `slow`.
+OTHERS: list[tuple[str, Sizes]] = [
+    ("deepseek_v3", (2, 1, 1, 1)),
+    ("deepseek_v3", (1, 2, 1, 1)),
+    ("deepseek_v3", (1, 1, 1, 2)),
+    ("mistral", (2, 1, 1, 1)),
+    ("deepseek_v3", (2, 2, 2, 2)),
+    ("mistral", (2, 2, 2, 1)),
+]
 
 
 def possible() -> list[Sizes]:
@@ -69,7 +79,15 @@ def _cases() -> list[Any]:
             marks = [] if fast else [pytest.mark.slow]
             name = "tp{}-pp{}-vpp{}-ep{}".format(*sizes)
             cases.append(pytest.param(family, sizes, id=f"{family}-{name}", marks=marks))
+    for family, sizes in OTHERS:
+        marks = [] if layout_of(sizes)[0] <= 2 else [pytest.mark.slow]
+        cases.append(pytest.param(family, sizes, id="{}-tp{}-pp{}-vpp{}-ep{}".format(family, *sizes), marks=marks))
     return cases
+
+
+def test_every_family_goes_through_a_layout() -> None:
+    fast = {case.values[0] for case in _cases() if pytest.mark.slow not in case.marks}
+    assert fast == set(FAMILIES)
 
 
 @pytest.mark.parametrize(("family", "sizes"), _cases())

@@ -19,6 +19,13 @@ from tests.support.world import World
 pytestmark = pytest.mark.world
 
 
+FUSED_WITH_MLA = (
+    ("self_attention.q_layernorm", "self_attention.linear_q_up_proj"),
+    ("self_attention.kv_layernorm", "self_attention.linear_kv_up_proj"),
+    ("pre_mlp_layernorm", "mlp.linear_fc1"),
+)
+
+
 def read_hf(directory: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
 
@@ -43,12 +50,14 @@ def differing(one: Path, other: Path) -> list[str]:
         ("qwen2", {"pipeline": 2, "virtual_pipeline": 2}),
         ("qwen3", {"pipeline": 2}),
         ("qwen3_moe", {"expert": 2}),
+        ("deepseek_v3", {"tensor": 2}),
     ],
 )
 def test_keys_and_places_are_megatrons_own(
     family: str, sizes: dict[str, Any], world: Callable[[int], World], model_dir: Callable[[str], Path]
 ) -> None:
-    """Megatron-Core's local spec misnames the norm before a mixture of experts; there Transformer Engine's counts."""
+    """Megatron-Core's local spec misnames the norm before a mixture of experts, and with latent attention leaves norms
+    apart that Transformer Engine fuses; there Transformer Engine's names count."""
     info = load_info(model_dir(family))
     for ours, theirs in world(2).run("tests.checkpoint.cases:both_schemes", model_dir=str(model_dir(family)), **sizes):
         for layer in range(info.num_layers):
@@ -57,6 +66,11 @@ def test_keys_and_places_are_megatrons_own(
                 dense = not info.is_moe_layer(layer)
                 name = "mlp.linear_fc1.layer_norm_weight" if dense else "pre_mlp_layernorm.weight"
                 theirs[f"decoder.layers.{layer}.{name}"] = misnamed
+            for norm, linear in FUSED_WITH_MLA if info.mla else ():
+                if f"decoder.layers.{layer}.{linear}.layer_norm_weight" in ours:
+                    theirs[f"decoder.layers.{layer}.{linear}.layer_norm_weight"] = theirs.pop(
+                        f"decoder.layers.{layer}.{norm}.weight"
+                    )
         assert ours == theirs
     keys = [stored.key for parts in stored_tensors(table(info)).values() for stored in parts]
     assert len(keys) == len(set(keys))
@@ -126,11 +140,13 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert "8 missing keys" in str(caught.value) and "self_attention.q_layernorm.weight" in str(caught.value)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_names_of_megatrons_local_spec_are_resolved(
-    world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path
+    family: str, world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Its norm before a mixture of experts, its extra states: loaded by the trainer and by the converter."""
-    source, step = model_dir("qwen3_moe"), tmp_path / "iter_0000001"
+    """Its norm before a mixture of experts, latent attention's own norms, its extra states: loaded by the trainer and
+    by the converter."""
+    source, step = model_dir(family), tmp_path / "iter_0000001"
     world(2).run("tests.checkpoint.cases:save_by_megatron", model_dir=str(source), step=str(step), expert=2)
     world(2).run(
         "tests.checkpoint.cases:load_and_export", checkpoint=str(step), model_dir=str(source), out=str(tmp_path / "hf")

@@ -1,4 +1,7 @@
-"""Wrong mapping rules and wrong architecture numbers: each must move the log-probs of a loaded model."""
+"""Wrong mapping rules and wrong architecture numbers: each must move the log-probs of a loaded model.
+
+`MUTATIONS` are the mistakes that one might make; `reversed_logprobs` breaks any rule, so that none goes unseen.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 
 from megarl.models import info as info_module
 from megarl.models import shards
+from megarl.models.families import FAMILIES
 from megarl.models.info import ModelInfo
 from megarl.models.mapping import Entry, Piece
 from tests.models import cases
@@ -190,13 +194,51 @@ def mutated_logprobs(
 ) -> list[torch.Tensor] | None:
     """Case: as `cases.logprobs`, with one rule broken."""
     chosen = next(each for each in MUTATIONS if each.name == mutation)
-    original = shards.expand
-
-    def expand(rules: Any, info: ModelInfo) -> Iterator[Entry]:
-        return map(chosen.entry, original(rules, info))
 
     def load_info(path: str) -> ModelInfo:
         return chosen.info(info_module.load_info(path))
 
-    with patch.object(shards, "expand", expand), patch.object(cases, "load_info", load_info):
+    with _expanding(chosen.entry), patch.object(cases, "load_info", load_info):
         return cases.logprobs(model_dir, batch, **sizes)
+
+
+def _expanding(mutate: Callable[[Entry], Entry]) -> Any:
+    """Every table made inside has its entries mutated."""
+    original = shards.expand
+
+    def expand(rules: Any, info: ModelInfo) -> Iterator[Entry]:
+        return map(mutate, original(rules, info))
+
+    return patch.object(shards, "expand", expand)
+
+
+def active_rules(info: ModelInfo) -> list[str]:
+    """Megatron name templates of the rules that this model is made by, in the order of the family's table."""
+    return list(dict.fromkeys(entry.rule.megatron for entry in shards.expand(FAMILIES[info.family].rules, info)))
+
+
+def _last_first(rule: str) -> Callable[[Entry], Entry]:
+    """Rows (or columns, where tensor parallelism cuts them) of what one rule makes, last first."""
+
+    def mutate(entry: Entry) -> Entry:
+        if entry.rule.megatron != rule:
+            return entry
+        rows = [Piece(p.source, i, i + 1) for p in entry.pieces(0, 1) for i in range(p.start, p.stop)]
+        broken = replace(entry.rule, arrange=lambda info: rows[::-1], per_source=False, pad_to_tp=False)
+        return replace(entry, rule=broken)
+
+    return mutate
+
+
+def reversed_logprobs(model_dir: str, batch: list[list[list[int]]], rules: list[str]) -> dict[str, list[torch.Tensor]]:
+    """Case: log-probs of the batch with each of `rules` broken in turn, on whole models; ranks share the rules."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    layout, answers = cases.make_layout(), {}
+    with cases.parallel(layout):
+        for rule in rules[rank::size]:
+            with _expanding(_last_first(rule)):
+                info, _, chunks = cases.load(model_dir, layout)
+            answer = cases.forward_logprobs(info, layout, chunks, batch)
+            assert answer is not None
+            answers[rule] = answer
+    return answers

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.config.schema import ParallelConfig
+from megarl.models.families import FAMILIES
 from megarl.models.info import info_from_config, load_info
 from megarl.models.layout import Layout
 from megarl.models.provider import padded_vocab
 from megarl.models.rope import attention_factor, inverse_frequencies
+from tests.support.tiny import FAMILIES as TINY
+from tests.support.tiny import make_tiny_model
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,14 +30,16 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
 }
-MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}
+MISTRAL = LLAMA | {"num_key_value_heads": 2, "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
 QWEN3_MOE = LLAMA | {
+    "num_key_value_heads": 2,
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "num_experts": 8,
 }
 DEEPSEEK = LLAMA | {
+    "num_key_value_heads": 4,
     "architectures": ["DeepseekV3ForCausalLM"],
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
@@ -53,6 +58,15 @@ DEEPSEEK = LLAMA | {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+UNUSUAL = {"rope_theta": 12345.0, "rms_norm_eps": 1e-3}
+EXPERTS = {"n_routed_experts", "num_experts", "num_local_experts"}
+# Without them there is no model to speak of.
+SHAPES = {
+    *EXPERTS, "hidden_size", "intermediate_size", "kv_lora_rank", "max_position_embeddings", "moe_intermediate_size",
+    "num_attention_heads", "num_experts_per_tok", "num_hidden_layers", "qk_nope_head_dim", "qk_rope_head_dim",
+    "v_head_dim", "vocab_size",
+}  # fmt: skip
 SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -67,6 +81,49 @@ def test_old_and_new_keys_mean_the_same() -> None:
     assert (old.rope_theta, old.dtype, old.kv_heads, old.head_dim) == (5e5, "bfloat16", 4, 16)
 
 
+def test_both_rope_keys_may_say_the_same() -> None:
+    raw = LLAMA | {"rope_theta": 1e6, "rope_scaling": YARN}
+    both = raw | {"rope_parameters": {**YARN, "rope_theta": 1e6}, "original_max_position_embeddings": 64}
+    assert info_from_config(both) == info_from_config(raw)
+    assert info_from_config(raw | {"rope_scaling": None}).rope_theta == 1e6
+
+
+def _old_style(config: dict[str, Any]) -> dict[str, Any]:
+    """As published before transformers 5: its keys renamed since."""
+    rope = config.get("rope_parameters", {})
+    old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
+    old |= {"rope_theta": rope["rope_theta"], "torch_dtype": config["dtype"], "rope_scaling": None}
+    if config["model_type"] == "qwen3_moe":
+        old["num_experts"] = old.pop("num_local_experts")
+    return old
+
+
+@pytest.mark.parametrize("style", [dict, _old_style])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_absent_key_means_what_it_means_to_transformers(family: str, style: Any, tmp_path: Path) -> None:
+    """Each key of a config taken away in turn: the same model as transformers' own defaults written out, or refused.
+
+    Numbers of the config that is begun with are none of the defaults.
+    """
+    config_class = TINY[family][0]
+    full = json.loads((make_tiny_model(tmp_path, family, **UNUSUAL) / "config.json").read_text())
+    full = style(full)
+    assert len(full) > 20
+    refused = set()
+    for key in [None, *sorted(set(full) - {"architectures", "model_type"})]:
+        raw = {name: value for name, value in full.items() if name != key}
+        try:
+            ours = info_from_config(raw)
+        except (KeyError, ValueError) as error:
+            told = "experts" if key in EXPERTS else str(key)  # the number of experts has a name in each style
+            assert told in str(error), (key, error)
+            refused.add(key)
+            continue
+        written = config_class(**raw).to_dict()
+        assert ours == info_from_config({**written, "architectures": raw["architectures"]}), key
+    assert refused <= SHAPES | {"num_key_value_heads"}
+
+
 def test_default_rope_is_no_scaling() -> None:
     info = info_from_config(LLAMA | {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}})
     assert (info.rope_theta, info.rope_scaling) == (1e6, None)
@@ -78,6 +135,23 @@ def test_default_rope_is_no_scaling() -> None:
         (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "not supported; supported: DeepseekV3ForCausalLM, Llama"),
         (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "RoPE scaling 'longrope'"),
         (LLAMA | {"rope_scaling": {"rope_type": "llama3"}}, "needs factor, low_freq_factor, high_freq_factor"),
+        (
+            LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": YARN},
+            "rope_parameters and rope_scaling say different things",
+        ),
+        (
+            LLAMA | {"rope_parameters": {**YARN, "rope_theta": 1e6}, "rope_scaling": YARN},
+            "rope_parameters and rope_scaling say different things",
+        ),
+        (
+            LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}}},
+            r"each kind of attention \(full_attention\)",
+        ),
+        (LLAMA | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (
+            LLAMA | {"original_max_position_embeddings": 64, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "original_max_position_embeddings must be inside",
+        ),
         (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, "'full_attention'.*every layer"),
         (LLAMA | {"attention_bias": True}, "attention_bias"),
         (LLAMA | {"mlp_bias": True}, "mlp_bias"),
@@ -170,6 +244,14 @@ def test_latent_attention_and_its_router() -> None:
     # Groups that limit nothing are no groups, whatever else their numbers would mean.
     for groups in ({"n_group": 1, "topk_group": 1}, {"n_group": 4, "topk_group": 4}, {"n_group": None}):
         assert info_from_config(DEEPSEEK | groups).router_groups is None
+
+
+def test_a_tiny_deepseek_says_what_vllm_needs(tmp_path: Path) -> None:
+    """vLLM makes the expert bias only under `topk_method: noaux_tc`, as published; transformers keeps the key."""
+    directory = make_tiny_model(tmp_path, "deepseek_v3")
+    assert json.loads((directory / "config.json").read_text())["topk_method"] == "noaux_tc"
+    assert AutoConfig.from_pretrained(directory).topk_method == "noaux_tc"
+    assert load_info(directory).expert_bias
 
 
 def test_windows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from megarl.models.families import FAMILIES
 from megarl.models.info import ModelInfo
-from megarl.models.mapping import Entry, canonical_name, expand
+from megarl.models.mapping import Entry, Rule, Source, canonical_name, expand
+from megarl.models.shards import table
 
 INFO = ModelInfo(
     family="qwen3_moe",
@@ -128,6 +130,42 @@ def test_layer_order_and_kinds() -> None:
     assert "output_layer.weight" not in _entries(replace(INFO, tied=True))
     assert not any("bias" in name for name in _entries(replace(INFO, qkv_bias=False)))
     assert sum("local_experts" in name for name in names) == 2 * 4 * 2
+
+
+_UP = "model.layers.{layer}.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (
+            Rule("decoder.layers.{layer}.mlp.linear_fc2.weight", (Source("other.{layer}", "hidden ffn"),), 1),
+            r"two rules make decoder\.layers\.1\.mlp\.linear_fc2\.weight$",
+        ),
+        (
+            Rule("decoder.layers.{layer}.mlp.another.weight", (Source(_UP, "ffn hidden"),), 0),
+            r"layers\.1\.mlp\.up_proj\.weight is mapped twice, in .*1\.mlp\.linear_fc1\.weight and "
+            r"decoder\.layers\.1\.mlp\.another\.weight$",
+        ),
+        (
+            Rule("decoder.layers.{layer}.mlp.another.weight", (Source("x", "hidden"), Source("x", "hidden")), 0),
+            r"x is mapped twice, in decoder\.layers\.1\.mlp\.another\.weight$",
+        ),
+        (
+            Rule("decoder.another.weight", (Source("model.embed_tokens.weight", "vocab hidden"),)),
+            r"embed_tokens\.weight is mapped twice, in embedding\.word_embeddings\.weight and decoder\.another",
+        ),
+    ],
+)
+def test_what_is_mapped_twice_is_named(rule: Rule, message: str) -> None:
+    family = FAMILIES["qwen3_moe"]
+    rule = replace(rule, where="dense_layer" if "{layer}" in rule.megatron else "model")
+    assert list(table(INFO)) == list(_entries(INFO))
+    with (
+        patch.dict(FAMILIES, qwen3_moe=replace(family, rules=(*family.rules, rule))),
+        pytest.raises(ValueError, match=message),
+    ):
+        table(INFO)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.models.info import ModelInfo
@@ -14,15 +14,19 @@ from megarl.models.mapping import Rule, Source, qkv
 class Family:
     """One model family: its Hugging Face architecture, what its config means, and the mapping table.
 
-    `read(raw)` gives the ModelInfo fields that are the family's own. Two kinds of names, and only those, may stay
-    unread: `redundant` ones (templates) that old files carry although they are recomputed, and those of parts
-    that are not trained (`left_out`: prefixes), which an export does not have either.
+    `read(raw)` gives the ModelInfo fields that are the family's own. `defaults`: what a key means that `config.json`
+    leaves out, where `transformers`' config class of the family has another default than `info_from_config`.
+
+    Two kinds of names, and only those, may stay unread: `redundant` ones (templates) that old files carry although
+    they are recomputed, and those of parts that are not trained (`left_out`: prefixes), which an export does not have
+    either.
     """
 
     name: str
     architecture: str
     rules: tuple[Rule, ...]
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     left_out: Callable[[ModelInfo], tuple[str, ...]] = lambda info: ()
     redundant: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
 

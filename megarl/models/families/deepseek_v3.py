@@ -103,6 +103,17 @@ SHARED_EXPERTS = (
 )
 
 
+_DEFAULTS = {
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+}
+
+
 def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
     no_attention_bias(raw)
     _refuse(raw)
@@ -130,7 +141,7 @@ def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
         "router_groups": _groups(raw),
         "router_scale": float(raw.get("routed_scaling_factor") or 1.0),
         "expert_bias": True,
-        "predict_layers": int(raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 0),
+        "predict_layers": int(raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 1)) or 0),
     }
 
 
@@ -178,5 +189,6 @@ FAMILY = Family(
     "DeepseekV3ForCausalLM",
     EMBEDDING + NORMS + LATENT_ATTENTION + DENSE_MLP + EXPERTS + SHARED_EXPERTS + HEAD,
     _read,
+    defaults=_DEFAULTS,
     left_out=lambda info: tuple(f"model.layers.{info.num_layers + i}." for i in range(info.predict_layers)),
 )

@@ -23,4 +23,10 @@ _EXPERTS = expert_rules(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
 )
 
-FAMILY = Family("mixtral", "MixtralForCausalLM", EMBEDDING + NORMS + ATTENTION + _EXPERTS + HEAD, _read)
+FAMILY = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    EMBEDDING + NORMS + ATTENTION + _EXPERTS + HEAD,
+    _read,
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+)

@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from megarl.models.families.base import DENSE, Family
 
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", DENSE, lambda raw: {"qkv_bias": True})
+FAMILY = Family(
+    "qwen2", "Qwen2ForCausalLM", DENSE, lambda raw: {"qkv_bias": True}, defaults={"num_key_value_heads": 32}
+)

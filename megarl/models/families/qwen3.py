@@ -13,4 +13,4 @@ def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"qk_norm": True, "head_dim": int(raw.get("head_dim") or 128)}
 
 
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", DENSE, _read)
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", DENSE, _read, defaults={"num_key_value_heads": 32})

@@ -24,4 +24,4 @@ def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", MOE, _read)
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", MOE, _read, defaults={"num_key_value_heads": 4})
