@@ -48,9 +48,9 @@ class Comparison:
 
 def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = lambda count: None) -> Comparison:
     """Every tensor of both, in blocks of rows. `report` gets the bytes compared."""
-    names, others = one.names(), set(other.names())
+    names, own, others = one.names(), set(one.names()), set(other.names())
     result = Comparison(missing=[name for name in names if name not in others])
-    result.unexpected = [name for name in other.names() if name not in set(names)]
+    result.unexpected = [name for name in other.names() if name not in own]
     # A checkpoint has them in fp32 whatever the files have: their values count.
     buffers = {name for entry in one.entries.values() if entry.rule.buffer for name in entry.names}
     for model in (one, other):
