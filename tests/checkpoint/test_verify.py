@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ import torch
 from megarl.checkpoint import verify
 from megarl.checkpoint.verify import Comparison, compare
 from megarl.models.info import ModelInfo
+from megarl.models.mapping import Entry
 
 
 class Model:
     """A model of one tensor, `HFTensors` as far as a comparison looks."""
 
     path, info = Path(), ModelInfo.__new__(ModelInfo)
+    entries: ClassVar[dict[str, Entry]] = {}  # no buffers
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
