@@ -102,7 +102,8 @@ GPU_ONLY: dict[Target, frozenset[str]] = {
             " gradient_accumulation_fusion cross_entropy_loss_fusion moe_permute_fusion moe_router_fusion"
             " moe_grouped_gemm fused_single_qkv_rope use_te_rng_tracker use_te_activation_func fp8 fp4"
             " tp_comm_overlap moe_enable_deepep persist_layer_norm memory_efficient_layer_norm cpu_offloading"
-            " enable_cuda_graph external_cuda_graph batch_invariant_mode fine_grained_activation_offloading",
+            " enable_cuda_graph external_cuda_graph batch_invariant_mode fine_grained_activation_offloading"
+            " deallocate_pipeline_outputs",
             "",
         )
     ),

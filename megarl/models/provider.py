@@ -135,7 +135,9 @@ def _parallelism(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         # run.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        "deallocate_pipeline_outputs": True,
+        # The interleaved schedule frees an output before its sending has been waited for. CUDA's streams keep the
+        # order; gloo reads the memory until the receiver has it all: wrong activations, rarely (schedules.py:1600).
+        "deallocate_pipeline_outputs": platforms.current().is_cuda or not interleaved,
         # Losses are sums; the trainer divides by global counts. The default is a mean of micro-batch means.
         "calculate_per_token_loss": True,
     }

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -94,12 +95,15 @@ def train(
     steps: int = 1,
     mutation: str | None = None,
     packed: bool = True,
+    watch_sends: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
     """`steps` updates on the same mini-batch: the first one's gradients, metrics, and the weights after the last."""
     with contextlib.ExitStack() as stack:
         if not packed:
             stack.enter_context(mock.patch.object(policy_module, "plan_micro_batches", one_each))
+        if watch_sends:
+            stack.enter_context(nothing_is_freed_before_it_has_left())
         stack.enter_context(mutated(mutation))
         loads = stack.enter_context(expert_loads())
         policy = stack.enter_context(policy_under(model_dir, layout, **changes))
@@ -121,6 +125,30 @@ def train(
             "expert_bias": expert_biases(policy),
             "expert_load": loads,
         }
+
+
+@contextlib.contextmanager
+def nothing_is_freed_before_it_has_left() -> Iterator[None]:
+    """RuntimeError if a stage frees a tensor before it has waited for the tensor's sending."""
+    exchange, free = p2p_communication._p2p_ops, schedules.deallocate_output_tensor
+    leaving: dict[int, Any] = {}
+
+    def watched(**tensors: Any) -> Any:
+        requests = exchange(**tensors)
+        if "send_next" in requests:
+            key, request = id(tensors["tensor_send_next"]), requests["send_next"]
+            leaving[key] = request
+            requests["send_next"] = SimpleNamespace(wait=lambda: (request.wait(), leaving.pop(key, None)))
+        return requests
+
+    def checked(out: Any, enabled: bool = False) -> None:
+        if enabled and id(out) in leaving:
+            raise RuntimeError("freed while it is being sent")
+        free(out, enabled)
+
+    with mock.patch.object(p2p_communication, "_p2p_ops", watched):
+        with mock.patch.object(schedules, "deallocate_output_tensor", checked):
+            yield
 
 
 @contextlib.contextmanager

@@ -121,6 +121,11 @@ def test_one_rank_agrees_with_plain_transformers(
     assert worst(trained(1, model)["gradients"], expected) <= GRADIENT
 
 
+def test_what_a_stage_sends_is_not_freed_before_it_has_left(trained: Callable[..., Any]) -> None:
+    """gloo reads a tensor until the receiver has it; Megatron-Core frees it as on a GPU, where streams keep order."""
+    check(trained, (2, "dense", VPP2, {"watch_sends": True}))
+
+
 SGD = {
     "megatron__optimizer": {"optimizer": "sgd"},
     "trainer__optimizer__distributed": False,
