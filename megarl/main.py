@@ -101,12 +101,12 @@ def run(config: Config, plan: Plan) -> int:
     log_file = config.run_dir / "logs" / f"trainer-rank-{rank}.log"
     failures = FailureReport(config.run_dir, rank)
     terminal = redirect_output(log_file)
+    now = going_on(config)
     if rank == 0:
-        config = going_on(config)  # the other ranks do what rank 0 says
-        _take_over(config)
+        _take_over(now)
         (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")  # read by `megarl replay`
     try:
-        _train(config, plan, terminal)
+        _train(config, now, plan, terminal)
     except Exception as error:
         failures.claim(error, terminal, log_file)
         terminal.flush()
@@ -129,7 +129,8 @@ def _take_over(config: Config) -> None:
         stopping.forget(config.run_dir)
 
 
-def _train(config: Config, plan: Plan, terminal: TextIO) -> None:
+def _train(config: Config, now: Config, plan: Plan, terminal: TextIO) -> None:
+    """`now`: the config for this start of the ranks. The pool has the launch's own, and is kept for it."""
     from megarl.rollout.processes import die_with_parent
 
     die_with_parent()
@@ -149,7 +150,7 @@ def _train(config: Config, plan: Plan, terminal: TextIO) -> None:
     from megarl.session import Session
     from megarl.train import train
 
-    session = Session(config, launch, terminal)
+    session = Session(now, launch, terminal)
     try:
         train(session)
         session.finish()
