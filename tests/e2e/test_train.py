@@ -205,6 +205,7 @@ def test_a_replica_killed_in_the_middle_of_a_sync_is_replaced_and_the_run_goes_o
     """One of two, after its first tensors of version 2: it is named; nothing is sampled before both are sound."""
     monkeypatch.setenv("MEGARL_TEST_DIES_IN_SYNC", str(tmp_path / "died"))
     config = tiny_config(tmp_path, steps=4)
+    config["timeouts"]["weight_sync_s"] = 40  # a silent engine is known by this alone
     config["rollout"] |= {"replicas": 2, "engine_kwargs": {"worker_extension_cls": "tests.e2e.dying.DiesInSync"}}
     run = train(config)
     assert (tmp_path / "died").exists()
