@@ -44,14 +44,15 @@ test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (nee
 test-all: setup-test  ## The full matrices and the slow tests as well, up to 60 minutes.
 	$(PY) -m pytest -m "not cluster"
 
-lint: setup-test  ## ruff and mypy.
+lint: setup-test  ## ruff, mypy and the layers (import-linter).
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-logo 2>/dev/null || $(VENV)/bin/lint-imports
 
 docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md and the scripts in launch/ from the code.
 	$(VENV)/bin/megarl docs
-	$(PY) -m megarl.launch scripts
+	$(PY) -m megarl.cluster.nodes scripts
 
 clean:  ## Remove runs and caches (not .venv).
 	rm -rf runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -38,8 +38,8 @@ def make_policy(directory: Path, args: argparse.Namespace) -> tuple[Any, list[An
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from megarl.config.schema import Config
-    from megarl.models.info import load_info
     from megarl.models.layout import Layout
+    from megarl.models.read_config import load_info
     from megarl.trainer import parallel
     from megarl.trainer.policy import Policy, TrainSample
 
@@ -102,9 +102,9 @@ def plain_read(paths: list[Path]) -> None:
 
 
 def verify_and_load(policy: Any, path: Path, manifest: Any) -> None:
-    from megarl.checkpoint.checkpointer import load_trainer_state
-    from megarl.checkpoint.manifest import check_files
-    from megarl.checkpoint.state import trainer_numbers
+    from megarl.checkpoint.format.manifest import check_files
+    from megarl.checkpoint.save.checkpointer import load_trainer_state
+    from megarl.checkpoint.save.training_state import trainer_numbers
 
     problems = check_files(path, manifest.files, manifest.files)
     assert not problems, problems
@@ -113,7 +113,7 @@ def verify_and_load(policy: Any, path: Path, manifest: Any) -> None:
 
 def measure_disk(policy: Any, checkpointer: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rounds of: plain write, save, plain read, verify and load."""
-    from megarl.checkpoint.manifest import Manifest
+    from megarl.checkpoint.format.manifest import Manifest
 
     block = os.urandom(CHUNK)  # nothing that a file system could shrink
     seconds: dict[str, list[float]] = {"write": [], "save": [], "read": [], "load": []}
@@ -206,7 +206,7 @@ def main() -> None:
     from megarl import platforms
 
     platform = platforms.activate()
-    from megarl.checkpoint.checkpointer import Checkpointer
+    from megarl.checkpoint.save.checkpointer import Checkpointer
 
     torch.set_num_threads(1)
     directory = Path(tempfile.mkdtemp(dir=args.dir))

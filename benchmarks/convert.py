@@ -30,7 +30,8 @@ import psutil
 import torch
 
 from megarl.models.export import ExportedTensor, plan_files
-from megarl.models.info import ModelInfo, info_from_config
+from megarl.models.info import ModelInfo
+from megarl.models.read_config import info_from_config
 from megarl.models.safetensors_io import SafetensorsWriter, TensorSpec, write_index
 from megarl.models.shards import table
 

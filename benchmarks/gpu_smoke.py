@@ -64,8 +64,8 @@ def run(precision: str, directory: Path, reference: list[torch.Tensor], steps: i
     """Build the policy, compare, update; needs an initialised process group."""
     from megarl import platforms
     from megarl.config.schema import Config
-    from megarl.models.info import load_info
     from megarl.models.layout import Layout
+    from megarl.models.read_config import load_info
     from megarl.trainer import parallel
     from megarl.trainer.policy import Policy, TrainSample
 

@@ -202,10 +202,10 @@ def rank_main(directory: Path, runs: int, bucket_mb: float) -> None:
     import torch
 
     from megarl.models.export import HFExporter
-    from megarl.models.info import load_info
     from megarl.models.layout import Layout
     from megarl.models.loader import load_hf_weights
     from megarl.models.provider import build_model, transformer_config
+    from megarl.models.read_config import load_info
     from megarl.trainer import parallel
 
     torch.set_num_threads(1)
@@ -284,7 +284,7 @@ class Bench:
         return version
 
     def _switch_digest(self, on: bool) -> None:
-        switch_digest("megarl.weights.packing", on)
+        switch_digest("megarl.weights.bucket_packer", on)
         self._worker("bench_digest", on)
 
     def _gather(self) -> float:

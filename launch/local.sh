@@ -6,7 +6,7 @@ set -euo pipefail
 : "${PYTHON:=python}"
 
 # Config, plan and this machine are checked before anything starts.
-launch=$("$PYTHON" -m megarl.launch prepare --scheduler local --config "$config" "$@")
+launch=$("$PYTHON" -m megarl.cluster.nodes prepare --scheduler local --config "$config" "$@")
 run_dir=$(dirname "$(dirname "$(dirname "$launch")")")
 
 # The ranks see the file at their next step boundary, save and exit. A second Ctrl-C ends everything at once.
@@ -15,10 +15,10 @@ trap 'stop SIGUSR1' USR1
 trap 'stop SIGTERM' TERM
 trap 'stop SIGINT' INT
 
-"$PYTHON" -m megarl.launch.node "$launch" 0 &
+"$PYTHON" -m megarl.cluster.nodes.agent "$launch" 0 &
 agent=$!
 # A trapped signal ends a wait early.
 while kill -0 "$agent" 2>/dev/null; do wait "$agent" || true; done
 
-status=$("$PYTHON" -m megarl.launch status "$launch")
+status=$("$PYTHON" -m megarl.cluster.nodes status "$launch")
 [ "$status" != failed ]

@@ -11,7 +11,7 @@ shift 2
 : "${PYTHON:=python}" "${MEGARL_RSH:=ssh -o BatchMode=yes}"
 
 # Config, plan and host list are checked before anything starts on any host.
-launch=$("$PYTHON" -m megarl.launch prepare --scheduler local --hosts "$hosts" --config "$config" "$@")
+launch=$("$PYTHON" -m megarl.cluster.nodes prepare --scheduler local --hosts "$hosts" --config "$config" "$@")
 run_dir=$(dirname "$(dirname "$(dirname "$launch")")")
 
 # The ranks see the file at their next step boundary, save and exit.
@@ -26,16 +26,16 @@ names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME")
 prefixes = ("MEGARL_", "NCCL_", "GLOO_", "OMP_", "RAY_", "VLLM_")
 print(shlex.join(f"{k}={v}" for k, v in os.environ.items() if k in names or k.startswith(prefixes)))')
 
-# One agent per host; it starts the host's share and ends all of it (megarl/launch/node.py). Agents tell each other
+# One agent per host; it starts the host's share and ends all of it (megarl/cluster/nodes/agent.py). Agents tell each other
 # through the run directory when one of them fails or falls silent, so all of them end.
 start() { # HOST INDEX
   local code=0 remote
-  $MEGARL_RSH "$1" "cd '$PWD' && exec env $environment '$PYTHON' -m megarl.launch.node '$launch' $2" </dev/null &
+  $MEGARL_RSH "$1" "cd '$PWD' && exec env $environment '$PYTHON' -m megarl.cluster.nodes.agent '$launch' $2" </dev/null &
   remote=$!
   trap 'kill "$remote" 2>/dev/null || true' TERM
   wait "$remote" || code=$?
   if [ "$code" -gt 1 ]; then
-    "$PYTHON" -m megarl.launch fail "$launch" "$1" "its agent ended with code $code (255: ssh cannot reach it)"
+    "$PYTHON" -m megarl.cluster.nodes fail "$launch" "$1" "its agent ended with code $code (255: ssh cannot reach it)"
   fi
 }
 index=0
@@ -58,5 +58,5 @@ while living; do
   fi
 done
 
-status=$("$PYTHON" -m megarl.launch status "$launch")
+status=$("$PYTHON" -m megarl.cluster.nodes status "$launch")
 [ "$status" != failed ]

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from megarl.batch_metrics import record_batch
+from megarl.commands.replay import replay_steps
 from megarl.config.load import load_config
 from megarl.models.export import HFExporter
-from megarl.models.info import load_info
 from megarl.models.layout import Layout
+from megarl.models.read_config import load_info
 from megarl.queue.dump import tag_of
-from megarl.replay import replay_steps
-from megarl.step import plan_step, train_step
+from megarl.run.batch_metrics import record_batch
+from megarl.run.step import plan_step, train_step
 from megarl.telemetry.declarations import REGISTRY, step_metrics
 from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer import parallel

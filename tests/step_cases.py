@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megarl.queue.dump import tag_of
-from megarl.queue.schema import Trajectory
-from megarl.step import plan_step, train_step
+from megarl.queue.trajectory import Trajectory
+from megarl.run.step import plan_step, train_step
 from megarl.telemetry.declarations import step_metrics
 from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer import parallel

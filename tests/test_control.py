@@ -13,7 +13,7 @@ from tests.support.run import ROOT
 RANK = """
 import os, sys, time
 import torch
-from megarl.control import join_peers
+from megarl.run.peers import join_peers
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 if (attempt, rank) == ("1", "0"):
     time.sleep(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from megarl.performance import GIB, peak_memory_gib
+from megarl.run.performance import GIB, peak_memory_gib
 
 HELD_B = 300 * 2**20
 

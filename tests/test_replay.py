@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.config.errors import ConfigError
+from megarl.commands.cli import main
+from megarl.commands.replay import choose_steps, replay_config
+from megarl.common.errors import ConfigError
 from megarl.config.load import to_yaml
 from megarl.queue.dump import DumpError, write_batch
-from megarl.queue.schema import Trajectory, VersionSpan
-from megarl.replay import choose_steps, main, replay_config
+from megarl.queue.trajectory import Trajectory, VersionSpan
 from tests.support.tiny import make_tiny_model
 from tests.trainer.problem import make_config
 
@@ -112,7 +113,8 @@ def test_command_line_on_one_rank(recorded, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "megarl.replay",
+        "megarl",
+        "replay",
         "--run-dir",
         str(recorded),
         "--steps",
@@ -159,7 +161,7 @@ def test_steps_with_a_gap_or_none_are_refused(recorded, tmp_path):
     ("arguments", "message"),
     [
         (["--run-dir", "nowhere"], "nowhere has no config.yaml"),
-        (["--run-dir", "{run}", "trainer.gpus=2"], "torchrun --nproc-per-node 2 -m megarl.replay"),
+        (["--run-dir", "{run}", "trainer.gpus=2"], "torchrun --nproc-per-node 2 -m megarl replay"),
         (["--run-dir", "{run}", "--batches", "nowhere"], "no recorded batch"),
         (["--run-dir", "{run}", "trainer.nonsense=2"], "trainer.nonsense: no such key"),
         (["--run-dir", "{run}", "--out", "{run}"], "is the recorded run itself"),
@@ -168,7 +170,7 @@ def test_steps_with_a_gap_or_none_are_refused(recorded, tmp_path):
 )
 def test_mistakes_end_with_one_message(recorded, arguments, message, capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert main([argument.format(run=recorded) for argument in arguments]) == 2
+    assert main(["replay", *(argument.format(run=recorded) for argument in arguments)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("megarl: ") and "Traceback" not in error
 
@@ -176,7 +178,7 @@ def test_mistakes_end_with_one_message(recorded, arguments, message, capsys, mon
 @pytest.mark.parametrize(
     "command",
     [
-        "-m megarl.replay --run-dir r --steps 5 --out o --batches b --checkpoint c --export",
+        "-m megarl replay --run-dir r --steps 5 --out o --batches b --checkpoint c --export",
         "examples/rl/train_rl.py --config c.yaml --dry-run --resume auto --dump-batches run.steps=1",
         "tools/checkpoint/convert.py import --hf a --out b --dtype bfloat16 --workers 2 --resume --force",
     ],

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.losses import LossSpec
-from megarl.batch_metrics import record_batch
 from megarl.config.schema import Config
-from megarl.queue.schema import SampleTag, Trajectory, VersionSpan, sample_key
-from megarl.step import plan_step
+from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan, sample_key
+from megarl.run.batch_metrics import record_batch
+from megarl.run.step import plan_step
 from megarl.telemetry.declarations import step_metrics
 from megarl.trainer.batch import TrainSample
 from tests.support.tiny import make_tiny_model

@@ -6,9 +6,9 @@ import os
 import signal
 from pathlib import Path
 
-from megarl import stopping
-from megarl.logs import FailureReport
-from megarl.stopping import ExitRecord
+from megarl.common import run_files as stopping
+from megarl.common.run_files import ExitRecord
+from megarl.run.failure import FailureReport
 
 
 def test_the_first_reason_stays_until_it_is_forgotten(tmp_path: Path) -> None:

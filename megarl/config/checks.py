@@ -13,13 +13,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from megarl.common.errors import ConfigError
 from megarl.config import layout_checks
 from megarl.config.engine_checks import engine_problems
-from megarl.config.errors import ConfigError
 from megarl.config.hardware import local_gpus
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
-from megarl.models.info import ModelInfo, load_info
+from megarl.models.info import ModelInfo
+from megarl.models.read_config import load_info
 from megarl.models.source import hf_files, megatron_step
 
 Device = Literal["cuda", "cpu"]

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from megarl.config.errors import ConfigError
+from megarl.common.errors import ConfigError
 from megarl.config.schema import Config
 
 

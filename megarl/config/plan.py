@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
+from megarl.common.errors import ConfigError
 from megarl.config.checks import Device, check, detect_device, longest_response, max_sequence_tokens
-from megarl.config.errors import ConfigError
 from megarl.config.hardware import local_gpus
+from megarl.config.layout import trainer_layout
 from megarl.config.memory import GIB, EngineMemory, Memory, engine_memory, trainer_memory
 from megarl.config.parameters import model_parameters
 from megarl.config.pools import Pools, resolve_pools
@@ -67,7 +68,7 @@ def make_plan(config: Config, *, device: Device | None = None, files: bool = Tru
     """
     device = device or detect_device()
     info = check(config, device=device, files=files)
-    layout = Layout.from_config(config.trainer.parallel, config.trainer.gpus)
+    layout = trainer_layout(config.trainer.parallel, config.trainer.gpus)
     cuda = device == "cuda"
     longest = max_sequence_tokens(config, info)
     total, active = model_parameters(info)

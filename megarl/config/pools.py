@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.errors import ConfigError
+from megarl.common.errors import ConfigError
 from megarl.config.schema import Config
 
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from megarl.evaluation.metrics import EvalReport, ScoredResponse, evaluate_responses
+from megarl.evaluation.accuracy import EvalReport, ScoredResponse, evaluate_responses
 
 Problem = TypeVar("Problem")
 Mode = Literal["greedy", "sampled"]

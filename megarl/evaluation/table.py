@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from megarl.evaluation.accuracy import Estimate, EvalReport
 from megarl.evaluation.harness import SetReport
-from megarl.evaluation.metrics import Estimate, EvalReport
 
 
 def report_table(reports: Sequence[EvalReport]) -> Table:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.schema import ParallelConfig
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -39,19 +37,6 @@ class Layout:
             raise ValueError("sequence parallelism needs tensor > 1; set sequence: false")
         if self.virtual_pipeline is not None and self.pipeline == 1:
             raise ValueError("virtual_pipeline needs pipeline > 1; drop virtual_pipeline")
-
-    @classmethod
-    def from_config(cls, parallel: ParallelConfig, gpus: int) -> Layout:
-        """The layout of `gpus` trainer ranks under `trainer.parallel`."""
-        return cls(
-            tensor=parallel.tensor,
-            pipeline=parallel.pipeline,
-            virtual_pipeline=parallel.virtual_pipeline,
-            expert=parallel.expert,
-            expert_tensor=parallel.expert_tensor,
-            sequence=parallel.sequence,
-            world_size=gpus,
-        )
 
     @property
     def etp(self) -> int:

@@ -12,9 +12,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl import platforms
 from megarl.models.info import LatentAttention, ModelInfo
+from megarl.models.layer_spec import block_spec, use_transformer_engine
 from megarl.models.layout import Layout
 from megarl.models.rope import attention_factor, inverse_frequencies
-from megarl.models.spec import block_spec, use_transformer_engine
 
 Precision = Literal["bf16", "fp32"]
 

@@ -181,7 +181,7 @@ def write_results_need_no_manager() -> None:
     """filesystem_async.py:54: every save starts a manager process for one queue; a killed rank leaves it running.
 
     Also, it is spawned: an entry script that is not import-guarded runs again in it. All writing here is done in the
-    rank's own process (`checkpoint/writer.py`, or Megatron-Core's synchronous save), where a plain queue does.
+    rank's own process (`checkpoint/save/writer.py`, or Megatron-Core's synchronous save), where a plain queue does.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.queue.schema import SampleTag, Trajectory, VersionSpan
+from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -171,7 +171,7 @@ def _to_table(step: int, version: int, trajectories: Sequence[Trajectory]) -> pa
         }
         for trajectory in trajectories
     ]
-    metadata = {"megarl.format": FORMAT, "megarl.step": str(step), "megarl.version": str(version)}
+    metadata = {"megarl.format": FORMAT, "megarl.run.step": str(step), "megarl.version": str(version)}
     return pa.Table.from_pylist(rows, schema=_schema().with_metadata(metadata))
 
 
@@ -199,8 +199,8 @@ def _read_part(path: Path, step: int) -> tuple[int, list[Trajectory]]:
     metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
     if metadata.get("megarl.format") != FORMAT:
         raise DumpError(f"{path}: not a batch dump of format {FORMAT} (found {metadata.get('megarl.format')!r})")
-    if metadata["megarl.step"] != str(step):
-        raise DumpError(f"{path}: holds step {metadata['megarl.step']}, its name says {step}")
+    if metadata["megarl.run.step"] != str(step):
+        raise DumpError(f"{path}: holds step {metadata['megarl.run.step']}, its name says {step}")
     return int(metadata["megarl.version"]), [_from_row(row) for row in table.to_pylist()]
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.queue.schema import SampleTag, Trajectory, VersionSpan
+from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
     import torch

@@ -19,21 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.common.errors import RolloutError
+from megarl.common.files import write_json
+from megarl.common.output import redirect_output
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
-from megarl.logs import redirect_output
-from megarl.queue.schema import sample_key
+from megarl.queue.trajectory import sample_key
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
 from megarl.rollout.admission import Admission, Counters, usable_samples
+from megarl.rollout.batch_stats import BatchStats, BusyClock
 from megarl.rollout.devices import Held
-from megarl.rollout.errors import RolloutError
-from megarl.rollout.evaluate import evaluate_on_pool, write_records
+from megarl.rollout.evaluate_on_pool import evaluate_on_pool, write_records
 from megarl.rollout.pool import RolloutPool
-from megarl.rollout.progress import BatchStats, BusyClock
 from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, SamplingSpec, request_seed
-from megarl.rollout.samples import defect, trajectory
-from megarl.telemetry.summary import write_json
+from megarl.rollout.to_trajectory import defect, trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class RolloutController:
 
     async def start(self) -> dict[str, float]:
         """Start queue and reward processes, load prompts and tokenizer, attach to the replicas; seconds it took."""
-        from megarl.rewards.pool import RewardPool
+        from megarl.rewards.worker_pool import RewardPool
         from megarl.rollout.prompts import PromptSource
 
         started = time.monotonic()

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megarl.rollout.errors import RolloutError
+from megarl.common.errors import RolloutError
 
 
 @dataclass(frozen=True)

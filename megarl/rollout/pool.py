@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from megarl.rollout.errors import ReplicaFailed, RolloutError
+from megarl.common.errors import ReplicaFailed, RolloutError
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.routing import Router
 

@@ -14,9 +14,9 @@ from megarl.config.schema import Config, EvalSetConfig
 from megarl.data.cursor import Cursor
 from megarl.data.dataset import Prompt, load_prompts
 from megarl.data.tokenize import PromptEncoder, load_tokenizer, stop_token_ids
-from megarl.models.info import load_info
+from megarl.models.read_config import load_info
 from megarl.rewards.types import RewardInput
-from megarl.rollout.evaluate import EvalProblem, EvalSet
+from megarl.rollout.evaluate_on_pool import EvalProblem, EvalSet
 from megarl.rollout.requests import SamplingSpec
 
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.common.errors import ReplicaFailed
+from megarl.common.output import redirect_output
+from megarl.common.processes import ProcessId, die_with
 from megarl.config.schema import Config
-from megarl.logs import redirect_output
-from megarl.queue.schema import FinishReason, VersionSpan
+from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.devices import Held, held_devices
 from megarl.rollout.engine_args import engine_args, engine_environment
-from megarl.rollout.errors import ReplicaFailed
-from megarl.rollout.processes import ProcessId, die_with
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 
 logger = logging.getLogger(__name__)

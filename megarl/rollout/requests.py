@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from megarl.config.schema import EvalSamplingConfig, SamplingConfig
-from megarl.queue.schema import FinishReason, VersionSpan
+from megarl.queue.trajectory import FinishReason, VersionSpan
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
+from megarl.common.files import finite
 from megarl.config.schema import Config
 from megarl.telemetry.declarations import REGISTRY
 from megarl.telemetry.progress import Progress
-from megarl.telemetry.summary import finite
 
 
 class Sink(Protocol):
@@ -41,7 +41,7 @@ class JsonlSink:
         self.write_object({"step": step, "wall_time": round(time.time(), 3), **values})
 
     def roll_back(self, step: int) -> None:
-        """Nothing: `checkpoint/history.py` has cut the file."""
+        """Nothing: `checkpoint/save/history.py` has cut the file."""
 
     def write_object(self, content: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(finite(content), allow_nan=False, ensure_ascii=False) + "\n")

@@ -20,7 +20,7 @@ from megarl import platforms
 from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.losses import LossSpec, micro_batch_loss
 from megarl.algorithms.stats import LossStats
-from megarl.checkpoint.load import load_weights
+from megarl.checkpoint.format.load_weights import load_weights
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
@@ -38,7 +38,7 @@ from megarl.trainer.optimizer import (
 )
 from megarl.trainer.packing import plan_micro_batches
 from megarl.trainer.pipeline import WithLoss, forward_backward, forward_only
-from megarl.trainer.reference import ReferenceModel
+from megarl.trainer.reference_policy import ReferenceModel
 
 __all__ = ["LogProbs", "NonFiniteError", "Policy", "TrainSample"]
 

@@ -19,8 +19,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from megarl.common.errors import WeightSyncError
 from megarl.weights.buckets import unpack_manifest
-from megarl.weights.errors import WeightSyncError
 from megarl.weights.receiver import Receiver
 from megarl.weights.transport import Board, Group, Layout
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
+from megarl.common.errors import ConnectionLost, DigestMismatch, PeerTimeout, SyncAborted
 from megarl.weights.buckets import Bucket, Plan
 from megarl.weights.digest import digest
-from megarl.weights.errors import ConnectionLost, DigestMismatch, PeerTimeout, SyncAborted
 from megarl.weights.transport import Group, Pending
 
 logger = logging.getLogger(__name__)

@@ -21,11 +21,11 @@ from typing import Any, Protocol
 
 import torch
 
+from megarl.common.errors import SyncAborted, WeightSyncError
+from megarl.weights.bucket_packer import SendBuffers, Sending
 from megarl.weights.buckets import Plan, make_plan
-from megarl.weights.control import Control, SyncReport
-from megarl.weights.errors import SyncAborted, WeightSyncError
 from megarl.weights.handles import EngineHandles
-from megarl.weights.packing import SendBuffers, Sending
+from megarl.weights.replica_calls import Control, SyncReport
 from megarl.weights.transport import Board, Group, Layout, names_of
 
 logger = logging.getLogger(__name__)

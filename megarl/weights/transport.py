@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from megarl.weights.errors import ConnectionLost, PeerTimeout, SyncAborted
+from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ def register() -> None:
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.weights.engine", "MegarlWeightTransferEngine")
     if _is_vllm_child():
-        from megarl.rollout.processes import die_with_parent
+        from megarl.common.processes import die_with_parent
 
         die_with_parent()
 

@@ -17,13 +17,14 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
 
-from megarl.checkpoint.load import load_weights
-from megarl.checkpoint.scheme import content_metadata, model_sharded_state_dict
+from megarl.checkpoint.format.load_weights import load_weights
+from megarl.checkpoint.format.sharding import content_metadata, model_sharded_state_dict
 from megarl.models.export import HFExporter, save_hf
-from megarl.models.info import ModelInfo, load_info
+from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
 from megarl.models.loader import load_hf_weights
 from megarl.models.provider import build_model, transformer_config
+from megarl.models.read_config import load_info
 from megarl.models.source import HF_FILES, hf_files
 from tests.checkpoint.converter import run
 from tests.models.cases import make_layout, parallel
@@ -143,7 +144,7 @@ def convert_on_ranks(arguments: list[str], attempt: str, failing_rank: int | Non
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), "its disk")
 
-    broken = mock.patch("megarl.checkpoint.output.Output.finish_unit", fail)
+    broken = mock.patch("megarl.checkpoint.convert.output.Output.finish_unit", fail)
     with broken if failing_rank == torch.distributed.get_rank() else contextlib.nullcontext():
-        with mock.patch("megarl.checkpoint.cli._SPEAK_S", 0.0):
+        with mock.patch("megarl.checkpoint.convert.command_line._SPEAK_S", 0.0):
             return run(*arguments, TORCHELASTIC_RESTART_COUNT=attempt)

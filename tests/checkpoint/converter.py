@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megarl.checkpoint import cli, units
+from megarl.checkpoint.convert import command_line as cli
+from megarl.checkpoint.convert import units
 
 ITEM_BYTES, UNIT_BYTES = 6_000, (40_000, 40_000)
 

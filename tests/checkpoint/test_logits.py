@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megarl.checkpoint.logits import compare_logprobs
+from megarl.checkpoint.convert.logits import compare_logprobs
 from megarl.models import shards
 from megarl.models.info import ModelInfo
 from megarl.models.mapping import Entry

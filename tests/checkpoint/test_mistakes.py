@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.checkpoint import exporting, importing
-from megarl.checkpoint.cli import main
+from megarl.checkpoint.convert import hf_to_megatron as importing
+from megarl.checkpoint.convert import megatron_to_hf as exporting
+from megarl.checkpoint.convert.command_line import main
 from tests.checkpoint.converter import convert, run
 from tests.checkpoint.test_scheme import differing
 
@@ -272,10 +273,10 @@ def test_options_that_make_no_sense(arguments: list[str], words: str, capsys: py
 
 
 def test_an_interrupt_speaks_of_resume_only_where_there_is_one(source: Path, tmp_path: Path) -> None:
-    with mock.patch("megarl.checkpoint.run.run_units", side_effect=KeyboardInterrupt):
+    with mock.patch("megarl.checkpoint.convert.job.run_units", side_effect=KeyboardInterrupt):
         code, _, err = run("import", "--hf", source, "--out", tmp_path / "m")
     assert (code, err) == (130, "convert.py: interrupted; go on with --resume\n")
-    with mock.patch("megarl.checkpoint.verify.compare", side_effect=KeyboardInterrupt):
+    with mock.patch("megarl.checkpoint.convert.verify.compare", side_effect=KeyboardInterrupt):
         code, _, err = run("verify", source, source)
     assert (code, err) == (130, "convert.py: interrupted\n")
 
@@ -365,7 +366,7 @@ def test_a_small_file_on_a_full_disk_is_named(kind: str, name: str, source: Path
         if self == full.parent and "hf/" in name:
             full.symlink_to("/dev/full")
 
-    with mock.patch("megarl.checkpoint.faults.reached", reached), mock.patch.object(Path, "mkdir", mkdir_with):
+    with mock.patch("megarl.checkpoint.format.faults.reached", reached), mock.patch.object(Path, "mkdir", mkdir_with):
         err = refused(*command)
     assert "the disk is full" in err and f"(writing {place}" in err and "--resume" in err
     assert not out.exists()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl import cli
+from megarl.commands import cli
 from megarl.config.load import load_config
 from megarl.data.tokenize import generation_config_eos, load_tokenizer
-from megarl.models.info import load_info
+from megarl.models.read_config import load_info
 from megarl.models.source import hf_files, megatron_step
 from megarl.rollout.engine_args import engine_args
 from tests.checkpoint.converter import convert

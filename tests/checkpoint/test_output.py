@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from megarl.checkpoint import importing
+from megarl.checkpoint.convert import hf_to_megatron as importing
 from tests.checkpoint.converter import convert, files_of, run, run_forked, wait_for_lock
 from tests.checkpoint.test_mistakes import refused
 from tests.checkpoint.test_scheme import differing
@@ -174,9 +174,9 @@ def stopped_after(removals: int) -> Iterator[None]:
 
 def _two_sizes_of_as_many_files(megatron: Path, tmp_path: Path) -> tuple[float, float]:
     """Values of --shard-gb whose exports have the same file names and number of units, but not the same files."""
-    from megarl.checkpoint import units
-    from megarl.checkpoint.exporting import ExportJob
-    from megarl.checkpoint.megatron_files import MegatronDirectory
+    from megarl.checkpoint.convert import units
+    from megarl.checkpoint.convert.megatron_to_hf import ExportJob
+    from megarl.checkpoint.format.megatron_files import MegatronDirectory
     from tests.checkpoint.converter import ITEM_BYTES, UNIT_BYTES
 
     source, seen = MegatronDirectory(megatron), {}

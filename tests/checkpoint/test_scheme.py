@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.checkpoint.keys import stored_tensors
-from megarl.models.info import load_info
+from megarl.checkpoint.format.keys import stored_tensors
+from megarl.models.read_config import load_info
 from megarl.models.shards import table
 from tests.checkpoint.converter import convert
 from tests.support.world import World

@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from megarl.checkpoint import verify
-from megarl.checkpoint.verify import Comparison, compare
+from megarl.checkpoint.convert import verify
+from megarl.checkpoint.convert.verify import Comparison, compare
 from megarl.models.info import ModelInfo
 from megarl.models.mapping import Entry
 

@@ -12,7 +12,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from megarl.rollout.ray_head import free_ports
+from megarl.cluster.ray_head import free_ports
 
 SLURM_CONF = """\
 ClusterName=megarl-test

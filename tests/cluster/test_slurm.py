@@ -22,7 +22,7 @@ STOP_S = 60
 
 def submit(slurm: Slurm, config: Path, *options: str) -> tuple[str, Path]:
     """Job id and log of the script that `megarl launch --dry-run` shows for `config`."""
-    command = [sys.executable, "-m", "megarl.cli", "launch", "--config", str(config), "--scheduler", "slurm"]
+    command = [sys.executable, "-m", "megarl", "launch", "--config", str(config), "--scheduler", "slurm"]
     done = subprocess.run(
         [*command, "--dry-run", "--device", "cpu"], cwd=ROOT, env=environment(), capture_output=True, text=True,
         timeout=120, check=False,

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from megarl.config.layout import trainer_layout
 from megarl.config.load import config_from_tree
-from megarl.models.info import load_info
-from megarl.models.layout import Layout
+from megarl.models.read_config import load_info
 from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
@@ -23,7 +23,7 @@ TOKENS = sum(LENGTHS)
 def measure(tree: dict[str, Any], micro_batches: int = 1) -> dict[str, float]:
     """Build the policy of a config, do one update, and return this rank's bytes (and its pipeline stage)."""
     config = config_from_tree(tree)
-    layout = Layout.from_config(config.trainer.parallel, config.trainer.gpus)
+    layout = trainer_layout(config.trainer.parallel, config.trainer.gpus)
     parallel.initialize(layout, seed=1, timeout_s=60)
     policy = None
     try:

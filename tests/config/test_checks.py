@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megarl.common.errors import ConfigError
 from megarl.config.checks import check
-from megarl.config.errors import ConfigError
 from tests.config.helpers import config
 
 Models = dict[str, Path]

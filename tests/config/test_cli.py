@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl import cli, doctor
-from megarl.config.reference import configuration_page
-from megarl.telemetry.reference import metrics_page
+from megarl.commands import cli, doctor
+from megarl.config.options_page import configuration_page
+from megarl.telemetry.metrics_page import metrics_page
 from tests.config.helpers import tree
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.errors import ConfigError
+from megarl.common.errors import ConfigError
 from megarl.config.load import apply_overrides, load_config, parse_override, parse_yaml, to_yaml, walk_keys
 
 GOOD = """

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megarl.config import activations
+from megarl.config.layout import trainer_layout
 from megarl.config.parameters import state_bytes
-from megarl.models.info import load_info
-from megarl.models.layout import Layout
+from megarl.models.read_config import load_info
 from tests.config import cases
 from tests.config.helpers import config, tree
 
@@ -61,7 +61,7 @@ def compare(world: Any, size: int, model: Path, case: Case) -> None:
         **more,
     }
     planned, info = config(model, **changes), load_info(model)
-    layout = Layout.from_config(planned.trainer.parallel, size)
+    layout = trainer_layout(planned.trainer.parallel, size)
     stages = layout.pipeline
     micro_batches = 1 if stages == 1 else 2 * stages
     ranks = world(size).run("tests.config.cases:measure", tree=tree(model, **changes), micro_batches=micro_batches)

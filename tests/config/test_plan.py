@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.common.errors import ConfigError
 from megarl.config.activations import in_flight_chunks
-from megarl.config.errors import ConfigError
 from megarl.config.memory import GIB
 from megarl.config.parameters import chunk_layers, chunk_parameters, model_parameters
 from megarl.config.plan import Plan, make_plan
-from megarl.config.render import print_dry_run
-from megarl.models.info import ModelInfo, info_from_config
+from megarl.config.plan_tables import print_dry_run
+from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
+from megarl.models.read_config import info_from_config
 from tests.config.helpers import config, tree
 
 # Shapes of published models (their config.json), for plans without a download.
@@ -188,7 +189,7 @@ def test_dry_run_is_light(models: dict[str, Path], data: Path, tmp_path: Path) -
         "import sys, subprocess, os\n"
         "def refuse(*a, **k): raise AssertionError('a process was started')\n"
         "subprocess.Popen.__init__ = refuse; os.fork = refuse; os.posix_spawn = refuse\n"
-        "from megarl.cli import main\n"
+        "from megarl.commands.cli import main\n"
         f"status = main(['plan', '--config', {str(path)!r}, 'run.steps=9'])\n"
         "heavy = {'torch', 'vllm', 'ray', 'megatron.core', 'transformers'} & set(sys.modules)\n"
         "assert status == 0 and not heavy, (status, heavy)\n"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.errors import ConfigError
+from megarl.common.errors import ConfigError
 from megarl.config.pools import Pools, resolve_pools
 from tests.config.helpers import config
 

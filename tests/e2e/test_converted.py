@@ -45,7 +45,7 @@ def test_a_converted_model_trains_and_its_checkpoint_is_served(tmp_path: Path, f
     assert differing(run.directory / "hf", tmp_path / "exported") == []
     report = tmp_path / "report.json"
     call(
-        sys.executable, "-m", "megarl.cli", "eval", "--model", str(tmp_path / "exported"),
+        sys.executable, "-m", "megarl", "eval", "--model", str(tmp_path / "exported"),
         "--data", str(tmp_path / "heldout.jsonl"), "--reward", "tests.support.run:digit_share",
         "--samples", "2", "--max-tokens", "12", "--run-dir", str(tmp_path / "eval"), "--json", str(report),
     )  # fmt: skip

@@ -108,7 +108,7 @@ def test_pipeline_parallel_at_another_temperature(tmp_path: Path) -> None:
 
 def check_replay(run: Run, first_model: Path) -> None:
     """`megarl replay` of the recorded batches on one rank ends with the run's own policy."""
-    command = [sys.executable, "-m", "megarl.replay", "--run-dir", str(run.directory), "--export",
+    command = [sys.executable, "-m", "megarl", "replay", "--run-dir", str(run.directory), "--export",
                "trainer.gpus=1", "trainer.parallel.pipeline=1"]  # fmt: skip
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from megarl.evaluation.accuracy import Failure, ScoredResponse
 from megarl.evaluation.harness import evaluate_set
-from megarl.evaluation.metrics import Failure, ScoredResponse
 from megarl.evaluation.table import render_line
 from megarl.telemetry.declarations import REGISTRY
 

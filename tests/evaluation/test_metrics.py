@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megarl.evaluation.metrics import (
+from megarl.evaluation.accuracy import (
     Failure,
     ScoredResponse,
     default_ks,

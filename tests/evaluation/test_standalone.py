@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import build_parser, main
-from megarl.config.errors import ConfigError
-from megarl.evaluation import standalone
+from megarl.commands import evaluate as standalone
+from megarl.commands.cli import build_parser, main
+from megarl.commands.evaluate import eval_config, report_content
+from megarl.common.errors import ConfigError
+from megarl.evaluation.accuracy import Failure, ScoredResponse
 from megarl.evaluation.harness import evaluate_set
-from megarl.evaluation.metrics import Failure, ScoredResponse
-from megarl.evaluation.standalone import eval_config, report_content
 from tests.support.tiny import make_tiny_model
 
 
@@ -80,7 +80,7 @@ def test_one_problem_is_told_once(model):
     # data.path and evaluation.sets.0.path are both the same option.
     with pytest.raises(ConfigError) as caught:
         config = config_of("--model", str(model), "--data", "nowhere.jsonl")
-        from megarl.evaluation.standalone import _check
+        from megarl.commands.evaluate import _check
 
         _check(config)
     assert len(caught.value.problems) == 1
@@ -125,7 +125,7 @@ def test_a_set_of_which_nothing_could_be_judged_ends_with_one_message(
 @pytest.mark.engine
 def test_a_real_engine_end_to_end(model, heldout, tmp_path):
     command = [
-        sys.executable, "-m", "megarl.cli", "eval", "--model", str(model), "--data", str(heldout), "--max-tokens", "16",
+        sys.executable, "-m", "megarl", "eval", "--model", str(model), "--data", str(heldout), "--max-tokens", "16",
         "--samples", "2", "--limit", "4", "--run-dir", str(tmp_path / "run"), "--json", str(tmp_path / "report.json"),
         "timeouts.ray_start_s=400",
     ]  # fmt: skip

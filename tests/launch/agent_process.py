@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megarl.launch import commands, node
-from megarl.launch.spec import LaunchSpec
+from megarl.cluster.nodes import agent as node
+from megarl.cluster.nodes import node_commands as commands
+from megarl.cluster.nodes.launch_spec import LaunchSpec
 
 
 def shell(script: str, *args: Any, **kwargs: Any) -> list[str]:

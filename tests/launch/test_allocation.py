@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megarl.config.errors import ConfigError
-from megarl.launch.allocation import Allocation, check_allocation, parse_duration, slurm_allocation
-from megarl.launch.topology import make_topology
+from megarl.cluster.nodes.allocation import Allocation, check_allocation, parse_duration, slurm_allocation
+from megarl.cluster.nodes.topology import make_topology
+from megarl.common.errors import ConfigError
 from tests.config.helpers import config
 
 SPLIT: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megarl.launch.board import Board, Failure, NodeRecord, State, Watch
+from megarl.cluster.nodes.board import Board, Failure, NodeRecord, State, Watch
 
 
 def record(index: int, beat: int, state: State = "running") -> NodeRecord:

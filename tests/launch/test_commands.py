@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.errors import ConfigError
-from megarl.launch import commands
-from megarl.launch.network import interface_of, own_address
-from megarl.launch.topology import make_topology
+from megarl.cluster.nodes import node_commands as commands
+from megarl.cluster.nodes.network import interface_of, own_address
+from megarl.cluster.nodes.topology import make_topology
+from megarl.common.errors import ConfigError
 from tests.config.helpers import config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from megarl import stopping
-from megarl.launch.board import Board, Failure, NodeRecord
-from megarl.launch.spec import LaunchSpec, launch_directory
-from megarl.stopping import ExitRecord
+from megarl.cluster.nodes.board import Board, Failure, NodeRecord
+from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
+from megarl.common import run_files as stopping
+from megarl.common.run_files import ExitRecord
 from tests.config.helpers import config
 from tests.e2e.test_train import survivors
 from tests.support.run import ROOT

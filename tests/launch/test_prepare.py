@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from megarl import stopping
-from megarl.config.errors import ConfigError
+from megarl.cluster.nodes.allocation import local_allocation
+from megarl.cluster.nodes.board import Board, Failure, NodeRecord
+from megarl.cluster.nodes.launch_spec import LaunchSpec
+from megarl.cluster.nodes.prepare import prepare, refuse_running, status
+from megarl.common import run_files as stopping
+from megarl.common.errors import ConfigError
+from megarl.common.run_files import ExitRecord
 from megarl.config.load import config_from_tree
 from megarl.config.schema import Config
-from megarl.launch.allocation import local_allocation
-from megarl.launch.board import Board, Failure, NodeRecord
-from megarl.launch.prepare import prepare, refuse_running, status
-from megarl.launch.spec import LaunchSpec
-from megarl.stopping import ExitRecord
 from tests.config.helpers import tree
 from tests.support.tiny import make_tiny_model
 

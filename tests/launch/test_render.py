@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megarl import cli
-from megarl.launch.render import generic_local_script, local_script, shipped_scripts, slurm_script
+from megarl.cluster.nodes.batch_script import generic_local_script, local_script, shipped_scripts, slurm_script
+from megarl.commands import cli
 from tests.config.helpers import config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,7 +142,7 @@ def test_a_job_that_finishes(shell: Shell) -> None:
         "prepare --scheduler slurm --signal-s 900 --config c.yaml run.steps=3 run.name=a b run.seed=1"
     )
     assert calls[1].startswith("srun --ntasks=4 --ntasks-per-node=1")
-    assert calls[2] == f"python -m megarl.launch.node {shell.run_dir}/launch/1/launch.json"
+    assert calls[2] == f"python -m megarl.cluster.nodes.agent {shell.run_dir}/launch/1/launch.json"
     assert len(calls) == 4 and "status" in calls[3]
 
 
@@ -183,7 +183,7 @@ def test_several_nodes_are_not_run_on_this_machine(
 
 
 def test_a_bare_torchrun_does_not_start_several_nodes() -> None:
-    from megarl.main import _check_launch
+    from megarl.run.main import _check_launch
 
     chosen = config("model", trainer={"gpus": 2, "gpus_per_node": 1}, rollout={"replicas": 2, "gpus_per_node": 1})
     with pytest.raises(ValueError, match="needs 4 nodes, which a bare torchrun does not start"):
@@ -215,7 +215,7 @@ def test_several_hosts(shell: Shell) -> None:
     assert code == 0
     assert any(call.endswith("prepare --scheduler local --hosts a,b --config my.yaml run.steps=9") for call in calls)
     assert sorted(call for call in calls if call.startswith("rsh")) == ["rsh a", "rsh b"]
-    assert sorted(call[-1] for call in calls if "megarl.launch.node" in call) == ["0", "1"]
+    assert sorted(call[-1] for call in calls if "megarl.cluster.nodes.agent" in call) == ["0", "1"]
 
 
 def test_a_host_that_cannot_be_reached_is_named_and_one_that_hangs_is_left(shell: Shell) -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.errors import ConfigError
-from megarl.launch.topology import Topology, make_topology, stop_seconds
+from megarl.cluster.nodes.topology import Topology, make_topology, stop_seconds
+from megarl.common.errors import ConfigError
 from tests.config.helpers import config
 
 

@@ -17,10 +17,11 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from megarl.models.export import HFExporter, save_hf
 from megarl.models.families import FAMILIES
-from megarl.models.info import ModelInfo, load_info
+from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
 from megarl.models.loader import load_hf_weights
 from megarl.models.provider import build_model, transformer_config
+from megarl.models.read_config import load_info
 from megarl.models.shards import local_shards, persistent_buffers, table
 from megarl.trainer import parallel as parallel_state_setup
 from megarl.trainer.optimizer import precision_wrap

@@ -11,11 +11,12 @@ import torch
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megarl.config.layout import trainer_layout
 from megarl.config.schema import ParallelConfig
 from megarl.models.families import FAMILIES
-from megarl.models.info import info_from_config, load_info
 from megarl.models.layout import Layout
 from megarl.models.provider import padded_vocab
+from megarl.models.read_config import info_from_config, load_info
 from megarl.models.rope import attention_factor, inverse_frequencies
 from tests.support.tiny import FAMILIES as TINY
 from tests.support.tiny import make_tiny_model
@@ -270,7 +271,7 @@ def test_vocabulary_is_padded_to_tp_only() -> None:
 
 class TestLayout:
     def test_sizes(self) -> None:
-        layout = Layout.from_config(ParallelConfig(tensor=2, pipeline=2, expert=4, expert_tensor=1), gpus=16)
+        layout = trainer_layout(ParallelConfig(tensor=2, pipeline=2, expert=4, expert_tensor=1), gpus=16)
         assert (layout.data, layout.expert_data, layout.etp) == (4, 2, 1)
         assert Layout(tensor=4, world_size=8).expert_tensor == 4
 

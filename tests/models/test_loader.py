@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.models.info import load_info
 from megarl.models.loader import check_tensors
+from megarl.models.read_config import load_info
 from megarl.models.safetensors_io import SafetensorsDirectory, SafetensorsWriter, TensorSpec, write_index
 from megarl.models.shards import table
 from tests.support.world import World

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.models.families import FAMILIES
-from megarl.models.info import load_info
+from megarl.models.read_config import load_info
 from tests.models.conftest import MODELS, MOE, Batch
 from tests.models.mutations import MUTATIONS, active_rules
 from tests.support.world import World

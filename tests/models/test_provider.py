@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.models.info import load_info
 from megarl.models.layout import Layout
 from megarl.models.provider import transformer_config
+from megarl.models.read_config import load_info
 from tests.support.world import World
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.config.parameters import model_parameters
-from megarl.models.info import info_from_config
+from megarl.models.read_config import info_from_config
 from megarl.models.shards import table
 
 

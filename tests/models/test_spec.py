@@ -19,8 +19,8 @@ platforms.activate()
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megarl.models import spec
-from megarl.models.spec import PackedAttention, RMSNorm, _runs
+from megarl.models import layer_spec as spec
+from megarl.models.layer_spec import PackedAttention, RMSNorm, _runs
 
 
 def _config(**changes: Any) -> SimpleNamespace:

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.queue.dump import DumpError, read_batch, recorded_steps, tag_of, write_batch
-from megarl.queue.samples import choose_keys, sample_record
-from megarl.queue.schema import Trajectory, VersionSpan
+from megarl.queue.sample_lines import choose_keys, sample_record
+from megarl.queue.trajectory import Trajectory, VersionSpan
 
 
 def make(group: int, index: int, **changes) -> Trajectory:

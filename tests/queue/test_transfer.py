@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.queue.schema import Trajectory, VersionSpan
+from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.queue.transfer import QueueReader, QueueWriter, bounded, decode, encode, start_queue
 from tests.support import pool as _tokens  # noqa: F401  (one Ray access token for this process)
 
@@ -71,7 +71,7 @@ def test_bounded_raises_in_time_and_passes_errors_on() -> None:
 @pytest.fixture(scope="module")
 def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """A Ray head and the queue of one partition, in this process."""
-    from megarl.rollout.ray_head import RayHead, RayShare
+    from megarl.cluster.ray_head import RayHead, RayShare
 
     os.environ.update(RAY_worker_niceness="0", RAY_enable_worker_prestart="0", TQ_NUM_THREADS="1")
     head = RayHead(RayShare(4, 0, {}), "queue-test", tmp_path_factory.mktemp("logs"), 200.0)

@@ -11,9 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.checkpoint.checkpointer import Checkpointer
-from megarl.checkpoint.resume import ResumeError
-from megarl.checkpoint.state import inner_optimizers, optimizer_views, rng_state, sharded_state, trainer_numbers
+from megarl.checkpoint.save.checkpointer import Checkpointer
+from megarl.checkpoint.save.resume import ResumeError
+from megarl.checkpoint.save.training_state import (
+    inner_optimizers,
+    optimizer_views,
+    rng_state,
+    sharded_state,
+    trainer_numbers,
+)
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
 from tests.trainer.cases import exported, own_share, policy_under

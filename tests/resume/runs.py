@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from megarl.checkpoint.directory import CheckpointDirectory
+from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.queue.dump import read_batch
 from megarl.telemetry.declarations import REGISTRY
 from tests.e2e.test_train import assert_nothing_left, survivors

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.checkpoint.directory import CheckpointDirectory, best_step, goes_on, to_delete
-from megarl.checkpoint.history import ROLLED_BACK, positions, roll_back
-from megarl.checkpoint.manifest import MANIFEST, DamagedCheckpointError, FileEntry, Manifest, check_files
-from megarl.checkpoint.resume import Candidate, ResumeError, candidates, changes, choose, contradictions
-from megarl.rollout.processes import ProcessId
+from megarl.checkpoint.format.manifest import MANIFEST, DamagedCheckpointError, FileEntry, Manifest, check_files
+from megarl.checkpoint.save.directory import CheckpointDirectory, best_step, goes_on, to_delete
+from megarl.checkpoint.save.history import ROLLED_BACK, positions, roll_back
+from megarl.checkpoint.save.resume import Candidate, ResumeError, candidates, changes, choose, contradictions
+from megarl.common.processes import ProcessId
 from tests.support.pool import tiny_config
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.checkpoint import export_job
-from megarl.checkpoint.directory import CheckpointDirectory
-from megarl.checkpoint.export_job import NICENESS, ExportJob
+from megarl.checkpoint.save import background_export as export_job
+from megarl.checkpoint.save.background_export import NICENESS, ExportJob
+from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.trainer.batch import TrainSample
 from tests.resume.test_directory import make
 from tests.support.pool import tiny_config
@@ -57,7 +57,8 @@ def test_it_is_niced_leased_and_one_at_a_time(job: tuple[ExportJob, list[str], A
 
 def test_it_ends_with_the_rank_that_started_it() -> None:
     rank = (
-        "import subprocess, time; from pathlib import Path; from megarl.checkpoint.export_job import convert_command\n"
+        "import subprocess, time; from pathlib import Path\n"
+        "from megarl.checkpoint.save.background_export import convert_command\n"
         "command = convert_command(Path('checkpoint'), Path('out'))\n"
         "command[2] = command[2].replace('sys.exit(main())', 'import time; time.sleep(60)')\n"
         "print(subprocess.Popen(command).pid, flush=True)\n"

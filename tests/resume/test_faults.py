@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint import faults
+from megarl.checkpoint.format import faults
 
 
 def pass_by(point: str, **env: str) -> int:

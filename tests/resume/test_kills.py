@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.checkpoint.directory import CheckpointDirectory
-from megarl.checkpoint.faults import POINTS
-from megarl.rollout.launch import read_state
+from megarl.checkpoint.format.faults import POINTS
+from megarl.checkpoint.save.directory import CheckpointDirectory
+from megarl.cluster.handle import read_state
 from tests.e2e.test_train import assert_nothing_left
 from tests.resume.runs import (
     assert_same_run,

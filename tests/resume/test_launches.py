@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint.directory import CheckpointDirectory
-from megarl.checkpoint.launches import going_on, remember_launch, same_launch
+from megarl.checkpoint.save.directory import CheckpointDirectory
+from megarl.checkpoint.save.same_launch import going_on, remember_launch, same_launch
 from megarl.config.schema import Config
 from tests.resume.test_directory import make
 from tests.support.pool import tiny_config

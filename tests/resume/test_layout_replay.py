@@ -29,7 +29,7 @@ def replay(run: Run, out: Path, ranks: int, checkpoint: int, *overrides: str, st
     """`megarl replay` from a checkpoint of the run under other overrides; the exported policy."""
     path = run.directory / "checkpoints" / f"iter_{checkpoint:07d}"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
-               "--rdzv-endpoint", "127.0.0.1:0", "-m", "megarl.replay", "--run-dir", str(run.directory),
+               "--rdzv-endpoint", "127.0.0.1:0", "-m", "megarl", "replay", "--run-dir", str(run.directory),
                "--out", str(out), "--checkpoint", str(path), "--export", f"trainer.gpus={ranks}"]  # fmt: skip
     command += [*overrides, *(["--steps", str(steps)] if steps is not None else [])]
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.checkpoint.optimizer_shards import rectangles
+from megarl.checkpoint.save.optimizer_shards import rectangles
 from tests.support.world import World
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint.directory import CheckpointDirectory
+from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.queue.dump import read_batch
 from tests.e2e.test_train import assert_nothing_left
 from tests.resume.runs import (

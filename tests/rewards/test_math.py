@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rewards.math import compare, last_boxed, math
-from megarl.rewards.pool import RewardPool
 from megarl.rewards.types import RewardInput
+from megarl.rewards.worker_pool import RewardPool
 
 EXCERPT = Path(__file__).parents[1] / "data" / "excerpts" / "problems.jsonl"
 

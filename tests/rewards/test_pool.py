@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rewards.pool import RewardPool, RewardPoolError
 from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rewards.worker_pool import RewardPool, RewardPoolError
 
 FUNCTION = "tests.rewards.functions:by_response"
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,7 +256,8 @@ def test_close_fails_what_waits_and_can_be_repeated() -> None:
 
 def test_workers_die_with_a_killed_parent() -> None:
     code = (
-        "import asyncio; from megarl.rewards.pool import RewardPool; from megarl.rewards.types import RewardInput\n"
+        "import asyncio; from megarl.rewards.worker_pool import RewardPool\n"
+        "from megarl.rewards.types import RewardInput\n"
         f"pool = RewardPool({FUNCTION!r}, workers=2, timeout_s=600)\n"
         "asyncio.run(pool.start())\n"
         "futures = [pool.submit(RewardInput('', r)) for r in ('hang_in_c', 'hang')]\n"

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megarl.queue.schema import Trajectory
-from megarl.rollout.processes import ProcessId, descendants, is_alive, wait_until
+from megarl.common.processes import ProcessId, descendants, is_alive, wait_until
+from megarl.queue.trajectory import Trajectory
 from tests.support.pool import TestPool
 
 GONE_S = 30.0

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
+from megarl.cluster.handle import launch_supervisor, read_state
+from megarl.common.errors import ReplicaFailed, RolloutError
+from megarl.common.processes import ProcessId, descendants, is_alive, wait_until
 from megarl.data.tokenize import load_tokenizer
 from megarl.queue.transfer import QueueReader
-from megarl.rollout.errors import ReplicaFailed, RolloutError
-from megarl.rollout.launch import launch_supervisor, read_state
-from megarl.rollout.processes import ProcessId, descendants, is_alive, wait_until
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from tests.rollout.checks import GONE_S, assert_all_go, check_rows, command_of, everything, serve
 from tests.support.pool import TestPool, start_pool, tiny_config
@@ -231,7 +231,7 @@ def test_an_engine_that_cannot_start_is_one_error_and_leaves_nothing(tmp_path: P
     weights = config.model.path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])
     before = descendants(os.getpid())
-    from megarl.rollout.client import PoolClient
+    from megarl.cluster.client import PoolClient
 
     handle = launch_supervisor(config.model_dump_json(), config.run_dir, os.getpid())
     children = descendants(handle.process.pid)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.common.processes import ProcessId
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.engine_args import _whole_prompts
-from megarl.rollout.processes import ProcessId
 from tests.rollout.checks import check_rows, serve
 from tests.support.pool import start_pool
 from tests.support.tiny import make_tiny_model

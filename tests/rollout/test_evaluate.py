@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megarl.evaluation.harness import SetReport
-from megarl.queue.schema import VersionSpan
+from megarl.queue.trajectory import VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
-from megarl.rollout.evaluate import EvalProblem, EvalSet, answer_of, evaluate_on_pool
+from megarl.rollout.evaluate_on_pool import EvalProblem, EvalSet, answer_of, evaluate_on_pool
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 
 

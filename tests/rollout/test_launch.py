@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout import launch
-from megarl.rollout.errors import SupervisorFailed
-from megarl.rollout.processes import ProcessId, is_alive
+from megarl.cluster import handle as launch
+from megarl.common.errors import SupervisorFailed
+from megarl.common.processes import ProcessId, is_alive
 
 GONE = ProcessId(1, -1)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.errors import ReplicaFailed, RolloutError
+from megarl.common.errors import ReplicaFailed, RolloutError
 from megarl.rollout.pool import RolloutPool, as_replica_failure
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.processes import ProcessId, descendants, is_alive, kill, sweep, wait_until
+from megarl.common.processes import ProcessId, descendants, is_alive, kill, sweep, wait_until
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
@@ -63,7 +63,7 @@ def test_descendants_are_found_through_generations_and_swept_although_they_ignor
 
 DIES_WITH_PARENT = """
 import os, subprocess, sys, time
-from megarl.rollout.processes import die_with_parent
+from megarl.common.processes import die_with_parent
 parent = os.getpid()
 child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],
                          preexec_fn=lambda: die_with_parent(parent))
@@ -82,7 +82,7 @@ def test_a_tied_child_goes_with_its_killed_parent() -> None:
 
 WATCHES = """
 import os, sys, time
-from megarl.rollout.processes import ProcessId, die_with
+from megarl.common.processes import ProcessId, die_with
 die_with(ProcessId.of(int(sys.argv[1])), 'the test', interval_s=0.1)
 print(os.getpid(), flush=True)
 time.sleep(60)

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config.checks import check, evaluation_prompt_limit, prompt_limit
 from megarl.config.schema import Config
-from megarl.models.info import load_info
+from megarl.models.read_config import load_info
 from megarl.rollout.prompts import PromptSource
 from tests.support.pool import tiny_config
 from tests.support.tiny import make_tiny_model

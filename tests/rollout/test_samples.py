@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.queue.schema import VersionSpan
+from megarl.queue.trajectory import VersionSpan
 from megarl.rewards.types import RewardOutcome
 from megarl.rollout.requests import GenerateResult, request_seed
-from megarl.rollout.samples import defect, trajectory
+from megarl.rollout.to_trajectory import defect, trajectory
 
 GOOD = GenerateResult("r", [5, 6, 2], [-0.5, -1.25, 0.0], (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)), "stop", 0)
 

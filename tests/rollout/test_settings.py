@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.common.errors import ReplicaFailed, RolloutError
 from megarl.config.engine_checks import engine_problems
+from megarl.rollout.batch_stats import BatchStats, BusyClock, quantile
 from megarl.rollout.devices import Held, refuse_overlap, refuse_split_replica, visible_devices
 from megarl.rollout.engine_args import engine_args, engine_environment
-from megarl.rollout.errors import ReplicaFailed, RolloutError
-from megarl.rollout.progress import BatchStats, BusyClock, quantile
 from megarl.rollout.replica import root_cause
 from tests.support.pool import tiny_config
 

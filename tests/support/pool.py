@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.cluster.client import PoolClient
+from megarl.cluster.handle import SupervisorHandle, launch_supervisor
 from megarl.config.schema import Config
-from megarl.rollout.client import PoolClient
-from megarl.rollout.launch import SupervisorHandle, launch_supervisor
 from tests.support.tiny import make_tiny_model
 
 # One token for all pools of this process: Ray reads it once.

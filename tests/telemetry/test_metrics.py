@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.telemetry.declarations import GROUPS, REGISTRY, step_metrics
 from megarl.telemetry.metrics import Metric, Registry, StepMetrics, UndeclaredMetricError, reduce
-from megarl.telemetry.reference import metrics_page
+from megarl.telemetry.metrics_page import metrics_page
 
 SMALL = Registry(
     [

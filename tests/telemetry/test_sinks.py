@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from megarl.common.files import write_json
 from megarl.telemetry.metrics import UndeclaredMetricError
 from megarl.telemetry.progress import COLUMNS, Progress, compact, duration
 from megarl.telemetry.sinks import MetricsWriter
-from megarl.telemetry.summary import RunSummary, write_json
+from megarl.telemetry.summary import RunSummary
 from megarl.telemetry.tensorboard import TensorBoardSink
 from tests.config.helpers import config
 

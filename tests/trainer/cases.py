@@ -19,8 +19,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.algorithms.aggregation import GlobalCounts
 from megarl.models.export import HFExporter
-from megarl.models.info import load_info
 from megarl.models.layout import Layout
+from megarl.models.read_config import load_info
 from megarl.models.shards import table
 from megarl.trainer import parallel
 from megarl.trainer import policy as policy_module

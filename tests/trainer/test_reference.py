@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
-from megarl.trainer.reference import Placement
+from megarl.trainer.reference_policy import Placement
 
 
 class FakeDevice(Placement):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megarl.weights.errors import WeightSyncError
+from megarl.common.errors import WeightSyncError
 from megarl.weights.sender import SyncSettings, WeightSender
 from tests.weights.fakes import Entry, FakePool, ListExporter, random_tensors
 

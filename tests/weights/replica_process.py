@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from multiprocessing.connection import Client
 
-from megarl.rollout.processes import die_with_parent
+from megarl.common.processes import die_with_parent
 from tests.weights.fakes import FakeReplica
 
 

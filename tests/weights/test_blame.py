@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.weights.blame import FailedCall, Verdict, find_culprits
+from megarl.weights.failure_cause import FailedCall, Verdict, find_culprits
 
 T, A, B = "trainer rank 0", "engine replica 0 worker 0", "engine replica 1 worker 0"
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.weights import packing
-from megarl.weights.errors import WeightSyncError
+from megarl.common.errors import WeightSyncError
+from megarl.weights import bucket_packer as packing
 from megarl.weights.sender import SyncSettings, WeightSender
 from tests.support.tiny import make_tiny_model
 from tests.weights.fakes import ListExporter

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.weights.errors import WeightSyncError
+from megarl.common.errors import WeightSyncError
 from megarl.weights.sender import SyncSettings, WeightSender
 from tests.weights.fakes import FakePool, FakeReplica, ListExporter
 

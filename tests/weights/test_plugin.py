@@ -39,7 +39,7 @@ def test_only_vllm_children_die_with_their_parent(
     monkeypatch: pytest.MonkeyPatch, name: str, has_parent: bool, armed: bool
 ) -> None:
     calls: list[bool] = []
-    monkeypatch.setattr("megarl.rollout.processes.die_with_parent", lambda: calls.append(True))
+    monkeypatch.setattr("megarl.common.processes.die_with_parent", lambda: calls.append(True))
     monkeypatch.setattr(multiprocessing.current_process(), "_name", name)
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object() if has_parent else None)
     vllm_plugin.register()

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megarl.weights import packing
-from megarl.weights.errors import WeightSyncError
+from megarl.common.errors import WeightSyncError
+from megarl.weights import bucket_packer as packing
 from megarl.weights.sender import SyncSettings, WeightSender
 from tests.weights.fakes import FakePool, ListExporter, random_tensors
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megarl.common.errors import PeerTimeout, SyncAborted
 from megarl.weights import transport
-from megarl.weights.errors import PeerTimeout, SyncAborted
 from megarl.weights.transport import Board
 
 

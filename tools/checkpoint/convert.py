@@ -10,7 +10,7 @@ torchrun --nproc-per-node 8 convert.py import ...
 
 import sys
 
-from megarl.checkpoint.cli import main
+from megarl.checkpoint.convert.command_line import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,7 @@
+"""`python -m megarl`: the `megarl` command where its script is not on the PATH, or under `torchrun -m megarl`."""
+
+import sys
+
+from megarl.commands.cli import main
+
+sys.exit(main())

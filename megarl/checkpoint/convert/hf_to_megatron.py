@@ -1,0 +1,189 @@
+"""Hugging Face -> Megatron: a `torch_dist` checkpoint, written by FileSystemWriter from a lazy plan, no model built."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megarl.checkpoint.convert.output import Output
+from megarl.checkpoint.convert.planner import LazySavePlanner
+from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
+from megarl.checkpoint.convert.workers import Report
+from megarl.checkpoint.format import faults
+from megarl.checkpoint.format.hf_files import HFDirectory, fingerprint
+from megarl.checkpoint.format.keys import StoredTensor, content_metadata, stored_tensors
+from megarl.checkpoint.format.manifest import FileEntry, Manifest, write_durably
+from megarl.checkpoint.format.megatron_files import source_pieces
+from megarl.checkpoint.format.os_errors import writing
+from megarl.common.errors import ConversionError
+from megarl.models.export import copy_side_files
+from megarl.models.loader import left_out_note
+from megarl.models.source import FORMAT_FILE, HF_FILES, RELEASE, SHARD_INDEX, TRACKER
+
+_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+_FORMAT |= {"common_backend_version": 1}
+_COMMON = "common.pt"
+
+
+class ImportJob:
+    """The conversion of one Hugging Face directory; `dtype` None keeps each tensor's own. Buffers become fp32."""
+
+    kind = "import"
+
+    def __init__(self, source: HFDirectory, dtype: torch.dtype | None) -> None:
+        self.source = source
+        self.dtype = dtype
+        self.stored = [each for parts in stored_tensors(source.entries).values() for each in parts]
+        self._dtypes = {
+            each.key: torch.float32 if each.entry.rule.buffer else dtype or self._own_dtype(each)
+            for each in self.stored
+        }
+        total = sum(self._dtypes[each.key].itemsize * torch.Size(each.shape).numel() for each in self.stored)
+        self.units = pack(
+            (item for each in self.stored for item in split(each, each.shape, self._dtypes[each.key])),
+            unit_bytes(total),
+        )
+        self.sizes = [sum(item.nbytes for item in unit) for unit in self.units]
+        self.tensors = len(source.names())
+        # Made here and not when it is needed: every worker would make it again.
+        self._planner = LazySavePlanner(source, self.units, self._dtypes)
+        plans, self._metadata = self._planner.create_global_plan(self._planner.local_plans())
+        self._plans: list[SavePlan] = _Writer(source.path).prepare_global_plan(plans)
+
+    def plan(self) -> dict[str, Any]:
+        """What a resumed conversion must have in common with the one that began it."""
+        return {
+            "kind": self.kind,
+            "source": str(self.source.path.absolute()),
+            "files": fingerprint([*self.source.files(), self.source.path / "config.json"]),
+            "dtype": str(self.dtype),
+            "units": len(self.units),
+            "keys": [each.key for each in self.stored],
+        }
+
+    def prepare(self, partial: Path) -> None:
+        """Make the directories."""
+        (partial / RELEASE).mkdir(exist_ok=True)
+
+    def write_unit(self, partial: Path, number: int, report: Report) -> Any:
+        """Write one `.distcp` file, fsynced. Returns where each item is in it, and the file's digest."""
+        unit = self.units[number]
+        for item in unit:
+            self._will_need(item)
+        self._planner.report = report
+        writer = _Writer(partial / RELEASE)
+        path = partial / RELEASE / f"__{number}_0.distcp"
+        with writing(path, lambda: self._planner.last):
+            results = writer.write_data(self._plans[number], self._planner).wait()
+        ((name, digest),) = writer.fs.digests.items()
+        places = [[r.index.fqn, list(r.index.offset), r.size_in_bytes, r.storage_data.offset] for r in results]
+        size = os.stat(partial / RELEASE / name).st_size
+        return {"file": name, "bytes": size, "blake3": digest, "places": places}
+
+    def finish(self, partial: Path, results: dict[int, Any]) -> None:
+        """Index, common state, Hugging Face files, manifest and tracker, in this order."""
+        step = partial / RELEASE
+        faults.reached("metadata")
+        written = [[_write_result(result, place) for place in result["places"]] for result in results.values()]
+        with writing(step / SHARD_INDEX):
+            _Writer(step).finish(self._metadata, written)
+        common = io.BytesIO()
+        torch.save({"content_metadata": content_metadata(), "iteration": 0, "checkpoint_version": 3.0}, common)
+        write_durably(step / _COMMON, common.getvalue())
+        shutil.rmtree(step / HF_FILES, ignore_errors=True)
+        (step / HF_FILES).mkdir()
+        with writing(step / HF_FILES):
+            copy_side_files(self.source.path, step / HF_FILES, self.dtype or self._dtypes[self.stored[0].key])
+        Output.sync((step / HF_FILES).iterdir())
+        write_durably(step / FORMAT_FILE, json.dumps(_FORMAT).encode())
+        faults.reached("manifest")
+        files = {result["file"]: FileEntry(result["bytes"], result["blake3"]) for result in results.values()}
+        others = [step / name for name in (SHARD_INDEX, _COMMON, FORMAT_FILE)] + sorted((step / HF_FILES).iterdir())
+        files |= {str(path.relative_to(step)): FileEntry.of(path) for path in others}
+        Manifest(0, files).write(step)
+        write_durably(partial / TRACKER, f"{RELEASE}\n".encode())
+
+    def summary(self) -> str:
+        """What was written where."""
+        note = left_out_note(self.source.left_out, self.source.info)
+        return f"{len(self.stored)} keys in {len(self.units)} shards{note and f' ({note})'}"
+
+    def _own_dtype(self, stored: StoredTensor) -> torch.dtype:
+        names = stored.entry.names if stored.half is None else stored.entry.names[stored.half : stored.half + 1]
+        dtypes = {self.source.dtype(name): name for name in names}
+        if len(dtypes) > 1:
+            mixed = ", ".join(f"{name} in {self.source.file(name)} is {dtype}" for dtype, name in dtypes.items())
+            raise ConversionError(
+                f"one Megatron tensor would be made of several dtypes: {mixed}; choose one by --dtype"
+            )
+        return next(iter(dtypes))
+
+    def _will_need(self, item: Item[StoredTensor]) -> None:
+        entry = item.what.entry
+        for piece in source_pieces(item.what, item.start, item.stop):
+            if piece.source is not None and entry.rule.axis != 1:
+                self.source.will_need(entry.names[piece.source], piece.start, piece.stop)
+
+
+class _HashingFile(io.FileIO):
+    """A file that knows the digest of what was written to it, from its beginning to its end."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb")
+        self.hasher = blake3()
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        while left:
+            count = super().write(left) or 0
+            self.hasher.update(left[:count])
+            left = left[count:]
+        return memoryview(data).nbytes
+
+
+class _HashingFileSystem(FileSystem):
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        raw = _HashingFile(Path(path))
+        with io.BufferedWriter(raw, 2**20) as stream:
+            yield stream
+        self.digests[Path(path).name] = raw.hasher.hexdigest()
+
+
+class _Writer(FileSystemWriter):
+    """One file per unit, fsynced, with its digest in `fs.digests`."""
+
+    fs: _HashingFileSystem
+
+    def __init__(self, step: Path) -> None:
+        super().__init__(step, single_file_per_rank=True, sync_files=True, thread_count=1)
+        self.set_up_storage_writer(True)
+        self.fs = _HashingFileSystem()
+        # torch.load does not look at them, and they cost more than all the rest; the manifest has a digest per file.
+        torch.serialization.set_crc32_options(False)
+
+
+def _write_result(result: dict[str, Any], place: list[Any]) -> WriteResult:
+    key, offset, size, begin = place
+    return WriteResult(MetadataIndex(key, torch.Size(offset)), size, _StorageInfo(result["file"], begin, size))

@@ -1,0 +1,130 @@
+"""Both models on the same texts: a round trip cannot see a mistake that undoes itself, log-probs can.
+
+A Hugging Face directory is run by `transformers`, a Megatron checkpoint by Megatron-Core, each in fp32 on one device.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megarl.data.tokenize import load_tokenizer
+from megarl.models.read_config import load_info
+from megarl.models.source import hf_files, megatron_step
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """max |Δ log-prob| over all tokens and the whole vocabulary; positions whose likeliest token is the same."""
+
+    max_delta: float
+    same_top: int
+    tokens: int
+
+    def render(self, tolerance: float) -> str:
+        """One line."""
+        verdict = "within" if self.max_delta <= tolerance else "ABOVE"
+        return (
+            f"log-probs: max |Δ| {self.max_delta:.3e} ({verdict} {tolerance:.0e}), top-1 agreement "
+            f"{self.same_top} of {self.tokens} tokens\n"
+        )
+
+
+def agreement(one: Path, other: Path, texts: Sequence[str]) -> Agreement:
+    """Run both; tokens are those of the first model's tokenizer.
+
+    ValueError if a text gives no tokens, or the vocabularies differ in size.
+    """
+    sizes = [load_info(path).vocab_size for path in (one, other)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"log-probs cannot be compared: the vocabulary of {one} is {sizes[0]:,}, that of {other} {sizes[1]:,}"
+        )
+    tokenizer = load_tokenizer(one)
+    ids = [list(tokenizer(text)["input_ids"]) for text in texts]
+    for text, tokens in zip(texts, ids, strict=True):
+        if not tokens:
+            raise ValueError(f"the text {text!r} has no tokens")
+    return compare_logprobs(logprobs(one, ids), logprobs(other, ids))
+
+
+def compare_logprobs(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> Agreement:
+    """Log-probs [tokens, vocabulary] of each text by both models; NaN counts as infinitely far."""
+    deltas = [(a - b).abs().nan_to_num(nan=float("inf")).max() for a, b in zip(one, other, strict=True)]
+    same = [(a.argmax(-1) == b.argmax(-1)).sum() for a, b in zip(one, other, strict=True)]
+    return Agreement(float(max(deltas)), int(sum(same)), sum(len(a) for a in one))
+
+
+def logprobs(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Log-softmax [tokens, vocabulary] of each text, fp32 on the CPU."""
+    with torch.inference_mode():
+        return _by_transformers(path, ids) if megatron_step(path) is None else _by_megatron(path, ids)
+
+
+def _by_transformers(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(hf_files(path), dtype=torch.float32, local_files_only=True).eval()
+    if torch.cuda.is_available():
+        model = model.cuda()
+    return [model(torch.tensor([each], device=model.device)).logits[0].log_softmax(-1).cpu() for each in ids]
+
+
+def _by_megatron(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megarl import platforms
+    from megarl.checkpoint.format.load_weights import load_weights
+    from megarl.models.layout import Layout
+    from megarl.models.provider import build_model, transformer_config
+
+    platforms.activate()
+    device = platforms.current().device
+    with _single_rank():
+        info = load_info(path)
+        (chunk,) = build_model(info, transformer_config(info, Layout(), "fp32", initialize=False), Layout())
+        load_weights([chunk], info, path)
+        chunk.eval()
+        results = []
+        for each in ids:
+            bounds = torch.tensor([0, len(each)], dtype=torch.int32, device=device)
+            packed = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=bounds,
+                cu_seqlens_kv=bounds,
+                max_seqlen_q=len(each),
+                max_seqlen_kv=len(each),
+            )
+            logits = chunk(
+                input_ids=torch.tensor([each], device=device),
+                position_ids=torch.arange(len(each), device=device)[None],
+                attention_mask=None,
+                packed_seq_params=packed,
+            )
+            results.append(logits[0, :, : info.vocab_size].float().log_softmax(-1).cpu())
+        return results
+
+
+@contextmanager
+def _single_rank() -> Iterator[None]:
+    """torch.distributed and Megatron's groups for this process alone."""
+    from megarl.models.layout import Layout
+    from megarl.trainer import parallel
+
+    with tempfile.TemporaryDirectory() as directory:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        store = torch.distributed.FileStore(f"{directory}/store", 1)
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        try:
+            parallel.initialize(Layout(), seed=0, timeout_s=600)
+            try:
+                yield
+            finally:
+                parallel.destroy()
+        finally:
+            torch.distributed.destroy_process_group()

@@ -1,0 +1,138 @@
+"""Megatron -> Hugging Face: the files that the weight sync's exporter would write, straight from the shards."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from megarl.checkpoint.convert.output import Output
+from megarl.checkpoint.convert.units import Item, convert, pack, split, unit_bytes
+from megarl.checkpoint.convert.workers import Report
+from megarl.checkpoint.format import faults
+from megarl.checkpoint.format.hf_files import fingerprint
+from megarl.checkpoint.format.megatron_files import MegatronDirectory
+from megarl.checkpoint.format.os_errors import writing
+from megarl.models.export import ExportedTensor, copy_side_files, plan_files
+from megarl.models.safetensors_io import HF_INDEX, TensorSpec, encode_header, write_index
+from megarl.models.source import HF_FILES
+
+SHARD_BYTES = 5 * 2**30  # as transformers, and as the weight sync's export
+
+
+class ExportJob:
+    """The conversion of one step directory; `dtype` None keeps each tensor's own, as buffers always do."""
+
+    kind = "export"
+
+    def __init__(self, source: MegatronDirectory, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> None:
+        self.source = source
+        self.dtype = dtype
+        kept = {name for name in source.names() if dtype is None or source.stored(name).entry.rule.buffer}
+        specs = [ExportedTensor(n, source.shape(n), source.dtype(n) if n in kept else dtype, 0) for n in source.names()]
+        self.files = [
+            (name, [TensorSpec(t.name, t.shape, t.dtype) for t in tensors])
+            for name, tensors in plan_files(specs, shard_bytes)
+        ]
+        self._headers = {name: encode_header(tensors) for name, tensors in self.files}
+        self._places: dict[str, tuple[str, int, TensorSpec]] = {}
+        for name, tensors in self.files:
+            offset = len(self._headers[name])
+            for spec in tensors:
+                self._places[spec.name] = (name, offset, spec)
+                offset += spec.nbytes
+        total = sum(spec.nbytes for spec in specs)
+        self.units = pack(
+            (item for spec in specs for item in split(spec.name, spec.shape, spec.dtype)),
+            unit_bytes(total),
+            apart=lambda item: self._places[item.what][0],
+        )
+        self.sizes = [sum(item.nbytes for item in unit) for unit in self.units]
+        self.tensors = len(specs)
+
+    def plan(self) -> dict[str, Any]:
+        """What a resumed conversion must have in common with the one that began it."""
+        return {
+            "kind": self.kind,
+            "source": str(self.source.step.absolute()),
+            "files": fingerprint([*self.source.files(), self.source.step / HF_FILES / "config.json"]),
+            "dtype": str(self.dtype),
+            "units": len(self.units),
+            # Their headers too: another --shard-gb may give as many files with other tensors in them.
+            "outputs": {name: blake3(self._headers[name]).hexdigest() for name, _ in self.files},
+        }
+
+    def prepare(self, partial: Path) -> None:
+        """Every file in its full size, with its header; the tensors' bytes are holes."""
+        for name, tensors in self.files:
+            size = len(self._headers[name]) + sum(spec.nbytes for spec in tensors)
+            with writing(partial / name):
+                with (partial / name).open("ab") as file:
+                    file.truncate(size)
+                descriptor = os.open(partial / name, os.O_WRONLY)
+                try:
+                    _write_at(descriptor, self._headers[name], 0)
+                finally:
+                    os.close(descriptor)
+
+    def write_unit(self, partial: Path, number: int, report: Report) -> Any:
+        """Write neighbouring tensors, or rows of one, into their place; they are on the disk when it returns."""
+        unit = self.units[number]
+        for item in unit:
+            self.source.will_need(item.what, item.start, item.stop)
+        path, at = partial / self._places[unit[0].what][0], unit[0]
+        with writing(path, lambda: at.what):
+            descriptor = os.open(path, os.O_WRONLY)
+            try:
+                for at in unit:
+                    self._write(descriptor, at)
+                    report(at.nbytes)
+                os.fdatasync(descriptor)
+            finally:
+                os.close(descriptor)
+        return None
+
+    def finish(self, partial: Path, results: dict[int, Any]) -> None:
+        """Config, tokenizer and index."""
+        for name, tensors in self.files:
+            _check(partial / name, self._headers[name], tensors)
+        faults.reached("metadata")
+        first = self.files[0][1][0].dtype
+        with writing(partial):
+            copy_side_files(self.source.step / HF_FILES, partial, self.dtype or first)
+        faults.reached("manifest")
+        if len(self.files) > 1:
+            with writing(partial / HF_INDEX):
+                write_index(partial, self.files)
+        Output.sync(partial.iterdir())
+
+    def summary(self) -> str:
+        """What was written where."""
+        return f"{self.tensors} tensors in {len(self.files)} files"
+
+    def _write(self, descriptor: int, item: Item[str]) -> None:
+        _, offset, spec = self._places[item.what]
+        rows = convert(self.source.rows(item.what, item.start, item.stop), spec.dtype).contiguous()
+        if rows.numel() == 0:
+            return
+        position = offset + item.start * (item.nbytes // (item.stop - item.start))
+        _write_at(descriptor, rows.reshape(-1).view(torch.uint8).numpy(), position)
+
+
+def _write_at(descriptor: int, data: Any, position: int) -> None:
+    """All of it; one call may write a part."""
+    left = memoryview(data)
+    while left:
+        count = os.pwrite(descriptor, left, position)
+        left, position = left[count:], position + count
+
+
+def _check(path: Path, header: bytes, tensors: list[TensorSpec]) -> None:
+    (length,) = struct.unpack("<Q", header[:8])
+    expected = 8 + length + sum(spec.nbytes for spec in tensors)
+    if path.stat().st_size != expected:
+        raise RuntimeError(f"{path}: {path.stat().st_size} bytes instead of {expected}")

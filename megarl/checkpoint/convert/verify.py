@@ -1,0 +1,101 @@
+"""Two model directories, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from megarl.checkpoint.convert.units import split
+from megarl.checkpoint.format.hf_files import HFDirectory, HFTensors
+from megarl.models.loader import left_out_note
+
+_LISTED = 20
+
+
+@dataclass
+class Comparison:
+    """Hugging Face names: bit-equal ones (buffers: of equal values) are counted, others listed.
+
+    `unexpected`: only in the second model.
+    """
+
+    equal: int = 0
+    differing: list[tuple[str, float]] = field(default_factory=list)  # max |Δ|
+    mismatched: list[str] = field(default_factory=list)  # shape or dtype
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # a line per directory with parts that are not compared
+
+    @property
+    def same(self) -> bool:
+        return not (self.differing or self.mismatched or self.missing or self.unexpected)
+
+    def render(self) -> str:
+        """One line of counts, then what is not equal."""
+        lines = [
+            f"{self.equal:,} equal, {len(self.differing):,} differing, {len(self.mismatched):,} of another shape or "
+            f"dtype, {len(self.missing):,} missing, {len(self.unexpected):,} unexpected"
+        ]
+        worst = sorted(self.differing, key=lambda pair: -math.inf if math.isnan(pair[1]) else -pair[1])
+        lines += _listed("differing (max |Δ|)", [f"{name}  {delta:.3e}" for name, delta in worst])
+        lines += _listed("another shape or dtype", self.mismatched)
+        lines += _listed("missing (only in A)", self.missing) + _listed("unexpected (only in B)", self.unexpected)
+        return "\n".join(lines + self.left_out) + "\n"
+
+
+def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = lambda count: None) -> Comparison:
+    """Every tensor of both, in blocks of rows. `report` gets the bytes compared."""
+    names, own, others = one.names(), set(one.names()), set(other.names())
+    result = Comparison(missing=[name for name in names if name not in others])
+    result.unexpected = [name for name in other.names() if name not in own]
+    # A checkpoint has them in fp32 whatever the files have: their values count.
+    buffers = {name for entry in one.entries.values() if entry.rule.buffer for name in entry.names}
+    for model in (one, other):
+        if isinstance(model, HFDirectory) and model.left_out:
+            result.left_out.append(f"{model.path}: {left_out_note(model.left_out, model.info)}")
+    for name in names:
+        if name not in others:
+            continue
+        kinds = [f"{list(model.shape(name))} {str(model.dtype(name))[6:]}" for model in (one, other)]
+        if one.shape(name) != other.shape(name):
+            result.mismatched.append(f"{name}: {kinds[0]} and {kinds[1]}")
+            continue
+        deltas = list(_deltas(one, other, name, report))
+        if one.dtype(name) != other.dtype(name) and not (name in buffers and not any(deltas)):
+            result.mismatched.append(f"{name}: {kinds[0]} and {kinds[1]}, max |Δ| {_worst(deltas):.3e}")
+        elif any(deltas):
+            result.differing.append((name, _worst(deltas)))
+        else:
+            result.equal += 1
+    return result
+
+
+def _deltas(one: HFTensors, other: HFTensors, name: str, report: Callable[[int], None]) -> Iterator[float]:
+    """max |Δ| of each block of rows; 0 only for equal bits (NaN payloads and signs of zero count: then it is NaN)."""
+    for item in split(name, one.shape(name), one.dtype(name)):
+        a, b = (model.rows(name, item.start, item.stop) for model in (one, other))
+        report(item.nbytes)
+        if a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
+            yield 0.0
+            continue
+        delta = float((a.double() - b.double()).abs().max())
+        yield delta if delta or a.dtype != b.dtype else float("nan")
+
+
+def _worst(deltas: list[float]) -> float:
+    """The greatest; NaN if one is (`max` keeps whichever comes first). 0 for a tensor without elements."""
+    return math.nan if any(map(math.isnan, deltas)) else max(deltas, default=0.0)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _listed(title: str, lines: list[str]) -> list[str]:
+    if not lines:
+        return []
+    more = [f"    … and {len(lines) - _LISTED:,} more"] if len(lines) > _LISTED else []
+    return [f"  {title}:", *(f"    {line}" for line in lines[:_LISTED]), *more]

@@ -1,0 +1,131 @@
+"""Units of work over forked processes: handed out one by one, counted in bytes, and never left behind.
+
+Workers are forked once, from a process without threads, and die with it (PR_SET_PDEATHSIG). With one worker the units
+run in the calling process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import cast
+
+from megarl.checkpoint.format.os_errors import from_os_error
+from megarl.common.errors import ConversionError
+
+Report = Callable[[int], None]  # bytes done since the last call
+Work = Callable[[int, Report], None]  # do unit `number`
+_SILENCE_S = 3600.0
+
+
+def run_units(units: Sequence[int], work: Work, workers: int, report: Report) -> None:
+    """Do every unit once. ConversionError (or what `work` raised, as text) on the first failure; the rest is ended.
+
+    A worker that says nothing for an hour is an error naming its unit.
+    """
+    if workers <= 1 or len(units) <= 1:
+        for number in units:
+            _do(work, number, report)
+        return
+    _Pool(work, min(workers, len(units)), report).run(list(units))
+
+
+def _do(work: Work, number: int, report: Report) -> None:
+    try:
+        work(number, report)
+    except OSError as error:
+        raise from_os_error(error, f"writing unit {number}") from error
+
+
+class _Pool:
+    def __init__(self, work: Work, workers: int, report: Report) -> None:
+        self._report = report
+        self._busy: dict[Connection, int | None] = {}
+        self._processes: dict[Connection, BaseProcess] = {}
+        context = multiprocessing.get_context("fork")
+        for _ in range(workers):
+            ours, theirs = cast("tuple[Connection, Connection]", context.Pipe())
+            process = context.Process(target=_serve, args=(work, theirs, [*self._busy, ours], os.getpid()), daemon=True)
+            process.start()
+            theirs.close()
+            self._busy[ours], self._processes[ours] = None, process
+
+    def run(self, units: list[int]) -> None:
+        try:
+            waiting = units[::-1]
+            for connection in self._busy:
+                self._next(connection, waiting)
+            while any(number is not None for number in self._busy.values()):
+                ready = wait([c for c, number in self._busy.items() if number is not None], timeout=_SILENCE_S)
+                if not ready:
+                    silent = sorted(number for number in self._busy.values() if number is not None)
+                    raise ConversionError(f"no worker has reported for {_SILENCE_S:.0f} s; waiting for units {silent}")
+                for each in ready:
+                    self._receive(cast("Connection", each), waiting)
+        finally:
+            for connection, process in self._processes.items():
+                connection.close()
+                if any(number is not None for number in self._busy.values()):
+                    process.kill()
+                process.join(timeout=10)
+
+    def _receive(self, connection: Connection, waiting: list[int]) -> None:
+        try:
+            kind, value = connection.recv()
+        except EOFError:
+            process = self._processes[connection]
+            process.join(timeout=10)
+            raise ConversionError(
+                f"the worker of unit {self._busy[connection]} died ({_cause(process.exitcode)}); go on with --resume"
+            ) from None
+        if kind == "bytes":
+            self._report(value)
+        elif kind == "done":
+            self._next(connection, waiting)
+        elif kind == "problem":
+            raise ConversionError(value)
+        else:
+            raise RuntimeError(f"a worker failed:\n{value}")
+
+    def _next(self, connection: Connection, waiting: list[int]) -> None:
+        self._busy[connection] = waiting.pop() if waiting else None
+        if self._busy[connection] is not None:
+            connection.send(self._busy[connection])
+
+
+def _serve(work: Work, connection: Connection, others: list[Connection], parent: int) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    for other in others:
+        other.close()
+
+    def report(count: int) -> None:
+        connection.send(("bytes", count))
+
+    while True:
+        try:
+            number = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            _do(work, number, report)
+            connection.send(("done", number))
+        except ValueError as error:
+            connection.send(("problem", str(error)))
+        except Exception:
+            connection.send(("failure", traceback.format_exc()))
+
+
+def _cause(code: int | None) -> str:
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        return f"{name}; the machine may be out of memory: try fewer --workers" if name == "SIGKILL" else name
+    return f"exit code {code}"

@@ -1,0 +1,202 @@
+"""Rows of Hugging Face tensors as views of mapped files: nothing is read before it is used, nothing is copied."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+
+from megarl.models.info import ModelInfo
+from megarl.models.loader import check_tensors, is_left_out
+from megarl.models.mapping import Entry
+from megarl.models.read_config import load_info
+from megarl.models.safetensors_io import DTYPE_NAMES, DTYPES, SafetensorsDirectory, TensorRecord, read_weight_map
+from megarl.models.shards import table
+
+READAHEAD_BYTES = 2**21
+_BIN_INDEX = "pytorch_model.bin.index.json"
+
+
+class MappedFile:
+    """A file's bytes as tensors that share its pages. Never write to them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def bytes(self, start: int, stop: int) -> bytes:
+        return self._map[start:stop]
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+        """A contiguous tensor that begins at byte `offset`. ValueError if the file ends before it does."""
+        count = torch.Size(shape).numel()
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        if offset + count * dtype.itemsize > len(self):
+            raise ValueError(f"{self.path} is truncated: {len(self)} bytes, a tensor ends beyond that")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Ask the kernel to read these bytes ahead.
+
+        In small steps: of what one call asks for, Linux reads no more than the device's readahead.
+        """
+        stop = min(stop, len(self))
+        for position in range(start - start % mmap.PAGESIZE, stop, READAHEAD_BYTES):
+            self._map.madvise(mmap.MADV_WILLNEED, position, min(READAHEAD_BYTES, stop - position))
+
+
+class HFTensors(Protocol):
+    """A model's Hugging Face tensors, wherever they come from."""
+
+    path: Path
+    info: ModelInfo
+    entries: dict[str, Entry]
+
+    def names(self) -> list[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of a tensor along axis 0, in the files' dtype. Do not write to them."""
+        ...
+
+
+class HFDirectory:
+    """A Hugging Face directory with safetensors (or, if `allow_pickle`, `pytorch_model*.bin` read with `weights_only`).
+
+    `left_out`: its tensors of parts that are not trained; they are no part of the model, but the user is told of them.
+
+    Raises ValueError naming file and tensor for whatever does not match config.json: a truncated file, a missing,
+    unexpected or misshapen tensor, an index that disagrees.
+    """
+
+    def __init__(self, path: Path | str, *, allow_pickle: bool = False) -> None:
+        self.path = Path(path)
+        self.info = load_info(self.path)
+        self.entries = table(self.info)
+        pickled = allow_pickle and not any(self.path.glob("*.safetensors"))
+        self._files: SafetensorsDirectory | _PickledDirectory = (
+            _PickledDirectory(self.path) if pickled else _safetensors(self.path)
+        )
+        check_tensors(self._files, self.entries, self.info)  # type: ignore[arg-type]
+        self.left_out = [name for name in self._files.records if is_left_out(name, self.info)]
+        self._maps: dict[Path, tuple[MappedFile, int]] = {}
+        if self.info.tied and "lm_head.weight" in self._files.records:
+            self._check_redundant_head()
+
+    def names(self) -> list[str]:
+        """In the order of the family's table; redundant tensors of old files are left out."""
+        return [name for entry in self.entries.values() for name in entry.names]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files.records[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._files.records[name].dtype]
+
+    def file(self, name: str) -> Path:
+        return self._files.records[name].file
+
+    def files(self) -> list[Path]:
+        """The weight files, for a fingerprint."""
+        return sorted({record.file for record in self._files.records.values()})
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) along axis 0, a view of the mapped file. ValueError if the file is truncated."""
+        if isinstance(self._files, _PickledDirectory):
+            return self._files.tensors[name][start:stop]
+        file, dtype, shape, offset = self._place(name)
+        step = dtype.itemsize * torch.Size(shape[1:]).numel()
+        return file.tensor(dtype, (stop - start, *shape[1:]), offset + start * step)
+
+    def will_need(self, name: str, start: int, stop: int) -> None:
+        """Ask the kernel to read these rows ahead."""
+        if isinstance(self._files, SafetensorsDirectory):
+            file, dtype, shape, offset = self._place(name)
+            step = dtype.itemsize * torch.Size(shape[1:]).numel()
+            file.will_need(offset + start * step, offset + stop * step)
+
+    def _place(self, name: str) -> tuple[MappedFile, torch.dtype, tuple[int, ...], int]:
+        record = self._files.records[name]
+        if record.file not in self._maps:
+            mapped = MappedFile(record.file)
+            (length,) = struct.unpack("<Q", mapped.bytes(0, 8))
+            self._maps[record.file] = (mapped, 8 + length)
+        mapped, start = self._maps[record.file]
+        return mapped, DTYPES[record.dtype], record.shape, start + record.begin
+
+    def _check_redundant_head(self) -> None:
+        name = "model.embed_tokens.weight"
+        stop = self.shape(name)[0]
+        if not torch.equal(self.rows(name, 0, stop), self.rows("lm_head.weight", 0, stop)):
+            raise ValueError(
+                f"{self.path}: the embeddings are tied, but lm_head.weight differs from {name}; "
+                "set tie_word_embeddings to false or drop lm_head.weight"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._maps.clear()
+
+
+def _safetensors(path: Path) -> SafetensorsDirectory:
+    if any(path.glob("*.bin")) and not any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"{path} holds only pickled weights (*.bin), which can run code when they are loaded; add --allow-pickle "
+            "to read them with weights_only, or save the model again with safe_serialization=True"
+        )
+    return SafetensorsDirectory(path)
+
+
+class _PickledDirectory:
+    """`pytorch_model.bin` or its sharded form, mapped; only tensors are unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.directory = path
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.records: dict[str, TensorRecord] = {}
+        index = path / _BIN_INDEX
+        names = (
+            sorted(set(read_weight_map(index).values()))
+            if index.is_file()
+            else sorted(file.name for file in path.glob("pytorch_model*.bin"))
+        )
+        if not names:
+            raise ValueError(f"{path} has neither *.safetensors nor pytorch_model*.bin")
+        for name in names:
+            self._read(path / name)
+
+    def _read(self, file: Path) -> None:
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch raises what the damage happens to cause
+            raise ValueError(f"{file} cannot be read as plain tensors: {str(error).splitlines()[0]}") from error
+        if not isinstance(content, dict) or not all(isinstance(each, torch.Tensor) for each in content.values()):
+            raise ValueError(f"{file} cannot be read as plain tensors: it must be a dict of tensors by name")
+        for name, tensor in content.items():
+            if name in self.tensors:
+                raise ValueError(f"tensor {name} is in both {self.records[name].file} and {file}")
+            self.tensors[name] = tensor.contiguous()
+            dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+            self.records[name] = TensorRecord(file, dtype, tuple(tensor.shape), 0, tensor.nbytes)
+
+
+def fingerprint(files: list[Path]) -> list[tuple[str, int, int]]:
+    """Name, size and modification time of each file: whether a source is still the one that was begun with."""
+    return [(file.name, status.st_size, status.st_mtime_ns) for file in files if (status := os.stat(file))]

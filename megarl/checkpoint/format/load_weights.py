@@ -1,0 +1,69 @@
+"""A Megatron checkpoint's weights into the chunks of any layout, by Megatron-Core's own `dist_checkpointing.load`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
+
+from megarl.checkpoint.format.keys import is_model_key, problems_of, resolve, stored_tensors
+from megarl.checkpoint.format.sharding import model_sharded_state_dict
+from megarl.models.info import ModelInfo
+from megarl.models.loader import load_hf_weights
+from megarl.models.shards import table
+from megarl.models.source import megatron_step
+
+logger = logging.getLogger(__name__)
+
+
+def load_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, path: Path | str) -> int:
+    """Fill this rank's chunks (wrapped or bare) from a Hugging Face directory or a Megatron checkpoint.
+
+    Collective over the world for a Megatron checkpoint. Values are converted to each parameter's dtype. Returns the
+    bytes of this rank's parameters, or of what it read from Hugging Face files. Raises ValueError listing what the
+    files miss, hold beyond the model, or hold in another shape, before anything is written.
+    """
+    if megatron_step(path) is None:
+        return load_hf_weights(chunks, info, path)
+    return load_megatron_weights(chunks, info, path)
+
+
+def load_megatron_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, path: Path | str) -> int:
+    """`load_weights` from a Megatron checkpoint, its root or a step directory."""
+    step = megatron_step(path)
+    if step is None:
+        raise ValueError(f"{path} is not a Megatron checkpoint: it has neither a tracker file nor shards")
+    renamed = check_keys(step, info)
+    state = model_sharded_state_dict(chunks, info)
+    apply_factories(state)  # the halves are views of the parameters: nothing is to be merged after the load
+    for each in nested_values(state):
+        each.key = renamed.get(each.key, each.key)
+    try:
+        dist_checkpointing.load(state, str(step))
+    except CheckpointingException as error:
+        raise ValueError(f"{step}: {error}") from error
+    size = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+    logger.info("%s: %.1f MiB of parameters filled", step, size / 2**20)
+    return size
+
+
+def check_keys(step: Path, info: ModelInfo) -> dict[str, str]:
+    """The checkpoint holds exactly the model's keys (and whatever is not a weight), in its shapes.
+
+    Returns those that it has under another name (see `resolve`). Raises ValueError listing what differs.
+    """
+    metadata = dist_checkpointing.load_tensors_metadata(str(step))
+    found = {key: tuple(value.global_shape) for key, value in metadata.items() if is_model_key(key)}
+    wanted = [stored for parts in stored_tensors(table(info)).values() for stored in parts]
+    renamed = resolve(found, wanted)
+    found |= {key: found.pop(other) for key, other in renamed.items()}
+    problems = problems_of(found, wanted)
+    if problems:
+        raise ValueError(f"{step} does not match its config.json ({info.family}):\n" + "\n".join(problems))
+    return renamed

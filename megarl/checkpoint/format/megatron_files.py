@@ -1,0 +1,357 @@
+"""Rows of a Megatron checkpoint's tensors, read lazily from the mapped shards of torch.distributed.checkpoint.
+
+Each stored chunk is a `torch.save` archive somewhere in a `.distcp` file: an uncompressed zip whose entry `data/0`
+holds the tensor's bytes. Only its headers are parsed here; the bytes are used where they lie.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.checkpoint.format.hf_files import MappedFile
+from megarl.checkpoint.format.keys import StoredTensor, is_model_key, problems_of, resolve, stored_tensors
+from megarl.models.info import ModelInfo
+from megarl.models.mapping import Piece, cut
+from megarl.models.read_config import load_info
+from megarl.models.shards import table
+from megarl.models.source import SHARD_INDEX, megatron_step
+
+# PKWARE's APPNOTE, 4.3.12, 4.3.14 to 4.3.16: a directory entry, and the records at an archive's end.
+_DIRECTORY = struct.Struct("<4s6H3I5H2I")
+_END, _LOCATOR64, _END64 = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI"), struct.Struct("<4sQ2H2I4Q")
+# The class names under which torch.save stores untyped bytes together with their dtype.
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+_METADATA_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
+_METADATA_NAMES = {("torch", "Size"), ("collections", "OrderedDict"), ("collections", "defaultdict")}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Where a part of a tensor is: its place in the tensor, its file, its archive's bytes there."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """One key of the index."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def read_index(step: Path) -> dict[str, TensorMeta]:
+    """Every tensor of a checkpoint by key, from `.metadata`. ValueError if it is damaged or holds foreign objects."""
+    path = step / SHARD_INDEX
+    content = path.read_bytes()
+    try:
+        metadata = _IndexUnpickler(io.BytesIO(content)).load()
+        storage = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        return {
+            key: TensorMeta(
+                value.properties.dtype,
+                tuple(value.size),
+                tuple(_chunk(storage[key, tuple(chunk.offsets)], chunk) for chunk in value.chunks),
+            )
+            for key, value in metadata.state_dict_metadata.items()
+            if hasattr(value, "chunks")
+        }
+    except Exception as error:  # pickle raises what the damage happens to cause
+        raise ValueError(f"{path} is not a readable index of torch.distributed.checkpoint: {error}") from error
+
+
+class MegatronDirectory:
+    """A Megatron checkpoint as its model's Hugging Face tensors (`HFTensors`), and by key.
+
+    Raises ValueError naming what is missing, unexpected, misshapen or truncated.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        step = megatron_step(path)
+        if step is None:
+            raise ValueError(f"{path} is not a Megatron checkpoint: it has neither a tracker file nor shards")
+        self.path, self.step = Path(path), step
+        self.info: ModelInfo = load_info(step)
+        self.entries = table(self.info)
+        self.index = read_index(step)
+        stored = stored_tensors(self.entries)
+        wanted = [each for parts in stored.values() for each in parts]
+        for key, other in resolve(self.index, wanted).items():
+            self.index[key] = self.index.pop(other)
+        found = {key: meta.shape for key, meta in self.index.items() if is_model_key(key)}
+        problems = problems_of(found, wanted)
+        if problems:
+            raise ValueError(f"{step} does not match its config.json ({self.info.family}):\n" + "\n".join(problems))
+        self._sources = {
+            name: (entry, source, stored[entry.megatron])
+            for entry in self.entries.values()
+            for source, name in enumerate(entry.names)
+        }
+        self._maps: dict[str, MappedFile] = {}
+        self._archives: dict[Chunk, _Archive] = {}
+        self._check_files()
+
+    def names(self) -> list[str]:
+        """Hugging Face names in the order of the family's table."""
+        return list(self._sources)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        entry, source, _ = self._sources[name]
+        return entry.shapes[source]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.index[self.stored(name).key].dtype
+
+    def stored(self, name: str) -> StoredTensor:
+        """The stored tensor that a Hugging Face tensor is part of."""
+        _, source, parts = self._sources[name]
+        return parts[source] if len(parts) > 1 else parts[0]
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) along axis 0 of a Hugging Face tensor; a view where they lie together in a file."""
+        stored = self.stored(name)
+        entry, source, _ = self._sources[name]
+        places = [(0, start, stop)] if stored.half is not None else _inverse(entry.pieces(0, 1), source, start, stop)
+        if entry.rule.axis == 1 and stored.half is None:
+            if len(entry.names) > 1:
+                raise ValueError(f"{entry.megatron}: several tensors side by side are not supported by the converter")
+            places = [(0, start, stop)]
+        parts = [self.stored_rows(stored.key, low, high) for _, low, high in places]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def stored_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) along axis 0 of a key's tensor; a view where one chunk holds them whole."""
+        meta = self.index[key]
+        touching = [c for c in meta.chunks if c.offsets[0] < stop and c.offsets[0] + c.sizes[0] > start]
+        if len(touching) == 1 and touching[0].sizes[1:] == meta.shape[1:]:
+            chunk = touching[0]
+            return self._chunk_rows(key, meta, chunk, start - chunk.offsets[0], stop - chunk.offsets[0])
+        out = torch.empty((stop - start, *meta.shape[1:]), dtype=meta.dtype)
+        for chunk in touching:
+            low, high = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
+            place = (slice(low - start, high - start), *map(_span, chunk.offsets[1:], chunk.sizes[1:]))
+            out[place] = self._chunk_rows(key, meta, chunk, low - chunk.offsets[0], high - chunk.offsets[0])
+        return out
+
+    def will_need(self, name: str, start: int, stop: int) -> None:
+        """Ask the kernel to read the chunks of these rows ahead, if they are the rows of a whole stored tensor."""
+        stored = self.stored(name)
+        if len(stored.entry.names) == 1 or stored.half is not None:
+            for chunk in self.index[stored.key].chunks:
+                if chunk.offsets[0] < stop and chunk.offsets[0] + chunk.sizes[0] > start:
+                    self._file(chunk.file).will_need(chunk.begin, chunk.begin + chunk.length)
+
+    def files(self) -> list[Path]:
+        """The shards that hold weights, and the index."""
+        used = {c.file for key, meta in self.index.items() if is_model_key(key) for c in meta.chunks}
+        return [self.step / SHARD_INDEX, *(self.step / file for file in sorted(used))]
+
+    def _chunk_rows(self, key: str, meta: TensorMeta, chunk: Chunk, start: int, stop: int) -> torch.Tensor:
+        file = self._file(chunk.file)
+        archive = self._archives.get(chunk) or _open_archive(file, chunk, key)
+        self._archives[chunk] = archive
+        if (archive.dtype, archive.shape) != (meta.dtype, chunk.sizes):
+            raise ValueError(
+                f"{file.path}: {key} is {list(archive.shape)} {archive.dtype}, the index says "
+                f"{list(chunk.sizes)} {meta.dtype}"
+            )
+        if archive.contiguous:
+            step = meta.dtype.itemsize * torch.Size(chunk.sizes[1:]).numel()
+            return file.tensor(meta.dtype, (stop - start, *chunk.sizes[1:]), archive.data + start * step)
+        return archive.tensor(file)[start:stop]
+
+    def _file(self, name: str) -> MappedFile:
+        if name not in self._maps:
+            self._maps[name] = MappedFile(self.step / name)
+        return self._maps[name]
+
+    def _check_files(self) -> None:
+        ends: dict[str, tuple[int, str]] = defaultdict(lambda: (0, ""))
+        for key, meta in self.index.items():
+            if is_model_key(key):
+                for chunk in meta.chunks:
+                    ends[chunk.file] = max(ends[chunk.file], (chunk.begin + chunk.length, key))
+        for file, (end, key) in ends.items():
+            path = self.step / file
+            if not path.is_file():
+                raise ValueError(f"{path} does not exist, but the index says it holds {key}")
+            if path.stat().st_size < end:
+                raise ValueError(f"{path} is truncated: {path.stat().st_size} bytes, {key} ends at {end}")
+
+
+def _chunk(info: Any, chunk: Any) -> Chunk:
+    if getattr(info, "transform_descriptors", None):
+        raise pickle.UnpicklingError("its shards are compressed, which is not supported")
+    return Chunk(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length)
+
+
+def _span(offset: int, size: int) -> slice:
+    return slice(offset, offset + size)
+
+
+def _inverse(pieces: list[Piece], source: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Where rows [start, stop) of a source are in the concatenation of `pieces`: (row, low, high), in order."""
+    found, offset = [], 0
+    for piece in pieces:
+        low, high = max(start, piece.start), min(stop, piece.stop)
+        if piece.source == source and low < high:
+            found.append((low, offset + low - piece.start, offset + high - piece.start))
+        offset += piece.size
+    return sorted(found)
+
+
+def source_pieces(stored: StoredTensor, start: int, stop: int) -> list[Piece]:
+    """The Hugging Face rows that rows [start, stop) of a stored tensor are made of."""
+    if stored.half is not None:
+        return [Piece(stored.half, start, stop)]
+    return cut(stored.entry.pieces(0, 1), start, stop)
+
+
+@dataclass(frozen=True)
+class _Archive:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    data: int  # the tensor's first byte in the file
+
+    @property
+    def contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def tensor(self, file: MappedFile) -> torch.Tensor:
+        """All of it, where it lies."""
+        if self.contiguous:
+            return file.tensor(self.dtype, self.shape, self.data)
+        span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return file.tensor(self.dtype, (span,), self.data).as_strided(self.shape, self.stride)
+
+
+def archived_tensor(file: MappedFile, chunk: Chunk, key: str) -> torch.Tensor:
+    """The tensor of one archive of torch.save, a view of the mapped file. ValueError naming `key` if it is damaged."""
+    return _open_archive(file, chunk, key).tensor(file)
+
+
+def _open_archive(file: MappedFile, chunk: Chunk, key: str) -> _Archive:
+    try:
+        return _parse_archive(file, chunk)
+    except (ValueError, struct.error, pickle.UnpicklingError, IndexError) as error:
+        raise ValueError(f"{file.path}: the archive of {key} at byte {chunk.begin} is damaged: {error}") from error
+
+
+def _parse_archive(file: MappedFile, chunk: Chunk) -> _Archive:
+    """From the zip's directory at its end to the tensor's bytes; `data.pkl` gives dtype, shape and stride."""
+    entries = dict(_zip_entries(file, chunk))
+    pickled = next(
+        (file.bytes(data, data + size) for name, (data, size) in entries.items() if name.endswith(b"/data.pkl")), None
+    )
+    stored = next((data for name, (data, _) in entries.items() if name.endswith(b"/data/0")), None)
+    if pickled is None:
+        raise ValueError("it holds no tensor")
+    dtype, offset, shape, stride = _TensorUnpickler(io.BytesIO(pickled)).load()
+    if stored is None and torch.Size(shape).numel():
+        raise ValueError("it holds no data")
+    return _Archive(dtype, shape, stride, (stored or 0) + offset * dtype.itemsize)
+
+
+def _zip_entries(file: MappedFile, chunk: Chunk) -> Iterator[tuple[bytes, tuple[int, int]]]:
+    """(name, (position of its bytes in the file, their number)) of each entry; none may be compressed."""
+    end = chunk.begin + chunk.length
+    signature, *_, count, _, start, _ = _END.unpack(file.bytes(end - _END.size, end))
+    if signature != b"PK\x05\x06":
+        raise ValueError("not an archive of torch.save")
+    if start == 0xFFFFFFFF or count == 0xFFFF:
+        locator = _LOCATOR64.unpack(file.bytes(end - _END.size - _LOCATOR64.size, end - _END.size))
+        at = chunk.begin + locator[2]
+        *_, count, _, start = _END64.unpack(file.bytes(at, at + _END64.size))
+    position = chunk.begin + start
+    for _ in range(count):
+        header = _DIRECTORY.unpack(file.bytes(position, position + _DIRECTORY.size))
+        if header[0] != b"PK\x01\x02" or header[4] != 0:
+            raise ValueError("not an uncompressed archive of torch.save")
+        size, name_size, extra_size, comment_size, local = header[8], header[10], header[11], header[12], header[16]
+        name_at = position + _DIRECTORY.size
+        name = file.bytes(name_at, name_at + name_size)
+        if local == 0xFFFFFFFF:
+            local = _far_offset(file.bytes(name_at + name_size, name_at + name_size + extra_size), header[9], size)
+        local += chunk.begin
+        local_name, local_extra = struct.unpack("<2H", file.bytes(local + 26, local + 30))
+        yield name, (local + 30 + local_name + local_extra, size)
+        position = name_at + name_size + extra_size + comment_size
+
+
+def _far_offset(extra: bytes, whole: int, size: int) -> int:
+    """The local header's offset from the zip64 field: after the sizes, of which those that fit are not in it."""
+    kind, _ = struct.unpack("<2H", extra[:4])
+    if kind != 1:
+        raise ValueError("its zip64 field is not where torch.save writes it")
+    skip = 8 * ((whole == 0xFFFFFFFF) + (size == 0xFFFFFFFF))
+    (offset,) = struct.unpack("<Q", extra[4 + skip : 12 + skip])
+    return int(offset)
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """`data.pkl` of a saved tensor -> (dtype, storage offset, shape, stride); builds and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_parameter"):
+            return _rebuild if name == "_rebuild_tensor_v2" else lambda data, *_: data
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        raise pickle.UnpicklingError(f"{module}.{name} is not part of a plain tensor")
+
+    def persistent_load(self, pid: Any) -> torch.dtype:
+        dtype: torch.dtype = pid[1]
+        return dtype
+
+
+def _rebuild(dtype: Any, offset: int, shape: Any, stride: Any, *_: Any) -> tuple[Any, int, tuple[int, ...], Any]:
+    return dtype, offset, tuple(shape), tuple(stride)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """`.metadata`, with nothing in it but the index's own classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = module.startswith(_METADATA_MODULES) or (module, name) in _METADATA_NAMES
+        if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
+            allowed = True
+        if module in ("pathlib", "pathlib._local") or (module, name) == ("torch.serialization", "_get_layout"):
+            allowed = True
+        if not allowed:
+            raise pickle.UnpicklingError(f"it holds a {module}.{name}")
+        if module.startswith("megatron."):
+            return type(name, (), {})  # Megatron-Core's own additions are not looked at
+        found: Callable[..., Any] = super().find_class(module, name)
+        if module.startswith("torch.distributed.") and not isinstance(found, type):
+            raise pickle.UnpicklingError(f"it holds a {module}.{name}")
+        return found

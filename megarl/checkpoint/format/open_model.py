@@ -1,0 +1,37 @@
+"""A path as a model's Hugging Face tensors, whichever of the two formats it is in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.checkpoint.format.hf_files import HFDirectory
+from megarl.checkpoint.format.megatron_files import MegatronDirectory
+from megarl.common.errors import ConversionError
+from megarl.models.source import megatron_step
+
+
+def open_model(path: Path, *, allow_pickle: bool = False) -> HFDirectory | MegatronDirectory:
+    """ConversionError if it is neither; ValueError naming file and tensor if it is damaged."""
+    if not path.is_dir():
+        raise ConversionError(f"{path} is not a directory")
+    if step := megatron_step(path):
+        return MegatronDirectory(step)
+    if not (path / "config.json").is_file():
+        raise ConversionError(
+            f"{path} is neither a Hugging Face directory (no config.json) nor a Megatron checkpoint (no tracker file)"
+        )
+    return HFDirectory(path, allow_pickle=allow_pickle)
+
+
+def open_hf(path: Path, *, allow_pickle: bool = False) -> HFDirectory:
+    """What `--hf` names. ConversionError if it is no Hugging Face directory; ValueError if it is damaged."""
+    if not path.is_dir():
+        raise ConversionError(f"--hf {path} {'is not a directory' if path.exists() else 'does not exist'}")
+    if step := megatron_step(path):
+        raise ConversionError(
+            f"--hf {path} is a Megatron checkpoint already ({step.name}); training starts from it as it "
+            "is, and export makes a Hugging Face directory of it"
+        )
+    if not (path / "config.json").is_file():
+        raise ConversionError(f"--hf {path} is not a Hugging Face directory: it has no config.json")
+    return HFDirectory(path, allow_pickle=allow_pickle)

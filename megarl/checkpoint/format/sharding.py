@@ -1,0 +1,69 @@
+"""The one checkpoint scheme, for Megatron-Core's `torch_dist` format: keys.py gives the keys, this a rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
+
+from megarl.checkpoint.format.keys import GATE_UP, StoredTensor, content_metadata, is_model_key, stored_tensors
+from megarl.models.info import ModelInfo
+from megarl.models.shards import Shard, local_shards, table
+
+__all__ = ["content_metadata", "is_model_key", "model_sharded_state_dict", "stored_tensors"]
+
+
+def model_sharded_state_dict(
+    chunks: Sequence[torch.nn.Module], info: ModelInfo
+) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """This rank's parameters for `megatron.core.dist_checkpointing.save` and `load`, by canonical name.
+
+    `chunks` may be wrapped in DDP and Float16Module. `.data` of each value is the parameter itself, as Megatron's
+    optimizers need; gated layers are factories. `load` writes into the parameters in place.
+    Raises ValueError for a parameter that the family's table does not cover.
+    """
+    entries = table(info)
+    stored = stored_tensors(entries)
+    return {shard.name: _sharded(shard, stored[shard.entry.megatron]) for shard in local_shards(chunks, info, entries)}
+
+
+def _sharded(shard: Shard, stored: list[StoredTensor]) -> ShardedTensor | ShardedTensorFactory:
+    replica = _replica(shard)
+    if len(stored) == 1:
+        return _sharded_tensor(stored[0].key, shard.parameter, shard, replica)
+    base = stored[0].key.removesuffix(GATE_UP[0])
+
+    def build(key: str, data: torch.Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
+        halves = torch.chunk(data.detach(), 2)
+        return [
+            _sharded_tensor(key + suffix, half, shard, replica_id) for suffix, half in zip(GATE_UP, halves, strict=True)
+        ]
+
+    return ShardedTensorFactory(base, shard.parameter, build, torch.cat, replica)
+
+
+def _sharded_tensor(key: str, data: torch.Tensor, shard: Shard, replica: ReplicaId) -> ShardedTensor:
+    rule = shard.entry.rule
+    place = [] if rule.axis is None else [(rule.axis, shard.rank, shard.size)]
+    return ShardedTensor.from_rank_offsets(
+        key,
+        data,
+        *place,
+        replica_id=replica,
+        # The number of padding rows differs between tensor-parallel sizes; loading zeroes them first.
+        allow_shape_mismatch=rule.pad_to_tp,
+    )
+
+
+def _replica(shard: Shard) -> tuple[int, int, int]:
+    """(pipeline, tensor, data) replica of a shard; only (0, 0, 0) is written."""
+    if shard.entry.expert is not None:
+        data = parallel_state.get_expert_data_parallel_rank()
+    else:
+        data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    tensor = shard.rank if shard.entry.rule.axis is None else 0
+    return (1 if shard.is_tied_copy else 0, tensor, data)

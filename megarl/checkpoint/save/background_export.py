@@ -1,0 +1,101 @@
+"""Hugging Face export of a saved step by a child process: niced, under a lease, and never the run's failure."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.checkpoint.save.directory import CheckpointDirectory
+from megarl.common.processes import ProcessId
+from megarl.config.schema import Config
+
+logger = logging.getLogger(__name__)
+
+NICENESS = 19
+
+
+class ExportJob:
+    """At most one at a time, on rank 0; a step that is due while another is exported is left out, and said so."""
+
+    def __init__(self, config: Config, directory: CheckpointDirectory, say: Callable[[str], None]) -> None:
+        self._config, self._directory, self._say = config, directory, say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._step = -1
+
+    def start(self, step: int) -> None:
+        """Convert the checkpoint of `step` to RUN_DIR/hf_{step}, in the background."""
+        if self._running():
+            self._say(f"no Hugging Face export of step {step}: that of step {self._step} is still running")
+            return
+        out = self._config.run_dir / f"hf_{step}"
+        log_file = self._config.run_dir / "logs" / "hf-export.log"
+        try:
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            with log_file.open("ab") as log:
+                self._process = subprocess.Popen(
+                    ["nice", "-n", str(NICENESS), *convert_command(self._directory.path(step), out)],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment(),
+                )  # fmt: skip
+            self._step = step
+            self._directory.lease(step, ProcessId.of(self._process.pid))
+        except OSError as error:
+            if self._process is not None:  # without a lease, retention may delete what it reads
+                self._process.kill()
+                self._process.wait(timeout=10)
+                self._process = None
+            self._say(f"the Hugging Face export of step {step} could not be started: {error}")
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has ended; one that takes longer is killed and said so."""
+        deadline = time.monotonic() + timeout_s
+        while self._running():
+            if time.monotonic() > deadline and self._process is not None:
+                self._process.kill()
+                self._process.wait(timeout=10)
+                self._process = None
+                self._say(
+                    f"the Hugging Face export of step {self._step} did not end within {timeout_s:.0f} s: killed; "
+                    f"make it by convert.py export --megatron {self._directory.path(self._step)}"
+                )
+                return
+            time.sleep(0.05)
+
+    def _running(self) -> bool:
+        if self._process is None:
+            return False
+        code = self._process.poll()
+        if code is None:
+            return True
+        if code != 0:
+            log_file = self._config.run_dir / "logs" / "hf-export.log"
+            self._say(f"the Hugging Face export of step {self._step} failed (code {code}); see {log_file}")
+        self._process = None
+        return False
+
+
+def convert_command(checkpoint: Path, out: Path) -> list[str]:
+    """The converter as a process of its own, which ends with this one; an export that was there is replaced."""
+    own = ProcessId.own()  # by watching: the kernel's signal would come when the thread that started it ends
+    program = (
+        "import sys; from megarl.common.processes import ProcessId, die_with; "
+        f"die_with(ProcessId({own.pid}, {own.start_time}), 'trainer rank 0'); "
+        "from megarl.checkpoint.convert.command_line import main; sys.exit(main())"
+    )
+    paths = ["--megatron", str(checkpoint), "--hf", str(out)]
+    return [sys.executable, "-c", program, "export", *paths, "--workers", "1", "--force"]
+
+
+def _environment() -> dict[str, str]:
+    """Without torchrun's variables: the child is no rank."""
+    from megarl.cluster.handle import clean_environment
+
+    return {
+        **clean_environment(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }

@@ -1,0 +1,34 @@
+"""Outlives the supervisor by a moment, to end what an unexpectedly killed one leaves behind.
+
+`python -m megarl.cluster.guardian STATE_FILE PID START_TIME`: waits until that process is gone, then kills every child
+that it has recorded in STATE_FILE, by pid and start time. After an orderly tear-down there is none left. Ray's own
+processes usually go by themselves, but not all of them do at once, and not one that hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from megarl.common.processes import ProcessId, is_alive, sweep
+
+POLL_S = 0.5
+GRACE_S = 1.0
+
+
+def main() -> None:
+    state_file, supervisor = Path(sys.argv[1]), ProcessId(int(sys.argv[2]), int(sys.argv[3]))
+    while is_alive(supervisor):
+        time.sleep(POLL_S)
+    state = json.loads(state_file.read_text())
+    # A later launch may have replaced the file.
+    if ProcessId(**state["process"]) == supervisor:
+        children = {ProcessId(**child) for child in state["children"]}
+        sweep({child for child in children if child.pid != os.getpid()}, grace_s=GRACE_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""The launcher's side of the supervisor: start it in a session of its own, learn its address, stop it.
+
+Called by the first rank of a bare torchrun (or by a launch script). Imports neither Ray nor vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.common.errors import SupervisorFailed
+from megarl.common.processes import ProcessId, is_alive, sweep
+from megarl.config.schema import Config
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "supervisor.json"
+STOP_FILE = "supervisor.stop"
+SPEC_FILE = "supervisor_spec.json"
+
+
+@dataclass(frozen=True)
+class SupervisorHandle:
+    """Everything a rank needs to connect; plain data, may be broadcast."""
+
+    run_dir: str
+    address: str
+    namespace: str
+    partition: str
+    attempt: int
+    launch_id: str
+    process: ProcessId
+    host: str
+
+    def is_alive(self) -> bool:
+        """False once it is known to be gone. One on another node is watched there; its end ends the job."""
+        return self.host != platform.node() or is_alive(self.process)
+
+
+@dataclass(frozen=True)
+class SupervisorSpec:
+    """What the launcher tells the supervisor."""
+
+    config_json: str
+    run_dir: str
+    agent: ProcessId
+    launch_id: str
+    attempt: int
+    cwd: str
+    cuda: bool
+
+    @property
+    def namespace(self) -> str:
+        return f"megarl-{self.launch_id}"
+
+    @property
+    def partition(self) -> str:
+        return f"{Path(self.run_dir).name}-{self.launch_id}.{self.attempt}"
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> SupervisorSpec:
+        fields = json.loads(path.read_text())
+        return cls(**{**fields, "agent": ProcessId(**fields["agent"])})
+
+
+def read_state(run_dir: Path) -> dict[str, Any] | None:
+    """RUN_DIR/supervisor.json, or None if there is none (it is replaced atomically, so never half a file)."""
+    try:
+        return json.loads((run_dir / STATE_FILE).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def write_state(run_dir: Path, state: dict[str, Any]) -> None:
+    """Replace RUN_DIR/supervisor.json atomically."""
+    temporary = run_dir / f".{STATE_FILE}.{os.getpid()}"
+    temporary.write_text(json.dumps(state, indent=1))
+    temporary.replace(run_dir / STATE_FILE)
+
+
+def launch_supervisor(
+    config_json: str,
+    run_dir: Path | str,
+    agent_pid: int,
+    *,
+    cuda: bool = False,
+    timeout_s: float | None = None,
+) -> SupervisorHandle:
+    """Start the supervisor here and wait until its Ray head is up (engines go on starting in the background).
+
+    One that the same agent's last attempt has left running is used again, if it was started with the same config.
+    `agent_pid`: the process whose end ends the pool (torchrun's agent). `timeout_s`: default timeouts.ray_start_s.
+    SupervisorFailed if it does not come up; ValueError if another run is using `run_dir`.
+    """
+    run_dir = Path(run_dir).resolve()
+    timeout_s = timeout_s or Config.model_validate_json(config_json).timeouts.ray_start_s
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    launch_id = _kept_supervisor(run_dir, agent_pid, config_json)
+    if launch_id is None:
+        launch_id = uuid.uuid4().hex[:8]
+        start_supervisor(config_json, run_dir, agent_pid, launch_id, cuda=cuda)
+    else:
+        logger.info("the pool of the last attempt is still up")
+    return attach_supervisor(run_dir, launch_id, timeout_s)
+
+
+def _kept_supervisor(run_dir: Path, agent_pid: int, config_json: str) -> str | None:
+    """Launch id of the ready pool that `agent_pid` (the process, not only its number) has already, or None."""
+    state = read_state(run_dir)
+    if state is None or state["state"] != "ready" or (run_dir / STOP_FILE).exists():
+        return None
+    if not is_alive(ProcessId(**state["process"])) or ProcessId(**state["agent"]) != ProcessId.of(agent_pid):
+        return None
+    spec = SupervisorSpec.load(run_dir / "logs" / SPEC_FILE)
+    same = spec.launch_id == state["launch_id"] and spec.config_json == config_json
+    return spec.launch_id if same else None
+
+
+def start_supervisor(
+    config_json: str, run_dir: Path, agent_pid: int, launch_id: str, *, cuda: bool
+) -> subprocess.Popen[bytes]:
+    """Start the supervisor's process in a session of its own; ValueError if another run is using `run_dir`."""
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    previous = _retire_previous(run_dir, agent_pid)
+    spec = SupervisorSpec(
+        config_json=config_json,
+        run_dir=str(run_dir),
+        agent=ProcessId.of(agent_pid),
+        launch_id=launch_id,
+        attempt=previous + 1,
+        cwd=os.getcwd(),
+        cuda=cuda,
+    )
+    spec.save(run_dir / "logs" / SPEC_FILE)
+    command = [sys.executable, "-m", "megarl.cluster.supervisor", str(run_dir / "logs" / SPEC_FILE)]
+    with (run_dir / "logs" / "supervisor.log").open("ab") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            env=clean_environment(),
+        )  # fmt: skip
+    _STARTED[spec.launch_id] = process
+    return process
+
+
+def attach_supervisor(run_dir: Path | str, launch_id: str, timeout_s: float) -> SupervisorHandle:
+    """The supervisor of this launch, started here or on another node, once its Ray head is up. SupervisorFailed."""
+    run_dir = Path(run_dir).resolve()
+    state = _await_state(run_dir, launch_id, lambda state: bool(state["address"]), timeout_s)
+    return SupervisorHandle(
+        run_dir=str(run_dir),
+        address=state["address"],
+        namespace=state["namespace"],
+        partition=state["partition"],
+        attempt=state["attempt"],
+        launch_id=launch_id,
+        process=ProcessId(**state["process"]),
+        host=state["host"],
+    )
+
+
+# Supervisors started by this process, by launch id: polled, so that an ended one does not stay a zombie.
+_STARTED: dict[str, subprocess.Popen[bytes]] = {}
+
+
+def clean_environment() -> dict[str, str]:
+    """Without torchrun's variables, which vLLM and torch would take for their own."""
+    torchrun = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+    exact = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    return {k: v for k, v in os.environ.items() if k not in exact and not k.startswith(torchrun)}
+
+
+def _retire_previous(run_dir: Path, agent_pid: int) -> int:
+    """End a supervisor that an earlier attempt of the same run left; returns its attempt number (-1: none)."""
+    state = read_state(run_dir)
+    (run_dir / STOP_FILE).unlink(missing_ok=True)
+    if state is None:
+        return -1
+    process, agent = ProcessId(**state["process"]), ProcessId(**state["agent"])
+    # One that ran on another node is the launch board's business: pids mean nothing here.
+    if state["host"] == platform.node() and is_alive(process):
+        if is_alive(agent) and agent.pid != agent_pid:
+            raise ValueError(
+                f"{run_dir} is in use by another run (launcher pid {agent.pid}, supervisor pid {process.pid}): "
+                "choose another run.dir or end that run"
+            )
+        stop_supervisor(run_dir, process, state["launch_id"], timeout_s=60.0, host=state["host"])
+    return int(state["attempt"])
+
+
+def wait_ready(handle: SupervisorHandle, timeout_s: float) -> None:
+    """Until engines, controller and queue are up. SupervisorFailed with the cause if one of them failed."""
+    _await_state(Path(handle.run_dir), handle.launch_id, lambda state: state["state"] == "ready", timeout_s)
+
+
+def _await_state(
+    run_dir: Path, launch_id: str, done: Callable[[dict[str, Any]], bool], timeout_s: float
+) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout_s
+    process = _STARTED.get(launch_id)
+    while True:
+        state = read_state(run_dir)
+        if state is not None and state["launch_id"] == launch_id:
+            if state["state"] in {"failed", "stopped"}:
+                raise SupervisorFailed(f"the rollout pool {state['state']}: {state['error'] or 'asked to stop'}")
+            if done(state):
+                return state
+            if state["host"] == platform.node() and not is_alive(ProcessId(**state["process"])):
+                raise SupervisorFailed(f"the supervisor died; see {run_dir / 'logs' / 'supervisor.log'}")
+        elif process is not None and process.poll() is not None:
+            raise SupervisorFailed(
+                f"the supervisor ended with code {process.returncode}; see {run_dir / 'logs' / 'supervisor.log'}"
+            )
+        if time.monotonic() > deadline:
+            at = "has not written its state" if state is None else f"is still in state {state['state']!r}"
+            raise SupervisorFailed(f"waited {timeout_s:.0f} s for the supervisor, which {at}; see {run_dir / 'logs'}")
+        time.sleep(0.05)
+
+
+def stop_supervisor(
+    run_dir: Path, process: ProcessId, launch_id: str, timeout_s: float, host: str | None = None
+) -> None:
+    """Ask it to tear everything down and wait; after `timeout_s` kill it (which takes Ray and the engines along).
+
+    On another `host` (default: this one) it is not killed: the agent of its node does that.
+    """
+    (run_dir / STOP_FILE).write_text(launch_id)
+    here = host in {None, platform.node()}
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        for child in _STARTED.values():
+            child.poll()
+        state = read_state(run_dir) or {}
+        if not (is_alive(process) if here else state.get("state") not in {"stopped", "failed"}):
+            break
+        time.sleep(0.05 if here else 0.5)
+    if here and is_alive(process):
+        logger.error("the supervisor (pid %d) did not stop within %.0f s: killing it", process.pid, timeout_s)
+        state = read_state(run_dir) or {}
+        children = {ProcessId(**each) for each in state.get("children", ())}
+        sweep({process, *children}, grace_s=0.0)
+        os.kill(process.pid, signal.SIGKILL) if is_alive(process) else None
+    for child in _STARTED.values():
+        child.poll()

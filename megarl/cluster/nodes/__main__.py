@@ -1,0 +1,90 @@
+"""`python -m megarl.cluster.nodes prepare|status|fail|scripts`: for the launch scripts; users call `megarl launch`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.cluster.nodes.allocation import local_allocation, slurm_allocation
+from megarl.cluster.nodes.batch_script import shipped_scripts
+from megarl.cluster.nodes.board import Board, Failure
+from megarl.cluster.nodes.launch_spec import LaunchSpec
+from megarl.cluster.nodes.node_commands import ENTRY
+from megarl.cluster.nodes.prepare import prepare, status
+from megarl.common.errors import ConfigError
+from megarl.config.arguments import add_config_arguments
+from megarl.config.load import load_config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except (ConfigError, ValueError, FileNotFoundError) as error:
+        sys.stderr.write(f"megarl: {error}\n")
+        return 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megarl.cluster.nodes", description="Called by the launch scripts.")
+    commands = parser.add_subparsers(required=True)
+    before = commands.add_parser("prepare", help="check config and allocation; prints the launch file's path")
+    add_config_arguments(before)
+    before.add_argument("--scheduler", choices=["slurm", "local"], required=True)
+    before.add_argument("--hosts", help="comma-separated, for --scheduler local on several machines")
+    before.add_argument("--signal-s", type=int, help="seconds before the time limit at which the script is told")
+    before.add_argument("--entry", default=ENTRY, help=argparse.SUPPRESS)
+    before.set_defaults(run=_prepare)
+    after = commands.add_parser("status", help="prints finished, preempted or failed; the reason goes to stderr")
+    after.add_argument("launch", type=Path)
+    after.set_defaults(run=_status)
+    failed = commands.add_parser("fail", help="end the job, naming a node that the script could not start")
+    failed.add_argument("launch", type=Path)
+    failed.add_argument("host")
+    failed.add_argument("reason")
+    failed.set_defaults(run=_fail)
+    shipped = commands.add_parser("scripts", help="write the scripts in launch/ anew; from the repository's root")
+    shipped.set_defaults(run=_scripts)
+    return parser
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    config = load_config(options.config, options.overrides)
+    if options.scheduler == "slurm":
+        allocation = slurm_allocation(os.environ, options.signal_s)
+        launch_id = f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    else:
+        allocation = local_allocation(tuple((options.hosts or "127.0.0.1").split(",")))
+        launch_id = uuid.uuid4().hex[:8]
+    spec = prepare(config, allocation, launch_id, entry=options.entry)
+    sys.stdout.write(f"{spec.path}\n")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    word, text = status(LaunchSpec.load(options.launch))
+    sys.stderr.write(f"megarl: {text}\n")
+    sys.stdout.write(f"{word}\n")
+    return 0
+
+
+def _fail(options: argparse.Namespace) -> int:
+    Board(options.launch.parent).claim_failure(Failure(options.host, options.reason))
+    return 0
+
+
+def _scripts(options: argparse.Namespace) -> int:
+    for path, text in shipped_scripts(Path.cwd()).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""The agent of one node: starts the node's share of the job, watches it, and ends all of it.
+
+`python -m megarl.cluster.nodes.agent LAUNCH_FILE [INDEX]`, on every node at the same time (srun, ssh, or a local
+shell); INDEX defaults to SLURM_PROCID. Everything the node runs is this process's child and goes when it goes. Exit
+code 0: the run has said how it ended (RUN_DIR/exit.json); 1: something failed, here or elsewhere, and
+RUN_DIR/launch/ID/failed.json names the node and the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from megarl.cluster.handle import STOP_FILE as SUPERVISOR_STOP
+from megarl.cluster.handle import read_state, start_supervisor
+from megarl.cluster.nodes import node_commands as commands
+from megarl.cluster.nodes.board import Board, Failure, NodeRecord, State, Watch
+from megarl.cluster.nodes.launch_spec import LaunchSpec
+from megarl.cluster.nodes.network import interface_of, own_address
+from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, free_ports
+from megarl.common import run_files as stopping
+from megarl.common.processes import ProcessId, descendants, die_with_parent, is_alive, sweep
+from megarl.config.hardware import local_gpus
+from megarl.rollout.devices import visible_devices
+
+logger = logging.getLogger("megarl.cluster.nodes.agent")
+
+TICK_S = 0.5
+BEAT_S = 2.0
+KILL_GRACE_S = 3.0
+
+
+class NodeFailed(Exception):  # noqa: N818
+    """This node cannot go on; the message is the job's reason."""
+
+
+class PeerFailed(Exception):  # noqa: N818
+    """Another node has failed and said so."""
+
+
+class NodeAgent:
+    def __init__(self, launch: LaunchSpec, index: int) -> None:
+        self.launch, self.config = launch, launch.config
+        self.topology = launch.topology
+        self.node = launch.topology.nodes[index]
+        self.host = launch.hosts[index] if launch.hosts else platform.node()
+        self.board = Board(Path(launch.directory))
+        self.address = "127.0.0.1"
+        self.endpoint = ""
+        self._beat = 0
+        self._next_beat = 0.0
+        self._signals = 0
+        self._children: set[ProcessId] = set()
+        self._torchrun: subprocess.Popen[bytes] | None = None
+        self._raylet: subprocess.Popen[bytes] | None = None
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._ended_at: float | None = None
+        self._pool_ended_at: float | None = None
+        # The first node watches all others, all others watch the first: few reads of a shared file system.
+        watched = [n.index for n in self.topology.nodes if n.index != index] if index == 0 else [0]
+        self._watch = Watch(self.board, watched, self.config.timeouts.node_s)
+
+    def run(self) -> int:
+        """Start, watch, end. 0 or 1, see the module's docstring."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        try:
+            self._start()
+            while not self._tick():
+                time.sleep(TICK_S)
+            self._finish()
+        except PeerFailed as error:
+            logger.error("ending: %s", error)
+            self._end_all()
+            return 1
+        except Exception as error:
+            logger.exception("node %d (%s) failed", self.node.index, self.host)
+            self._report(error)
+            self._end_all()
+            return 1
+        return 0
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """First one: let the run save and end. Second one: end now."""
+        self._signals += 1
+        name = signal.Signals(number).name
+        if self._signals > 1:
+            raise NodeFailed(f"{name} again")
+        stopping.ask_to_stop(self.launch.run_dir, f"{name} on node {self.host}")
+
+    def _start(self) -> None:
+        self._check_devices()
+        several = len(self.topology.nodes) > 1
+        interface = self.config.launch.interface
+        if several or interface is not None:
+            self.address = own_address(self.launch.hosts, interface)
+        os.environ.update(commands.user_environment(self.config))
+        os.environ.update(
+            commands.network_environment(
+                self.address, interface_of(self.address), several=several, chosen=interface is not None
+            )
+        )
+        os.environ[NODE_ADDRESS_VARIABLE] = self.address
+        logger.info("node %d (%s, %s): %s", self.node.index, self.host, self.address, self.node.role)
+        if self.node.trainer_rank == 0:
+            self.endpoint = f"{self.address}:{free_ports(1)[0]}"
+        self._post()
+        if self.node.supervisor:
+            self._supervisor = start_supervisor(
+                self.launch.config_json, self.launch.run_dir, os.getpid(), self.launch.launch_id, cuda=self.launch.cuda
+            )
+        else:
+            raylet = commands.raylet_command(str(self.launch.path), self.node.index, os.getpid())
+            log = self.launch.run_dir / "logs" / f"raylet-node-{self.node.index}.log"
+            with log.open("ab") as output:
+                self._raylet = self._spawn(raylet, dict(os.environ), output)
+
+    def _check_devices(self) -> None:
+        have = len(local_gpus())
+        if self.launch.cuda and have <= self.node.last_device:
+            raise NodeFailed(f"has {have} GPUs, but the config uses device {self.node.last_device}")
+
+    def _spawn(
+        self, command: list[str], environment: dict[str, str], output: IO[bytes] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """A child in a session of its own (a Ctrl-C is for this process) that dies with this process."""
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509 (this process has one thread)
+        )  # fmt: skip
+
+    def _start_torchrun(self) -> None:
+        """As soon as the first trainer node has said where the rendezvous is."""
+        first = self.board.read(self.topology.trainer(0).index)
+        if first is None or not first.endpoint:
+            return
+        command = commands.torchrun_command(
+            self.config, self.topology, self.node, python=sys.executable, launch_id=self.launch.launch_id,
+            endpoint=first.endpoint, address=self.address, entry=self.launch.entry,
+            config_file=str(Path(self.launch.directory) / "config.yaml"),
+        )  # fmt: skip
+        environment = {**os.environ, commands.LAUNCH_ID_VARIABLE: self.launch.launch_id}
+        environment |= commands.torchrun_environment()
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        if self.launch.cuda:
+            environment["CUDA_VISIBLE_DEVICES"] = visible_devices(self.node.trainer_devices)
+        logger.info("starting %s", " ".join(command))
+        self._torchrun = self._spawn(command, environment)
+
+    def _tick(self) -> bool:
+        """One look at everything; True when this node's share is done."""
+        self._children |= descendants(os.getpid())
+        self._post_if_due()
+        if (failure := self.board.failure()) is not None:
+            raise PeerFailed(f"node {failure.node} failed: {failure.reason}")
+        if self.node.trainer_rank is not None and self._torchrun is None:
+            self._start_torchrun()
+        ending = self._run_has_ended()
+        trained = self._torchrun_done(ending)
+        pooled = self._supervisor_done(ending)
+        self._check_raylet(ending)
+        if ending:
+            self._ended_at = self._ended_at or time.monotonic()
+            self._check_end_in_time()
+        else:
+            self._check_peers()
+        return ending and trained and pooled
+
+    def _run_has_ended(self) -> bool:
+        """The ranks have said so: from here on things going away is what should happen."""
+        record = stopping.read_exit(self.launch.run_dir)
+        return record is not None and record.status != "failed"
+
+    def _torchrun_done(self, ending: bool) -> bool:
+        if self.node.trainer_rank is None:
+            return True
+        if self._torchrun is None or self._torchrun.poll() is None:
+            return False
+        # After a SIGTERM torchrun's own code is not 0, however well its ranks ended.
+        if self._torchrun.returncode != 0 and not ending:
+            raise NodeFailed(self._why_ranks_failed())
+        return True
+
+    def _why_ranks_failed(self) -> str:
+        assert self._torchrun is not None
+        said = self.launch.run_dir / "error.txt"
+        if said.is_file():
+            return " ".join(said.read_text().split()).removeprefix("megarl: ")
+        logs = self.launch.run_dir / "logs"
+        return f"a trainer rank was killed (torchrun ended with code {self._torchrun.returncode}); see {logs}"
+
+    def _supervisor_done(self, ending: bool) -> bool:
+        """On the supervisor's node: whether it has ended. Elsewhere: whether it has said so."""
+        state = read_state(self.launch.run_dir) or {}
+        ended = state.get("launch_id") == self.launch.launch_id and state.get("state") in {"stopped", "failed"}
+        if self._supervisor is None:
+            return ending and ended
+        if self._supervisor.poll() is None:
+            return False
+        if ending:
+            return True
+        # One that was asked to stop was so by a rank that has failed: that rank's node gives the reason.
+        self._pool_ended_at = self._pool_ended_at or time.monotonic()
+        asked = ended and self._supervisor.returncode == 0
+        if not asked or time.monotonic() > self._pool_ended_at + self.config.timeouts.node_s:
+            reason = state.get("error") if ended else "its supervisor was killed"
+            raise NodeFailed(f"the rollout pool ended: {reason}")
+        return False
+
+    def _check_raylet(self, ending: bool) -> None:
+        if self._raylet is not None and self._raylet.poll() is not None and not ending:
+            raise NodeFailed(f"Ray's raylet ended with code {self._raylet.returncode}")
+
+    def _check_peers(self) -> None:
+        for index, record in self._watch.lost():
+            name = record.host if record is not None else self._host_of(index)
+            silent = f"{self.config.timeouts.node_s:.0f} s"
+            self._fail_job(name, f"not started within {silent}" if record is None else f"lost, silent for {silent}")
+
+    def _check_end_in_time(self) -> None:
+        """The run has ended; its processes get the tear-down's bound for following."""
+        assert self._ended_at is not None
+        bound = 2 * self.config.timeouts.shutdown_s
+        if time.monotonic() > self._ended_at + bound:
+            raise NodeFailed(f"still has processes {bound:.0f} s after the end of the run")
+
+    def _host_of(self, index: int) -> str:
+        return self.launch.hosts[index] if self.launch.hosts else f"{index}"
+
+    def _post(self, done: bool = False) -> None:
+        self._beat += 1
+        self._next_beat = time.monotonic() + BEAT_S
+        state: State = "done" if done else "running"
+        self.board.post(NodeRecord(self.node.index, self.host, self.address, state, self._beat, self.endpoint))
+
+    def _post_if_due(self) -> None:
+        if time.monotonic() >= self._next_beat:
+            self._post()
+
+    def _report(self, error: Exception) -> None:
+        reason = str(error) if isinstance(error, NodeFailed | ValueError) else f"{type(error).__name__}: {error}"
+        self._fail_job(self.host, reason)
+
+    def _fail_job(self, host: str, reason: str) -> None:
+        """Say why the job ends, unless another node has said it first."""
+        first = self.board.claim_failure(Failure(host, reason))
+        record = stopping.read_exit(self.launch.run_dir)
+        if first and (record is None or record.status != "failed"):
+            step = record.step if record is not None else 0
+            stopping.write_exit(self.launch.run_dir, stopping.ExitRecord("failed", step, f"node {host}: {reason}"))
+
+    def _finish(self) -> None:
+        self._end_all()
+        self._post(done=True)
+        logger.info("done")
+
+    def _end_all(self) -> None:
+        """Nothing of this node's share survives: ranks first, raylet and supervisor in order, then what is left."""
+        if self._torchrun is not None and self._torchrun.poll() is None:
+            ranks = descendants(self._torchrun.pid)
+            sweep({ProcessId.of(self._torchrun.pid), *ranks}, grace_s=0.0)
+        if self._raylet is not None and self._raylet.poll() is None:
+            self._raylet.terminate()
+        if self._supervisor is not None and self._supervisor.poll() is None:
+            (self.launch.run_dir / SUPERVISOR_STOP).write_text(self.launch.launch_id)
+        orderly = {ProcessId.of(p.pid) for p in (self._raylet, self._supervisor) if p is not None and p.poll() is None}
+        deadline = time.monotonic() + self.config.timeouts.shutdown_s
+        while any(is_alive(process) for process in orderly) and time.monotonic() < deadline:
+            self._children |= descendants(os.getpid())
+            time.sleep(0.1)
+        left = sweep(self._children | descendants(os.getpid()), grace_s=KILL_GRACE_S)
+        if left:
+            logger.error("still alive after SIGKILL: %s", sorted(process.pid for process in left))
+
+
+def main() -> int:
+    launch = LaunchSpec.load(Path(sys.argv[1]))
+    index = int(sys.argv[2] if len(sys.argv) > 2 else os.environ["SLURM_PROCID"])
+    os.chdir(launch.cwd)
+    logs = launch.run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        filename=logs / f"node-{index}.log",
+    )
+    return NodeAgent(launch, index).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""What one launch of a run is: the resolved config and where it goes, the same file for every node."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.nodes.topology import Topology, make_topology
+from megarl.config.schema import Config
+
+LAUNCH_FILE = "launch.json"
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """`hosts`: names or addresses of the nodes, by index; `directory` is RUN_DIR/launch/ID.
+
+    `steps_before`: training steps that the launch before this one had saved when it was stopped, 0 for a first one.
+    """
+
+    launch_id: str
+    config_json: str
+    directory: str
+    cwd: str
+    cuda: bool
+    hosts: tuple[str, ...]
+    entry: str
+    steps_before: int
+
+    @cached_property
+    def config(self) -> Config:
+        return Config.model_validate_json(self.config_json)
+
+    @cached_property
+    def topology(self) -> Topology:
+        return make_topology(self.config)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.directory).parents[1]
+
+    @property
+    def path(self) -> Path:
+        return Path(self.directory) / LAUNCH_FILE
+
+    def save(self) -> None:
+        self.path.write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> LaunchSpec:
+        content: dict[str, Any] = json.loads(path.read_text())
+        return cls(**{**content, "hosts": tuple(content["hosts"])})
+
+
+def launch_directory(run_dir: Path, launch_id: str) -> Path:
+    return run_dir.resolve() / "launch" / launch_id

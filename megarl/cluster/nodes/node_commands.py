@@ -1,0 +1,95 @@
+"""The processes that a node runs: their arguments and environment. Pure; `megarl launch --dry-run` shows them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import yaml
+
+from megarl.cluster.nodes.topology import NodePlan, Topology, stop_seconds
+from megarl.common.errors import ConfigError
+from megarl.config.schema import Config
+
+# Environment of the ranks: they were started by a node's agent, of this launch.
+LAUNCH_ID_VARIABLE = "MEGARL_LAUNCH_ID"
+
+ENTRY = "examples/rl/train_rl.py"
+
+
+def torchrun_command(
+    config: Config, topology: Topology, node: NodePlan, *, python: str, launch_id: str, endpoint: str, address: str,
+    entry: str, config_file: str,
+) -> list[str]:  # fmt: skip
+    """torchrun on one trainer node; `endpoint`: HOST:PORT of the rendezvous, which the first trainer node holds.
+
+    c10d's rendezvous, not the static one: only it lets the ranks of all nodes restart after one has failed.
+    """
+    first = node.trainer_rank == 0
+    return [
+        python, "-m", "torch.distributed.run",
+        "--nnodes", str(topology.trainer_nodes),
+        "--nproc-per-node", str(topology.ranks_per_node),
+        "--rdzv-id", launch_id,
+        "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", endpoint,
+        # By default torchrun compares names to find out which node holds the store.
+        "--rdzv-conf", f"is_host={'true' if first else 'false'},join_timeout={int(config.timeouts.node_s)}",
+        "--local-addr", address,
+        "--max-restarts", str(config.launch.max_restarts),
+        # After a SIGTERM: its ranks end their step and save.
+        "--shutdown-timeout", str(stop_seconds(config)),
+        entry, "--config", config_file,
+    ]  # fmt: skip
+
+
+def torchrun_environment() -> dict[str, str]:
+    """A new store for each start of the ranks: see `megarl.run.peers.join_peers`."""
+    return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def node_command(python: str, launch: str, index: str) -> list[str]:
+    """The agent that runs one node's share."""
+    return [python, "-m", "megarl.cluster.nodes.agent", launch, index]
+
+
+def raylet_command(launch: str, index: int, agent_pid: int) -> list[str]:
+    return [sys.executable, "-m", "megarl.cluster.nodes.raylet", launch, str(index), str(agent_pid)]
+
+
+def user_environment(config: Config) -> dict[str, str]:
+    """`env_vars` of `launch.runtime_env`. ConfigError for anything else in that file."""
+    path = config.launch.runtime_env
+    if path is None:
+        return {}
+    return read_runtime_env(path)
+
+
+def read_runtime_env(path: Path) -> dict[str, str]:
+    """ConfigError naming the file and what it may hold."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError([f"launch.runtime_env: {path} cannot be read: {error}"]) from None
+    if not isinstance(content, dict) or set(content) - {"env_vars"}:
+        raise ConfigError([
+            f"launch.runtime_env: {path} may hold `env_vars` only: code and packages are the same on all nodes, "
+            "from the shared file system"
+        ])  # fmt: skip
+    variables = content.get("env_vars") or {}
+    if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
+        raise ConfigError([f"launch.runtime_env: {path}: every value of env_vars must be a string; put it in quotes"])
+    return {str(name): value for name, value in variables.items()}
+
+
+def network_environment(address: str, interface: str | None, *, several: bool, chosen: bool) -> dict[str, str]:
+    """Who this node is to its peers. `several`: more nodes than this one; `chosen`: the user named the interface.
+
+    gloo would take the address that the host's name resolves to, often loopback. NCCL finds its own way unless told.
+    """
+    environment = {"VLLM_HOST_IP": address}
+    if several and interface is not None:
+        environment["GLOO_SOCKET_IFNAME"] = interface
+        if chosen:
+            environment["NCCL_SOCKET_IFNAME"] = interface
+    return environment

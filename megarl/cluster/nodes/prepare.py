@@ -1,0 +1,103 @@
+"""What a launch script asks before it starts anything, and after everything has ended.
+
+Before: config, plan and allocation are checked on the first node; the run directory is taken; what all nodes need goes
+to RUN_DIR/launch/ID. After: how the run ended.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from megarl.cluster.nodes.agent import BEAT_S
+from megarl.cluster.nodes.allocation import Allocation, check_allocation
+from megarl.cluster.nodes.board import Board
+from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
+from megarl.cluster.nodes.node_commands import ENTRY, user_environment
+from megarl.cluster.nodes.topology import make_topology
+from megarl.common import run_files as stopping
+from megarl.common.errors import ConfigError
+from megarl.config.checks import detect_device
+from megarl.config.load import to_yaml
+from megarl.config.plan import make_plan
+from megarl.config.schema import Config
+
+CURRENT_FILE = "current"
+
+
+def prepare(config: Config, allocation: Allocation, launch_id: str, *, entry: str = ENTRY) -> LaunchSpec:
+    """ConfigError listing what is wrong with config, files, allocation, or naming the run that uses the directory."""
+    cuda = detect_device() == "cuda"
+    make_plan(config)
+    user_environment(config)
+    if not Path(entry).is_file():
+        raise ConfigError([f"{Path.cwd() / entry} does not exist: start from the repository's root"])
+    topology = make_topology(config)
+    check_allocation(config, topology, allocation, cuda=cuda)
+    refuse_running(config.run_dir)
+    directory = launch_directory(config.run_dir, launch_id)
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    stopped = stopping.read_exit(config.run_dir)
+    spec = LaunchSpec(
+        launch_id=launch_id,
+        config_json=config.model_dump_json(),
+        directory=str(directory),
+        cwd=os.getcwd(),
+        cuda=cuda,
+        hosts=allocation.hosts,
+        entry=entry,
+        steps_before=stopped.step if stopped is not None and stopped.status == "preempted" else 0,
+    )
+    spec.save()
+    (directory.parent / CURRENT_FILE).write_text(launch_id)
+    stopping.forget(config.run_dir)
+    (config.run_dir / "error.txt").unlink(missing_ok=True)
+    return spec
+
+
+def refuse_running(run_dir: Path, pause_s: float = 2 * BEAT_S) -> None:
+    """ConfigError if the last launch in `run_dir` still lives: its nodes' counters go up."""
+    current = run_dir / "launch" / CURRENT_FILE
+    if not current.is_file():
+        return
+    spec_file = launch_directory(run_dir, current.read_text()) / "launch.json"
+    if not spec_file.is_file():
+        return
+    spec = LaunchSpec.load(spec_file)
+    board = Board(Path(spec.directory))
+    before = [board.read(node.index) for node in spec.topology.nodes]
+    if not any(record is not None and record.state == "running" for record in before):
+        return
+    time.sleep(pause_s)
+    for old in before:
+        new = board.read(old.index) if old is not None else None
+        if old is not None and new is not None and new.state == "running" and new.beat != old.beat:
+            raise ConfigError([
+                f"run.dir: {run_dir} is in use by launch {spec.launch_id} (node {new.host} lives); end that run, or "
+                "choose another run.dir"
+            ])  # fmt: skip
+
+
+def status(spec: LaunchSpec) -> tuple[stopping.Status, str]:
+    """How the launch ended, and one line for people. Writes exit.json where no process of the run could.
+
+    One that was stopped without saving a step of its own counts as failed: started again, it would be so for ever.
+    """
+    failure = Board(Path(spec.directory)).failure()
+    record = stopping.read_exit(spec.run_dir)
+    if record is not None and record.status != "failed":
+        after = f"after {record.step} of {spec.config.run.steps} steps"
+        why = f": {record.reason}" if record.reason else ""
+        if record.status == "preempted" and record.step <= spec.steps_before:
+            return "failed", f"stopped {after}{why}; no step of this launch is saved, so it is not to be started again"
+        return record.status, f"{record.status} {after}{why}"
+    reason = f"the job was killed before it could say why; see {spec.run_dir / 'logs'}"
+    if failure is not None:
+        reason = f"node {failure.node} failed: {failure.reason}"
+    elif record is not None:
+        reason = record.reason
+    if record is None:
+        stopping.write_exit(spec.run_dir, stopping.ExitRecord("failed", spec.steps_before, reason))
+    return "failed", reason

@@ -1,0 +1,198 @@
+"""A Ray cluster of one run's own: own ports, own short temporary directories, own access token.
+
+The head is started by `ray.init()` in the supervisor's main thread, so that Ray's processes die with the supervisor;
+further nodes' raylets by megarl/cluster/nodes/raylet.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.common.errors import SupervisorFailed
+from megarl.common.processes import descendants, sweep
+from megarl.config.pools import resolve_pools
+from megarl.config.schema import Config
+from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE
+
+logger = logging.getLogger(__name__)
+
+TOKEN_FILE = "ray_token"
+# Environment: this node's address, given by its agent (megarl/launch) where the job has several nodes.
+NODE_ADDRESS_VARIABLE = "MEGARL_NODE_ADDRESS"
+OBJECT_STORE_BYTES = 256 * 2**20
+ATTEMPT_S = 30
+MAX_ATTEMPTS = 5
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def access_environment(run_dir: Path, create: bool = False) -> dict[str, str]:
+    """How the processes of a run prove to its Ray that they belong to it; what the user has set is kept."""
+    if any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return {}
+    path = run_dir.resolve() / TOKEN_FILE
+    if create:
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+
+
+@dataclass(frozen=True)
+class RayShare:
+    """What one node offers to Ray."""
+
+    num_cpus: int
+    num_gpus: int
+    resources: dict[str, float]
+
+
+def rollout_share(config: Config, *, cuda: bool) -> RayShare:
+    """Of a rollout node: its engines, and room for controller, queue controller and storage units."""
+    per_node = resolve_pools(config).rollout.gpus_per_node
+    engines = per_node // config.rollout.tensor_parallel
+    cpus = config.ray.num_cpus or engines + 1 + 1 + config.queue.storage_units + 2
+    # Engines are counted by a resource of their own: without GPUs Ray would pack them onto one node.
+    return RayShare(cpus, per_node if cuda else 0, {ROLLOUT_RESOURCE: 10000, ENGINE_RESOURCE: engines})
+
+
+# Of a trainer node: its ranks connect to it, nothing is scheduled on it.
+TRAINER_SHARE = RayShare(0, 0, {})
+
+
+def ray_environment() -> dict[str, str]:
+    """Of every process that starts a part of a Ray cluster; read when Ray is imported."""
+    return {
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        # Ray starts workers at nice 15 otherwise: with the trainer on the same cores the engines would starve.
+        "RAY_worker_niceness": "0",
+        "RAY_worker_register_timeout_seconds": "300",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_raylet_start_wait_time_s": str(ATTEMPT_S),
+    }
+
+
+def make_temp_dir() -> Path:
+    """Unix socket paths are limited to 107 bytes, so not inside the run directory."""
+    return Path(tempfile.mkdtemp(prefix="megarl-", dir="/tmp"))
+
+
+def keep_logs(temp_dir: Path, target: Path) -> None:
+    """Move a node's own Ray logs to `target` and remove its temporary directory."""
+    shutil.rmtree(target, ignore_errors=True)
+    for session in sorted(temp_dir.glob("session_2*/logs")):
+        shutil.copytree(session, target, dirs_exist_ok=True, symlinks=True, ignore_dangling_symlinks=True)
+    shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+class RayHead:
+    """`start` ... `stop`; `address` is what ranks connect to. Must be used in the main thread."""
+
+    def __init__(self, share: RayShare, namespace: str, log_dir: Path, start_timeout_s: float) -> None:
+        self.share = share
+        self.namespace = namespace
+        self.log_dir = log_dir
+        self.start_timeout_s = start_timeout_s
+        self.address = ""
+        self.temp_dir = make_temp_dir()
+
+    def start(self) -> None:
+        """SupervisorFailed with Ray's reason if no attempt succeeds within `start_timeout_s`."""
+        deadline = time.monotonic() + self.start_timeout_s
+        for attempt in itertools.count(1):
+            before = descendants(os.getpid())
+            try:
+                return self._init()
+            except Exception as error:
+                logger.exception("Ray head, attempt %d", attempt)
+                sweep(descendants(os.getpid()) - before, grace_s=0.0)
+                if attempt == MAX_ATTEMPTS or time.monotonic() + ATTEMPT_S > deadline:
+                    raise SupervisorFailed(
+                        f"the Ray head did not start in {attempt} attempts within {self.start_timeout_s:.0f} s: "
+                        f"{error}; see {self.log_dir}"
+                    ) from error
+
+    def _init(self) -> None:
+        os.environ.update(ray_environment())
+        import ray
+
+        with patched_start():
+            context = ray.init(
+                address="local",
+                num_cpus=self.share.num_cpus,
+                num_gpus=self.share.num_gpus,
+                resources=dict(self.share.resources),
+                namespace=self.namespace,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(self.temp_dir),
+                _node_ip_address=os.environ.get(NODE_ADDRESS_VARIABLE),
+            )
+        self.address = context.address_info["gcs_address"]
+
+    def stop(self) -> None:
+        """Keep Ray's own logs in the run directory and remove the temporary one; after `ray.shutdown()`."""
+        keep_logs(self.temp_dir, self.log_dir / "ray")
+
+
+@contextmanager
+def patched_start() -> Iterator[None]:
+    """Patch of ray.init and of Ray's Node, Ray 2.60.0, for what they have no arguments.
+
+    The raylet aborts if its dashboard agent has not written its ports to files within a hard-coded 15 s, which a busy
+    host exceeds (https://github.com/ray-project/ray/issues/65983): ports that are given are not waited for, and for
+    the one that cannot be given, of an HTTP service unused here, the file is there beforehand and says "none" (-1).
+    The dashboard, the autoscaler's monitor and the log monitor have no use here.
+    """
+    from ray._private import node, parameter
+    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port  # type: ignore[attr-defined]
+
+    params, start_processes = parameter.RayParams, node.Node.start_ray_processes
+    start_dashboard = node.Node.start_api_server
+    metrics, agent, runtime_env = free_ports(3)
+    ours = {
+        "metrics_export_port": metrics,
+        "metrics_agent_port": agent,
+        "runtime_env_agent_port": runtime_env,
+        "no_monitor": True,
+        "include_log_monitor": False,
+    }
+
+    def start(self: Any) -> None:
+        persist_port(self.get_session_dir_path(), self.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, -1)
+        start_processes(self)
+
+    def no_dashboard(self: Any, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        """`include_dashboard=False` would still start its process."""
+
+    parameter.RayParams = lambda **fields: params(**{**fields, **ours})
+    node.Node.start_ray_processes = start
+    node.Node.start_api_server = no_dashboard
+    try:
+        yield
+    finally:
+        parameter.RayParams = params
+        node.Node.start_ray_processes = start_processes
+        node.Node.start_api_server = start_dashboard

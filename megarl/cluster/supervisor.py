@@ -1,0 +1,304 @@
+"""The supervisor: owns the Ray head, the replicas, the controller and the queue of one run, and their end.
+
+`python -m megarl.cluster.supervisor SPEC`, started in a session of its own by `launch.py`, so that neither a killed
+rank nor a Ctrl-C takes the pool along unasked. It tears everything down when the torchrun agent (pid and start time)
+is gone, when RUN_DIR/supervisor.stop names this launch, on SIGTERM, and when the Ray head dies.
+
+Its actors are named but not `lifetime="detached"`: they belong to this process, so that even its SIGKILL ends them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.handle import STATE_FILE, STOP_FILE, SupervisorSpec, write_state
+from megarl.cluster.ray_head import RayHead, access_environment, ray_environment, rollout_share
+from megarl.common.errors import RolloutError
+from megarl.common.output import redirect_output
+from megarl.common.processes import ProcessId, descendants, is_alive, sweep
+from megarl.config.checks import max_sequence_tokens
+from megarl.config.pools import resolve_pools
+from megarl.config.schema import Config
+from megarl.models.read_config import load_info
+from megarl.rollout.devices import refuse_split_replica, visible_devices
+from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE, ReplicaSpec, create_replica
+
+logger = logging.getLogger(__name__)
+
+CONTROLLER = "controller"
+HEARTBEAT_S = 5.0
+
+
+class Supervisor:
+    def __init__(self, spec: SupervisorSpec) -> None:
+        self.spec = spec
+        self.config = Config.model_validate_json(spec.config_json)
+        self.run_dir = Path(spec.run_dir)
+        self.stop_reason: str | None = None
+        self._stop = threading.Event()
+        self._children: set[ProcessId] = set()
+        self._lock = threading.Lock()
+        self._state: dict[str, Any] = {
+            "state": "starting",
+            "error": None,
+            "address": "",
+            "namespace": spec.namespace,
+            "partition": spec.partition,
+            "attempt": spec.attempt,
+            "launch_id": spec.launch_id,
+            "process": asdict(ProcessId.own()),
+            "host": platform.node(),
+            "agent": asdict(spec.agent),
+        }
+        self._head: RayHead | None = None
+        self._actors: list[Any] = []
+        self._ending_since: float | None = None
+        # Half of what the launcher grants, so that the orderly way and the forced one both fit.
+        self._patience_s = self.config.timeouts.shutdown_s / 2
+
+    def run(self) -> int:
+        """Start, watch, tear down. 0 if it was asked to stop, 1 if something failed."""
+        self._publish()
+        self._start_guardian()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        failure: BaseException | None = None
+        try:
+            self._start_ray()
+            self._start_actors()
+            self._publish(state="ready")
+            logger.info("pool ready")
+            self._serve()
+        except Exception as error:
+            failure = error
+            if not self._stop.is_set():
+                logger.exception("the pool failed")
+        self._tear_down(failure)
+        return 0 if failure is None or self.stop_reason is not None else 1
+
+    def _start_guardian(self) -> None:
+        own = ProcessId.own()
+        state_file = self.run_dir / STATE_FILE
+        command = [sys.executable, "-m", "megarl.cluster.guardian", str(state_file), str(own.pid), str(own.start_time)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._guardian = ProcessId.of(process.pid)
+
+    def _descendants(self) -> set[ProcessId]:
+        """All but the guardian, which ends by itself when this process has."""
+        return descendants(os.getpid()) - {self._guardian}
+
+    def _serve(self) -> None:
+        """Until asked to stop; RolloutError if Ray or the controller goes first."""
+        import ray
+
+        beat = self._actors[-1].counters
+        while not self._stop.wait(HEARTBEAT_S):
+            try:
+                ray.get(beat.remote(), timeout=self.config.timeouts.rpc_s)
+            except Exception as error:
+                raise RolloutError(f"the rollout controller does not answer: {_cause(error)}") from error
+
+    def request_stop(self, reason: str) -> None:
+        if not self._stop.is_set():
+            self.stop_reason = reason
+            self._ending_since = self._ending_since or time.monotonic()
+            logger.info("stopping: %s", reason)
+            self._stop.set()
+
+    def _force_exit(self) -> None:
+        """The main thread is stuck in a library's call: end everything from the watch thread."""
+        logger.error("the orderly tear-down took more than %.0f s: killing what is left", self._patience_s)
+        left = sweep(self._children | self._descendants(), grace_s=0.0)
+        self._publish(state="stopped" if self.stop_reason else "failed", error=self.stop_reason or "tear-down hung")
+        logger.error("still alive: %s", sorted(process.pid for process in left))
+        logging.shutdown()
+        os._exit(1)
+
+    def _publish(self, **changes: Any) -> None:
+        with self._lock:
+            self._state.update(changes)
+            self._state["children"] = [asdict(child) for child in self._children if is_alive(child)]
+            write_state(self.run_dir, self._state)
+
+    def _watch(self) -> None:
+        """Every half second: agent, stop file, Ray head; and remember every descendant, orphans included."""
+        stop_file = self.run_dir / STOP_FILE
+        recorded: set[ProcessId] = set()
+        while True:
+            self._children |= self._descendants()
+            if self._ending_since is not None and time.monotonic() > self._ending_since + self._patience_s:
+                self._force_exit()
+            if not is_alive(self.spec.agent):
+                self.request_stop(f"the launcher (pid {self.spec.agent.pid}) is gone")
+            elif stop_file.exists() and stop_file.read_text() in {"", self.spec.launch_id}:
+                self.request_stop("asked to")
+            if self._children != recorded and not self._stop.is_set():
+                recorded = set(self._children)
+                self._publish()
+            time.sleep(0.5)
+
+    def _start_ray(self) -> None:
+        config, rollout = self.config, self.config.rollout
+        pool = resolve_pools(config).rollout
+        if self.spec.cuda:
+            refuse_split_replica(rollout.tensor_parallel, len(pool.devices))
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(pool.devices)
+        if config.ray.address is None:
+            os.environ.update(access_environment(self.run_dir, create=True))
+            share = rollout_share(config, cuda=self.spec.cuda)
+            self._head = RayHead(share, self.spec.namespace, self.run_dir / "logs", config.timeouts.ray_start_s)
+            self._head.start()
+            address = self._head.address
+        else:
+            import ray
+
+            address = config.ray.address
+            ray.init(address=address, namespace=self.spec.namespace, log_to_driver=False, configure_logging=False)
+        # Ray has installed its own SIGTERM handler by now.
+        signal.signal(signal.SIGTERM, lambda *_: self.request_stop("SIGTERM"))
+        self._publish(address=address)
+        logger.info("Ray at %s", address)
+        if self._head is not None:
+            self._await_nodes(pool.nodes, config.timeouts.ray_start_s)
+
+    def _await_nodes(self, count: int, timeout_s: float) -> None:
+        """Until all rollout nodes are in the cluster: engines and storage go to those that are there."""
+        import ray
+
+        deadline = time.monotonic() + timeout_s
+        while True:
+            alive = [node for node in ray.nodes() if node["Alive"] and ENGINE_RESOURCE in node["Resources"]]
+            if len(alive) >= count:
+                return
+            if self._stop.is_set():
+                raise RolloutError(f"stopped while starting: {self.stop_reason}")
+            if time.monotonic() > deadline:
+                here = ", ".join(sorted(node["NodeManagerAddress"] for node in alive))
+                raise RolloutError(
+                    f"the supervisor waited {timeout_s:.0f} s for {count} rollout nodes to join Ray; "
+                    f"{len(alive)} did: {here}"
+                )
+            time.sleep(0.2)
+
+    def _start_actors(self) -> None:
+        """Replicas and controller (it starts the queue), all at once; RolloutError naming the first that failed."""
+        import ray
+
+        from megarl.rollout.controller import RolloutController
+
+        spec, config = self.spec, self.config
+        replica_spec = ReplicaSpec(
+            config_json=spec.config_json,
+            run_dir=spec.run_dir,
+            namespace=spec.namespace,
+            cuda=spec.cuda,
+            max_model_len=max_sequence_tokens(config, load_info(config.model.path)),
+            supervisor=ProcessId.own() if self._head is not None else None,
+            host=platform.node(),
+        )
+        pending: dict[Any, str] = {}
+        replicas = [create_replica(replica_spec, index) for index in range(config.rollout.replicas)]
+        for index, replica in enumerate(replicas):
+            pending[replica.start.remote()] = f"engine replica {index}"
+        options = {"resources": {ROLLOUT_RESOURCE: 1}, "num_cpus": 1, "max_concurrency": 1000}
+        controller = (
+            ray.remote(RolloutController)
+            .options(name=CONTROLLER, namespace=spec.namespace, **options)
+            .remote(replica_spec, spec.partition, cwd=spec.cwd)
+        )
+        self._actors = [*replicas, controller]
+        pending[controller.start.remote()] = "the rollout controller"
+        self._await_actors(pending, config.timeouts.engine_start_s)
+
+    def _await_actors(self, pending: dict[Any, str], timeout_s: float) -> None:
+        import ray
+
+        deadline = time.monotonic() + timeout_s
+        while pending:
+            if self._stop.is_set():
+                raise RolloutError(f"stopped while starting: {self.stop_reason}")
+            if time.monotonic() > deadline:
+                waited = ", ".join(pending.values())
+                raise RolloutError(f"the supervisor waited {timeout_s:.0f} s for {waited}; see {self.run_dir / 'logs'}")
+            done, _ = ray.wait(list(pending), timeout=0.2)
+            for reference in done:
+                name = pending.pop(reference)
+                try:
+                    logger.info("%s is up: %s", name, ray.get(reference))
+                except Exception as error:
+                    raise RolloutError(f"{name}: {_cause(error)}; see {self.run_dir / 'logs'}") from error
+
+    def _tear_down(self, failure: BaseException | None) -> None:
+        """Engines first (bounded), then Ray, then whatever is left by pid and start time."""
+        started = time.monotonic()
+        self._ending_since = self._ending_since or started
+        state = "failed" if failure is not None and self.stop_reason is None else "stopped"
+        if state == "failed":
+            # Said before the clean-up: the launcher is waiting for it.
+            self._publish(state=state, error=_cause(failure) if failure else None)
+        self._children |= self._descendants()
+        grace = min(5.0, self.config.timeouts.shutdown_s / 3)
+        self._close_actors(grace)
+        self._children |= self._descendants()
+        left = sweep(self._children, grace_s=1.0)
+        if self._head is not None:
+            self._head.stop()
+        if left:
+            logger.error("still alive after SIGKILL: %s", sorted(process.pid for process in left))
+        self._publish(state=state, error=_cause(failure) if failure else self.stop_reason)
+        logger.info("torn down in %.1f s", time.monotonic() - started)
+
+    def _close_actors(self, grace_s: float) -> None:
+        import ray
+
+        if not ray.is_initialized():
+            return
+        try:
+            ray.wait([a.shutdown.remote() for a in self._actors], num_returns=len(self._actors) or 1, timeout=grace_s)
+            for actor in self._actors:
+                ray.kill(actor)
+        except Exception as error:
+            logger.warning("closing the actors: %s", error)
+        ray.shutdown()
+
+
+def _cause(error: BaseException) -> str:
+    """One line: what an actor raised, without Ray's wrapping."""
+    cause = getattr(error, "cause", None)
+    inner = cause if isinstance(cause, BaseException) else error
+    lines = [line for line in str(inner).strip().splitlines() if line.strip()]
+    text = lines[-1] if lines and type(inner).__name__.startswith("RayTask") else (lines[0] if lines else "")
+    return text or type(inner).__name__
+
+
+def main() -> int:
+    spec = SupervisorSpec.load(Path(sys.argv[1]))
+    os.chdir(spec.cwd)
+    os.environ.update(
+        OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
+        PYTHONPATH=os.pathsep.join(filter(None, (spec.cwd, os.environ.get("PYTHONPATH")))),
+        TQ_NUM_THREADS="1",
+        TQ_LOGGING_LEVEL="ERROR",
+        **ray_environment(),
+    )
+    redirect_output(Path(spec.run_dir) / "logs" / "supervisor.log")
+    logger.info("supervisor of %s: %s", spec.run_dir, json.dumps({"attempt": spec.attempt, "launch": spec.launch_id}))
+    code = Supervisor(spec).run()
+    logging.shutdown()
+    # Not sys.exit: a library's non-daemon thread or exit hook must not keep a supervisor alive that has nothing left.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

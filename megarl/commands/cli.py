@@ -1,0 +1,115 @@
+"""The `megarl` command. Each subcommand is a small function; heavy modules are imported only by the one that runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from megarl.commands import evaluate as standalone
+from megarl.commands import launch, replay
+from megarl.common.errors import ConfigError
+from megarl.config.arguments import add_config_arguments
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit status (2 for a mistake of the user's, told in one message)."""
+    options = build_parser().parse_args(arguments)
+    command: Command = options.run
+    try:
+        return command(options)
+    except (ConfigError, FileNotFoundError) as error:
+        if os.environ.get("RANK", "0") == "0":  # under torchrun (megarl replay) every rank meets the same mistake
+            sys.stderr.write(f"megarl: {error}\n")
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megarl",
+        description="Reinforcement learning of language models: Megatron-Core trainer, vLLM rollout pool.",
+        epilog="A run on one machine is started by torchrun (torchrun --nproc-per-node N examples/rl/train_rl.py "
+        "--config C) or by `megarl launch`, one on several by `megarl launch`.",
+    )
+    parser.add_argument("--version", action="version", version=f"megarl {version('megarl')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    plan = commands.add_parser(
+        "plan",
+        help="check a config and print it resolved, with ranks, devices and memory; nothing starts",
+        description="Check a config and print it resolved, with its plan: ranks, layout, replicas, devices, samples "
+        "per step, memory per GPU. Nothing starts. Exit status 2 names every problem, its key and the fix.",
+    )
+    add_config_arguments(plan)
+    plan.add_argument("--device", choices=["cuda", "cpu"], help="plan for this device path (default: this machine's)")
+    plan.add_argument(
+        "--no-files",
+        action="store_true",
+        help="do not look for data, weights and tokenizer here (model.path's config.json is still read)",
+    )
+    plan.set_defaults(run=_plan)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is installed, which device path a run would take, what is missing",
+        description="What is installed against the lock file, which device path a run would take, limits and memory "
+        "of this machine. Exit status 1 if a run could not start.",
+    )
+    doctor.add_argument("--json", action="store_true", help="machine-readable")
+    doctor.set_defaults(run=_doctor)
+
+    docs = commands.add_parser(
+        "docs",
+        help="write docs/configuration.md and docs/metrics.md from the code",
+        description="Write the two reference pages that are generated from the config classes and the metric "
+        "declarations.",
+    )
+    docs.add_argument("--out", type=Path, default=Path("docs"), help="directory (default: docs)")
+    docs.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
+    docs.set_defaults(run=_docs)
+    launch.add_parser(commands)
+    standalone.add_parser(commands)
+    replay.add_parser(commands)
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from megarl.config.load import load_config
+    from megarl.config.plan import make_plan
+    from megarl.config.plan_tables import print_dry_run
+
+    config = load_config(options.config, options.overrides)
+    print_dry_run(config, make_plan(config, device=options.device, files=not options.no_files), sys.stdout)
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from megarl.commands.doctor import examine, render
+
+    report = examine()
+    sys.stdout.write(report.to_json() if options.json else render(report))
+    return 0 if report.can_start else 1
+
+
+def _docs(options: argparse.Namespace) -> int:
+    from megarl.config.options_page import configuration_page
+    from megarl.telemetry.metrics_page import metrics_page
+
+    pages = {"configuration.md": configuration_page(), "metrics.md": metrics_page()}
+    stale = []
+    for name, text in pages.items():
+        path = options.out / name
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(str(path))
+        if not options.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    verb = "out of date (run megarl docs)" if options.check else "written"
+    sys.stdout.write("".join(f"{path}: {verb}\n" for path in stale) or "docs are up to date\n")
+    return 1 if stale and options.check else 0

@@ -1,0 +1,280 @@
+"""`megarl eval`: evaluate a Hugging Face checkpoint on held-out files, by the pool and the code of a training run.
+
+A pool is started without a trainer (supervisor, engines with the checkpoint's own weights, controller, reward
+processes) and asked for the evaluation that a run makes before its first step; then it is torn down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
+    from megarl.evaluation.harness import SetReport
+
+LABEL = "standalone"
+# The trainer of this run does not exist; its checks must not refuse an evaluation.
+NO_LIMIT = 1 << 40
+DEFAULT_MAX_TOKENS = 1024
+# What the user gave for these keys came by an option.
+OPTION_OF = {
+    "model.path": "--model",
+    "data.path": "--data",
+    "data.limit": "--limit",
+    "reward.function": "--reward",
+    "sampling.max_tokens": "--max-tokens",
+    "evaluation.max_tokens": "--max-tokens",
+    "evaluation.sampling.samples": "--samples",
+    "evaluation.sampling.temperature": "--temperature",
+    "evaluation.sampling.top_p": "--top-p",
+    "evaluation.sampling.top_k": "--top-k",
+    "rollout.max_model_len": "--max-model-len",
+    "rollout.tensor_parallel": "--tensor-parallel",
+    "rollout.replicas": "--replicas",
+    "run.seed": "--seed",
+}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `eval` to the `megarl` command."""
+    parser = commands.add_parser(
+        "eval",
+        help="evaluate a checkpoint: mean@k, pass@k, maj@k with confidence intervals",
+        description="Evaluate a Hugging Face checkpoint, greedy and sampled, on the rollout pool of a training run: "
+        "mean@k, unbiased pass@k, maj@k with 95% confidence intervals, lengths, truncated share. All responses are "
+        "kept in the run directory.",
+        epilog="example: megarl eval --model runs/quickstart/hf --data heldout.jsonl --samples 4 --json report.json",
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="Hugging Face directory")
+    add("--data", required=True, action="append", metavar="FILE", help="JSONL or Parquet; may be given several times")
+    add("--reward", default="math", metavar="NAME", help="gsm8k, math or package.module:function (default: math)")
+    add("--samples", type=int, default=4, metavar="K", help="sampled responses per problem (default: 4)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="of the sampled responses (default: 1)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (default: 1)")
+    add("--top-k", type=int, default=-1, metavar="K", help="top-k sampling (default: off)")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="response tokens at most (default: 1024, or half the model's positions)",
+    )
+    add("--max-model-len", type=int, metavar="N", help="prompt + response tokens (default: the model's positions)")
+    add("--limit", type=int, metavar="N", help="only the first N problems of each file")
+    add("--system-prompt", metavar="TEXT", help="prepended as a system message")
+    add("--suffix", default="", metavar="TEXT", help="appended to every problem, e.g. an answer-format instruction")
+    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="default: the checkpoint's own")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs per engine (default: 1)")
+    add("--replicas", type=int, default=1, metavar="N", help="number of engines (default: 1)")
+    add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+    add("--run-dir", type=Path, metavar="DIR", help="logs and responses (default: runs/eval-TIME)")
+    add("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add("overrides", nargs="*", metavar="section.key=value", help="anything else, e.g. reward.timeout_s=30")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Evaluate and report: 0, or one message and 1 if the pool or every response of a set failed, 130 after Ctrl-C.
+
+    ConfigError for a mistake.
+    """
+    from megarl.common.errors import RolloutError
+
+    config = eval_config(options)
+    _check(config)
+    try:
+        reports = _evaluate(config)
+    except (RolloutError, ValueError, TimeoutError) as error:
+        sys.stderr.write(f"megarl: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("megarl: interrupted; the engine is gone\n")
+        return 130
+    _show(reports, config)
+    if options.json is not None:
+        from megarl.common.files import write_json
+
+        write_json(options.json, report_content(reports, config))
+    if failed := [report.nothing_judged for report in reports if report.nothing_judged is not None]:
+        sys.stderr.write(f"megarl: {'; '.join(failed)}\n")
+        return 1
+    return 0
+
+
+def eval_config(options: argparse.Namespace) -> Config:
+    """The config of a run that has no trainer, only this evaluation. ConfigError naming the options at fault."""
+    from megarl.config.load import apply_overrides, config_from_tree
+
+    run_dir = options.run_dir or Path("runs") / f"eval-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    names, own = _names(options.data), _own(Path(options.model))
+    tree: dict[str, Any] = {
+        "run": {"name": "eval", "dir": str(run_dir), "steps": 1, "seed": options.seed},
+        "model": {"path": options.model},
+        "trainer": {"precision": "fp32", "micro_batch_tokens": NO_LIMIT},
+        "batch": {"groups": 1, "samples_per_group": 2},
+        "sampling": {"max_tokens": _max_tokens(options.max_tokens, options.max_model_len, own)},
+        "data": {
+            "path": options.data[0],
+            "system_prompt": options.system_prompt,
+            "suffix": options.suffix,
+            # Prompts that are not evaluated (beyond --limit) may be too long; an evaluated one is an error.
+            "overlong_prompts": "skip",
+        },
+        "reward": {"function": options.reward, "workers": os.cpu_count() or 1},
+        "evaluation": {
+            "sets": [
+                {"name": name, "path": path, "limit": options.limit}
+                for name, path in zip(names, options.data, strict=True)
+            ],
+            "sampling": {
+                "temperature": options.temperature,
+                "top_p": options.top_p,
+                "top_k": options.top_k,
+                "samples": options.samples,
+            },
+        },
+        "rollout": {
+            "replicas": options.replicas,
+            "tensor_parallel": options.tensor_parallel,
+            "max_model_len": options.max_model_len,
+            "dtype": _dtype(options.dtype, own),
+            # Every GPU may be the pool's: there is no trainer beside it.
+            "nodes": "separate",
+        },
+    }
+    try:
+        return config_from_tree(apply_overrides(tree, options.overrides))
+    except ConfigError as error:
+        raise _by_option(error) from None
+
+
+def report_content(reports: Sequence[SetReport], config: Config) -> dict[str, Any]:
+    """What `--json` writes: every set's figures with intervals, and how the responses were sampled."""
+    return {
+        "model": str(config.model.path),
+        "reward": config.reward.function,
+        "max_tokens": config.sampling.max_tokens,
+        "seed": config.run.seed,
+        "sampling": config.evaluation.sampling.model_dump(),
+        "responses": str(responses_file(config)),
+        "sets": [report.to_dict() for report in reports],
+    }
+
+
+def responses_file(config: Config) -> Path:
+    """Where the controller writes every response of the evaluation."""
+    return config.run_dir / f"eval_{LABEL}.jsonl"
+
+
+def _evaluate(config: Config) -> list[SetReport]:
+    """Start a pool, evaluate, tear it down. RolloutError naming what failed."""
+    from megarl.cluster.client import PoolClient
+    from megarl.cluster.handle import launch_supervisor, stop_supervisor
+    from megarl.config.checks import detect_device
+
+    sys.stderr.write(f"megarl: starting the engine for {config.model.path}; logs in {config.run_dir / 'logs'}\n")
+    handle = launch_supervisor(config.model_dump_json(), config.run_dir, os.getpid(), cuda=detect_device() == "cuda")
+    client = None
+    try:
+        client = PoolClient.connect(handle, config)
+        sys.stderr.write("megarl: evaluating\n")
+        return client.evaluate(0, LABEL)
+    finally:
+        if client is not None:
+            client.close()
+        else:
+            stop_supervisor(Path(handle.run_dir), handle.process, handle.launch_id, config.timeouts.shutdown_s)
+
+
+def _check(config: Config) -> None:
+    """Everything that can be wrong with model, tokenizer and data, before any process starts. ConfigError."""
+    from megarl.config.checks import check
+    from megarl.models.source import megatron_step
+
+    try:
+        step = megatron_step(config.model.path)
+    except ValueError as error:
+        raise ConfigError([f"--model: {error}"]) from None
+    if step is not None:
+        raise ConfigError(
+            [
+                f"--model: {config.model.path} is a Megatron checkpoint, which engines cannot load; export it first: "
+                f"tools/checkpoint/convert.py export --megatron {config.model.path} --hf DIR"
+            ]
+        )
+    try:
+        check(config)
+    except ConfigError as error:
+        raise _by_option(error) from None
+    from megarl.rollout.prompts import PromptSource
+
+    try:
+        PromptSource(config).eval_sets()
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+
+
+def _show(reports: Sequence[SetReport], config: Config) -> None:
+    from rich.console import Console
+
+    from megarl.evaluation.table import report_table
+
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
+    console.print(report_table([each for report in reports for each in (report.greedy, report.sampled)]))
+    sys.stdout.write(f"responses: {responses_file(config)}\n")
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """One name per file: its stem, with its folder (or a number) where stems repeat."""
+    names: list[str] = []
+    for path in map(Path, paths):
+        candidates = [path.stem, f"{path.parent.name}-{path.stem}", *(f"{path.stem}-{i}" for i in range(2, 1000))]
+        names.append(next(name for name in candidates if name not in names))
+    return names
+
+
+def _own(model: Path) -> dict[str, Any]:
+    """The checkpoint's config.json; empty if it cannot be read (`check` says what is wrong with the directory)."""
+    import json
+
+    try:
+        raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+def _dtype(wanted: str, own: dict[str, Any]) -> str:
+    """The engine's dtype; `auto`: the checkpoint's own, bfloat16 unless it says float32."""
+    if wanted != "auto":
+        return wanted
+    return "float32" if (own.get("dtype") or own.get("torch_dtype")) == "float32" else "bfloat16"
+
+
+def _max_tokens(wanted: int | None, max_model_len: int | None, own: dict[str, Any]) -> int:
+    """1024 response tokens, or half of what the engine takes if that is less."""
+    if wanted is not None:
+        return wanted
+    room = max_model_len or own.get("max_position_embeddings")
+    return min(DEFAULT_MAX_TOKENS, max(1, room // 2)) if isinstance(room, int) else DEFAULT_MAX_TOKENS
+
+
+def _by_option(error: ConfigError) -> ConfigError:
+    """The same problems, each key replaced by the option that gave it."""
+    problems = []
+    for problem in error.problems:
+        key, _, text = problem.partition(": ")
+        option = OPTION_OF.get(re.sub(r"^evaluation\.sets\.\d+", "data", key))
+        text = f"{option}: {text}" if option else problem
+        if text not in problems:
+            problems.append(text)
+    return ConfigError(problems)

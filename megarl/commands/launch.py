@@ -1,0 +1,72 @@
+"""`megarl launch`: render the script that runs a config on a cluster or on this machine, and run or submit it."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megarl.common.errors import ConfigError
+
+
+def add_parser(commands: Any) -> None:
+    """Add `launch` to the `megarl` command."""
+    parser = commands.add_parser(
+        "launch",
+        help="start a run on a SLURM cluster or on this machine, or show the script that would",
+        description="Check a config, render the script that runs it and submit (slurm) or run (local) it. With "
+        "--dry-run the script goes to stdout and the plan to stderr, and nothing starts.",
+    )
+    from megarl.config.arguments import add_config_arguments
+
+    add_config_arguments(parser)
+    parser.add_argument("--scheduler", choices=["slurm", "local"], required=True)
+    parser.add_argument("--dry-run", action="store_true", help="print script and plan; start nothing")
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        help="plan for this device path (default: cuda for slurm, else this machine's)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit status 2 for a config that cannot run; otherwise that of sbatch or of the run."""
+    from rich.console import Console
+
+    from megarl.cluster.nodes.batch_script import local_script, slurm_script
+    from megarl.cluster.nodes.node_commands import user_environment
+    from megarl.config.checks import detect_device
+    from megarl.config.load import load_config
+    from megarl.config.plan import make_plan
+    from megarl.config.plan_tables import WIDTH, render_plan
+
+    config = load_config(options.config, options.overrides)
+    slurm = options.scheduler == "slurm"
+    device = options.device or ("cuda" if slurm else detect_device())
+    # Files are looked for where the run will be: in the job, before anything starts.
+    plan = make_plan(config, device=device, files=not (options.dry_run or slurm))
+    user_environment(config)
+    if plan.pools.nodes > 1 and not slurm:
+        raise ConfigError([
+            f"the config needs {plan.pools.nodes} nodes: use --scheduler slurm, or launch/multinode.sh with a host list"
+        ])  # fmt: skip
+    render = slurm_script if slurm else local_script
+    script = render(config, options.config, options.overrides, cuda=device == "cuda")
+    if options.dry_run:
+        sys.stdout.write(script)
+        sys.stdout.flush()
+        Console(file=sys.stderr, width=None if sys.stderr.isatty() else WIDTH, highlight=False).print(render_plan(plan))
+        return 0
+    path = Path(config.run_dir) / "launch" / ("train.sbatch" if slurm else "local.sh")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script, encoding="utf-8")
+    command = ["sbatch", str(path)] if slurm else ["bash", str(path)]
+    try:
+        return subprocess.run(command, check=False).returncode
+    except FileNotFoundError:
+        raise ConfigError([f"{command[0]} is not on this machine; add --dry-run to see the script"]) from None
+    except KeyboardInterrupt:
+        return 130

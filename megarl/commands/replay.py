@@ -1,0 +1,249 @@
+"""`megarl replay`: train on the batches that a run recorded (`telemetry.dump_batches`), without a pool, Ray or vLLM.
+
+The same plan and the same step as in the training loop, on the trajectories as they were: what it changes is only what
+is overridden (learning rate, loss, layout, number of ranks, ...). Training starts from `model.path`, so replaying a
+run from its first step repeats it, or from a checkpoint with the step after it; old log-probs are those of the
+recorded engine.
+
+    megarl replay --run-dir runs/quickstart trainer.gpus=1 trainer.parallel.tensor=1
+    torchrun --nproc-per-node 2 -m megarl replay --run-dir runs/quickstart --steps 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from megarl.common.errors import ConfigError
+from megarl.queue.dump import DumpError, read_batch, recorded_steps
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
+    from megarl.trainer.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+StepValues = dict[str, float]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `replay` to the `megarl` command."""
+    parser = commands.add_parser(
+        "replay",
+        help="train on the recorded batches of a run, without a rollout pool",
+        description="Train on the batches that a run recorded with telemetry.dump_batches=true, from model.path on, "
+        "without a rollout pool. With more than one trainer rank: torchrun --nproc-per-node N -m megarl replay ...",
+        epilog="example: torchrun --nproc-per-node 2 -m megarl replay --run-dir runs/quickstart --steps 5 "
+        "trainer.optimizer.lr=1e-5",
+    )
+    parser.add_argument("--run-dir", type=Path, required=True, metavar="RUN_DIR", help="recorded run")
+    parser.add_argument("--steps", type=int, metavar="N", help="only the first N recorded steps (default: all)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where metrics go (default: RUN_DIR/replay)")
+    parser.add_argument("--batches", type=Path, metavar="DIR", help="recorded batches (default: RUN_DIR/batches)")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="go on from this checkpoint (any layout), with the step after it"
+    )
+    parser.add_argument("--export", action="store_true", help="export the final policy to OUT/hf")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run's config")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replay as the options say; 0 on success, 1 if training failed (told once); ConfigError for a mistake."""
+    try:
+        return _run(options)
+    except DumpError as error:
+        raise ConfigError([str(error)]) from None
+
+
+def _run(options: argparse.Namespace) -> int:
+    config = replay_config(options.run_dir, options.out, options.overrides)
+    batches = options.batches or options.run_dir / "batches"
+    first = _checkpoint_step(options.checkpoint)
+    steps = choose_steps(batches, options.steps, first)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != config.trainer.gpus:
+        raise ConfigError([_wrong_world(world, config.trainer.gpus, options.run_dir)])
+    _refuse_inputs_inside(config.run_dir, options.run_dir, batches, options.checkpoint)
+    return _run_rank(config, batches, steps, options.checkpoint, export=options.export)
+
+
+def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> Config:
+    """The recorded run's config, writing to `out`, with overrides. ConfigError if there is none or it is wrong."""
+    from megarl.config.load import load_config
+
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise ConfigError([f"--run-dir: {run_dir} has no config.yaml, so it is not the directory of a run"])
+    fixed = [f"run.dir={out or run_dir / 'replay'}", "telemetry.dump_batches=false", "telemetry.samples_per_step=0"]
+    return load_config(path, [*fixed, *overrides])
+
+
+def _refuse_inputs_inside(out: Path, run_dir: Path, batches: Path, checkpoint: Path | None) -> None:
+    """What lies in the output directory is set aside, as the results of an earlier replay."""
+    if out.resolve() == run_dir.resolve():
+        raise ConfigError([f"--out: {out} is the recorded run itself; choose another directory"])
+    for option, path in (("--batches", batches), ("--checkpoint", checkpoint)):
+        if path is not None and path.resolve().is_relative_to(out.resolve()):
+            raise ConfigError([f"--out: {out} holds {path} ({option}); choose another directory"])
+
+
+def _checkpoint_step(path: Path | None) -> int:
+    """Steps done by a checkpoint (None: 0). ConfigError if it is none."""
+    from megarl.checkpoint.format.manifest import Manifest
+
+    try:
+        return Manifest.read(path).step if path is not None else 0
+    except ValueError as error:
+        raise ConfigError([f"--checkpoint: {error}"]) from None
+
+
+def choose_steps(batches: Path, limit: int | None, first: int = 0) -> list[int]:
+    """The first `limit` recorded steps from `first` on. DumpError if there are none or one is missing in between."""
+    recorded = [step for step in recorded_steps(batches) if step >= first]
+    if not recorded:
+        raise DumpError(f"{batches}: no recorded batch; run the training with telemetry.dump_batches=true")
+    if limit is not None and limit < 1:
+        raise DumpError(f"--steps: {limit} steps are nothing to replay; give 1 or more, or leave it out")
+    missing = sorted(set(range(recorded[0], recorded[-1] + 1)) - set(recorded))
+    if missing:
+        raise DumpError(
+            f"{batches}: step {missing[0]} is missing or incomplete between {recorded[0]} and {recorded[-1]}"
+        )
+    return recorded[:limit]
+
+
+def replay_steps(
+    policy: Policy,
+    config: Config,
+    batches: Path,
+    steps: Sequence[int],
+    on_step: Callable[[int, StepValues], None] | None = None,
+) -> None:
+    """Train `policy` on recorded steps, in order. Collective over the ranks of the layout.
+
+    `on_step` gets the number of steps done (as in the run's own metrics) and each step's reduced metrics, on every
+    rank. RuntimeError if ranks read different batches.
+    """
+    from megarl.run.batch_metrics import record_batch
+    from megarl.run.step import plan_step, train_step
+    from megarl.telemetry.declarations import step_metrics
+    from megarl.telemetry.timer import PhaseTimer
+    from megarl.trainer import parallel
+
+    timer, metrics = PhaseTimer(), step_metrics()
+    for step in steps:
+        with timer.phase("queue"):
+            batch = read_batch(batches, step)
+            plan = plan_step(batch.tags, config, dp_size=parallel.dp_size(), version=batch.version)
+            if len(set(parallel.dp_all_gather_object(plan.hash))) != 1:
+                raise RuntimeError(f"the ranks read different batches of step {step} from {batches}; is it shared?")
+            wanted = set(plan.keys_of(parallel.dp_rank()))
+            rows = {row.key: row for row in batch.trajectories if row.key in wanted}
+        train_step(policy, plan, rows, config, timer, metrics)
+        record_batch(metrics, plan)
+        values = metrics.reduce() | timer.finish_step()
+        if on_step is not None:
+            on_step(step + 1, values)
+
+
+def _run_rank(config: Config, batches: Path, steps: Sequence[int], checkpoint: Path | None, *, export: bool) -> int:
+    """One rank's whole replay: process group, policy, steps, export."""
+    from megarl.common.output import redirect_output
+    from megarl.run.failure import FailureReport, set_aside
+
+    rank = int(os.environ.get("RANK", "0"))
+    log_file = config.run_dir / "logs" / f"replay-rank-{rank}.log"
+    terminal = redirect_output(log_file)
+    failure = FailureReport(config.run_dir, rank)
+    if rank == 0:
+        set_aside(config.run_dir)
+    try:
+        _train(config, batches, steps, checkpoint, terminal, export=export)
+    except Exception as error:
+        failure.claim(error, terminal, log_file)
+        terminal.flush()
+        # Not through the interpreter's end: peers may hang in a collective that this rank has left.
+        os._exit(1)
+    return 0
+
+
+def _train(
+    config: Config, batches: Path, steps: Sequence[int], checkpoint: Path | None, terminal: TextIO, *, export: bool
+) -> None:
+    from megarl.common.processes import die_with_parent
+
+    if "RANK" in os.environ:
+        die_with_parent()  # torchrun's agent
+    from megarl import platforms
+
+    platform = platforms.activate()
+    import torch
+
+    from megarl.config.checks import check
+    from megarl.config.layout import trainer_layout
+    from megarl.telemetry.sinks import MetricsWriter
+    from megarl.trainer import parallel
+    from megarl.trainer.policy import Policy
+
+    info = check(config, files=False)
+    _init_process_group(platform.backend, timedelta(seconds=config.timeouts.collective_s))
+    layout = trainer_layout(config.trainer.parallel, config.trainer.gpus)
+    parallel.initialize(layout, seed=config.run.seed, timeout_s=config.timeouts.collective_s)
+    leads = torch.distributed.get_rank() == 0
+    policy = Policy(config, layout, info)
+    if checkpoint is not None:
+        from megarl.checkpoint.save.checkpointer import load_trainer_state
+
+        record = json.loads((checkpoint / "state.json").read_text())
+        load_trainer_state(policy, checkpoint, record["trainer"], with_rng=False)
+    writer = MetricsWriter.open(config, terminal) if leads else None
+    try:
+        if writer is not None:
+            writer.progress.message(f"replaying {len(steps)} steps of {batches} on {layout.world_size} rank(s)")
+        replay_steps(policy, config, batches, steps, None if writer is None else writer.write)
+        if export:
+            _export(policy, config)
+        if writer is not None:
+            writer.progress.message(f"metrics: {config.run_dir / 'metrics.jsonl'}")
+    finally:
+        if writer is not None:
+            writer.close()
+    torch.distributed.barrier()
+    parallel.destroy()
+    torch.distributed.destroy_process_group()
+
+
+def _export(policy: Policy, config: Config) -> None:
+    import torch
+
+    from megarl.models.export import HFExporter, save_hf
+
+    dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
+    exporter = HFExporter(policy.module_chunks, policy.info, dtype)
+    save_hf(exporter, config.model.path, config.run_dir / "hf", overwrite=True)
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    import torch
+
+    if "RANK" in os.environ:
+        if backend == "nccl":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group(backend, timeout=timeout)
+    else:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _wrong_world(world: int, gpus: int, run_dir: Path) -> str:
+    return (
+        f"trainer.gpus: the run used {gpus} ranks, here are {world}; start torchrun --nproc-per-node {gpus} "
+        f"-m megarl replay --run-dir {run_dir}, or override trainer.gpus={world} and the layout (trainer.parallel.*)"
+    )

@@ -1,0 +1,178 @@
+"""Held-out evaluation on the pool: prompts of one set in, judged responses and their report out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.evaluation.accuracy import Failure, ScoredResponse
+from megarl.evaluation.harness import Mode, SetReport, evaluate_set
+from megarl.rewards.gsm8k import final_number
+from megarl.rewards.math import last_boxed
+from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rollout.pool import RolloutPool
+from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, request_seed
+from megarl.rollout.to_trajectory import generation_failure
+
+EVAL_SEED_OFFSET = 1 << 32
+CHUNK = 32
+
+
+@dataclass(frozen=True)
+class EvalProblem:
+    """One held-out problem, tokenized. `judge` makes the reward's input from (text, token ids, finish reason)."""
+
+    prompt_ids: list[int]
+    judge: Callable[[str, list[int], str], RewardInput]
+    reference: str
+
+
+@dataclass
+class EvalSet:
+    """A held-out set and how its responses are sampled; `samples` sampled ones per problem beside the greedy one."""
+
+    name: str
+    problems: Sequence[EvalProblem]
+    greedy: SamplingSpec
+    sampled: SamplingSpec
+    samples: int
+    seed: int = 0
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Batcher:
+    """Collects requests that come at once and sends them in chunks: a Ray call costs as much as 50 short tokens."""
+
+    def __init__(self, pool: RolloutPool, by_index: bool = False) -> None:
+        """`by_index`: chunks go to the replicas in turn instead of by load."""
+        self._pool = pool
+        self._next_home = 0 if by_index else None
+        self._waiting: list[tuple[GenerateRequest, asyncio.Future[GenerateResult]]] = []
+        self._flush: asyncio.Handle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Raises what the pool raised for its chunk."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[GenerateResult] = loop.create_future()
+        self._waiting.append((request, future))
+        if self._flush is None:
+            self._flush = loop.call_soon(self._send)
+        return await future
+
+    def _send(self) -> None:
+        waiting, self._waiting, self._flush = self._waiting, [], None
+        for start in range(0, len(waiting), CHUNK):
+            task = asyncio.get_running_loop().create_task(self._chunk(waiting[start : start + CHUNK]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _chunk(self, chunk: list[tuple[GenerateRequest, asyncio.Future[GenerateResult]]]) -> None:
+        try:
+            home = self._next_home
+            if home is not None:
+                self._next_home = home + 1
+            results = await self._pool.generate(chunk[0][0].request_id, [request for request, _ in chunk], home=home)
+        except Exception as error:
+            for _, future in chunk:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), result in zip(chunk, results, strict=True):
+            if not future.done():
+                future.set_result(result)
+
+
+async def evaluate_on_pool(
+    eval_set: EvalSet,
+    pool: RolloutPool,
+    score: Callable[[RewardInput], Any],
+    decode: Callable[[Sequence[int]], str],
+    *,
+    version: int,
+    tag: str,
+    by_index: bool = False,
+) -> SetReport:
+    """Greedy and sampled responses to every problem, judged. `score` is awaited; fills `eval_set.records`.
+
+    Seeds depend on (seed, problem, sample) only: the same problems are sampled alike before and after training.
+    """
+    batcher = Batcher(pool, by_index)
+    eval_set.records.clear()
+
+    async def respond(problem: EvalProblem, index: int, mode: Mode, sample: int) -> ScoredResponse:
+        request = GenerateRequest(
+            request_id=f"eval-{eval_set.name}-{tag}-{index}-{mode}-{sample}",
+            prompt_ids=problem.prompt_ids,
+            sampling=eval_set.greedy if mode == "greedy" else eval_set.sampled,
+            seed=None if mode == "greedy" else request_seed(eval_set.seed, EVAL_SEED_OFFSET + index, sample),
+        )
+        result = await batcher.generate(request)
+        text = decode(result.response_ids)
+        outcome = await score(problem.judge(text, result.response_ids, result.finish_reason))
+        eval_set.records.append(_record(problem, index, mode, sample, text, result, outcome, decode))
+        return ScoredResponse(
+            score=outcome.score,
+            answer=answer_of(text, outcome),
+            tokens=len(result.response_ids),
+            truncated=result.finish_reason == "length",
+            failure=_failure(result, outcome),
+        )
+
+    report = await evaluate_set(eval_set.name, eval_set.problems, respond, samples=eval_set.samples, version=version)
+    eval_set.records.sort(key=lambda record: (record["index"], record["mode"], record["sample"]))
+    return report
+
+
+def answer_of(text: str, outcome: RewardOutcome) -> str | None:
+    """The final answer as a string for voting: what the reward function judged.
+
+    None if nothing parsed or nothing was judged. For a function that does not say: what is boxed, else the last number.
+    """
+    if outcome.answer is not None:
+        return outcome.answer
+    if outcome.error is not None or outcome.components.get("parsed", 1.0) == 0.0:
+        return None
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return "".join(boxed.split())
+    number = final_number(text)
+    return None if number is None else str(number)
+
+
+def _failure(result: GenerateResult, outcome: RewardOutcome) -> Failure | None:
+    """A generation that failed is not also its reward's error."""
+    if message := generation_failure(result):
+        return Failure("generation", message)
+    return None if outcome.error is None else Failure("reward", outcome.error)
+
+
+def _record(
+    problem: EvalProblem, index: int, mode: Mode, sample: int, text: str, result: GenerateResult,
+    outcome: RewardOutcome, decode: Callable[[Sequence[int]], str],
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "index": index,
+        "mode": mode,
+        "sample": sample,
+        "prompt": decode(problem.prompt_ids),
+        "response": text,
+        "reference": problem.reference,
+        "score": outcome.score,
+        "components": outcome.components,
+        "error": outcome.error,
+        "finish_reason": result.finish_reason,
+        "response_tokens": len(result.response_ids),
+    }
+
+
+def write_records(path: Path, eval_sets: Sequence[EvalSet]) -> None:
+    """One line per response, for looking at."""
+    with path.open("w") as file:
+        for eval_set in eval_sets:
+            for record in eval_set.records:
+                file.write(json.dumps({"set": eval_set.name, **record}, ensure_ascii=False) + "\n")

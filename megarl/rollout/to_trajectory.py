@@ -1,0 +1,60 @@
+"""From engine output to trajectories. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from megarl.queue.trajectory import Trajectory
+from megarl.rewards.types import RewardOutcome
+from megarl.rollout.requests import GenerateResult
+
+MISSING_LOGPROB = -9999.0
+"""What vLLM puts where a log-prob is NaN or missing; it must never be averaged."""
+
+
+def generation_failure(result: GenerateResult) -> str:
+    """Why a response is not what the model says; empty if it is."""
+    if not result.response_ids:
+        return "empty response"
+    if result.finish_reason == "abort":
+        return "aborted"
+    for position, value in enumerate(result.logprobs):
+        if not math.isfinite(value) or value <= MISSING_LOGPROB:
+            return f"log-prob {value} at response token {position}"
+    return ""
+
+
+def defect(result: GenerateResult) -> str:
+    """Why a sample cannot be trained on; empty if it can."""
+    if failure := generation_failure(result):
+        return failure
+    covered = 0
+    for span in result.versions:
+        if span.start != covered:
+            return f"no weight version for response token {covered}"
+        covered = span.end
+    if covered != len(result.response_ids):
+        return f"weight versions cover {covered} of {len(result.response_ids)} tokens"
+    return ""
+
+
+def trajectory(
+    group_id: int, sample_index: int, prompt_ids: list[int], result: GenerateResult, outcome: RewardOutcome | None
+) -> Trajectory:
+    """`outcome` None: the sample failed before it could be judged."""
+    failure = defect(result)
+    if outcome is None and not failure:
+        raise ValueError(f"sample {group_id}:{sample_index} is sound but was not judged")
+    return Trajectory(
+        group_id=group_id,
+        sample_index=sample_index,
+        prompt_ids=prompt_ids,
+        response_ids=result.response_ids,
+        rollout_logprobs=result.logprobs,
+        versions=result.versions,
+        finish_reason=result.finish_reason,
+        reward=outcome.score if outcome is not None else 0.0,
+        reward_components=dict(outcome.components) if outcome is not None else {},
+        status="failed" if failure else "ok",
+        failure=failure,
+    )

@@ -1,0 +1,103 @@
+"""What a batch looks like, as declared metrics: from tags alone, so that every rank knows it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+
+from megarl.queue.trajectory import SampleTag
+from megarl.run.step import StepPlan
+from megarl.telemetry.metrics import StepMetrics
+
+CORRECT_AT = 1.0
+
+
+def record_batch(metrics: StepMetrics, plan: StepPlan) -> None:
+    """Record `reward/*`, `groups/*`, `batch/*` and the lengths and lags under `rollout/*`."""
+    tags = list(plan.tags.values())
+    usable = [tag for tag in tags if tag.status == "ok"]
+    _rewards(metrics, usable)
+    _groups(metrics, plan, usable)
+    _lengths(metrics, plan, usable)
+    trained = [plan.tags[sample.key] for group in plan.shaped.groups for sample in group]
+    in_loss = [plan.tags[sample.key] for group in plan.shaped.groups for sample in group if sample.trained]
+    metrics.update(
+        {
+            "samples": len(tags),
+            "trained_samples": len(in_loss),
+            "failed_samples": len(tags) - len(usable),
+            "masked_samples": plan.shaped.masked_samples,
+            "prompt_tokens": sum(tag.prompt_tokens for tag in tags),
+            "response_tokens": sum(tag.response_tokens for tag in tags),
+            "trained_tokens": sum(tag.total_tokens for tag in trained),
+            "loss_tokens": sum(tag.response_tokens for tag in in_loss),
+        },
+        prefix="batch/",
+    )
+    for mini_batch in plan.mini_batches:
+        loads = [sum(plan.tags[key].total_tokens for key in part) for part in mini_batch]
+        metrics.record("batch/dp_imbalance", max(loads) * len(loads) / sum(loads))
+
+
+def _rewards(metrics: StepMetrics, usable: list[SampleTag]) -> None:
+    rewards = [tag.reward for tag in usable]
+    if not rewards:
+        return
+    metrics.update(
+        {
+            "mean": statistics.fmean(rewards),
+            "std": statistics.pstdev(rewards),
+            "min": min(rewards),
+            "max": max(rewards),
+            "accuracy": statistics.fmean(reward >= CORRECT_AT for reward in rewards),
+        },
+        prefix="reward/",
+    )
+    components: dict[str, list[float]] = defaultdict(list)
+    for tag in usable:
+        for name, value in tag.reward_components.items():
+            components[name].append(value)
+    for name, values in components.items():
+        metrics.record(f"reward/component/{name}", statistics.fmean(values))
+
+
+def _groups(metrics: StepMetrics, plan: StepPlan, usable: list[SampleTag]) -> None:
+    groups: dict[int, list[bool]] = defaultdict(list)
+    for tag in usable:
+        groups[tag.group_id].append(tag.reward >= CORRECT_AT)
+    outcome = plan.outcome
+    metrics.update(
+        {
+            "admitted": outcome.admitted,
+            "trained": outcome.trained,
+            "filtered": outcome.filtered,
+            "dropped_stale": outcome.dropped_stale,
+            "failed": outcome.failed,
+        },
+        prefix="groups/",
+    )
+    if groups:
+        metrics.record("groups/solve_all", statistics.fmean(all(group) for group in groups.values()))
+        metrics.record("groups/solve_none", statistics.fmean(not any(group) for group in groups.values()))
+
+
+def _lengths(metrics: StepMetrics, plan: StepPlan, usable: list[SampleTag]) -> None:
+    if not usable:
+        return
+    prompts = [tag.prompt_tokens for tag in usable]
+    responses = [tag.response_tokens for tag in usable]
+    lags = [plan.version - tag.oldest_version for tag in usable]
+    metrics.update(
+        {
+            "prompt_length_mean": statistics.fmean(prompts),
+            "prompt_length_max": max(prompts),
+            "response_length_mean": statistics.fmean(responses),
+            "response_length_max": max(responses),
+            "response_length_min": min(responses),
+            "truncated_share": statistics.fmean(tag.finish_reason == "length" for tag in usable),
+            "aborted_share": statistics.fmean(tag.finish_reason == "abort" for tag in usable),
+            "version_lag_mean": statistics.fmean(lags),
+            "version_lag_max": max(lags),
+        },
+        prefix="rollout/",
+    )

@@ -1,0 +1,79 @@
+"""Where output goes: a rank's own lines to the terminal, everything the libraries print to RUN_DIR/logs.
+
+File descriptors 1 and 2 are redirected, not only `sys.stdout`, because NCCL, gloo and vLLM write from C++.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import traceback
+from pathlib import Path
+from typing import TextIO
+
+from megarl.common.files import write_json
+from megarl.common.run_files import ExitRecord, write_exit
+from megarl.telemetry.summary import RunSummary
+
+RESULTS = ("metrics.jsonl", "samples.jsonl", "summary.json", "error.txt", "tensorboard", "batches", "failed_batch",
+           "rolled_back.jsonl", "attempts.json", "checkpoints")  # fmt: skip
+
+
+def set_aside(run_dir: Path) -> Path | None:
+    """Move the results of an earlier run in the same directory to RUN_DIR/previous/N; called by one rank at start."""
+    found = [path for path in (*(run_dir / name for name in RESULTS), *run_dir.glob("eval_*.jsonl")) if path.exists()]
+    if not found:
+        return None
+    before = run_dir / "previous"
+    target = before / str(1 + max((int(p.name) for p in before.glob("*") if p.name.isdigit()), default=0))
+    target.mkdir(parents=True)
+    for path in found:
+        path.rename(target / path.name)
+    return target
+
+
+class PeerFailedError(RuntimeError):
+    """Another rank failed, and tells the user itself: this one only logs."""
+
+
+class FailureReport:
+    """The first rank that fails tells the user; the others only log, so that one cause gives one message."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self.path = run_dir / "error.txt"
+        self.rank = rank
+
+    def claim(self, error: BaseException, terminal: TextIO, log_file: Path) -> bool:
+        """Write the traceback to this rank's log and, if no rank has failed before, one message to the terminal."""
+        traceback.print_exception(error)
+        if isinstance(error, PeerFailedError):
+            return False
+        message = f"megarl: {describe(error)}\n(rank {self.rank} on {platform.node()}; traceback in {log_file})\n"
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(descriptor, "w") as file:
+            file.write(message)
+        self._mark_failed(describe(error))
+        terminal.write(message)
+        return True
+
+    def _mark_failed(self, message: str) -> None:
+        """In exit.json, and in summary.json as rank 0 last wrote it: rank 0 may be killed before it can."""
+        path = self.path.with_name("summary.json")
+        content = json.loads(path.read_text()) if path.is_file() else RunSummary().as_dict("failed")
+        write_json(path, {**content, "exit": "failed", "error": message})
+        write_exit(self.path.parent, ExitRecord("failed", content.get("steps", 0), message))
+
+
+def describe(error: BaseException) -> str:
+    """A message for people: ours as they are, a library's with its type in front."""
+    ours = type(error).__module__.startswith("megarl.") or type(error) in (
+        ValueError,
+        FileNotFoundError,
+        TimeoutError,
+    )
+    text = str(error) or type(error).__name__
+    return text if ours else f"{type(error).__name__}: {text}"

@@ -1,0 +1,207 @@
+"""A trainer rank from its command line to its exit code.
+
+Mistakes of the user end with one message and exit code 2 before anything starts; failures of the run with one message
+(of the first rank that failed), exit code 1 and "failed" in RUN_DIR/summary.json and RUN_DIR/exit.json. A run that was
+asked to stop (megarl/common/run_files.py) exits 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TextIO
+
+from megarl.checkpoint.save.directory import goes_on
+from megarl.checkpoint.save.same_launch import going_on
+from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
+from megarl.common import run_files as stopping
+from megarl.common.errors import ConfigError
+from megarl.common.output import redirect_output
+from megarl.config.arguments import add_config_arguments
+from megarl.config.load import load_config, to_yaml
+from megarl.config.plan import Plan, make_plan
+from megarl.config.pools import resolve_pools
+from megarl.config.schema import Config
+from megarl.run.failure import FailureReport, set_aside
+
+if TYPE_CHECKING:
+    from megarl.cluster.handle import SupervisorHandle
+
+SPEAK_S = 20.0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of `examples/rl/train_rl.py`; ends the process."""
+    options = _parser().parse_args(arguments)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        overrides = [*options.overrides, *(["telemetry.dump_batches=true"] if options.dump_batches else [])]
+        overrides += [f"checkpoint.resume={options.resume}"] if options.resume else []
+        config = load_config(options.config, overrides)
+        plan = make_plan(config)
+        if options.dry_run:
+            from megarl.config.plan_tables import print_dry_run
+
+            print_dry_run(config, plan, sys.stdout)
+            return
+        _check_launch(config)
+    except (ConfigError, ValueError, FileNotFoundError) as error:
+        if rank != 0:
+            # Rank 0 says it. torchrun ends all ranks when the first one exits: that must not be this one.
+            time.sleep(SPEAK_S)
+            sys.exit(2)
+        sys.stderr.write(f"megarl: {error}\n")
+        sys.exit(2)
+    sys.exit(run(config, plan))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Reinforcement learning of a language model: Megatron-Core trainer, vLLM rollout pool.",
+        epilog="example: torchrun --nproc-per-node 2 examples/rl/train_rl.py "
+        "--config examples/rl/configs/quickstart_cpu.yaml run.steps=10",
+    )
+    add_config_arguments(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan; start nothing")
+    parser.add_argument(
+        "--resume", metavar="auto|PATH|never", help="which checkpoint to go on from (default: checkpoint.resume)"
+    )
+    parser.add_argument("--dump-batches", action="store_true", help="keep whole batches for `megarl replay`")
+    return parser
+
+
+def _check_launch(config: Config) -> None:
+    """ValueError unless as many ranks were started as the config has trainer GPUs, on as many nodes."""
+    nodes = resolve_pools(config).nodes
+    if nodes > 1 and LAUNCH_ID_VARIABLE not in os.environ:
+        raise ValueError(
+            f"the config needs {nodes} nodes, which a bare torchrun does not start: use `megarl launch`, "
+            "launch/slurm/train.sbatch or launch/multinode.sh"
+        )
+    world = os.environ.get("WORLD_SIZE")
+    gpus = config.trainer.gpus
+    if world is None:
+        raise ValueError(
+            f"not started by torchrun; use: torchrun --nproc-per-node {gpus} {sys.argv[0]} "
+            "--config ..., or add --dry-run to see the plan"
+        )
+    if int(world) != gpus:
+        raise ValueError(
+            f"torchrun started {world} ranks, but trainer.gpus is {gpus}: use --nproc-per-node {gpus} "
+            f"or set trainer.gpus={world}"
+        )
+
+
+def run(config: Config, plan: Plan) -> int:
+    """Train as this rank; returns 0, or ends the process with 1."""
+    rank = int(os.environ["RANK"])
+    log_file = config.run_dir / "logs" / f"trainer-rank-{rank}.log"
+    failures = FailureReport(config.run_dir, rank)
+    terminal = redirect_output(log_file)
+    now = going_on(config)
+    if rank == 0:
+        _take_over(now)
+        (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")  # read by `megarl replay`
+    try:
+        _train(config, now, plan, terminal)
+    except Exception as error:
+        failures.claim(error, terminal, log_file)
+        terminal.flush()
+        # Not through the interpreter's end: peers may hang in a collective that this rank has left.
+        os._exit(1)
+    return 0
+
+
+def _take_over(config: Config) -> None:
+    """What an earlier run left is set aside, unless this one goes on with it; how that ended is forgotten."""
+    if goes_on(config):
+        (config.run_dir / "error.txt").unlink(missing_ok=True)
+    else:
+        set_aside(config.run_dir)
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if restarted or LAUNCH_ID_VARIABLE in os.environ:
+        # The wish to stop is this run's: torchrun has restarted it, or a launch script has looked already.
+        (config.run_dir / stopping.EXIT_FILE).unlink(missing_ok=True)
+    else:
+        stopping.forget(config.run_dir)
+
+
+def _train(config: Config, now: Config, plan: Plan, terminal: TextIO) -> None:
+    """`now`: the config for this start of the ranks. The pool has the launch's own, and is kept for it."""
+    from megarl.common.processes import die_with_parent
+
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    launch = _launch_pool(config) if rank == 0 else None
+    from megarl import platforms
+    from megarl.run.peers import join_peers
+
+    platform = platforms.activate()
+    import torch
+
+    if platform.is_cuda:
+        torch.cuda.set_device(_own_device(plan, int(os.environ["LOCAL_RANK"])))
+    join_peers(platform.backend, config.timeouts.collective_s)
+    if rank == 0:
+        terminal.write(f"megarl: {config.run.name}: {_headline(config, plan)}\n")
+    from megarl.run.loop import train
+    from megarl.run.session import Session
+
+    session = Session(now, launch, terminal)
+    try:
+        train(session)
+        session.finish()
+    except BaseException:
+        session.close(keep_pool=_restarts_left())
+        raise
+    session.close()
+    torch.distributed.destroy_process_group()
+
+
+def _own_device(plan: Plan, local_rank: int) -> int:
+    """Index of this rank's GPU among those it sees: a node's agent shows its ranks the trainer's GPUs only."""
+    return local_rank if LAUNCH_ID_VARIABLE in os.environ else plan.pools.trainer.devices[local_rank]
+
+
+def _restarts_left() -> bool:
+    """Whether torchrun (--max-restarts) will start the ranks again; they go on with the pool as it is."""
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count < most
+
+
+def _headline(config: Config, plan: Plan) -> str:
+    layout = plan.layout
+    parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"EP {layout.expert}", f"DP {layout.data}"]
+    engines = f"{plan.replicas} vLLM engine{'s' * (plan.replicas > 1)} (TP {plan.engine_gpus})"
+    return (
+        f"{plan.parameters / 1e6:.3g} M parameters on {plan.device}, trainer {' x '.join(parts)}, {engines}, "
+        f"{plan.groups_per_step} x {plan.samples_per_step // plan.groups_per_step} samples per step; "
+        f"logs in {config.run_dir / 'logs'}"
+    )
+
+
+def _launch_pool(config: Config) -> Future[SupervisorHandle]:
+    """The supervisor, while the policy is built: engines take longest to come up.
+
+    Started here, or attached to where the job's launcher has started it.
+    """
+    from megarl.cluster.handle import attach_supervisor, launch_supervisor
+
+    executor = ThreadPoolExecutor(1, thread_name_prefix="launch-supervisor")
+    launch_id, timeout_s = os.environ.get(LAUNCH_ID_VARIABLE), config.timeouts.ray_start_s
+    if launch_id is not None:
+        return executor.submit(attach_supervisor, config.run_dir, launch_id, timeout_s + config.timeouts.node_s)
+    agent = os.getppid()  # torchrun's agent
+    return executor.submit(
+        launch_supervisor, config.model_dump_json(), config.run_dir, agent, cuda=_cuda(), timeout_s=timeout_s
+    )
+
+
+def _cuda() -> bool:
+    from megarl.config.checks import detect_device
+
+    return detect_device() == "cuda"

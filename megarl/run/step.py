@@ -1,0 +1,265 @@
+"""One training step, apart from every process: from the tags of a batch to an updated policy.
+
+`plan_step` is pure and every rank computes it from the same tags, so that ranks agree without talking (they compare
+its hash). `train_step` needs only a policy and this rank's rows: the training loop and `megarl replay` share it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from megarl.algorithms.advantages import group_advantages
+from megarl.algorithms.aggregation import GlobalCounts
+from megarl.algorithms.filters import ScoredSample, ShapedBatch, ShapingSpec, shape_batch
+from megarl.algorithms.losses import kl_penalty
+from megarl.algorithms.stats import LossStats
+from megarl.config.schema import Config
+from megarl.queue.trajectory import SampleTag, Trajectory
+from megarl.telemetry.metrics import StepMetrics
+from megarl.telemetry.timer import PhaseTimer
+from megarl.trainer import parallel
+from megarl.trainer.batch import TrainSample
+from megarl.trainer.packing import assign_to_ranks, partition_hash
+from megarl.trainer.policy import Policy
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GroupOutcome:
+    """Every admitted group ends as exactly one of these."""
+
+    trained: int
+    filtered: int
+    dropped_stale: int
+    failed: int
+
+    @property
+    def admitted(self) -> int:
+        return self.trained + self.filtered + self.dropped_stale + self.failed
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step trains on. `mini_batches[m][d]`: keys of the samples of mini-batch m on DP rank d."""
+
+    tags: dict[str, SampleTag]
+    shaped: ShapedBatch
+    mini_batches: list[list[list[str]]]
+    outcome: GroupOutcome
+    version: int
+
+    def keys_of(self, dp_rank: int) -> list[str]:
+        """The rows this DP rank has to fetch, in the order it trains on them."""
+        return [key for mini_batch in self.mini_batches for key in mini_batch[dp_rank]]
+
+    @property
+    def hash(self) -> str:
+        return partition_hash(self.mini_batches)
+
+
+def plan_step(tags: Sequence[SampleTag], config: Config, *, dp_size: int, version: int) -> StepPlan:
+    """Shape rewards, filter groups, split the rest into mini-batches by groups and each of those over DP by tokens.
+
+    `version` is that of the weights about to be trained: a group with a token older than `admission.max_staleness`
+    versions never reaches the update. Raises ValueError if a sample appears twice.
+    """
+    groups = [
+        list(group)
+        for _, group in itertools.groupby(
+            sorted(tags, key=lambda tag: (tag.group_id, tag.sample_index)), key=lambda tag: tag.group_id
+        )
+    ]
+    fresh = [g for g in groups if not _stale(g, version, config.admission.max_staleness)]
+    rewards = _permuted if config.algorithm.permute_rewards else _as_judged
+    shaped = shape_batch([_scored(group, rewards(group, config)) for group in fresh], _shaping(config))
+    by_key = {tag.key: tag for tag in tags}
+    mini_batches = []
+    for chunk in _chunks(shaped.groups, config.trainer.mini_batches):
+        keys = [sample.key for group in chunk for sample in group]
+        lengths = [by_key[key].total_tokens for key in keys]
+        mini_batches.append([[keys[i] for i in part] for part in assign_to_ranks(lengths, dp_size)])
+    outcome = GroupOutcome(
+        trained=shaped.trained_groups,
+        filtered=shaped.filtered_groups,
+        dropped_stale=len(groups) - len(fresh),
+        failed=shaped.failed_groups,
+    )
+    return StepPlan(by_key, shaped, mini_batches, outcome, version)
+
+
+def _stale(group: Sequence[SampleTag], version: int, max_staleness: int) -> bool:
+    return any(version - tag.oldest_version > max_staleness for tag in group if tag.status == "ok")
+
+
+def _as_judged(group: Sequence[SampleTag], config: Config) -> list[float]:
+    return [tag.reward for tag in group]
+
+
+def _permuted(group: Sequence[SampleTag], config: Config) -> list[float]:
+    """Among the samples that did not fail: a failed one's reward is a placeholder that nobody judged."""
+    judged = [tag.reward for tag in group if tag.status == "ok"]
+    random.Random(f"{config.run.seed}:{group[0].group_id}").shuffle(judged)
+    shuffled = iter(judged)
+    return [next(shuffled) if tag.status == "ok" else tag.reward for tag in group]
+
+
+def _scored(group: Sequence[SampleTag], rewards: Sequence[float]) -> list[ScoredSample]:
+    return [
+        ScoredSample(
+            key=tag.key,
+            reward=reward,
+            length=tag.response_tokens,
+            truncated=tag.finish_reason == "length",
+            failed=tag.status != "ok",
+        )
+        for tag, reward in zip(group, rewards, strict=True)
+    ]
+
+
+def _shaping(config: Config) -> ShapingSpec:
+    return ShapingSpec(
+        advantage=config.algorithm.advantage,
+        truncated=config.sampling.truncated,
+        max_tokens=config.sampling.max_tokens,
+        overlong_buffer=config.algorithm.overlong.buffer_tokens,
+        overlong_penalty=config.algorithm.overlong.penalty,
+        filter_zero_variance=config.algorithm.filter_zero_variance,
+    )
+
+
+def _chunks(items: Sequence[T], parts: int) -> list[list[T]]:
+    """At most `parts` contiguous runs of nearly equal size, none empty."""
+    parts = min(parts, len(items))
+    bounds = [len(items) * part // parts for part in range(parts + 1)] if parts else []
+    return [list(items[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+def train_step(
+    policy: Policy,
+    plan: StepPlan,
+    rows: Mapping[str, Trajectory],
+    config: Config,
+    timer: PhaseTimer,
+    metrics: StepMetrics,
+) -> None:
+    """Fill in the log-probs that are missing, then one optimizer update per mini-batch. Collective.
+
+    `rows`: this DP rank's trajectories by key, `plan.keys_of(dp_rank)` at least. Records `policy/*`, `mismatch/*` and
+    `reward/shaped_mean`. A step whose groups were all filtered updates nothing and says so by `policy/updates` 0.
+    Raises NonFiniteError before any weight has changed.
+    """
+    algorithm = config.algorithm
+    samples = _train_samples(plan, rows)
+    mine = list(samples.values())
+    with timer.phase("logprobs"):
+        if algorithm.old_logprobs == "trainer" and plan.mini_batches:
+            for sample, new in zip(mine, policy.compute_logprobs(mine), strict=True):
+                sample.old_logprobs = new.logprobs
+        if algorithm.kl.coef and plan.mini_batches:
+            for sample, ref in zip(mine, policy.compute_logprobs(mine, reference=True), strict=True):
+                sample.reference_logprobs = ref.logprobs
+    if algorithm.old_logprobs == "trainer" and plan.mini_batches:
+        _record_mismatch(_compare(samples, rows), metrics)
+    _set_advantages(plan, samples, config, metrics)
+    updates = 0
+    with timer.phase("update"):
+        for mini_batch in plan.mini_batches:
+            counts = _counts(plan, mini_batch, config)
+            if not counts.tokens:
+                continue  # every sample of it is masked as truncated
+            values = policy.update([samples[key] for key in mini_batch[parallel.dp_rank()]], counts)
+            if updates == 0 and algorithm.old_logprobs == "rollout":
+                # The first update still sees the weights that sampled: its old log-probs are the engine's.
+                _record_mismatch(values, metrics)
+            metrics.record("policy/grad_norm_max", values["grad_norm"])
+            metrics.update(_declared(values, config), prefix="policy/", weight=values["tokens"])
+            updates += 1
+    metrics.record("policy/updates", updates)
+
+
+def _train_samples(plan: StepPlan, rows: Mapping[str, Trajectory]) -> dict[str, TrainSample]:
+    trained = {sample.key: sample.trained for group in plan.shaped.groups for sample in group}
+    samples = {}
+    for key in plan.keys_of(parallel.dp_rank()):
+        row = rows[key]
+        samples[key] = TrainSample(
+            key=key,
+            prompt_ids=row.prompt_ids,
+            response_ids=row.response_ids,
+            old_logprobs=torch.tensor(row.rollout_logprobs, dtype=torch.float32),
+            loss_mask=None if trained[key] else torch.zeros(len(row.response_ids), dtype=torch.bool),
+        )
+    return samples
+
+
+def _set_advantages(plan: StepPlan, samples: Mapping[str, TrainSample], config: Config, metrics: StepMetrics) -> None:
+    """Advantages from shaped rewards; with `kl.where: reward` the KL of each response is taken off first."""
+    rewards = [[sample.reward for sample in group] for group in plan.shaped.groups]
+    advantages = [[sample.advantage for sample in group] for group in plan.shaped.groups]
+    kl = config.algorithm.kl
+    if kl.coef and kl.where == "reward" and rewards:
+        penalty = _kl_of_all(samples, config)
+        rewards = [[sample.reward - kl.coef * penalty[sample.key] for sample in group] for group in plan.shaped.groups]
+        advantages = group_advantages(rewards, config.algorithm.advantage)
+    for group, values in zip(plan.shaped.groups, advantages, strict=True):
+        for sample, advantage in zip(group, values, strict=True):
+            if sample.key in samples:
+                samples[sample.key].advantage = advantage
+    flat = [value for group in rewards for value in group]
+    if flat:
+        metrics.record("reward/shaped_mean", sum(flat) / len(flat))
+        spread = torch.tensor([value for group in advantages for value in group], dtype=torch.float64)
+        metrics.record("policy/advantage_mean", float(spread.mean()))
+        metrics.record("policy/advantage_std", float(spread.std(correction=0)))
+
+
+def _kl_of_all(samples: Mapping[str, TrainSample], config: Config) -> dict[str, float]:
+    """KL to the reference of each whole response of the step, on every rank."""
+    own = {}
+    for key, sample in samples.items():
+        assert sample.old_logprobs is not None and sample.reference_logprobs is not None
+        kl_T = kl_penalty(sample.old_logprobs, sample.reference_logprobs, config.algorithm.kl.estimator)
+        own[key] = float(kl_T.double().sum())
+    return {key: value for part in parallel.dp_all_gather_object(own) for key, value in part.items()}
+
+
+def _counts(plan: StepPlan, mini_batch: Sequence[Sequence[str]], config: Config) -> GlobalCounts:
+    trained = {sample.key for group in plan.shaped.groups for sample in group if sample.trained}
+    lengths = [plan.tags[key].response_tokens for part in mini_batch for key in part if key in trained]
+    return GlobalCounts.of(lengths, config.sampling.max_tokens)
+
+
+def _declared(values: Mapping[str, float], config: Config) -> dict[str, float]:
+    """What an update reports under `policy/`: not the raw moments, and `kl_ref` only where there is a reference."""
+    hidden = {"ratio_squared", "pearson"} | (set() if config.algorithm.kl.coef else {"kl_ref"})
+    return {name: value for name, value in values.items() if name not in hidden}
+
+
+def _compare(samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory]) -> dict[str, float]:
+    """Engine (old) against trainer (new) over all response tokens of the step, on every rank."""
+    parts = [LossStats.zeros()]
+    for key, sample in samples.items():
+        assert sample.old_logprobs is not None
+        old_T = torch.tensor(rows[key].rollout_logprobs, dtype=torch.float32)
+        keep_T = torch.ones(old_T.shape, dtype=torch.bool)
+        parts.append(LossStats.of_pair(old_T, sample.old_logprobs, keep_T, torch.tensor([0, old_T.numel()])))
+    return LossStats.merge(parallel.dp_all_gather_object(LossStats.merge(parts))).means()
+
+
+def _record_mismatch(values: Mapping[str, float], metrics: StepMetrics) -> None:
+    names = {
+        "logprob_abs_diff": "logprob_abs_diff_mean",
+        "logprob_abs_diff_max": "logprob_abs_diff_max",
+        "approx_kl": "k3_kl",
+        "ess": "ess",
+        "pearson": "logprob_pearson",
+        "tokens": "tokens",
+    }
+    metrics.update({name: values[key] for key, name in names.items()}, "mismatch/", weight=values["tokens"])

@@ -1,0 +1,274 @@
+"""The leader's side of a sync: calls to the replicas, the checks before a version is published, who is to blame.
+
+Order of one sync, over all replicas: pause -> start -> update (all buckets) -> compare every worker's digests with
+the senders' -> finish, which sets the version -> resume. Whatever fails between start and finish leaves the replicas
+caught there: they are never resumed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.common.errors import DigestMismatch, WeightSyncError
+from megarl.weights.buckets import Plan, pack_manifest
+from megarl.weights.failure_cause import FailedCall, Verdict, find_culprits
+from megarl.weights.handles import EngineHandles, ReplicaHandle
+from megarl.weights.transport import POLL_S, Board, Group, Layout, names_of
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 3.0  # after the first failure: time for the other members to say what they saw
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One published version; the same on every trainer rank. Seconds, bytes."""
+
+    version: int
+    seconds: float
+    bytes: int
+    buckets: int
+    digest_seconds: float  # sender plus slowest receiver; they partly overlap
+    pause_seconds: float  # from the first pause to the last resume
+    phases: dict[str, float] = field(default_factory=dict)
+    restarted: tuple[str, ...] = ()  # replicas restarted on the way
+
+
+class CallsFailed(Exception):  # noqa: N818
+    """Some replicas' calls raised; `failures` maps their index to the exception, `first` holds the earliest."""
+
+    def __init__(self, method: str, failures: dict[int, BaseException], first: dict[int, BaseException]) -> None:
+        super().__init__(method)
+        self.method = method
+        self.failures = failures
+        self.first = first or failures
+
+
+class Control:
+    def __init__(self, handles: EngineHandles, rpc_s: float, recompute_kv: bool) -> None:
+        self.handles = handles
+        self._rpc_s = rpc_s
+        self._recompute_kv = recompute_kv
+        # Of this generation: a dead replica may no longer be found by name, and must still be called to be named.
+        self._replicas: list[ReplicaHandle] = []
+
+    def layout(self, generation: int, senders: Sequence[int], backend: str) -> Layout:
+        """Ask every replica how many workers it has."""
+        replicas = self._replicas = list(self.handles.replicas())
+        try:
+            sizes = self._all(replicas, "world_size", timeout_s=self._rpc_s)
+        except CallsFailed as error:
+            raise self._not_reached(error, replicas) from error
+        names = tuple(replica.name for replica in replicas)
+        return Layout(generation, tuple(senders), names, tuple(int(n) for n in sizes), backend)
+
+    def connect(self, board: Board, layout: Layout, plan: Plan, timeout_s: float) -> None:
+        """Have every engine worker join; the senders join at the same time."""
+        replicas = self._replicas
+        common = {
+            "host": board.host,
+            "port": board.port,
+            "layout": layout.to_json(),
+            "manifest": pack_manifest(plan),
+            "plan_hash": plan.hash,
+            # The senders' wait ends first: it names who is missing, where a call only says that it took too long.
+            "timeout_s": timeout_s + GRACE_S,
+        }
+        arguments = [({**common, "replica": index},) for index in range(len(replicas))]
+        watched = Group(board, layout, None)
+        try:
+            self._all(replicas, "init_weight_transfer", arguments, timeout_s=timeout_s + 2 * GRACE_S, group=watched)
+        except CallsFailed as error:
+            raise self._not_reached(error, replicas) from error
+
+    def publish(self, group: Group, plan: Plan, sync: int, version: int, timeout_s: float) -> SyncReport:
+        """Drive all replicas through one sync. `group` is only used for its keys.
+
+        Raises:
+            WeightSyncError: names the culprits and the replicas that must be restarted.
+        """
+        replicas = self._replicas
+        started = time.perf_counter()
+        deadline = time.monotonic() + timeout_s
+        phases: dict[str, float] = {}
+        phase = "pause"
+        info = {"sync": sync, "version": version, "plan_hash": plan.hash}
+
+        def call(method: str, *args: Any, limit: float | None = None) -> None:
+            begun = time.perf_counter()
+            self._all(replicas, method, [args] * len(replicas), timeout_s=limit or self._rpc_s, group=group)
+            phases[method] = time.perf_counter() - begun
+
+        try:
+            call("pause", self._recompute_kv)
+            phase = "start"
+            call("start_weight_update")
+            phase = "update"
+            remaining = max(0.1, deadline - time.monotonic())
+            call("update_weights", {**info, "timeout_s": remaining}, limit=remaining + GRACE_S)
+            reports = self._await_reports(group, plan, deadline)
+            phase = "finish"
+            call("finish_weight_update", str(version))
+            phase = "resume"
+            call("resume")
+        except (CallsFailed, WeightSyncError) as error:
+            raise self._explain(error, group, replicas, version, phase) from error
+        total = time.perf_counter() - started
+        digest_s = _digest_seconds(group.layout, reports)
+        return SyncReport(version, total, plan.total_bytes, len(plan.buckets), digest_s, total, phases)
+
+    def _await_reports(self, group: Group, plan: Plan, deadline: float) -> list[dict[str, Any]]:
+        """Every member's report; all digests compared with the senders'."""
+        reports = []
+        for rank, member in enumerate(group.members):
+            remaining = max(1.0, deadline - time.monotonic())
+            reports.append(group.board.wait(group.key("report", rank), remaining, member, abort_key=group.abort_key))
+        sent: dict[int, int] = {}
+        for report in reports[: len(group.layout.senders)]:
+            sent |= {int(index): value for index, value in (report.get("digests") or {}).items()}
+        expected = [sent.get(bucket.index) for bucket in plan.buckets]
+        for report in reports[len(group.layout.senders) :]:
+            received = report.get("digests") or []
+            if received != expected:
+                wrong = [i + 1 for i, pair in enumerate(zip(expected, received, strict=False)) if pair[0] != pair[1]]
+                raise DigestMismatch(
+                    f"{report['member']} has other digests than the senders: {len(received)} of {len(expected)} "
+                    f"buckets received, differing: {wrong[:10]}",
+                    culprits=[report["member"]],
+                )
+        return reports
+
+    def _explain(
+        self,
+        error: CallsFailed | WeightSyncError,
+        group: Group,
+        replicas: list[ReplicaHandle],
+        version: int,
+        phase: str,
+    ) -> WeightSyncError:
+        """Who failed first-hand, who is caught, and what they said."""
+        reports = self._failure_reports(group)
+        if isinstance(error, CallsFailed):
+            said = {group.layout.replica_of(rank) for rank in reports}
+            calls = [
+                FailedCall(
+                    f"engine {replicas[index].name}",
+                    f"engine {replicas[index].name} failed in {error.method}: {_brief(failure)}",
+                    silent=isinstance(failure, TimeoutError),
+                )
+                for index, failure in error.failures.items()
+                if index not in said
+            ]
+            verdict = find_culprits(list(reports.values()), calls)
+        elif isinstance(error, DigestMismatch):
+            verdict = Verdict(error.culprits, (str(error),))
+        else:
+            verdict = find_culprits(list(reports.values()), [])
+        reasons, culprits = verdict.reasons or (str(error),), verdict.culprits
+        names = [replica.name for replica in replicas]
+        caught = names_of(group.layout, culprits) if phase == "pause" else names
+        message = (
+            f"weight sync of version {version} failed during {phase}: {'; '.join(reasons)}. "
+            f"Not published; to be restarted: {', '.join(caught) or 'no replica'}"
+        )
+        logger.error("%s", message)
+        return WeightSyncError(message, version=version, culprits=culprits, caught=caught)
+
+    def _failure_reports(self, group: Group) -> dict[int, dict[str, Any]]:
+        reports = {}
+        for rank in range(len(group.members)):
+            report = group.board.get(group.key("report", rank))
+            if report is not None and report["failure"] is not None:
+                reports[rank] = report
+        return reports
+
+    def after_failure(self, failure: WeightSyncError) -> None:
+        """Caught replicas refuse to serve from now on; the others go on with the version they have."""
+        for replica in self._replicas:
+            try:
+                if replica.name in failure.caught:
+                    replica.call("fail", f"was caught in a failed weight sync: {failure}", timeout_s=GRACE_S)
+                else:
+                    replica.call("resume", timeout_s=self._rpc_s)
+            except Exception as error:  # a dead one cannot answer, and is reported already
+                logger.warning("engine %s after a failed sync: %s", replica.name, _brief(error))
+
+    def _not_reached(self, error: CallsFailed, replicas: list[ReplicaHandle]) -> WeightSyncError:
+        failed = [replicas[index].name for index in error.first]
+        names = [f"engine {name}" for name in failed]
+        reasons = [f"engine {replicas[i].name}: {_brief(e)}" for i, e in error.first.items()]
+        return WeightSyncError(
+            f"could not connect the weight-sync group, {error.method} failed: {'; '.join(reasons)}",
+            culprits=names,
+            caught=failed,
+        )
+
+    def _all(
+        self,
+        replicas: Sequence[ReplicaHandle],
+        method: str,
+        arguments: Sequence[tuple[Any, ...]] | None = None,
+        *,
+        timeout_s: float,
+        group: Group | None = None,
+    ) -> list[Any]:
+        """Call `method` on all replicas at once. The first failure releases the others and is raised with theirs.
+
+        With `group`, a failure of any member of the group also ends the wait.
+        """
+        arguments = arguments or [()] * len(replicas)
+        done: queue.Queue[tuple[int, bool, Any]] = queue.Queue()
+        for index, replica in enumerate(replicas):
+            call = _bound_call(replica, method, arguments[index], timeout_s)
+            threading.Thread(target=_run_call, args=(index, call, done), name=f"{method}-{index}", daemon=True).start()
+        results: dict[int, Any] = {}
+        failures: dict[int, BaseException] = {}
+        first: dict[int, BaseException] = {}
+        deadline = time.monotonic() + timeout_s + GRACE_S
+        aborted = False
+        while len(results) + len(failures) < len(replicas) and time.monotonic() < deadline:
+            try:
+                index, ok, value = done.get(timeout=POLL_S)
+                (results if ok else failures)[index] = value
+            except queue.Empty:
+                pass  # the deadline and the abort are looked at below
+            if not aborted and (failures or (group is not None and group.aborted())):
+                aborted, first = True, dict(failures)
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+                if group is not None and failures:
+                    index, failure = next(iter(failures.items()))
+                    group.post_abort(f"engine {replicas[index].name} failed in {method}: {_brief(failure)}")
+        for index in set(range(len(replicas))) - results.keys() - failures.keys():
+            failures[index] = TimeoutError(f"no answer to {method} within {timeout_s:.1f} s")
+        if failures:
+            raise CallsFailed(method, failures, first)
+        return [results[index] for index in range(len(replicas))]
+
+
+def _bound_call(replica: ReplicaHandle, method: str, args: tuple[Any, ...], timeout_s: float) -> Callable[[], Any]:
+    return lambda: replica.call(method, *args, timeout_s=timeout_s)
+
+
+def _run_call(index: int, call: Callable[[], Any], done: queue.Queue[tuple[int, bool, Any]]) -> None:
+    try:
+        done.put((index, True, call()))
+    except BaseException as error:
+        done.put((index, False, error))
+
+
+def _digest_seconds(layout: Layout, reports: list[dict[str, Any]]) -> float:
+    seconds = [report.get("seconds", {}).get("digest", 0.0) for report in reports]
+    count = len(layout.senders)
+    return max(seconds[:count], default=0.0) + max(seconds[count:], default=0.0)
+
+
+def _brief(error: BaseException) -> str:
+    """The last line says most: remote errors carry their traceback in front."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:500] if lines else ''}"
