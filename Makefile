@@ -48,7 +48,7 @@ lint: setup-test  ## ruff, mypy and the layers (import-linter).
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(VENV)/bin/lint-imports --no-logo 2>/dev/null || $(VENV)/bin/lint-imports
+	$(VENV)/bin/lint-imports --no-logo
 
 docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md and the scripts in launch/ from the code.
 	$(VENV)/bin/megarl docs

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.jobs import check_steps, environment, exit_record, metrics, wait_for, write_job
-from tests.e2e.test_train import assert_nothing_left, survivors
+from tests.support.leftovers import assert_nothing_left, survivors
 from tests.support.run import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.jobs import FOUR_HOSTS, check_steps, environment, exit_record, metrics, wait_for, write_job
 from tests.cluster.slurm import Slurm
-from tests.e2e.test_train import assert_nothing_left
+from tests.support.leftovers import assert_nothing_left
 from tests.support.run import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

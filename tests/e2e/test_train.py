@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.queue.dump import DumpedBatch, read_batch
+from tests.support.leftovers import assert_nothing_left
 from tests.support.run import Run, start, tiny_config, train
 
 pytestmark = pytest.mark.engine
@@ -42,28 +42,6 @@ def check_finished(run: Run, steps: int, samples: int) -> None:
         assert record["rollout/version_lag_max"] == 0
     assert summary["trained_samples"] == samples
     assert {"greedy", "sampled", "n"} <= set(summary["eval_before"]) and summary["eval_after"]["n"] == 8
-
-
-def assert_nothing_left(run_dir: Path, within_s: float = 30.0) -> None:
-    """No process that names the run directory in its command line or environment survives."""
-    deadline = time.monotonic() + within_s
-    while left := survivors(run_dir):
-        assert time.monotonic() < deadline, [(p.pid, p.info["name"]) for p in left]
-        time.sleep(0.3)
-
-
-def survivors(run_dir: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["name", "cmdline"]):
-        if process.pid == os.getpid() or process.info["name"] is None:
-            continue
-        try:
-            text = " ".join(process.info["cmdline"] or []) + " ".join(process.environ().values())
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-        if str(run_dir) in text:
-            found.append(process)
-    return found
 
 
 def test_tensor_parallel_with_tied_embeddings(tmp_path: Path) -> None:

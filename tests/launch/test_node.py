@@ -18,7 +18,7 @@ from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
 from megarl.common import run_files as stopping
 from megarl.common.run_files import ExitRecord
 from tests.config.helpers import config
-from tests.e2e.test_train import survivors
+from tests.support.leftovers import survivors
 from tests.support.run import ROOT
 
 # Says that it has ended when it is asked to, as the real supervisor does.

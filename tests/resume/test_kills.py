@@ -18,8 +18,9 @@ import yaml
 from megarl.checkpoint.format.faults import POINTS
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.cluster.handle import read_state
-from tests.e2e.test_train import assert_nothing_left
-from tests.resume.runs import (
+from tests.support.leftovers import assert_nothing_left
+from tests.support.run import Run, train
+from tests.support.whole_runs import (
     assert_same_run,
     check_counters,
     config_of,
@@ -29,7 +30,6 @@ from tests.resume.runs import (
     start_run,
     wait_for,
 )
-from tests.support.run import Run, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

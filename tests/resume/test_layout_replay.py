@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.resume.runs import config_of
 from tests.support.run import ROOT, Run, train
+from tests.support.whole_runs import config_of
 from tests.trainer.conftest import Tensors
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

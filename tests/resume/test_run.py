@@ -10,8 +10,9 @@ import pytest
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.queue.dump import read_batch
-from tests.e2e.test_train import assert_nothing_left
-from tests.resume.runs import (
+from tests.support.leftovers import assert_nothing_left
+from tests.support.run import train
+from tests.support.whole_runs import (
     assert_same_run,
     check_counters,
     config_of,
@@ -22,7 +23,6 @@ from tests.resume.runs import (
     start_run,
     wait_for,
 )
-from tests.support.run import train
 
 pytestmark = pytest.mark.engine
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.queue.dump import read_batch
 from megarl.telemetry.declarations import REGISTRY
-from tests.e2e.test_train import assert_nothing_left, survivors
+from tests.support.leftovers import assert_nothing_left, survivors
 from tests.support.run import Run, start, tiny_config
 
 

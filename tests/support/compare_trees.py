@@ -1,0 +1,162 @@
+"""Shows that a change of structure changed nothing: two commits, the same deterministic runs, bit for bit equal.
+
+    python -m tests.support.compare_trees --before e41680d
+
+checks `--before` out in a temporary worktree, starts the same CPU runs there and in this tree (a dense model under TP2, a
+mixture of experts under EP2: six steps with evaluations, an export and a checkpoint in the middle, and a second run that
+goes on from that checkpoint), and compares exported weights, the tensors of every checkpoint, the prompts drawn, all
+recorded trajectories and every metric that is not a timing. Exit status 1 names the first difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pandas
+import yaml
+
+from tests.support.run import ROOT, tiny_config
+from tests.support.whole_runs import contents_of, repeatable
+
+STEPS, MIDDLE = 6, 3
+RUN_TIMEOUT_S = 600.0
+REWARD = (
+    "def digit_share(response: str, answer: str) -> float:\n"
+    "    return sum(character.isdigit() for character in response) / max(1, len(response))\n"
+)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dense TP2": {"family": "qwen3", "parallel": {"tensor": 2}},
+    "MoE EP2": {"family": "qwen3_moe", "parallel": {"expert": 2}},
+}
+
+
+class DifferenceError(AssertionError):
+    """The two trees did not give the same; the message names the run and the first thing that differs."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", required=True, metavar="COMMIT", help="the commit to compare this tree with")
+    options = parser.parse_args(arguments)
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-trees-")))
+        before = work / "before"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(before), options.before], check=True)
+        stack.callback(subprocess.run, [*git, "remove", "--force", str(before)], check=True)
+        try:
+            for name, layout in LAYOUTS.items():
+                _compare_layout(name, work / name.replace(" ", "_"), {"before": before, "after": ROOT}, layout)
+        except DifferenceError as difference:
+            sys.stderr.write(f"DIFFERENT: {difference}\n")
+            return 1
+    sys.stdout.write(f"equal, bit for bit: {options.before} and {ROOT}\n")
+    return 0
+
+
+def _compare_layout(name: str, work: Path, trees: Mapping[str, Path], layout: Mapping[str, Any]) -> None:
+    work.mkdir()
+    (work / "compared_reward.py").write_text(REWARD)
+    config = tiny_config(work, steps=STEPS, family=layout["family"])
+    config["run"]["deterministic"] = True
+    config["trainer"]["parallel"] = layout["parallel"]
+    config["reward"]["function"] = "compared_reward:digit_share"
+    config["checkpoint"] = {"every": MIDDLE, "keep_last": 9}
+    config["telemetry"] = {"dump_batches": True}
+    config["evaluation"]["every"] = 2
+    whole, resumed = {}, {}
+    for tree, root in trees.items():
+        whole[tree] = _run(root, config, work / tree, work)
+        checkpoint = whole[tree] / "checkpoints" / f"iter_{MIDDLE:07d}"
+        resumed[tree] = _run(root, config, work / f"{tree}_resumed", work, f"checkpoint.resume={checkpoint}")
+        sys.stdout.write(f"{name}: ran {tree}\n")
+        sys.stdout.flush()
+    for kind, runs in (("whole run", whole), ("resumed run", resumed)):
+        compare_runs(f"{name}, {kind}", runs["before"], runs["after"])
+    sys.stdout.write(f"{name}: equal\n")
+
+
+def _run(root: Path, config: Mapping[str, Any], run_dir: Path, work: Path, *overrides: str) -> Path:
+    path = work / "config.yaml"
+    path.write_text(yaml.safe_dump({**config, "run": {**config["run"], "dir": str(run_dir)}}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+               "--rdzv-endpoint", "127.0.0.1:0", str(root / "examples/rl/train_rl.py"), "--config", str(path),
+               *overrides]  # fmt: skip
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=f"{root}{os.pathsep}{work}")
+    ended = subprocess.run(
+        command, cwd=work, env=environment, text=True, capture_output=True, timeout=RUN_TIMEOUT_S, check=False
+    )
+    if ended.returncode:
+        raise DifferenceError(f"{root}: the run failed\n{(ended.stdout + ended.stderr)[-4000:]}")
+    return run_dir
+
+
+def compare_runs(name: str, before: Path, after: Path) -> None:
+    """DifferenceError naming the first difference between two finished runs of one config."""
+    _same(f"{name}: exported files", *(_files(run / "hf") for run in (before, after)))
+    checkpoints = [sorted(path.name for path in (run / "checkpoints").glob("iter_*")) for run in (before, after)]
+    _same(f"{name}: checkpoints", *checkpoints)
+    for checkpoint in checkpoints[0]:
+        _same(
+            f"{name}: tensors of {checkpoint}",
+            *({str(key): value for key, value in contents_of(run / "checkpoints" / checkpoint).items()}
+              for run in (before, after)),
+        )  # fmt: skip
+    _same(f"{name}: recorded batches", *(_batches(run / "batches") for run in (before, after)))
+    _same(f"{name}: answers of evaluations", *(_files(run, "eval_*.jsonl") for run in (before, after)))
+    _same(f"{name}: samples", *(_lines(run / "samples.jsonl") for run in (before, after)))
+    _same(f"{name}: metrics", *(_metrics(run / "metrics.jsonl") for run in (before, after)))
+
+
+def _files(directory: Path, pattern: str = "*") -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.glob(pattern))}
+
+
+def _lines(path: Path) -> dict[str, str]:
+    return {str(number): line for number, line in enumerate(path.read_text().splitlines())}
+
+
+def _metrics(path: Path) -> dict[str, Any]:
+    """Every metric that is not a timing, by line and name."""
+    lines = [repeatable(json.loads(line)) for line in path.read_text().splitlines()]
+    return {f"line {number}, {name}": value for number, line in enumerate(lines) for name, value in line.items()}
+
+
+def _batches(directory: Path) -> dict[str, str]:
+    """Every recorded trajectory with its prompt, as text; read without the project's own reader."""
+    parts = sorted(directory.glob("*.parquet"))
+    rows = [(path.name, row) for path in parts for row in pandas.read_parquet(path).to_dict("records")]
+    return {f"{name}, row {number}": _text(row) for number, (name, row) in enumerate(rows)}
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in row.items()}
+    return json.dumps(plain, sort_keys=True, default=str)
+
+
+def _same(what: str, before: Any, after: Any) -> None:
+    if before == after:
+        if not before:
+            raise DifferenceError(f"{what}: there are none")
+        return
+    if isinstance(before, dict):
+        keys = [key for key in [*before, *after] if key not in before or key not in after or before[key] != after[key]]
+        first = keys[0]
+        raise DifferenceError(
+            f"{what}: {len(set(keys))} differ, the first is {first}: "
+            f"{str(before.get(first))[:200]} before, {str(after.get(first))[:200]} after"
+        )
+    raise DifferenceError(f"{what}: {before} before, {after} after")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
