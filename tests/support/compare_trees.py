@@ -2,10 +2,11 @@
 
     python -m tests.support.compare_trees --before e41680d
 
-checks `--before` out in a temporary worktree and starts the same CPU runs there and in this tree: a dense model under
-TP2 and a mixture of experts under EP2, six steps with evaluations, an export and a checkpoint in the middle, and a second
-run that goes on from that checkpoint. It compares exported weights, the tensors of every checkpoint, the prompts drawn, all
-recorded trajectories and every metric that is not a timing. Exit status 1 names the first difference.
+checks `--before` out in a temporary worktree and starts the same CPU runs there and in this tree: a dense model
+under TP2 and a mixture of experts under EP2, six steps with evaluations, an export and a checkpoint in the middle, and
+a second run that goes on from that checkpoint. It compares exported weights, the tensors of every checkpoint, the
+prompts drawn, all recorded trajectories and every metric that is not a timing. Exit status 1 names the first
+difference.
 """
 
 from __future__ import annotations
