@@ -1,36 +1,59 @@
-"""The loop. Synchronous, one-step-off and fully asynchronous training differ in the admission policy, not here."""
+"""The training loop. Synchronous, one-step-off and fully asynchronous training differ in the admission policy only."""
 
 from __future__ import annotations
 
 from megarl.run.session import Session
 from megarl.run.step import plan_step, train_step
+from megarl.trainer import parallel
 
 
 def train(session: Session) -> None:
-    """Publish the first version, then: take a batch, update, publish, until `run.steps` are done. Collective.
+    """Publish the weights, then: take a batch, update, publish, until `run.steps` are done. Collective.
 
-    Version v are the weights after v steps; step s (from 0) trains on what version s sampled, less what is stale. A
-    resumed run starts with the step after its checkpoint; one that is asked to stop saves and ends between two steps,
-    with `session.stopped` set.
+    A resumed run starts with the step after its checkpoint; one that is asked to stop saves and ends between two
+    steps, with `session.stopped` set.
     """
-    config, policy, timer = session.config, session.policy, session.timer
-    session.publish(version=session.first_step)
+    config, policy, pool, recorder = session.config, session.policy, session.pool, session.recorder
+    publish(session, session.version)
     if session.first_step == 0:
-        session.evaluate("before")
-    session.start_clock()
-    for step in session.steps(session.first_step):
-        session.admit()
-        batch = session.take_batch(step)
-        plan = plan_step(batch.tags, config, dp_size=session.dp_size, version=step)
-        rows = session.fetch(batch, plan)
-        with session.keep_batch_on_failure(batch):
-            train_step(policy, plan, rows, config, timer, session.metrics)
-        session.commit(batch, plan)
-        session.publish(version=step + 1)
-        session.log_step(batch, plan)
-        if session.evaluation_due(step + 1):
-            session.evaluate(f"step_{step + 1}")
+        evaluate(session, "before")
+    recorder.start_clock()
+    for step in session.steps():
+        pool.admit()
+        batch = pool.take_batch(step, session.version)
+        plan = plan_step(batch.tags, config, dp_size=parallel.dp_size(), version=session.version)
+        rows = pool.fetch(batch, plan)
+        with pool.keep_batch_on_failure(batch):
+            train_step(policy, plan, rows, config, recorder.timer, recorder.metrics)
+        pool.commit(batch, plan)
+        publish(session, session.version + 1)
+        recorder.step(batch, plan)
+        if evaluation_due(session, step + 1):
+            evaluate(session, f"step_{step + 1}")
         session.checkpoint(step + 1)
     if session.stopped is None:
-        session.evaluate("after")
+        evaluate(session, "after")
         session.export()
+
+
+def publish(session: Session, version: int) -> None:
+    """Every engine serves the policy's weights, as `version`, from here on. Collective."""
+    with session.recorder.phase("sync", f"publishing version {version}"):
+        session.recorder.sync(version, session.sender.publish(version))
+    session.pool.set_version(version)
+    session.version = version
+
+
+def evaluation_due(session: Session, steps_done: int) -> bool:
+    """Every `evaluation.every` steps; the last one is left out, because the run ends with an evaluation."""
+    every = session.config.evaluation.every
+    return bool(every) and steps_done % every == 0 and steps_done < session.config.run.steps
+
+
+def evaluate(session: Session, label: str) -> None:
+    """Evaluate the published weights on all sets, on the pool; answers go to RUN_DIR/eval_{label}.jsonl. Collective."""
+    if not session.config.evaluation.sets:
+        return
+    with session.recorder.phase("eval", f"evaluating ({label})"):
+        reports = session.pool.evaluate(session.version, label)
+    session.recorder.evaluation(session.version, label, reports)

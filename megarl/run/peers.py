@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from megarl.common.timeouts import GRACE_S
-from megarl.config.schema import Config
+from megarl.config.schema import TimeoutsConfig
 from megarl.run.failure import PeerFailedError
 
 T = TypeVar("T")
@@ -32,13 +32,44 @@ def join_peers(backend: str, timeout_s: float) -> None:
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-def control_group(config: Config) -> Any:
-    """A gloo group of all ranks. Its time-out covers the longest thing rank 0 does while the others wait."""
-    timeouts = config.timeouts
-    # Starting an engine, and replacing one that the last trainer left in the middle of a sync.
-    start = timeouts.node_s + timeouts.ray_start_s + 2 * timeouts.engine_start_s + 3 * timeouts.rpc_s
-    longest = max(timeouts.generate_s, start, timeouts.weight_sync_s, timeouts.save_s)
-    return torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=longest + GRACE_S))
+class Peers:
+    """All trainer ranks, and a gloo group of their own for small objects.
+
+    The time-out of the group covers the longest thing that rank 0 does while the others wait.
+    """
+
+    def __init__(self, timeouts: TimeoutsConfig) -> None:
+        # Starting an engine, and replacing one that the last trainer left in the middle of a sync.
+        start = timeouts.node_s + timeouts.ray_start_s + 2 * timeouts.engine_start_s + 3 * timeouts.rpc_s
+        longest = max(timeouts.generate_s, start, timeouts.weight_sync_s, timeouts.save_s)
+        self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=longest + GRACE_S))
+        self.rank = torch.distributed.get_rank()
+        self.world = torch.distributed.get_world_size()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which alone talks to the rollout controller and writes result files."""
+        return self.rank == 0
+
+    def on_first_rank(self, function: Callable[[], T]) -> T:
+        """Run `function` on rank 0; every rank gets its result, or an error naming its failure."""
+        return on_first_rank(self.group, function)
+
+    def any(self, mine: bool) -> bool:
+        """True on every rank if it is true on one."""
+        flag = torch.tensor([int(mine)])
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.group)
+        return bool(flag.item())
+
+    def gather(self, mine: T) -> list[T]:
+        """What every rank brings, in rank order, on every rank."""
+        everyone: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(everyone, mine, group=self.group)
+        return everyone
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        torch.distributed.barrier(self.group)
 
 
 def on_first_rank(group: Any, function: Callable[[], T]) -> T:

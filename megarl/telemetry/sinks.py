@@ -6,6 +6,7 @@ Only one rank writes. A sink never changes a value, and none accepts a metric th
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,6 +100,11 @@ class MetricsWriter:
             sinks.append(WandbSink(telemetry.wandb_project, config))
         samples = JsonlSink(run_dir / "samples.jsonl") if telemetry.samples_per_step else None
         return cls(sinks, samples, Progress(terminal, config.run.steps))
+
+    @classmethod
+    def silent(cls) -> MetricsWriter:
+        """For the ranks that do not write: it checks the names of metrics and does nothing else."""
+        return cls([], None, Progress(open(os.devnull, "w", encoding="utf-8"), 0))
 
     def write(self, step: int, values: Mapping[str, float], *, terminal: bool = True) -> None:
         """Send to every sink, and with `terminal` print a step line.

@@ -30,6 +30,8 @@ class RunSummary:
     time.
     """
 
+    key = "summary"  # of its state in a checkpoint
+
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._start = clock()

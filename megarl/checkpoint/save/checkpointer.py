@@ -215,7 +215,6 @@ class Checkpointer:
         return {
             "format": FORMAT,
             "step": step,
-            "version": step,
             "trainer": trainer_numbers(self.policy),
             "layout": layout_record(self.policy.layout),
             "identity": self._identity if self._rank == 0 else None,  # whose record is written

@@ -1,0 +1,221 @@
+"""Everything that a run writes about itself: metrics, totals, samples, evaluations, summary, how it ended.
+
+Every rank has a recorder, because every rank measures; only rank 0's writes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from megarl.checkpoint.save.history import positions
+from megarl.common.run_files import ExitRecord, write_exit
+from megarl.config.schema import Config
+from megarl.data.tokenize import load_tokenizer
+from megarl.evaluation.harness import SetReport
+from megarl.evaluation.table import render_line
+from megarl.models.info import ModelInfo
+from megarl.queue.sample_lines import choose_keys, sample_record
+from megarl.queue.trajectory import Trajectory
+from megarl.run.batch import Batch
+from megarl.run.batch_metrics import record_batch
+from megarl.run.peers import Peers
+from megarl.run.performance import Performance, peak_memory_gib
+from megarl.run.stateful import Stateful
+from megarl.run.step import StepPlan
+from megarl.telemetry.declarations import step_metrics
+from megarl.telemetry.sinks import MetricsWriter
+from megarl.telemetry.summary import RunSummary
+from megarl.telemetry.timer import Phase, PhaseTimer
+from megarl.weights.replica_calls import SyncReport
+
+
+class Totals:
+    """Sums over the committed history, as `total/*` metrics."""
+
+    key = "totals"
+    GROUPS = ("admitted", "trained", "filtered", "dropped_stale", "failed")
+    BATCH = ("trained_samples", "trained_tokens")
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys((*(f"groups_{name}" for name in self.GROUPS), *self.BATCH), 0.0)
+
+    def add(self, values: dict[str, float]) -> dict[str, float]:
+        """Count one step's metrics; returns the sums under their metric names."""
+        for name in self.GROUPS:
+            self._sums[f"groups_{name}"] += values[f"groups/{name}"]
+        for name in self.BATCH:
+            self._sums[name] += values[f"batch/{name}"]
+        return {f"total/{name}": value for name, value in self._sums.items()}
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(self._sums)
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self._sums |= state
+
+
+class LastEvaluation:
+    """Metrics of the newest evaluation, if it saw the weights that are being saved (for `checkpoint.keep_best`)."""
+
+    key = "metrics"
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+        self._metrics: dict[str, float] = {}
+        self.current = 0  # the version of the weights that are being saved
+
+    def record(self, version: int, metrics: dict[str, float]) -> None:
+        self._version, self._metrics = version, metrics
+
+    def state_dict(self) -> dict[str, float]:
+        return self._metrics if self._version == self.current else {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Nothing: what is saved next is saved after further steps."""
+
+
+class ResultFiles:
+    """Positions in the result files, up to which they belong to the committed history.
+
+    They are cut back before anything is loaded (`checkpoint/save/history.py`).
+    """
+
+    key = "files"
+
+    def __init__(self, config: Config) -> None:
+        self._run_dir = config.run_dir
+
+    def state_dict(self) -> dict[str, int]:
+        return positions(self._run_dir)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing: done already."""
+
+
+class Recorder:
+    """`metrics` and `timer` collect the step that is running; `step` closes it."""
+
+    def __init__(self, config: Config, peers: Peers, terminal: TextIO) -> None:
+        self._config, self._peers = config, peers
+        self._run_dir = config.run_dir
+        self._writer = MetricsWriter.open(config, terminal) if peers.is_first else MetricsWriter.silent()
+        self.metrics = step_metrics()
+        self.timer = PhaseTimer()
+        self.summary = RunSummary()
+        self._totals = Totals()
+        self._evaluated = LastEvaluation()
+        self._performance: Performance | None = None
+        self._tokenizer: Any = None
+
+    @property
+    def parts(self) -> Sequence[Stateful]:
+        """What a checkpoint keeps of them."""
+        return (self.summary, self._totals, ResultFiles(self._config), self._evaluated)
+
+    def describe_model(self, info: ModelInfo) -> None:
+        """Once the platform is up: what throughput is judged by."""
+        self._performance = Performance(self._config, info)
+
+    def load_tokenizer(self) -> None:
+        """Rank 0 decodes samples; loaded while the engines start."""
+        if self._peers.is_first and self._config.telemetry.samples_per_step:
+            self._tokenizer = load_tokenizer(self._config.model.path)
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+        self._writer.progress.message(text)
+
+    def status(self, text: str) -> None:
+        """What the run is doing now, on the live line of a terminal."""
+        self._writer.progress.status(text)
+
+    @contextmanager
+    def phase(self, name: Phase, status: str = "") -> Iterator[None]:
+        """Charge the time of the block to a phase of the step."""
+        if status:
+            self.status(status)
+        with self.timer.phase(name):
+            yield
+
+    def start_clock(self) -> None:
+        """The first step begins here: what start-up, version 0 and the first evaluation took belongs to no step."""
+        # What start-up left behind is never garbage; walking it costs a rank 0.3 s, every few steps.
+        gc.collect()
+        gc.freeze()
+        self.timer.finish_step()
+        self.metrics.reduce()
+
+    def sync(self, version: int, report: SyncReport) -> None:
+        """A version has been published."""
+        self.metrics.update(
+            {
+                "seconds": report.seconds,
+                "digest_seconds": report.digest_seconds,
+                "bytes": report.bytes,
+                "buckets": report.buckets,
+                "version": version,
+                "restarted_replicas": len(report.restarted),
+            },
+            prefix="sync/",
+        )
+
+    def sample_keys(self, batch: Batch) -> list[str]:
+        """Keys of the trajectories that `samples` is to write."""
+        return choose_keys(batch.keys, self._config.telemetry.samples_per_step, self._config.run.seed, batch.step)
+
+    def samples(self, batch: Batch, rows: Sequence[tuple[Trajectory, str | None]]) -> None:
+        """Append trajectories, with reference answers, to samples.jsonl."""
+        for row, reference in rows:
+            record = sample_record(batch.step + 1, row, self._tokenizer.decode, reference)
+            self._writer.sample(batch.step + 1, record)
+
+    def step(self, batch: Batch, plan: StepPlan) -> None:
+        """Close the step's clock and write its metrics. Collective."""
+        assert self._performance is not None
+        record_batch(self.metrics, plan)
+        self.metrics.update(batch.timings)
+        values = self.metrics.reduce()
+        values |= self.timer.finish_step(values.get("rollout/engine_seconds", 0.0))
+        values |= self._performance.of_step(values)
+        values["perf/trainer_peak_memory_gib"] = peak_memory_gib(self._peers.group)
+        values |= self._totals.add(values)
+        values["total/wall_seconds"] = self.summary.wall_seconds
+        steps_done = batch.step + 1
+        values["time/eta"] = values["total/wall_seconds"] / steps_done * (self._config.run.steps - steps_done)
+        self.summary.step(values)
+        self._writer.write(steps_done, values)
+        self._write_summary("running")
+
+    def evaluation(self, version: int, label: str, reports: Sequence[SetReport]) -> None:
+        """An evaluation of the weights of `version`, on all its sets."""
+        first = reports[0]
+        record = self.summary.eval_before if label == "before" else self.summary.eval_after
+        record(first.greedy.mean.value, first.sampled.mean.value, first.n)
+        self._evaluated.record(version, {key: value for each in reports for key, value in each.metrics().items()})
+        for report in reports:
+            self.say(render_line(label, report))
+            self._writer.write(version, report.metrics(), terminal=False)
+
+    def saving(self, version: int) -> None:
+        """A checkpoint of the weights of `version` is about to be made."""
+        self._evaluated.current = version
+
+    def roll_back(self, step: int) -> None:
+        """The run goes on from `step`."""
+        self._writer.roll_back(step)
+
+    def finish(self, record: ExitRecord) -> None:
+        """Write RUN_DIR/summary.json and RUN_DIR/exit.json."""
+        self._write_summary(record.status)
+        if self._peers.is_first:
+            write_exit(self._run_dir, record)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write_summary(self, status: str) -> None:
+        if self._peers.is_first:
+            self.summary.write(self._run_dir / "summary.json", status)
