@@ -87,11 +87,11 @@ class PoolHandles:
     def replicas(self) -> Sequence[ReplicaClient]:
         import ray
 
-        handle, count = self._client.handle, self._client.config.rollout.replicas
+        handle = self._client.handle
         logs = Path(handle.run_dir) / "logs"
         return [
             ReplicaClient(i, ray.get_actor(replica_name(i), namespace=handle.namespace), logs / f"replica-{i}.log")
-            for i in range(count)
+            for i in self._client.members()
         ]
 
     def restart(self, names: Sequence[str], timeout_s: float) -> None:
@@ -152,6 +152,10 @@ class PoolClient:
     @property
     def _logs(self) -> Path:
         return Path(self.handle.run_dir) / "logs"
+
+    def members(self) -> list[int]:
+        """Indices of all replicas, lost and joining ones included."""
+        return self.call("members", timeout_s=self.config.timeouts.rpc_s)
 
     def devices(self) -> list[Held]:
         """What every replica holds."""

@@ -1,9 +1,9 @@
 """RolloutController: decides what is generated, and hands finished groups to the queue. One per run, an async actor.
 
-It owns the admission state, the prompt cursor, the reward processes and the client side of the pool. A trainer that
-(re)starts says which history it goes on from (`begin`), then the version that the engines serve (`set_version`), takes
-batches (`wait_batch`) and says what became of them (`commit`). Once something failed for good, every waiting and later
-call raises that failure.
+A facade over its parts: admission (which groups may start), the fleet (which replicas serve), the group runner (how a
+group becomes trajectories), the queue, and evaluation. A trainer that (re)starts says which history it goes on from
+(`begin`), then the version that the engines serve (`set_version`), takes batches (`wait_batch`) and says what became of
+them (`commit`). Once something failed for good, every waiting and later call raises that failure.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import sample_key
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
+from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.admission import Admission, Counters, usable_samples
+from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.batch_stats import BatchStats, BusyClock
+from megarl.rollout.batcher import Batcher
 from megarl.rollout.devices import Held
 from megarl.rollout.evaluate_on_pool import evaluate_on_pool, write_records
-from megarl.rollout.pool import RolloutPool
-from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec, replica_name, restart_replica
-from megarl.rollout.requests import GenerateRequest, SamplingSpec, request_seed
-from megarl.rollout.to_trajectory import defect, trajectory
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.group_runner import GroupRunner
+from megarl.rollout.prompts import PromptSource
+from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec
 
 logger = logging.getLogger(__name__)
 
@@ -66,21 +69,15 @@ class RolloutController:
             os.chdir(cwd)
             sys.path.insert(0, cwd)
         spec.watch_supervisor()
-        batch = self.config.batch
-        self._admission = Admission(batch.groups, self.config.admission.max_staleness)
+        self._admission = Admission(self.config.batch.groups, self.config.admission.max_staleness)
         self._batches: dict[int, BatchReady] = {}
-        self._stats = BatchStats()
-        self._engines = BusyClock()
+        self._engine_time = BusyClock()
         self._failure: RolloutError | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._joining: set[int] = set()
         self._changed = asyncio.Event()
 
     async def start(self) -> dict[str, float]:
         """Start queue and reward processes, load prompts and tokenizer, attach to the replicas; seconds it took."""
-        from megarl.rewards.worker_pool import RewardPool
-        from megarl.rollout.prompts import PromptSource
-
         started = time.monotonic()
         config, timeouts = self.config, self.config.timeouts
         self._rewards = RewardPool(
@@ -92,14 +89,17 @@ class RolloutController:
             start_timeout_s=timeouts.engine_start_s,
         )
         # What takes long and imports much is not done in the event loop.
-        self._queue, self._source, replicas, _ = await asyncio.gather(
+        self._queue, self._source, self._fleet, _ = await asyncio.gather(
             asyncio.to_thread(self._start_queue),
             asyncio.to_thread(PromptSource, config),
-            self._attach_replicas(timeouts.engine_start_s),
+            Fleet.attach(self.spec, config.rollout.replicas, timeouts),
             self._rewards.start(),
         )
-        self._stats.skipped_prompts = self._source.skipped
-        self._pool = RolloutPool(replicas, timeout_s=timeouts.generate_s, describe=self._log_of)
+        self._batcher = Batcher(self._fleet.pool, clock=self._engine_time)
+        self._runner = GroupRunner(
+            config, SingleTurn(), self._source, self._batcher, self._rewards, partition=self.partition
+        )
+        self._runner.stats.skipped_prompts = self._source.skipped
         self._writer = await asyncio.to_thread(
             QueueWriter.attach, self.partition, namespace=self.spec.namespace, timeout_s=timeouts.queue_s
         )
@@ -117,30 +117,10 @@ class RolloutController:
             timeout_s=self.config.timeouts.engine_start_s,
         )
 
-    async def _attach_replicas(self, timeout_s: float) -> dict[int, Any]:
-        import ray
-
-        handles: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(handles) < self.config.rollout.replicas:
-            index = len(handles)
-            try:
-                handles[index] = ray.get_actor(replica_name(index), namespace=self.spec.namespace)
-            except ValueError:
-                if time.monotonic() > deadline:
-                    raise RolloutError(f"the controller waited {timeout_s:.0f} s for replica {index}") from None
-                await asyncio.sleep(0.05)
-        return handles
-
-    def _log_of(self, index: int) -> str:
-        return f"see {self.run_dir / 'logs' / f'replica-{index}.log'}"
-
     async def set_version(self, version: int, admit: bool = True) -> Counters:
         """The engines serve `version` from now on, restarted ones too. Repeating it is harmless."""
         self._check()
-        for index in sorted(self._joining):
-            self._pool.admit(index)
-        self._joining.clear()
+        self._fleet.admit_joining()
         self._admission.set_version(version)
         return await self.admit() if admit else self._admission.counters
 
@@ -175,7 +155,7 @@ class RolloutController:
                 groups = sorted(self._admission.in_flight)
                 raise RolloutError(
                     f"the trainer waited {timeout_s:.0f} s for the batch of step {step}; {len(groups)} groups in "
-                    f"flight: {groups[:8]}, replicas alive: {self._pool.alive}"
+                    f"flight: {groups[:8]}, replicas alive: {self._fleet.pool.alive}"
                 ) from None
 
     def _take(self, step: int) -> None:
@@ -183,16 +163,16 @@ class RolloutController:
         if taken is None:
             return
         samples = range(self.config.batch.samples_per_group)
-        self._stats.engine_seconds = self._engines.take(time.monotonic())
+        stats, self._runner.stats = self._runner.stats, BatchStats()
+        stats.engine_seconds = self._engine_time.take(time.monotonic())
         counters = self._admission.counters
         self._batches[step] = BatchReady(
             step=step,
             keys=[sample_key(group, index) for group in sorted(taken[0] + taken[1]) for index in samples],
             counters=counters,
-            timings=self._stats.metrics(queue_depth=counters.ready, replicas_alive=len(self._pool.alive))
+            timings=stats.metrics(queue_depth=counters.ready, replicas_alive=len(self._fleet.pool.alive))
             | {"total/groups_rolled_back": counters.rolled_back},
         )
-        self._stats = BatchStats()
 
     async def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> Counters:
         """What became of the groups of `step`; their rows leave the queue. ValueError if the numbers do not add up."""
@@ -216,12 +196,12 @@ class RolloutController:
         for eval_set in eval_sets:
             report = await evaluate_on_pool(
                 eval_set,
-                self._pool,
+                self._fleet.pool,
                 self._rewards.score,
                 self._source.decode,
                 version=version,
                 tag=f"v{version}{label}",
-                by_index=self.config.run.deterministic,
+                in_turn=self.config.run.deterministic,
             )
             reports.append(report)
         if label and eval_sets:
@@ -253,8 +233,8 @@ class RolloutController:
             self._source.load_state_dict(state["source"])
         self._admission.load_state_dict(state["admission"] if state else self._admission.state_dict(), attempts)
         # Belongs to the first batch of the history.
-        self._stats.skipped_prompts = 0 if state else self._source.skipped
-        await self._reset_replicas()
+        self._runner.stats.skipped_prompts = 0 if state else self._source.skipped
+        await self._fleet.reset()
         return self._admission.counters
 
     async def _drop_everything(self) -> None:
@@ -262,41 +242,22 @@ class RolloutController:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._batcher.cancel()
         await self._writer.clear_all()
         self._batches.clear()
-        self._failure, self._stats = None, BatchStats()
+        self._failure, self._runner.stats = None, BatchStats()
 
-    async def _reset_replicas(self) -> None:
-        """Every engine idle and whole; those that cannot be are replaced, and serve after the next `set_version`."""
-        broken = []
-
-        async def reset(index: int) -> None:
-            try:
-                await self._pool.call(index, "reset", timeout_s=self.config.timeouts.rpc_s)
-            except RolloutError as error:
-                logger.warning("replacing replica %d: %s", index, error)
-                broken.append(index)
-
-        await asyncio.gather(*(reset(index) for index in range(self.config.rollout.replicas)))
-        await self.restart_replicas(sorted(broken))
+    async def members(self) -> list[int]:
+        """Indices of all replicas."""
+        return self._fleet.members
 
     async def devices(self) -> list[Held]:
-        """What every replica holds."""
-        timeout_s = self.config.timeouts.rpc_s
-        return [await self._pool.call(index, "devices", timeout_s=timeout_s) for index in self._pool.alive]
+        """What every replica that serves holds."""
+        return await self._fleet.devices()
 
     async def restart_replicas(self, indices: list[int]) -> None:
-        """Replace replicas by fresh ones under the same names; they serve after the next `set_version`.
-
-        RolloutError if one does not come up. (The controller is their owner: a rank's actors would end with the rank.)
-        """
-        timeout_s = self.config.timeouts.engine_start_s
-
-        async def restart(index: int) -> None:
-            self._pool.replace(index, await restart_replica(self.spec, index, self._pool.handle(index), timeout_s))
-            self._joining.add(index)
-
-        await asyncio.gather(*(restart(index) for index in indices))
+        """Replace replicas by fresh ones; they serve after the next `set_version`. RolloutError if one fails."""
+        await self._fleet.restart(indices)
 
     async def shutdown(self) -> None:
         """Cancel what is in flight and end the reward processes."""
@@ -328,45 +289,7 @@ class RolloutController:
 
     async def _group(self, group_id: int) -> None:
         """One prompt group from prompt to queue."""
-        prompt = self._source.draw(group_id)
-        sampling = SamplingSpec.training(self.config.sampling, self._source.stop_token_ids)
-        requests = [
-            GenerateRequest(
-                request_id=f"{self.partition}-{group_id}-{index}",
-                prompt_ids=prompt.ids,
-                sampling=sampling,
-                seed=request_seed(self.config.run.seed, group_id, index),
-            )
-            for index in range(self.config.batch.samples_per_group)
-        ]
-        self._engines.enter(group_id, time.monotonic())
-        seconds = 0.0
-        try:
-            home = group_id if self.config.run.deterministic else None
-            results = await self._pool.generate(group_id, requests, home=home)
-            seconds = max(result.seconds for result in results)
-        finally:
-            self._engines.leave(group_id, time.monotonic(), seconds)
-        judged = await asyncio.gather(*(self._judge(prompt, result) for result in results))
-        rows = [
-            trajectory(group_id, index, prompt.ids, result, outcome)
-            for index, (result, outcome) in enumerate(zip(results, judged, strict=True))
-        ]
+        rows = await self._runner.run(group_id)
         await self._writer.put_group(rows)
         self._admission.finish(group_id, usable_samples(row.status for row in rows))
         self._changed.set()
-
-    async def _judge(self, prompt: Any, result: Any) -> Any:
-        self._stats.generate_seconds.append(result.seconds)
-        failure = defect(result)
-        if failure:
-            self._stats.sample_failures[failure.split(" at ")[0]] += 1
-            return None
-        text = self._source.decode(result.response_ids)
-        started = time.monotonic()
-        outcome = await self._rewards.score(prompt.judge(text, result.response_ids, result.finish_reason))
-        self._stats.reward_seconds.append(time.monotonic() - started)
-        if outcome.error is not None:
-            self._stats.reward_errors[outcome.reason or "error"] += 1
-            logger.warning("reward of a sample of %r: %s", prompt.answer, outcome.error)
-        return outcome

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from megarl.evaluation.harness import Mode, SetReport, evaluate_set
 from megarl.rewards.gsm8k import final_number
 from megarl.rewards.math import last_boxed
 from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rollout.batcher import Batcher
 from megarl.rollout.pool import RolloutPool
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, request_seed
 from megarl.rollout.to_trajectory import generation_failure
@@ -44,49 +44,6 @@ class EvalSet:
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Batcher:
-    """Collects requests that come at once and sends them in chunks: a Ray call costs as much as 50 short tokens."""
-
-    def __init__(self, pool: RolloutPool, by_index: bool = False) -> None:
-        """`by_index`: chunks go to the replicas in turn instead of by load."""
-        self._pool = pool
-        self._next_home = 0 if by_index else None
-        self._waiting: list[tuple[GenerateRequest, asyncio.Future[GenerateResult]]] = []
-        self._flush: asyncio.Handle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Raises what the pool raised for its chunk."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[GenerateResult] = loop.create_future()
-        self._waiting.append((request, future))
-        if self._flush is None:
-            self._flush = loop.call_soon(self._send)
-        return await future
-
-    def _send(self) -> None:
-        waiting, self._waiting, self._flush = self._waiting, [], None
-        for start in range(0, len(waiting), CHUNK):
-            task = asyncio.get_running_loop().create_task(self._chunk(waiting[start : start + CHUNK]))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _chunk(self, chunk: list[tuple[GenerateRequest, asyncio.Future[GenerateResult]]]) -> None:
-        try:
-            home = self._next_home
-            if home is not None:
-                self._next_home = home + 1
-            results = await self._pool.generate(chunk[0][0].request_id, [request for request, _ in chunk], home=home)
-        except Exception as error:
-            for _, future in chunk:
-                if not future.done():
-                    future.set_exception(error)
-            return
-        for (_, future), result in zip(chunk, results, strict=True):
-            if not future.done():
-                future.set_result(result)
-
-
 async def evaluate_on_pool(
     eval_set: EvalSet,
     pool: RolloutPool,
@@ -95,13 +52,15 @@ async def evaluate_on_pool(
     *,
     version: int,
     tag: str,
-    by_index: bool = False,
+    in_turn: bool = False,
 ) -> SetReport:
     """Greedy and sampled responses to every problem, judged. `score` is awaited; fills `eval_set.records`.
 
+    `in_turn`: requests go to the replicas in turn instead of by load.
+
     Seeds depend on (seed, problem, sample) only: the same problems are sampled alike before and after training.
     """
-    batcher = Batcher(pool, by_index)
+    batcher = Batcher(pool, chunk=CHUNK, in_turn=in_turn)
     eval_set.records.clear()
 
     async def respond(problem: EvalProblem, index: int, mode: Mode, sample: int) -> ScoredResponse:

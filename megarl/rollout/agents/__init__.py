@@ -1,0 +1,1 @@
+"""Agent loops: how one sample becomes a trajectory."""

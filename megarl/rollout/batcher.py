@@ -1,0 +1,110 @@
+"""Requests that come at once travel to a replica together: a Ray call costs as much as 50 short tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from megarl.rollout.batch_stats import BusyClock
+from megarl.rollout.pool import RolloutPool
+from megarl.rollout.requests import GenerateRequest, GenerateResult
+
+
+@dataclass
+class _Waiting:
+    request: GenerateRequest
+    prefix: Hashable
+    home: int | None
+    future: asyncio.Future[GenerateResult]
+
+
+class Batcher:
+    """`generate` one request; those of one turn of the event loop that share a prefix are sent in one call.
+
+    `chunk`: at most so many in one call (None: no bound). `in_turn`: calls without a home go to the replicas in turn
+    instead of by load. `clock`: told when calls leave and come back.
+    """
+
+    def __init__(
+        self,
+        pool: RolloutPool,
+        *,
+        chunk: int | None = None,
+        in_turn: bool = False,
+        clock: BusyClock | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pool, self._chunk, self._in_turn, self._clock, self._now = pool, chunk, in_turn, clock, now
+        self._waiting: list[_Waiting] = []
+        self._flush: asyncio.Handle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._calls = 0
+
+    async def generate(
+        self, request: GenerateRequest, prefix: Hashable = None, home: int | None = None
+    ) -> GenerateResult:
+        """One response; raises what the pool raised for the call that carried the request.
+
+        `prefix`: requests that share it share a prompt, and go to one replica; None shares nothing. `home`: a number
+        that alone decides which replica takes them.
+        """
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(request, prefix, home, loop.create_future())
+        self._waiting.append(waiting)
+        if self._flush is None:
+            self._flush = loop.call_soon(self._send)
+        return await waiting.future
+
+    async def cancel(self) -> None:
+        """Give up every call that is under way; whoever waits for one is cancelled."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _send(self) -> None:
+        waiting, self._waiting, self._flush = self._waiting, [], None
+        together: dict[tuple[Hashable, int | None], list[_Waiting]] = {}
+        for each in waiting:
+            together.setdefault((each.prefix, each.home), []).append(each)
+        for same in together.values():
+            size = self._chunk or len(same)
+            for start in range(0, len(same), size):
+                call = self._call(self._calls, same[start : start + size])
+                self._calls += 1
+                task = asyncio.get_running_loop().create_task(call)
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _call(self, number: int, together: list[_Waiting]) -> None:
+        try:
+            results = await self._timed(number, together)
+        except Exception as error:
+            for each in together:
+                if not each.future.done():
+                    each.future.set_exception(error)
+        except asyncio.CancelledError:
+            for each in together:
+                each.future.cancel()
+            raise
+        else:
+            for each, result in zip(together, results, strict=True):
+                if not each.future.done():
+                    each.future.set_result(result)
+
+    async def _timed(self, number: int, together: list[_Waiting]) -> list[GenerateResult]:
+        first = together[0]
+        prefix = first.prefix if first.prefix is not None else first.request.request_id
+        home = number if first.home is None and self._in_turn else first.home
+        seconds = 0.0
+        if self._clock is not None:
+            self._clock.enter(number, self._now())
+        try:
+            results = await self._pool.generate(prefix, [each.request for each in together], home=home)
+            seconds = max(result.seconds for result in results)
+            return results
+        finally:
+            if self._clock is not None:
+                self._clock.leave(number, self._now(), seconds)

@@ -1,0 +1,96 @@
+"""Runs the samples of one prompt group, each by the agent loop, and measures them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Sequence
+
+from megarl.config.schema import Config
+from megarl.queue.trajectory import Trajectory
+from megarl.rewards.types import RewardOutcome
+from megarl.rewards.worker_pool import RewardPool
+from megarl.rollout.agents.base import AgentLoop
+from megarl.rollout.batch_stats import BatchStats
+from megarl.rollout.batcher import Batcher
+from megarl.rollout.prompts import Drawn, PromptSource
+from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, request_seed
+from megarl.rollout.to_trajectory import defect
+
+logger = logging.getLogger(__name__)
+
+
+class GroupRunner:
+    """`run` a group from its prompt to its trajectories. `stats` receives what is measured on the way."""
+
+    def __init__(
+        self,
+        config: Config,
+        loop: AgentLoop,
+        source: PromptSource,
+        batcher: Batcher,
+        rewards: RewardPool,
+        *,
+        partition: str,
+    ) -> None:
+        """`partition`: makes the request ids of this run's attempt unique."""
+        self.config = config
+        self.loop = loop
+        self.source = source
+        self.batcher = batcher
+        self.rewards = rewards
+        self.partition = partition
+        self.stats = BatchStats()
+        self.sampling = SamplingSpec.training(config.sampling, source.stop_token_ids)
+
+    async def run(self, group_id: int) -> list[Trajectory]:
+        """The group's trajectories in the order of their samples. Raises what the first loop to fail raised."""
+        prompt = self.source.draw(group_id)
+        samples = range(self.config.batch.samples_per_group)
+        try:
+            async with asyncio.TaskGroup() as tasks:  # the others end with the first that fails
+                running = [
+                    tasks.create_task(self.loop.run(SampleContext(self, prompt, group_id, index))) for index in samples
+                ]
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return [task.result() for task in running]
+
+
+class SampleContext:
+    """The `AgentContext` of one sample."""
+
+    def __init__(self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int) -> None:
+        self.prompt, self.group_id, self.sample_index = prompt, group_id, sample_index
+        self._runner = runner
+        self._seed = request_seed(runner.config.run.seed, group_id, sample_index)
+        self.rng = random.Random(self._seed)
+
+    async def generate(self, token_ids: Sequence[int]) -> GenerateResult:
+        request = GenerateRequest(
+            request_id=f"{self._runner.partition}-{self.group_id}-{self.sample_index}",
+            prompt_ids=list(token_ids),
+            sampling=self._runner.sampling,
+            seed=self._seed,
+        )
+        home = self.group_id if self._runner.config.run.deterministic else None
+        result = await self._runner.batcher.generate(request, prefix=self.group_id, home=home)
+        self._runner.stats.generate_seconds.append(result.seconds)
+        return result
+
+    async def judge(self, result: GenerateResult) -> RewardOutcome | None:
+        if failure := defect(result):
+            self._runner.stats.sample_failures[failure.split(" at ")[0]] += 1
+            return None
+        text = self._runner.source.decode(result.response_ids)
+        started = time.monotonic()
+        wanted = self.prompt.judge(text, result.response_ids, result.finish_reason)
+        outcome: RewardOutcome = await self._runner.rewards.score(wanted)
+        stats = self._runner.stats  # a batch may have been taken, and its statistics with it, in the meantime
+        stats.reward_seconds.append(time.monotonic() - started)
+        if outcome.error is not None:
+            stats.reward_errors[outcome.reason or "error"] += 1
+            logger.warning("reward of a sample of %r: %s", self.prompt.answer, outcome.error)
+        return outcome
