@@ -66,9 +66,13 @@ def make_policy(directory: Path, args: argparse.Namespace) -> tuple[Any, list[An
     policy = Policy(config, layout, load_info(directory / "model"))
     length = args.step_tokens // 4
     samples = [
-        TrainSample(f"0:{n}", [1] * (length - RESPONSE), [2 + n] * RESPONSE, 1.0, old_logprobs=torch.zeros(RESPONSE))
+        TrainSample(
+            f"0:{n}", [1] * (length - RESPONSE), [2 + n] * RESPONSE, streams={"old_logprobs": torch.zeros(RESPONSE)}
+        )
         for n in range(4)
     ]
+    for sample in samples:
+        sample.set_advantage(1.0)
     return policy, samples
 
 

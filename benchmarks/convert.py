@@ -32,7 +32,7 @@ import torch
 from megarl.models.export import ExportedTensor, plan_files
 from megarl.models.info import ModelInfo
 from megarl.models.read_config import info_from_config
-from megarl.models.safetensors_io import SafetensorsWriter, TensorSpec, write_index
+from megarl.models.safetensors_io import SafetensorsWriter, TensorHeader, write_index
 from megarl.models.shards import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,7 +106,7 @@ def generate(directory: Path, config: dict[str, Any]) -> ModelInfo:
         for name, shape in zip(entry.names, entry.shapes, strict=True)
     ]
     files = plan_files(tensors, 4 * 2**30)
-    specs = [(name, [TensorSpec(t.name, t.shape, t.dtype) for t in part]) for name, part in files]
+    specs = [(name, [TensorHeader(t.name, t.shape, t.dtype) for t in part]) for name, part in files]
     for number, (name, part) in enumerate(specs):
         writer = SafetensorsWriter(directory / name, part)
         for offset, spec in enumerate(part):

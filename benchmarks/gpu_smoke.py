@@ -83,9 +83,11 @@ def run(precision: str, directory: Path, reference: list[torch.Tensor], steps: i
     parallel.initialize(layout, seed=0, timeout_s=120)
     policy = Policy(config, layout, load_info(directory))
     samples = [
-        TrainSample(str(i), prompt, response, advantage=(-1.0) ** i, old_logprobs=reference[i])
+        TrainSample(str(i), prompt, response, streams={"old_logprobs": reference[i]})
         for i, (prompt, response) in enumerate(make_batch())
     ]
+    for i, sample in enumerate(samples):
+        sample.set_advantage((-1.0) ** i)
     found = policy.compute_logprobs(samples)
     difference = max(float((new.logprobs - old).abs().max()) for new, old in zip(found, reference, strict=True))
     losses, seconds = [], []

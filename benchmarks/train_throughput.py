@@ -142,7 +142,8 @@ def make_samples(lengths: list[int], vocab: int) -> list[Any]:
     samples = []
     for number, length in enumerate(lengths):
         ids = torch.randint(1, vocab, (length,), generator=generator).tolist()
-        samples.append(TrainSample(f"0:{number}", ids[:PROMPT], ids[PROMPT:], advantage=1.0 - number % 3))
+        samples.append(TrainSample(f"0:{number}", ids[:PROMPT], ids[PROMPT:]))
+        samples[-1].set_advantage(1.0 - number % 3)
     return samples
 
 
@@ -163,7 +164,7 @@ def measure(
     samples = make_samples(scenario.lengths, args.vocab)
     own, plain = packed.logprobs(samples), padded.run(samples)
     for sample, logprobs in zip(samples, own, strict=True):
-        sample.old_logprobs = logprobs
+        sample.streams["old_logprobs"] = logprobs
     worst = max(float((a - b).abs().max()) for a, b in zip(own, plain, strict=True))
     limit = 1e-4 if device.type == "cpu" else 0.3
     if worst > limit:

@@ -12,7 +12,6 @@ from megarl.config.load import load_config
 from megarl.models.export import HFExporter
 from megarl.models.layout import Layout
 from megarl.models.read_config import load_info
-from megarl.queue.dump import tag_of
 from megarl.run.batch_metrics import record_batch
 from megarl.run.step import plan_step, train_step
 from megarl.telemetry.declarations import REGISTRY, step_metrics
@@ -63,7 +62,7 @@ def train_in_memory(run_dir: Path, steps: int) -> dict[str, Any]:
         timer, metrics, collected = PhaseTimer(), step_metrics(), []
         for step in range(steps):
             rows = {row.key: row for row in make_batch(step)}
-            plan = plan_step([tag_of(row) for row in rows.values()], policy.config, dp_size=1, version=step)
+            plan = plan_step([row.tag for row in rows.values()], policy.config, dp_size=1, version=step)
             train_step(policy, plan, rows, policy.config, timer, metrics)
             record_batch(metrics, plan)
             collected.append(_timeless(metrics.reduce() | timer.finish_step()))

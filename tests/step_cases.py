@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from megarl.queue.dump import tag_of
 from megarl.queue.trajectory import Trajectory
 from megarl.run.step import plan_step, train_step
 from megarl.telemetry.declarations import step_metrics
@@ -35,6 +34,6 @@ def stepped(model_dir: Path, rows: list[Trajectory], **changes: Any) -> dict[str
 
         policy.update, policy.optimizer.step = recorded_update, recorded_step
         by_key, metrics = {row.key: row for row in rows}, step_metrics()
-        plan = plan_step([tag_of(row) for row in rows], policy.config, dp_size=parallel.dp_size(), version=0)
+        plan = plan_step([row.tag for row in rows], policy.config, dp_size=parallel.dp_size(), version=0)
         train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics)
         return {"updates": updates, "gradients": gradients[0], "metrics": metrics.reduce()}

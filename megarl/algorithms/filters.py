@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from megarl.algorithms.advantages import (
     AdvantageKind,
@@ -18,15 +19,27 @@ from megarl.algorithms.advantages import (
 )
 
 
-@dataclass(frozen=True)
-class ScoredSample:
-    """What shaping needs to know of a sample; `length` in response tokens; `failed`: never trained on."""
+class JudgedSample(Protocol):
+    """What shaping needs to know of a sample (`megarl.queue.trajectory.SampleTag` has it)."""
 
-    key: str
-    reward: float
-    length: int
-    truncated: bool = False
-    failed: bool = False
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def reward(self) -> float: ...
+
+    @property
+    def response_tokens(self) -> int: ...
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response was cut at the token limit."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """Whether the sample must never be trained on."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -69,14 +82,14 @@ class ShapedBatch:
     failed_keys: list[str] = field(default_factory=list)
 
 
-def shape_sample(sample: ScoredSample, spec: ShapingSpec) -> tuple[float, bool]:
+def shape_sample(sample: JudgedSample, spec: ShapingSpec) -> tuple[float, bool]:
     """(shaped reward, whether it is trained): truncation policy first, then the overlong penalty."""
     reward, trained = apply_truncation(spec.truncated, sample.truncated, sample.reward)
-    penalty = overlong_penalty(sample.length, spec.max_tokens, spec.overlong_buffer, spec.overlong_penalty)
+    penalty = overlong_penalty(sample.response_tokens, spec.max_tokens, spec.overlong_buffer, spec.overlong_penalty)
     return reward + penalty, trained
 
 
-def shape_batch(groups: Sequence[Sequence[ScoredSample]], spec: ShapingSpec) -> ShapedBatch:
+def shape_batch(groups: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> ShapedBatch:
     """Shape rewards, drop failed samples, filter groups without variance, compute advantages.
 
     A group with fewer than two samples left has no baseline and counts as failed, its samples too. The filter

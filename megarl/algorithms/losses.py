@@ -6,6 +6,7 @@ and maxima, never means, so that they reduce exactly over micro-batches and rank
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,7 +42,7 @@ class LossSpec:
 class TokenLoss:
     """`loss_T`: loss per token with gradient, 0 where masked. `stats`: detached sums and maxima."""
 
-    loss_T: Tensor  # noqa: N815
+    loss_T: Tensor
     stats: LossStats
 
 
@@ -150,54 +151,65 @@ def masked_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, keep_T: Tensor, estima
     return kl_penalty(torch.where(keep_T, logprobs_T, zero), torch.where(keep_T, ref_logprobs_T, zero), estimator)
 
 
-def micro_batch_loss(
-    spec: LossSpec,
-    logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    *,
-    cu_seqlens: Tensor,
-    counts: GlobalCounts,
-    ref_logprobs_T: Tensor | None = None,
-    entropy_T: Tensor | None = None,
-) -> MicroBatchLoss:
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss sees of one micro-batch: R response tokens of S whole sequences. All tensors are [R] but the cuts.
+
+    `logprobs_R` (with gradient) and `entropy_R` are the policy's, fp32; `mask_R` (bool) marks the trained tokens.
+    `streams`: everything else per token, by name (`old_logprobs`, `advantages`, ...). `counts`: of the whole
+    mini-batch over all ranks.
+    """
+
+    logprobs_R: Tensor
+    mask_R: Tensor
+    cu_seqlens: Tensor  # int32 [S + 1]
+    counts: GlobalCounts
+    streams: Mapping[str, Tensor]
+    entropy_R: Tensor | None = None
+
+
+# A loss gives a micro-batch's share of the objective; the shares of all micro-batches and ranks add up.
+LossFunction = Callable[[LossInputs], MicroBatchLoss]
+
+
+def micro_batch_loss(spec: LossSpec, inputs: LossInputs) -> MicroBatchLoss:
     """This micro-batch's share of: policy loss + kl_coef * KL(ref) - entropy_coef * entropy, by `counts`.
 
-    All three terms carry the same token weights. `ref_logprobs_T` is needed if `kl_coef` is not 0 and
-    reported if given; likewise `entropy_T` for `entropy_coef`. Raises ValueError if a needed one is
-    missing.
+    All three terms carry the same token weights. Stream `reference_logprobs` is needed if `kl_coef` is not 0 and
+    reported if given; likewise `entropy_R` for `entropy_coef`. Raises ValueError if a needed one is missing.
     """
+    logprobs_R, mask_R, cu_seqlens, streams = inputs.logprobs_R, inputs.mask_R, inputs.cu_seqlens, inputs.streams
     policy = policy_loss(
-        logprobs_T,
-        old_logprobs_T,
-        advantages_T,
-        mask_T,
+        logprobs_R,
+        streams["old_logprobs"],
+        streams["advantages"],
+        mask_R,
         cu_seqlens=cu_seqlens,
         clip_low=spec.clip_low,
         clip_high=spec.clip_high,
         clip_dual=spec.clip_dual,
         kind=spec.kind,
     )
-    weights_T = token_weights(mask_T, cu_seqlens, spec.aggregation, counts, policy.loss_T.dtype)
-    keep_T = mask_T.bool()
+    weights_R = token_weights(mask_R, cu_seqlens, spec.aggregation, inputs.counts, policy.loss_T.dtype)
+    keep_R = mask_R.bool()
     stats = policy.stats
-    loss = (weights_T * policy.loss_T).sum()
+    loss = (weights_R * policy.loss_T).sum()
     stats.sums["policy_loss"] = loss.detach().double()
-    if ref_logprobs_T is not None:
-        check_packed(cu_seqlens, mask_T, ref_logprobs_T)
-        kl_T = masked_kl(logprobs_T, ref_logprobs_T, keep_T, spec.kl_estimator)
-        stats.sums["kl_ref"] = kl_T.detach().sum(dtype=torch.float64)
+    reference_R = streams.get("reference_logprobs")
+    if reference_R is not None:
+        check_packed(cu_seqlens, mask_R, reference_R)
+        kl_R = masked_kl(logprobs_R, reference_R, keep_R, spec.kl_estimator)
+        stats.sums["kl_ref"] = kl_R.detach().sum(dtype=torch.float64)
         if spec.kl_coef:
-            loss = loss + spec.kl_coef * (weights_T * kl_T).sum()
+            loss = loss + spec.kl_coef * (weights_R * kl_R).sum()
     elif spec.kl_coef:
         raise ValueError("kl_coef is not 0, but no reference log-probs were given")
-    if entropy_T is not None:
-        check_packed(cu_seqlens, mask_T, entropy_T)
-        entropy_T = torch.where(keep_T, entropy_T.to(policy.loss_T.dtype), policy.loss_T.new_zeros(()))
-        stats.sums["entropy"] = entropy_T.detach().sum(dtype=torch.float64)
+    if inputs.entropy_R is not None:
+        check_packed(cu_seqlens, mask_R, inputs.entropy_R)
+        entropy_R = torch.where(keep_R, inputs.entropy_R.to(policy.loss_T.dtype), policy.loss_T.new_zeros(()))
+        stats.sums["entropy"] = entropy_R.detach().sum(dtype=torch.float64)
         if spec.entropy_coef:
-            loss = loss - spec.entropy_coef * (weights_T * entropy_T).sum()
+            loss = loss - spec.entropy_coef * (weights_R * entropy_R).sum()
     elif spec.entropy_coef:
         raise ValueError("entropy_coef is not 0, but no entropy was given")
     stats.sums["loss"] = loss.detach().double()

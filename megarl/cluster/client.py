@@ -19,7 +19,7 @@ from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.rollout.admission import Counters
 from megarl.rollout.controller import BatchReady
-from megarl.rollout.devices import Held
+from megarl.rollout.devices import HeldDevices
 from megarl.rollout.pool import as_replica_failure
 from megarl.rollout.replica import replica_name
 
@@ -157,7 +157,7 @@ class PoolClient:
         """Indices of all replicas, lost and joining ones included."""
         return self.call("members", timeout_s=self.config.timeouts.rpc_s)
 
-    def devices(self) -> list[Held]:
+    def devices(self) -> list[HeldDevices]:
         """What every replica holds."""
         return self.call("devices", timeout_s=self.config.timeouts.rpc_s)
 

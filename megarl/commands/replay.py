@@ -187,7 +187,7 @@ def _train(
     import torch
 
     from megarl.config.checks import check
-    from megarl.config.layout import trainer_layout
+    from megarl.config.trainer_layout import trainer_layout
     from megarl.telemetry.sinks import MetricsWriter
     from megarl.trainer import parallel
     from megarl.trainer.policy import Policy

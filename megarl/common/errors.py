@@ -38,6 +38,10 @@ class ReplicaFailed(RolloutError):  # noqa: N818  (a fact, not an exception's na
         return type(self), (self.replica, str(self))
 
 
+class NoReplicaLeft(ReplicaFailed):
+    """The last replica that served has failed."""
+
+
 class SupervisorFailed(RolloutError):  # noqa: N818
     """The supervisor did not start, or is gone."""
 
@@ -47,17 +51,17 @@ class WeightSyncError(RuntimeError):
 
     Attributes:
         version: the version that was being published.
-        culprits: members or replicas that failed (never those that only lost their peer).
-        caught: replicas between start and finish; their weights are undefined and they must be restarted.
+        failed_members: members or replicas that failed (never those that only lost their peer).
+        needs_restart: replicas between start and finish; their weights are undefined and they must be restarted.
     """
 
     def __init__(
-        self, message: str, *, version: int = -1, culprits: Sequence[str] = (), caught: Sequence[str] = ()
+        self, message: str, *, version: int = -1, failed_members: Sequence[str] = (), needs_restart: Sequence[str] = ()
     ) -> None:
         super().__init__(message)
         self.version = version
-        self.culprits = tuple(culprits)
-        self.caught = tuple(caught)
+        self.failed_members = tuple(failed_members)
+        self.needs_restart = tuple(needs_restart)
 
 
 class SyncAborted(WeightSyncError):  # noqa: N818 - a state of the group, raised in every member but the first

@@ -232,7 +232,7 @@ def _files(config: Config) -> Iterator[str]:
         elif path.suffix not in (".jsonl", ".json", ".parquet"):
             yield f"{key}: {path} is neither .jsonl nor .parquet; convert or rename it"
     models = [("model.path", config.model.path, config.model.load_weights)]
-    if config.algorithm.kl.coef and config.reference.path is not None:
+    if config.needs_reference and config.reference.path is not None:
         models.append(("reference.path", config.reference.path, True))
     for key, path, weights in models:
         if not path.is_dir():

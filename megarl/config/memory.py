@@ -95,7 +95,7 @@ def _stage_memory(
         terms += [Term("logits chunk", logits, "update"), Term("logits chunk", logits, "log-probs")]
     widest = _widest_layer(config, info, layout, fused)
     terms.append(Term("forward of one layer", int(widest), "log-probs"))
-    if config.algorithm.kl.coef:
+    if config.needs_reference:
         kept = not cuda or config.reference.placement == "gpu"
         terms.append(Term("reference weights", _raw_weights(config, info, layout, stage),
                           "always" if kept else "log-probs"))  # fmt: skip

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from megarl.common.errors import ConfigError
 from megarl.config.checks import Device, check, detect_device, longest_response, max_sequence_tokens
 from megarl.config.hardware import local_gpus
-from megarl.config.layout import trainer_layout
 from megarl.config.memory import GIB, EngineMemory, Memory, engine_memory, trainer_memory
 from megarl.config.parameters import model_parameters
 from megarl.config.pools import Pools, resolve_pools
 from megarl.config.schema import Config
+from megarl.config.trainer_layout import trainer_layout
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
 
@@ -35,7 +35,7 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A checked config, resolved. Bytes and tokens are per GPU (per process on CPU) unless they say otherwise."""
 
     device: Device
@@ -61,7 +61,7 @@ class Plan:
         return self.layout.world_size
 
 
-def make_plan(config: Config, *, device: Device | None = None, files: bool = True) -> Plan:
+def make_plan(config: Config, *, device: Device | None = None, files: bool = True) -> RunPlan:
     """Check `config` and resolve it. Raises ConfigError listing every problem, memory included.
 
     `device` and `files` as in `checks.check`.
@@ -81,7 +81,7 @@ def make_plan(config: Config, *, device: Device | None = None, files: bool = Tru
         raise ConfigError(problems)
     batch = config.batch
     samples = batch.groups * batch.samples_per_group
-    return Plan(
+    return RunPlan(
         device=device,
         info=info,
         layout=layout,

@@ -13,14 +13,14 @@ from rich.text import Text
 
 from megarl.config.load import to_yaml
 from megarl.config.memory import Memory
-from megarl.config.plan import Plan, gib
+from megarl.config.plan import RunPlan, gib
 from megarl.config.pools import Pool
 from megarl.config.schema import Config
 
 WIDTH = 100
 
 
-def print_dry_run(config: Config, plan: Plan, stream: TextIO) -> None:
+def print_dry_run(config: Config, plan: RunPlan, stream: TextIO) -> None:
     """Write the resolved config (YAML) and the plan to `stream`; without colours if it is not a terminal."""
     console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
     console.print(Text("# resolved config", style="bold"))
@@ -31,7 +31,7 @@ def print_dry_run(config: Config, plan: Plan, stream: TextIO) -> None:
     console.print(render_plan(plan))
 
 
-def render_plan(plan: Plan) -> RenderableType:
+def render_plan(plan: RunPlan) -> RenderableType:
     """Summary, memory of both pools, notes."""
     parts: list[RenderableType] = [
         Text("\n# plan", style="bold"),
@@ -43,7 +43,7 @@ def render_plan(plan: Plan) -> RenderableType:
     return Group(*parts)
 
 
-def _unit(plan: Plan) -> str:
+def _unit(plan: RunPlan) -> str:
     return "GPU" if plan.device == "cuda" else "process"
 
 
@@ -52,7 +52,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
-def _summary(plan: Plan) -> Iterable[tuple[str, str]]:
+def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
     layout, info = plan.layout, plan.info
     parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"DP {layout.data}"]
     parts += [f"VPP {layout.virtual_pipeline}"] if layout.virtual_pipeline else []

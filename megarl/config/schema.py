@@ -277,6 +277,11 @@ class RolloutConfig(Section):
     cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache per engine without a GPU, GiB.")
     enforce_eager: bool | None = Field(None, description="Default: true without a GPU.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: as trainer.precision.")
+    on_group_failure: Literal["count", "stop"] = Field(
+        "count",
+        description="A prompt group that cannot be generated or judged: count it as failed, or end the run. It ends in "
+        "any case when no engine is left, or when as many groups in a row have failed as a step has.",
+    )
     engine_kwargs: Passed = Field(default_factory=dict, description="Further AsyncEngineArgs fields.")
 
 
@@ -292,6 +297,9 @@ class WeightSyncConfig(Section):
     bucket_mb: float = Field(64.0, gt=0, description="Bucket size, MiB.")
     transport: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo without.")
     recompute_kv: bool = Field(True, description="Recompute KV caches of in-flight requests after a sync.")
+    restarts: int = Field(
+        1, ge=0, description="Times a failed sync is repeated, with fresh replicas for those it left unusable."
+    )
 
 
 class QueueConfig(Section):
@@ -426,6 +434,11 @@ class Config(Section):
     @property
     def run_dir(self) -> Path:
         return self.run.dir or Path("runs") / self.run.name
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the run needs a reference policy."""
+        return self.algorithm.kl.coef > 0
 
     @property
     def checkpoint_dir(self) -> Path:

@@ -24,7 +24,7 @@ CORRECT_AT = 1.0
 
 
 @dataclass(frozen=True)
-class Failure:
+class SampleFailure:
     """Why a response says nothing about the model: the engine did not end it, or its judge did not judge it."""
 
     kind: Literal["generation", "reward"]
@@ -44,7 +44,7 @@ class ScoredResponse:
     answer: str | None = None
     tokens: int = 0
     truncated: bool = False
-    failure: Failure | None = None
+    failure: SampleFailure | None = None
 
 
 @dataclass(frozen=True)

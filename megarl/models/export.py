@@ -20,7 +20,7 @@ import torch
 
 from megarl.models.info import ModelInfo
 from megarl.models.mapping import Entry
-from megarl.models.safetensors_io import SafetensorsWriter, TensorSpec, write_index
+from megarl.models.safetensors_io import SafetensorsWriter, TensorHeader, write_index
 from megarl.models.shards import Shard, local_shards, table
 from megarl.models.source import hf_files
 
@@ -220,8 +220,8 @@ def save_hf(
     torch.distributed.barrier(group)
 
 
-def _spec(tensor: ExportedTensor) -> TensorSpec:
-    return TensorSpec(tensor.name, tensor.shape, tensor.dtype)
+def _spec(tensor: ExportedTensor) -> TensorHeader:
+    return TensorHeader(tensor.name, tensor.shape, tensor.dtype)
 
 
 def plan_files(manifest: Sequence[ExportedTensor], shard_bytes: int) -> list[tuple[str, list[ExportedTensor]]]:

@@ -43,7 +43,7 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
         device = platforms.current().device
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = torch.nn.functional.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)

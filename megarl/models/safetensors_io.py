@@ -135,7 +135,7 @@ def _read_header(path: Path) -> dict[str, TensorRecord]:
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class TensorHeader:
     """A tensor to be written."""
 
     name: str
@@ -147,7 +147,7 @@ class TensorSpec:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-def encode_header(specs: Sequence[TensorSpec]) -> bytes:
+def encode_header(specs: Sequence[TensorHeader]) -> bytes:
     """What a safetensors file begins with; the tensors' bytes follow in the order of `specs`, without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -166,7 +166,7 @@ def encode_header(specs: Sequence[TensorSpec]) -> bytes:
 class SafetensorsWriter:
     """Streams tensors into one safetensors file in the announced order: one tensor in memory at a time."""
 
-    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, path: Path, specs: Sequence[TensorHeader]) -> None:
         self.path = path
         self._left = list(specs)
         self._file = path.open("wb")
@@ -178,7 +178,7 @@ class SafetensorsWriter:
         if spec is None or (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, spec.dtype):
             raise ValueError(f"{self.path}: expected {spec}, got {name} {tuple(tensor.shape)} {tensor.dtype}")
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        self._file.write(memoryview(flat.view(torch.uint8).numpy()))
+        self._file.write(flat.view(torch.uint8).numpy().data)
 
     def close(self) -> None:
         """Flush to the disk. Raises ValueError if announced tensors are missing."""
@@ -191,7 +191,7 @@ class SafetensorsWriter:
             raise ValueError(f"{self.path}: {len(self._left)} tensors were not written, first {self._left[0].name}")
 
 
-def write_index(directory: Path, files: Iterable[tuple[str, Sequence[TensorSpec]]]) -> None:
+def write_index(directory: Path, files: Iterable[tuple[str, Sequence[TensorHeader]]]) -> None:
     """`model.safetensors.index.json` for these files."""
     files = list(files)
     weight_map = {spec.name: file for file, specs in files for spec in specs}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -105,9 +105,10 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
     """The GPTModel inside DDP and Float16Module."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    while not isinstance(chunk, GPTModel):
-        chunk = chunk.module
-    return chunk
+    inner: Any = chunk
+    while not isinstance(inner, GPTModel):
+        inner = inner.module
+    return inner
 
 
 @dataclass(frozen=True)

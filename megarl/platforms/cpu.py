@@ -121,9 +121,11 @@ def _install_rng() -> None:
 
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get_state  # type: ignore[assignment]
     torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = set_state  # type: ignore[assignment]
-    torch.cuda.manual_seed = torch.cuda.random.manual_seed = (  # type: ignore[assignment]
-        lambda seed: torch.default_generator.manual_seed(int(seed)) and None
-    )
+
+    def manual_seed(seed: int) -> None:
+        torch.default_generator.manual_seed(int(seed))
+
+    torch.cuda.manual_seed = torch.cuda.random.manual_seed = manual_seed
     random._set_cuda_rng_state = set_state
     # Both states are one generator here, so the tracker's "CPU state changed" warning is always a false
     # alarm.

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.queue.streams import STREAMS, Stream, stream_column, stream_row
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT = "1"
+FORMAT = "2"
+READABLE = ("1", FORMAT)  # format 1 has neither masks nor streams: every token is sampled
 _PART = re.compile(r"step_(\d{6,})\.(\d+)-of-(\d+)\.parquet")
 
 
@@ -39,23 +41,7 @@ class DumpedBatch:
     @property
     def tags(self) -> list[SampleTag]:
         """The tags every rank of the recorded run saw, in the order of `trajectories`."""
-        return [tag_of(trajectory) for trajectory in self.trajectories]
-
-
-def tag_of(trajectory: Trajectory) -> SampleTag:
-    """The scalars of a trajectory that every rank knows; a sample without a token has version -1."""
-    return SampleTag(
-        key=trajectory.key,
-        group_id=trajectory.group_id,
-        sample_index=trajectory.sample_index,
-        prompt_tokens=len(trajectory.prompt_ids),
-        response_tokens=len(trajectory.response_ids),
-        oldest_version=trajectory.oldest_version if trajectory.versions else -1,
-        finish_reason=trajectory.finish_reason,
-        reward=trajectory.reward,
-        reward_components=dict(trajectory.reward_components),
-        status=trajectory.status,
-    )
+        return [trajectory.tag for trajectory in self.trajectories]
 
 
 def write_batch(
@@ -147,6 +133,7 @@ def _schema() -> pa.Schema:
             ("sample_index", pa.int32()),
             ("prompt_ids", pa.list_(pa.int32())),
             ("response_ids", pa.list_(pa.int32())),
+            ("response_mask", pa.list_(pa.int8())),
             ("rollout_logprobs", pa.list_(pa.float32())),
             ("versions", pa.list_(span)),
             ("finish_reason", pa.string()),
@@ -154,8 +141,15 @@ def _schema() -> pa.Schema:
             ("reward_components", pa.list_(component)),
             ("status", pa.string()),
             ("failure", pa.string()),
+            *((stream_column(stream), pa.list_(_arrow_type(stream))) for stream in STREAMS.from_rollout),
         ]
     )
+
+
+def _arrow_type(stream: Stream) -> pa.DataType:
+    import pyarrow as pa
+
+    return {"float32": pa.float32(), "int64": pa.int64(), "bool": pa.bool_()}[stream.dtype]
 
 
 def _to_table(step: int, version: int, trajectories: Sequence[Trajectory]) -> pa.Table:
@@ -168,10 +162,11 @@ def _to_table(step: int, version: int, trajectories: Sequence[Trajectory]) -> pa
             "reward_components": [
                 {"name": name, "value": value} for name, value in trajectory.reward_components.items()
             ],
+            **{stream_column(stream): stream_row(stream, trajectory) for stream in STREAMS.from_rollout},
         }
         for trajectory in trajectories
     ]
-    metadata = {"megarl.format": FORMAT, "megarl.run.step": str(step), "megarl.version": str(version)}
+    metadata = {"megarl.format": FORMAT, "megarl.step": str(step), "megarl.version": str(version)}
     return pa.Table.from_pylist(rows, schema=_schema().with_metadata(metadata))
 
 
@@ -180,6 +175,7 @@ _PLAIN = (
     "sample_index",
     "prompt_ids",
     "response_ids",
+    "response_mask",
     "rollout_logprobs",
     "finish_reason",
     "reward",
@@ -197,16 +193,21 @@ def _read_part(path: Path, step: int) -> tuple[int, list[Trajectory]]:
     except (OSError, pa.ArrowException) as error:
         raise DumpError(f"{path}: not a readable batch dump ({error})") from error
     metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
-    if metadata.get("megarl.format") != FORMAT:
-        raise DumpError(f"{path}: not a batch dump of format {FORMAT} (found {metadata.get('megarl.format')!r})")
-    if metadata["megarl.run.step"] != str(step):
-        raise DumpError(f"{path}: holds step {metadata['megarl.run.step']}, its name says {step}")
+    if metadata.get("megarl.format") not in READABLE:
+        raise DumpError(
+            f"{path}: not a batch dump of format {' or '.join(READABLE)} (found {metadata.get('megarl.format')!r})"
+        )
+    if metadata["megarl.step"] != str(step):
+        raise DumpError(f"{path}: holds step {metadata['megarl.step']}, its name says {step}")
     return int(metadata["megarl.version"]), [_from_row(row) for row in table.to_pylist()]
 
 
 def _from_row(row: dict[str, Any]) -> Trajectory:
     return Trajectory(
-        **{name: row[name] for name in _PLAIN},
+        **{name: row[name] for name in _PLAIN if name in row},
         versions=tuple(VersionSpan(**span) for span in row["versions"]),
         reward_components={item["name"]: item["value"] for item in row["reward_components"]},
+        streams={
+            stream.name: row[stream_column(stream)] for stream in STREAMS.from_rollout if stream_column(stream) in row
+        },
     )

@@ -17,9 +17,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megarl.queue.streams import STREAMS, stream_column, stream_row
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BACKEND = "SimpleStorage"
-FIELDS = ("prompt_ids", "response_ids", "rollout_logprobs", "versions")
+COLUMNS = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "versions")
 
 
 def quiet_library() -> None:
@@ -37,10 +39,6 @@ def quiet_library() -> None:
     os.environ.setdefault("TQ_NUM_THREADS", "1")
     os.environ.setdefault("TQ_CLIENT_ZMQ_IO_THREADS", "1")
     os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
-
-
-def partition_name(run: str, attempt: int) -> str:
-    return f"{run}.{attempt}"
 
 
 def _controller_name(partition: str) -> str:
@@ -331,42 +329,32 @@ def encode(trajectories: Sequence[Trajectory]) -> tuple[Any, list[dict[str, Any]
         return torch.nested.nested_tensor_from_jagged(values, offsets)
 
     spans = [[n for s in t.versions for n in (s.version, s.start, s.end)] for t in trajectories]
-    fields = TensorDict(
-        {
-            "prompt_ids": jagged([t.prompt_ids for t in trajectories], torch.int64),
-            "response_ids": jagged([t.response_ids for t in trajectories], torch.int64),
-            "rollout_logprobs": jagged([t.rollout_logprobs for t in trajectories], torch.float32),
-            "versions": jagged(spans, torch.int64),
-        },
-        batch_size=len(trajectories),
-    )
-    return fields, [_tag(trajectory) for trajectory in trajectories]
+    columns = {
+        "prompt_ids": jagged([t.prompt_ids for t in trajectories], torch.int64),
+        "response_ids": jagged([t.response_ids for t in trajectories], torch.int64),
+        "response_mask": jagged([t.response_mask for t in trajectories], torch.int8),
+        "rollout_logprobs": jagged([t.rollout_logprobs for t in trajectories], torch.float32),
+        "versions": jagged(spans, torch.int64),
+    }
+    for stream in STREAMS.from_rollout:
+        rows = [stream_row(stream, trajectory) for trajectory in trajectories]
+        columns[stream_column(stream)] = jagged(rows, getattr(torch, stream.dtype))
+    return TensorDict(columns, batch_size=len(trajectories)), [_tag(trajectory) for trajectory in trajectories]
 
 
 def _tag(trajectory: Trajectory) -> dict[str, Any]:
-    return {
-        "group_id": trajectory.group_id,
-        "sample_index": trajectory.sample_index,
-        "prompt_tokens": len(trajectory.prompt_ids),
-        "response_tokens": len(trajectory.response_ids),
-        "oldest_version": trajectory.oldest_version if trajectory.versions else -1,
-        "finish_reason": trajectory.finish_reason,
-        "reward": trajectory.reward,
-        "reward_components": dict(trajectory.reward_components),
-        "status": trajectory.status,
-        "failure": trajectory.failure,
-    }
+    return asdict(trajectory.tag) | {"failure": trajectory.failure}
 
 
 def decode_tag(tag: dict[str, Any]) -> SampleTag:
     """One row's tag."""
-    fields = {name: value for name, value in tag.items() if name != "failure"}
-    return SampleTag(key=f"{tag['group_id']}:{tag['sample_index']}", **fields)
+    return SampleTag(**{name: value for name, value in tag.items() if name != "failure"})
 
 
 def decode(data: Any, tags: Sequence[dict[str, Any]]) -> list[Trajectory]:
     """Inverse of `encode`."""
-    columns = {name: _rows(data[name]) for name in FIELDS}
+    columns = {name: _rows(data[name]) for name in COLUMNS}
+    streams = {stream.name: _rows(data[stream_column(stream)]) for stream in STREAMS.from_rollout}
     trajectories = []
     for index, tag in enumerate(tags):
         flat = columns["versions"][index]
@@ -384,6 +372,8 @@ def decode(data: Any, tags: Sequence[dict[str, Any]]) -> list[Trajectory]:
                 reward_components=tag["reward_components"],
                 status=tag["status"],
                 failure=tag["failure"],
+                response_mask=columns["response_mask"][index],
+                streams={name: rows[index] for name, rows in streams.items()},
             )
         )
     return trajectories
@@ -394,5 +384,5 @@ def _rows(column: torch.Tensor) -> list[list[Any]]:
     if not column.is_nested:
         rows: list[list[Any]] = column.tolist()
         return rows
-    values, offsets = column.values().tolist(), column.offsets().tolist()
+    values, offsets = column.values().tolist(), column.offsets().tolist()  # type: ignore[attr-defined]
     return [values[start:end] for start, end in pairwise(offsets)]

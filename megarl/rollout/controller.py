@@ -31,8 +31,9 @@ from megarl.rollout.admission import Admission, Counters, usable_samples
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.batch_stats import BatchStats, BusyClock
 from megarl.rollout.batcher import Batcher
-from megarl.rollout.devices import Held
+from megarl.rollout.devices import HeldDevices
 from megarl.rollout.evaluate_on_pool import evaluate_on_pool, write_records
+from megarl.rollout.failure_policy import FailurePolicy
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.prompts import PromptSource
@@ -71,6 +72,7 @@ class RolloutController:
         spec.watch_supervisor()
         self._admission = Admission(self.config.batch.groups, self.config.admission.max_staleness)
         self._batches: dict[int, BatchReady] = {}
+        self._failures = FailurePolicy(self.config.rollout.on_group_failure, self.config.batch.groups)
         self._engine_time = BusyClock()
         self._failure: RolloutError | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -251,7 +253,7 @@ class RolloutController:
         """Indices of all replicas."""
         return self._fleet.members
 
-    async def devices(self) -> list[Held]:
+    async def devices(self) -> list[HeldDevices]:
         """What every replica that serves holds."""
         return await self._fleet.devices()
 
@@ -288,8 +290,15 @@ class RolloutController:
         self._changed.set()
 
     async def _group(self, group_id: int) -> None:
-        """One prompt group from prompt to queue."""
-        rows = await self._runner.run(group_id)
+        """One prompt group from prompt to queue; one that fails is counted, unless its failure ends the run."""
+        try:
+            rows = await self._runner.run(group_id)
+            self._failures.succeeded()
+        except Exception as error:
+            logger.warning("group %d failed", group_id, exc_info=error)
+            if (end := self._failures.judge(group_id, error)) is not None:
+                raise end from error
+            rows = self._runner.failed(group_id, str(error) or type(error).__name__)
         await self._writer.put_group(rows)
         self._admission.finish(group_id, usable_samples(row.status for row in rows))
         self._changed.set()

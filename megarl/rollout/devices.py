@@ -11,7 +11,7 @@ from megarl.common.errors import RolloutError
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldDevices:
     """`devices`: GPU UUIDs, which no renumbering by CUDA_VISIBLE_DEVICES changes; empty without GPUs."""
 
     owner: str
@@ -19,27 +19,27 @@ class Held:
     devices: tuple[str, ...]
 
 
-def held_devices(owner: str, cuda: bool) -> Held:
+def held_devices(owner: str, cuda: bool) -> HeldDevices:
     """What this process can see. Without `cuda` it initialises nothing."""
     if not cuda:
-        return Held(owner, platform.node(), ())
+        return HeldDevices(owner, platform.node(), ())
     import torch
 
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-    return Held(owner, platform.node(), tuple(uuids))
+    return HeldDevices(owner, platform.node(), tuple(uuids))
 
 
-def own_device(rank: int) -> Held:
+def own_device(rank: int) -> HeldDevices:
     """What a trainer rank holds: the one GPU it has set as current, not all it could see."""
     import torch
 
     if not torch.cuda.is_available():
-        return Held(f"trainer rank {rank}", platform.node(), ())
+        return HeldDevices(f"trainer rank {rank}", platform.node(), ())
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Held(f"trainer rank {rank}", platform.node(), (str(properties.uuid),))
+    return HeldDevices(f"trainer rank {rank}", platform.node(), (str(properties.uuid),))
 
 
-def refuse_overlap(trainer: Iterable[Held], pool: Iterable[Held]) -> None:
+def refuse_overlap(trainer: Iterable[HeldDevices], pool: Iterable[HeldDevices]) -> None:
     """RolloutError naming every device that a trainer rank and a replica both hold."""
     taken = {(held.host, device): held.owner for held in trainer for device in held.devices}
     clashes = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.evaluation.accuracy import Failure, ScoredResponse
+from megarl.evaluation.accuracy import SampleFailure, ScoredResponse
 from megarl.evaluation.harness import Mode, SetReport, evaluate_set
 from megarl.rewards.gsm8k import final_number
 from megarl.rewards.math import last_boxed
@@ -103,11 +103,11 @@ def answer_of(text: str, outcome: RewardOutcome) -> str | None:
     return None if number is None else str(number)
 
 
-def _failure(result: GenerateResult, outcome: RewardOutcome) -> Failure | None:
+def _failure(result: GenerateResult, outcome: RewardOutcome) -> SampleFailure | None:
     """A generation that failed is not also its reward's error."""
     if message := generation_failure(result):
-        return Failure("generation", message)
-    return None if outcome.error is None else Failure("reward", outcome.error)
+        return SampleFailure("generation", message)
+    return None if outcome.error is None else SampleFailure("reward", outcome.error)
 
 
 def _record(

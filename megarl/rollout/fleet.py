@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.common.errors import RolloutError
 from megarl.config.schema import TimeoutsConfig
-from megarl.rollout.devices import Held
+from megarl.rollout.devices import HeldDevices
 from megarl.rollout.pool import RolloutPool
 from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
 
@@ -89,7 +89,7 @@ class Fleet:
         await asyncio.gather(*(reset_one(index) for index in self.members))
         await self.restart(sorted(broken))
 
-    async def devices(self) -> list[Held]:
+    async def devices(self) -> list[HeldDevices]:
         """What every replica that serves holds."""
         return [await self.pool.call(index, "devices", timeout_s=self._timeouts.rpc_s) for index in self.pool.alive]
 

@@ -12,12 +12,12 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome
 from megarl.rewards.worker_pool import RewardPool
-from megarl.rollout.agents.base import AgentLoop
+from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.batch_stats import BatchStats
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.prompts import Drawn, PromptSource
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, request_seed
-from megarl.rollout.to_trajectory import defect
+from megarl.rollout.to_trajectory import defect, failed_trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,11 @@ class GroupRunner:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         return [task.result() for task in running]
+
+    def failed(self, group_id: int, reason: str) -> list[Trajectory]:
+        """The trajectories of a group that could not be run: without a token, counted and never trained on."""
+        self.stats.sample_failures[reason] += self.config.batch.samples_per_group
+        return [failed_trajectory(group_id, index, reason) for index in range(self.config.batch.samples_per_group)]
 
 
 class SampleContext:

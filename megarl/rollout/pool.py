@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from megarl.common.errors import ReplicaFailed, RolloutError
+from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RolloutError
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.routing import Router
 
@@ -37,7 +37,7 @@ class RolloutPool:
     async def generate(
         self, prefix: Hashable, requests: Sequence[GenerateRequest], *, home: int | None = None
     ) -> list[GenerateResult]:
-        """Responses in the order of `requests`. ReplicaFailed if no replica is left, RolloutError after `timeout_s`.
+        """Responses in the order of `requests`. NoReplicaLeft if the last replica failed, RolloutError on a time-out.
 
         `home`: a number that alone decides which of the living replicas takes them, instead of their load.
         """
@@ -66,11 +66,11 @@ class RolloutPool:
             raise as_replica_failure(index, method, error, self._describe(index)) from error
 
     def remove(self, index: int, reason: ReplicaFailed) -> None:
-        """Send nothing more to it. Raises `reason` if it was the last."""
+        """Send nothing more to it. NoReplicaLeft, with the same message, if it was the last."""
         if index in self.dead:
             return
         if self.alive == [index]:
-            raise reason
+            raise NoReplicaLeft(index, str(reason)) from reason
         self.dead[index] = reason
         self._router.remove(index)
 

@@ -22,7 +22,7 @@ from megarl.common.output import redirect_output
 from megarl.common.processes import ProcessId, die_with
 from megarl.config.schema import Config
 from megarl.queue.trajectory import FinishReason, VersionSpan
-from megarl.rollout.devices import Held, held_devices
+from megarl.rollout.devices import HeldDevices, held_devices
 from megarl.rollout.engine_args import engine_args, engine_environment
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 
@@ -244,7 +244,7 @@ class EngineReplica:
         await self._guard(self._engine.check_health(), "health")
         return {"replica": self.index, "served": self._served, "pid": os.getpid()}
 
-    async def devices(self) -> Held:
+    async def devices(self) -> HeldDevices:
         """What this replica holds."""
         return held_devices(f"replica {self.index}", self.cuda)
 

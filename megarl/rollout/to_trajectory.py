@@ -38,6 +38,22 @@ def defect(result: GenerateResult) -> str:
     return ""
 
 
+def failed_trajectory(group_id: int, sample_index: int, reason: str) -> Trajectory:
+    """A sample of which nothing was generated."""
+    return Trajectory(
+        group_id=group_id,
+        sample_index=sample_index,
+        prompt_ids=[],
+        response_ids=[],
+        rollout_logprobs=[],
+        versions=(),
+        finish_reason="abort",
+        reward=0.0,
+        status="failed",
+        failure=reason,
+    )
+
+
 def trajectory(
     group_id: int, sample_index: int, prompt_ids: list[int], result: GenerateResult, outcome: RewardOutcome | None
 ) -> Trajectory:

@@ -30,7 +30,7 @@ def record_batch(metrics: StepMetrics, plan: StepPlan) -> None:
             "prompt_tokens": sum(tag.prompt_tokens for tag in tags),
             "response_tokens": sum(tag.response_tokens for tag in tags),
             "trained_tokens": sum(tag.total_tokens for tag in trained),
-            "loss_tokens": sum(tag.response_tokens for tag in in_loss),
+            "loss_tokens": sum(tag.sampled_tokens for tag in in_loss),
         },
         prefix="batch/",
     )

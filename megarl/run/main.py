@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TextIO
 
-from megarl.checkpoint.save.directory import goes_on
-from megarl.checkpoint.save.same_launch import going_on
+from megarl.checkpoint.save.directory import continues_history
+from megarl.checkpoint.save.same_launch import config_of_this_start
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.common import run_files as stopping
 from megarl.common.errors import ConfigError
 from megarl.common.output import redirect_output
 from megarl.config.arguments import add_config_arguments
 from megarl.config.load import load_config, to_yaml
-from megarl.config.plan import Plan, make_plan
+from megarl.config.plan import RunPlan, make_plan
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
 from megarl.run.failure import FailureReport, set_aside
@@ -96,18 +96,18 @@ def _check_launch(config: Config) -> None:
         )
 
 
-def run(config: Config, plan: Plan) -> int:
+def run(config: Config, plan: RunPlan) -> int:
     """Train as this rank; returns 0, or ends the process with 1."""
     rank = int(os.environ["RANK"])
     log_file = config.run_dir / "logs" / f"trainer-rank-{rank}.log"
     failures = FailureReport(config.run_dir, rank)
     terminal = redirect_output(log_file)
-    now = going_on(config)
+    this_start = config_of_this_start(config)
     if rank == 0:
-        _take_over(now)
+        _take_over(this_start)
         (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")  # read by `megarl replay`
     try:
-        _train(config, now, plan, terminal)
+        _train(config, this_start, plan, terminal)
     except Exception as error:
         failures.claim(error, terminal, log_file)
         terminal.flush()
@@ -117,8 +117,8 @@ def run(config: Config, plan: Plan) -> int:
 
 
 def _take_over(config: Config) -> None:
-    """What an earlier run left is set aside, unless this one goes on with it; how that ended is forgotten."""
-    if goes_on(config):
+    """Set aside what an earlier run left, unless this one continues it; remove its record of how it ended."""
+    if continues_history(config):
         (config.run_dir / "error.txt").unlink(missing_ok=True)
     else:
         set_aside(config.run_dir)
@@ -130,8 +130,8 @@ def _take_over(config: Config) -> None:
         stopping.forget(config.run_dir)
 
 
-def _train(config: Config, now: Config, plan: Plan, terminal: TextIO) -> None:
-    """`now`: the config for this start of the ranks. The pool has the launch's own, and is kept for it."""
+def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) -> None:
+    """`this_start`: the config for this start of the ranks. The pool has the launch's own, and is kept for it."""
     from megarl.common.processes import die_with_parent
 
     die_with_parent()
@@ -151,7 +151,7 @@ def _train(config: Config, now: Config, plan: Plan, terminal: TextIO) -> None:
     from megarl.run.loop import train
     from megarl.run.session import Session
 
-    session = Session(now, launch, terminal)
+    session = Session(this_start, launch, terminal)
     try:
         train(session)
         session.finish()
@@ -162,7 +162,7 @@ def _train(config: Config, now: Config, plan: Plan, terminal: TextIO) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _own_device(plan: Plan, local_rank: int) -> int:
+def _own_device(plan: RunPlan, local_rank: int) -> int:
     """Index of this rank's GPU among those it sees: a node's agent shows its ranks the trainer's GPUs only."""
     return local_rank if LAUNCH_ID_VARIABLE in os.environ else plan.pools.trainer.devices[local_rank]
 
@@ -173,7 +173,7 @@ def _restarts_left() -> bool:
     return count < most
 
 
-def _headline(config: Config, plan: Plan) -> str:
+def _headline(config: Config, plan: RunPlan) -> str:
     layout = plan.layout
     parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"EP {layout.expert}", f"DP {layout.data}"]
     engines = f"{plan.replicas} vLLM engine{'s' * (plan.replicas > 1)} (TP {plan.engine_gpus})"

@@ -79,7 +79,7 @@ class Performance:
 
     def _extra_passes(self) -> float:
         algorithm = self._config.algorithm
-        return float(algorithm.old_logprobs == "trainer") + float(algorithm.kl.coef > 0)
+        return float(algorithm.old_logprobs == "trainer") + float(self._config.needs_reference)
 
     def _peak_tflops(self) -> float | None:
         if not platforms.current().is_cuda or self._config.trainer.precision != "bf16":

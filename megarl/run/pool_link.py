@@ -21,10 +21,10 @@ from megarl.queue.dump import write_batch
 from megarl.queue.trajectory import Trajectory
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.devices import own_device, refuse_overlap
-from megarl.run.batch import Batch
 from megarl.run.peers import Peers
 from megarl.run.recorder import Recorder
 from megarl.run.step import StepPlan
+from megarl.run.step_batch import StepBatch
 from megarl.trainer import parallel
 from megarl.trainer.policy import NonFiniteError
 from megarl.weights.handles import EngineHandles
@@ -79,7 +79,7 @@ class PoolLink:
         """Start every group that the published version allows. No rank waits for another."""
         self._tell(lambda pool: pool.admit())
 
-    def take_batch(self, step: int, version: int) -> Batch:
+    def take_batch(self, step: int, version: int) -> StepBatch:
         """The finished groups of `step`, which updates the weights of `version`; every rank knows their tags."""
         name = f"step {step + 1}/{self._config.run.steps}"
         with self._recorder.phase("generate", f"{name}: generating"):
@@ -87,9 +87,9 @@ class PoolLink:
         with self._recorder.phase("queue"):
             tags = self._read(lambda queue: queue.read_tags(ready.keys))
         self._recorder.status(f"{name}: training")
-        return Batch(step, version, ready.keys, tags, ready.timings)
+        return StepBatch(step, version, ready.keys, tags, ready.timings)
 
-    def fetch(self, batch: Batch, plan: StepPlan) -> dict[str, Trajectory]:
+    def fetch(self, batch: StepBatch, plan: StepPlan) -> dict[str, Trajectory]:
         """This replica's rows by key. Raises DisagreementError if the replicas do not share one plan."""
         with self._recorder.phase("queue"):
             hashes = set(parallel.dp_all_gather_object(plan.hash))
@@ -101,7 +101,7 @@ class PoolLink:
             return {row.key: row for row in rows}
 
     @contextmanager
-    def keep_batch_on_failure(self, batch: Batch) -> Iterator[None]:
+    def keep_batch_on_failure(self, batch: StepBatch) -> Iterator[None]:
         """A loss or gradient that is not finite stops the run; the batch that did it is kept for `megarl replay`."""
         try:
             yield
@@ -112,7 +112,7 @@ class PoolLink:
             self._peers.barrier()
             raise NonFiniteError(f"step {batch.step}: {error}; the batch is kept in {directory}") from error
 
-    def commit(self, batch: Batch, plan: StepPlan) -> None:
+    def commit(self, batch: StepBatch, plan: StepPlan) -> None:
         """Tell the controller what became of every group; it frees the rows. No rank waits for another."""
         outcome = plan.outcome
         self._write_samples(batch)  # while the rows are still in the queue
@@ -126,7 +126,7 @@ class PoolLink:
             )
         )
 
-    def _write_samples(self, batch: Batch) -> None:
+    def _write_samples(self, batch: StepBatch) -> None:
         """A few trajectories of the step, with their reference answers, for people to read. Rank 0."""
         if self._client is not None and self._reader is not None:
             rows = self._reader.fetch(self._recorder.sample_keys(batch))
@@ -172,7 +172,7 @@ class PoolLink:
         answer = question(self._reader) if self._reader is not None else None
         return parallel.model_parallel_broadcast_object(answer)
 
-    def _dump(self, directory: Path, batch: Batch) -> None:
+    def _dump(self, directory: Path, batch: StepBatch) -> None:
         """Each leader writes its share of the whole batch, filtered groups too."""
         if self._reader is not None:
             rank, replicas = parallel.dp_rank(), parallel.dp_size()

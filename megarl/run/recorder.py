@@ -19,12 +19,12 @@ from megarl.evaluation.table import render_line
 from megarl.models.info import ModelInfo
 from megarl.queue.sample_lines import choose_keys, sample_record
 from megarl.queue.trajectory import Trajectory
-from megarl.run.batch import Batch
 from megarl.run.batch_metrics import record_batch
 from megarl.run.peers import Peers
 from megarl.run.performance import Performance, peak_memory_gib
 from megarl.run.stateful import Stateful
 from megarl.run.step import StepPlan
+from megarl.run.step_batch import StepBatch
 from megarl.telemetry.declarations import step_metrics
 from megarl.telemetry.sinks import MetricsWriter
 from megarl.telemetry.summary import RunSummary
@@ -162,17 +162,17 @@ class Recorder:
             prefix="sync/",
         )
 
-    def sample_keys(self, batch: Batch) -> list[str]:
+    def sample_keys(self, batch: StepBatch) -> list[str]:
         """Keys of the trajectories that `samples` is to write."""
         return choose_keys(batch.keys, self._config.telemetry.samples_per_step, self._config.run.seed, batch.step)
 
-    def samples(self, batch: Batch, rows: Sequence[tuple[Trajectory, str | None]]) -> None:
+    def samples(self, batch: StepBatch, rows: Sequence[tuple[Trajectory, str | None]]) -> None:
         """Append trajectories, with reference answers, to samples.jsonl."""
         for row, reference in rows:
             record = sample_record(batch.step + 1, row, self._tokenizer.decode, reference)
             self._writer.sample(batch.step + 1, record)
 
-    def step(self, batch: Batch, plan: StepPlan) -> None:
+    def step(self, batch: StepBatch, plan: StepPlan) -> None:
         """Close the step's clock and write its metrics. Collective."""
         assert self._performance is not None
         record_batch(self.metrics, plan)

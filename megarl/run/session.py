@@ -17,8 +17,8 @@ from megarl.checkpoint.save.history import ROLLED_BACK, roll_back
 from megarl.checkpoint.save.resume import Candidate
 from megarl.cluster.handle import SupervisorHandle
 from megarl.common.run_files import ExitRecord
-from megarl.config.layout import trainer_layout
 from megarl.config.schema import Config
+from megarl.config.trainer_layout import trainer_layout
 from megarl.models.export import HFExporter, save_hf
 from megarl.models.read_config import load_info
 from megarl.run.peers import Peers

@@ -9,17 +9,18 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 
 from megarl.algorithms.advantages import group_advantages
 from megarl.algorithms.aggregation import GlobalCounts
-from megarl.algorithms.filters import ScoredSample, ShapedBatch, ShapingSpec, shape_batch
+from megarl.algorithms.filters import ShapedBatch, ShapingSpec, shape_batch
 from megarl.algorithms.losses import kl_penalty
 from megarl.algorithms.stats import LossStats
 from megarl.config.schema import Config
+from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.telemetry.metrics import StepMetrics
 from megarl.telemetry.timer import PhaseTimer
@@ -77,8 +78,8 @@ def plan_step(tags: Sequence[SampleTag], config: Config, *, dp_size: int, versio
         )
     ]
     fresh = [g for g in groups if not _stale(g, version, config.admission.max_staleness)]
-    rewards = _permuted if config.algorithm.permute_rewards else _as_judged
-    shaped = shape_batch([_scored(group, rewards(group, config)) for group in fresh], _shaping(config))
+    judged = [_permuted(group, config) for group in fresh] if config.algorithm.permute_rewards else fresh
+    shaped = shape_batch(judged, _shaping(config))
     by_key = {tag.key: tag for tag in tags}
     mini_batches = []
     for chunk in _chunks(shaped.groups, config.trainer.mini_batches):
@@ -95,32 +96,15 @@ def plan_step(tags: Sequence[SampleTag], config: Config, *, dp_size: int, versio
 
 
 def _stale(group: Sequence[SampleTag], version: int, max_staleness: int) -> bool:
-    return any(version - tag.oldest_version > max_staleness for tag in group if tag.status == "ok")
+    return any(version - tag.oldest_version > max_staleness for tag in group if not tag.failed)
 
 
-def _as_judged(group: Sequence[SampleTag], config: Config) -> list[float]:
-    return [tag.reward for tag in group]
-
-
-def _permuted(group: Sequence[SampleTag], config: Config) -> list[float]:
-    """Among the samples that did not fail: a failed one's reward is a placeholder that nobody judged."""
-    judged = [tag.reward for tag in group if tag.status == "ok"]
-    random.Random(f"{config.run.seed}:{group[0].group_id}").shuffle(judged)
-    shuffled = iter(judged)
-    return [next(shuffled) if tag.status == "ok" else tag.reward for tag in group]
-
-
-def _scored(group: Sequence[SampleTag], rewards: Sequence[float]) -> list[ScoredSample]:
-    return [
-        ScoredSample(
-            key=tag.key,
-            reward=reward,
-            length=tag.response_tokens,
-            truncated=tag.finish_reason == "length",
-            failed=tag.status != "ok",
-        )
-        for tag, reward in zip(group, rewards, strict=True)
-    ]
+def _permuted(group: Sequence[SampleTag], config: Config) -> list[SampleTag]:
+    """The rewards shuffled among the samples that did not fail: nobody has judged a failed one."""
+    rewards = [tag.reward for tag in group if not tag.failed]
+    random.Random(f"{config.run.seed}:{group[0].group_id}").shuffle(rewards)
+    shuffled = iter(rewards)
+    return [tag if tag.failed else replace(tag, reward=next(shuffled)) for tag in group]
 
 
 def _shaping(config: Config) -> ShapingSpec:
@@ -161,13 +145,13 @@ def train_step(
     with timer.phase("logprobs"):
         if algorithm.old_logprobs == "trainer" and plan.mini_batches:
             for sample, new in zip(mine, policy.compute_logprobs(mine), strict=True):
-                sample.old_logprobs = new.logprobs
-        if algorithm.kl.coef and plan.mini_batches:
+                sample.streams[OLD_LOGPROBS] = new.logprobs
+        if config.needs_reference and plan.mini_batches:
             for sample, ref in zip(mine, policy.compute_logprobs(mine, reference=True), strict=True):
-                sample.reference_logprobs = ref.logprobs
+                sample.streams[REFERENCE_LOGPROBS] = ref.logprobs
     if algorithm.old_logprobs == "trainer" and plan.mini_batches:
         _record_mismatch(_compare(samples, rows), metrics)
-    _set_advantages(plan, samples, config, metrics)
+    _set_advantages(plan, samples, rows, config, metrics)
     updates = 0
     with timer.phase("update"):
         for mini_batch in plan.mini_batches:
@@ -188,30 +172,30 @@ def _train_samples(plan: StepPlan, rows: Mapping[str, Trajectory]) -> dict[str, 
     trained = {sample.key: sample.trained for group in plan.shaped.groups for sample in group}
     samples = {}
     for key in plan.keys_of(parallel.dp_rank()):
-        row = rows[key]
-        samples[key] = TrainSample(
-            key=key,
-            prompt_ids=row.prompt_ids,
-            response_ids=row.response_ids,
-            old_logprobs=torch.tensor(row.rollout_logprobs, dtype=torch.float32),
-            loss_mask=None if trained[key] else torch.zeros(len(row.response_ids), dtype=torch.bool),
-        )
+        samples[key] = TrainSample.of(rows[key], trained=trained[key])
+        samples[key].streams[OLD_LOGPROBS] = torch.tensor(rows[key].rollout_logprobs, dtype=torch.float32)
     return samples
 
 
-def _set_advantages(plan: StepPlan, samples: Mapping[str, TrainSample], config: Config, metrics: StepMetrics) -> None:
+def _set_advantages(
+    plan: StepPlan,
+    samples: Mapping[str, TrainSample],
+    rows: Mapping[str, Trajectory],
+    config: Config,
+    metrics: StepMetrics,
+) -> None:
     """Advantages from shaped rewards; with `kl.where: reward` the KL of each response is taken off first."""
     rewards = [[sample.reward for sample in group] for group in plan.shaped.groups]
     advantages = [[sample.advantage for sample in group] for group in plan.shaped.groups]
     kl = config.algorithm.kl
-    if kl.coef and kl.where == "reward" and rewards:
-        penalty = _kl_of_all(samples, config)
+    if config.needs_reference and kl.where == "reward" and rewards:
+        penalty = _kl_of_all(samples, rows, config)
         rewards = [[sample.reward - kl.coef * penalty[sample.key] for sample in group] for group in plan.shaped.groups]
         advantages = group_advantages(rewards, config.algorithm.advantage)
     for group, values in zip(plan.shaped.groups, advantages, strict=True):
         for sample, advantage in zip(group, values, strict=True):
             if sample.key in samples:
-                samples[sample.key].advantage = advantage
+                samples[sample.key].set_advantage(advantage)
     flat = [value for group in rewards for value in group]
     if flat:
         metrics.record("reward/shaped_mean", sum(flat) / len(flat))
@@ -220,25 +204,26 @@ def _set_advantages(plan: StepPlan, samples: Mapping[str, TrainSample], config: 
         metrics.record("policy/advantage_std", float(spread.std(correction=0)))
 
 
-def _kl_of_all(samples: Mapping[str, TrainSample], config: Config) -> dict[str, float]:
+def _kl_of_all(samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory], config: Config) -> dict[str, float]:
     """KL to the reference of each whole response of the step, on every rank."""
     own = {}
     for key, sample in samples.items():
-        assert sample.old_logprobs is not None and sample.reference_logprobs is not None
-        kl_T = kl_penalty(sample.old_logprobs, sample.reference_logprobs, config.algorithm.kl.estimator)
-        own[key] = float(kl_T.double().sum())
+        old_R, reference_R = sample.streams[OLD_LOGPROBS], sample.streams[REFERENCE_LOGPROBS]
+        kl_R = kl_penalty(old_R, reference_R, config.algorithm.kl.estimator)
+        sampled_R = torch.tensor(rows[key].response_mask, dtype=torch.bool)
+        own[key] = float(kl_R[sampled_R].double().sum())
     return {key: value for part in parallel.dp_all_gather_object(own) for key, value in part.items()}
 
 
 def _counts(plan: StepPlan, mini_batch: Sequence[Sequence[str]], config: Config) -> GlobalCounts:
     trained = {sample.key for group in plan.shaped.groups for sample in group if sample.trained}
-    lengths = [plan.tags[key].response_tokens for part in mini_batch for key in part if key in trained]
+    lengths = [plan.tags[key].sampled_tokens for part in mini_batch for key in part if key in trained]
     return GlobalCounts.of(lengths, config.sampling.max_tokens)
 
 
 def _declared(values: Mapping[str, float], config: Config) -> dict[str, float]:
     """What an update reports under `policy/`: not the raw moments, and `kl_ref` only where there is a reference."""
-    hidden = {"ratio_squared", "pearson"} | (set() if config.algorithm.kl.coef else {"kl_ref"})
+    hidden = {"ratio_squared", "pearson"} | (set() if config.needs_reference else {"kl_ref"})
     return {name: value for name, value in values.items() if name not in hidden}
 
 
@@ -246,10 +231,10 @@ def _compare(samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory])
     """Engine (old) against trainer (new) over all response tokens of the step, on every rank."""
     parts = [LossStats.zeros()]
     for key, sample in samples.items():
-        assert sample.old_logprobs is not None
-        old_T = torch.tensor(rows[key].rollout_logprobs, dtype=torch.float32)
-        keep_T = torch.ones(old_T.shape, dtype=torch.bool)
-        parts.append(LossStats.of_pair(old_T, sample.old_logprobs, keep_T, torch.tensor([0, old_T.numel()])))
+        engine_R = torch.tensor(rows[key].rollout_logprobs, dtype=torch.float32)
+        sampled_R = torch.tensor(rows[key].response_mask, dtype=torch.bool)
+        cuts = torch.tensor([0, engine_R.numel()])
+        parts.append(LossStats.of_pair(engine_R, sample.streams[OLD_LOGPROBS], sampled_R, cuts))
     return LossStats.merge(parallel.dp_all_gather_object(LossStats.merge(parts))).means()
 
 

@@ -6,29 +6,44 @@ predict a response token are projected onto the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from megarl.queue.streams import ADVANTAGES, STREAMS, Stream
+from megarl.queue.trajectory import Trajectory
 
 
 @dataclass
 class TrainSample:
     """One prompt with its response, as one replica sees it. Tensors are per response token, on the CPU.
 
-    `old_logprobs` and `reference_logprobs` (fp32) are at the sampling temperature; `loss_mask` (bool; None = all)
-    marks the response tokens that are trained.
+    `loss_mask` (bool; None = all) marks the response tokens that are trained. `streams`: values per response token by
+    the names that `megarl.queue.streams` declares; log-probs among them are fp32, at the sampling temperature.
     """
 
     key: str
     prompt_ids: list[int]
     response_ids: list[int]
-    advantage: float = 0.0
-    old_logprobs: Tensor | None = None
-    reference_logprobs: Tensor | None = None
     loss_mask: Tensor | None = None
+    streams: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, row: Trajectory, *, trained: bool = True) -> TrainSample:
+        """The sample of a trajectory, with its streams; `trained` False masks all of it."""
+        return cls(
+            key=row.key,
+            prompt_ids=row.prompt_ids,
+            response_ids=row.response_ids,
+            loss_mask=torch.tensor(row.response_mask, dtype=torch.bool) & trained,
+            streams={
+                name: torch.tensor(list(values), dtype=getattr(torch, STREAMS[name].dtype))
+                for name, values in row.streams.items()
+            },
+        )
 
     @property
     def length(self) -> int:
@@ -39,6 +54,10 @@ class TrainSample:
     def trained_tokens(self) -> int:
         """Response tokens in the loss."""
         return len(self.response_ids) if self.loss_mask is None else int(self.loss_mask.sum())
+
+    def set_advantage(self, advantage: float) -> None:
+        """Give every response token the same advantage."""
+        self.streams[ADVANTAGES] = torch.full((len(self.response_ids),), advantage)
 
 
 @dataclass(frozen=True)
@@ -58,9 +77,7 @@ class MicroBatch:
     targets: Tensor  # int64 [R]: the response tokens
     response_cu_seqlens: Tensor  # int32 [S + 1] over R; the dummies have no rows
     mask: Tensor  # bool [R]: trained tokens
-    advantages: Tensor  # fp32 [R]
-    old_logprobs: Tensor | None  # fp32 [R]
-    reference_logprobs: Tensor | None  # fp32 [R]
+    streams: dict[str, Tensor]  # [R] each: what all samples of the mini-batch carry, by name
     samples: tuple[int, ...]  # indices of the samples, in packing order
     tokens: int  # T without padding; weights Megatron's auxiliary losses
 
@@ -88,11 +105,12 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """The same with all tensors on `device`."""
         moved = {
-            field.name: value.to(device, non_blocking=True)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
+            each.name: value.to(device, non_blocking=True)
+            for each in fields(self)
+            if isinstance(value := getattr(self, each.name), Tensor)
         }
-        return replace(self, **moved)
+        streams = {name: value.to(device, non_blocking=True) for name, value in self.streams.items()}
+        return replace(self, **moved, streams=streams)  # type: ignore[arg-type]
 
 
 def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
@@ -104,8 +122,7 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
             sample.prompt_ids + sample.response_ids
         ) < vocab_size:  # fmt: skip
             raise ValueError(f"sample {sample.key}: a token id is outside the vocabulary of {vocab_size}")
-        for name in ("old_logprobs", "reference_logprobs", "loss_mask"):
-            value: Tensor | None = getattr(sample, name)
+        for name, value in [("loss_mask", sample.loss_mask), *sample.streams.items()]:
             if value is not None and value.shape != (len(sample.response_ids),):
                 raise ValueError(
                     f"sample {sample.key}: {name} has shape {tuple(value.shape)}, "
@@ -113,11 +130,19 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
                 )
 
 
-def pack(samples: Sequence[TrainSample], indices: Sequence[int], align: int = 1) -> MicroBatch:
+def common_streams(samples: Sequence[TrainSample]) -> list[str]:
+    """Names of the streams that every sample has, sorted."""
+    return sorted(set.intersection(*(set(sample.streams) for sample in samples))) if samples else []
+
+
+def pack(
+    samples: Sequence[TrainSample], indices: Sequence[int], align: int = 1, streams: Sequence[str] | None = None
+) -> MicroBatch:
     """Lay `samples[i] for i in indices` end to end; T is padded to a multiple of `align` (TP under SP).
 
-    `old_logprobs` and `reference_logprobs` are packed if every sample has them, otherwise None.
+    `streams`: names of those to pack, which all samples must have; None: those that all of `samples` have.
     """
+    names = common_streams(samples) if streams is None else streams
     chosen = [samples[index] for index in indices]
     lengths = [sample.length for sample in chosen]
     used = sum(lengths)
@@ -142,10 +167,8 @@ def pack(samples: Sequence[TrainSample], indices: Sequence[int], align: int = 1)
         rows=torch.cat(rows),
         targets=torch.tensor(targets),
         response_cu_seqlens=_cumulative(responses or [1]),
-        mask=_join(chosen, _mask, torch.zeros(1, dtype=torch.bool)),
-        advantages=_join(chosen, lambda s: torch.full((len(s.response_ids),), s.advantage), torch.zeros(1)),
-        old_logprobs=_join_optional(chosen, "old_logprobs"),
-        reference_logprobs=_join_optional(chosen, "reference_logprobs"),
+        mask=torch.cat([_mask(sample) for sample in chosen]) if chosen else torch.zeros(1, dtype=torch.bool),
+        streams={name: _joined(chosen, STREAMS[name]) for name in names},
         samples=tuple(indices),
         tokens=used,
     )
@@ -168,12 +191,9 @@ def _mask(sample: TrainSample) -> Tensor:
     return sample.loss_mask.bool()
 
 
-def _join(chosen: Sequence[TrainSample], of: Callable[[TrainSample], Tensor], empty: Tensor) -> Tensor:
-    return torch.cat([of(sample) for sample in chosen]) if chosen else empty
-
-
-def _join_optional(chosen: Sequence[TrainSample], name: str) -> Tensor | None:
-    values = [getattr(sample, name) for sample in chosen]
-    if any(value is None for value in values):
-        return None
-    return torch.cat([value.float() for value in values]) if values else torch.zeros(1)
+def _joined(chosen: Sequence[TrainSample], stream: Stream) -> Tensor:
+    """A stream of all chosen samples; of an empty micro-batch, for its one masked row."""
+    dtype: torch.dtype = getattr(torch, stream.dtype)
+    if not chosen:
+        return torch.full((1,), stream.fill, dtype=dtype)
+    return torch.cat([sample.streams[stream.name].to(dtype) for sample in chosen])

@@ -12,19 +12,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megarl.models.shards import unwrap
 from megarl.trainer.batch import MicroBatch
 
 # (last stage's chunk, its hidden states [1, T, H], the micro-batch) -> what the pass is for.
 ForwardOnly = Callable[[GPTModel, Tensor, MicroBatch], Any]
 # The same -> (loss to be summed over micro-batches and ranks, tokens of the micro-batch, anything to report).
 WithLoss = Callable[[GPTModel, Tensor, MicroBatch], tuple[Tensor, int, Any]]
-
-
-def unwrap(module: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside DDP and Float16Module."""
-    while not isinstance(module, GPTModel):
-        module = module.module
-    return module
 
 
 def forward_only(

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -18,14 +20,15 @@ from torch import Tensor
 
 from megarl import platforms
 from megarl.algorithms.aggregation import GlobalCounts
-from megarl.algorithms.losses import LossSpec, micro_batch_loss
+from megarl.algorithms.losses import LossFunction, LossInputs, LossSpec, micro_batch_loss
 from megarl.algorithms.stats import LossStats
 from megarl.checkpoint.format.load_weights import load_weights
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
 from megarl.models.provider import build_model, transformer_config
-from megarl.trainer.batch import MicroBatch, TrainSample, check_samples, pack, unpack
+from megarl.queue.streams import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS
+from megarl.trainer.batch import MicroBatch, TrainSample, check_samples, common_streams, pack, unpack
 from megarl.trainer.head import response_logprobs, return_hidden_states
 from megarl.trainer.moe import aux_loss_metrics, clear_aux_losses
 from megarl.trainer.optimizer import (
@@ -52,7 +55,7 @@ class LogProbs:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _PackedBatch:
     """The micro-batches of this replica, and numbers of all replicas together."""
 
     indices: list[list[int]]
@@ -62,14 +65,28 @@ class _Plan:
     non_empty: int  # micro-batches of all replicas that hold samples
 
 
+@dataclass(frozen=True)
+class _Shapes:
+    """What a replica tells the others of its samples."""
+
+    samples: list[tuple[int, int]]  # (tokens, trained tokens) of each
+    streams: list[str]  # that all of them carry
+
+
+def _agreed_streams(replicas: Sequence[_Shapes]) -> list[str]:
+    """The streams that all samples of all replicas carry: a replica without samples packs them too."""
+    found = [set(replica.streams) for replica in replicas if replica.samples]
+    return sorted(set.intersection(*found)) if found else []
+
+
 class Policy:
     """Model, optimizer and schedule of this rank. All methods are collective over the world.
 
-    `parallel.initialize(layout, ...)` must have run. The reference model is built only if `algorithm.kl.coef` is
-    not 0.
+    `parallel.initialize(layout, ...)` must have run. The reference model is built only if the config needs one. `loss`:
+    instead of the one that the `algorithm` section describes.
     """
 
-    def __init__(self, config: Config, layout: Layout, info: ModelInfo) -> None:
+    def __init__(self, config: Config, layout: Layout, info: ModelInfo, loss: LossFunction | None = None) -> None:
         self.config, self.layout, self.info = config, layout, info
         algorithm = config.algorithm
         self._spec = LossSpec(
@@ -82,6 +99,7 @@ class Policy:
             entropy_coef=algorithm.entropy_coef,
             aggregation=algorithm.aggregation,
         )
+        self._loss = loss or partial(micro_batch_loss, self._spec)
         self.tf_config = transformer_config(
             info,
             layout,
@@ -104,7 +122,7 @@ class Policy:
                 wrapped.broadcast_params()
         self.optimizer = build_optimizer(config, self.module_chunks)
         self.scheduler = build_scheduler(config, self.optimizer)
-        self.reference = ReferenceModel(config, layout, info) if algorithm.kl.coef else None
+        self.reference = ReferenceModel(config, layout, info) if config.needs_reference else None
 
     def compute_logprobs(
         self, samples: Sequence[TrainSample], *, reference: bool = False, with_entropy: bool = False
@@ -175,22 +193,20 @@ class Policy:
         """Of the last update (before the first one: the schedule's start)."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _loss_function(self, plan: _Plan) -> WithLoss:
+    def _loss_function(self, plan: _PackedBatch) -> WithLoss:
         scale = plan.tokens / aux_loss_scale(self.tf_config)
 
         def loss(chunk: GPTModel, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, int, LossStats]:
             logprobs, entropy = self._response_logprobs(chunk, hidden, batch, with_entropy=True)
-            assert batch.old_logprobs is not None  # _check_trainable
-            result = micro_batch_loss(
-                self._spec,
-                logprobs,
-                batch.old_logprobs,
-                batch.advantages,
-                batch.mask,
-                cu_seqlens=batch.response_cu_seqlens,
-                counts=plan.counts,
-                ref_logprobs_T=batch.reference_logprobs,
-                entropy_T=entropy,
+            result = self._loss(
+                LossInputs(
+                    logprobs_R=logprobs,
+                    mask_R=batch.mask,
+                    cu_seqlens=batch.response_cu_seqlens,
+                    counts=plan.counts,
+                    streams=batch.streams,
+                    entropy_R=entropy,
+                )
             )
             # Megatron multiplies all gradients by `aux_loss_scale` and divides them by the sum of `tokens`. The policy
             # loss is an exact share already and must not change; the routers' auxiliary losses need both.
@@ -211,13 +227,15 @@ class Policy:
             with_entropy=with_entropy,
         )
 
-    def _plan(self, samples: Sequence[TrainSample]) -> _Plan:
+    def _plan(self, samples: Sequence[TrainSample]) -> _PackedBatch:
         """Agree with the other replicas on the number of micro-batches, and pack this replica's."""
         check_samples(samples, self.info.vocab_size)
         group = parallel_state.get_data_parallel_group()
-        shapes: list[list[tuple[int, int]]] = [[] for _ in range(group.size())]
-        own = [(sample.length, sample.trained_tokens) for sample in samples]
-        torch.distributed.all_gather_object(shapes, own, group=group)
+        own = _Shapes([(sample.length, sample.trained_tokens) for sample in samples], common_streams(samples))
+        everyone: list[Any] = [None] * group.size()
+        torch.distributed.all_gather_object(everyone, own, group=group)
+        shapes = [part.samples for part in everyone]
+        streams = _agreed_streams(everyone)
         interleaved = self.layout.virtual_pipeline is not None
         plans = plan_micro_batches(
             [[length for length, _ in rank] for rank in shapes],
@@ -229,9 +247,9 @@ class Policy:
         mine = plans[group.rank()]
         device = platforms.current().device
         counts = GlobalCounts.of([trained for rank in shapes for _, trained in rank], self.config.sampling.max_tokens)
-        return _Plan(
+        return _PackedBatch(
             indices=mine,
-            micro_batches=[pack(samples, indices, tensor).to(device) for indices in mine],
+            micro_batches=[pack(samples, indices, tensor, streams).to(device) for indices in mine],
             counts=counts,
             tokens=sum(length for rank in shapes for length, _ in rank),
             non_empty=sum(bool(indices) for plan in plans for indices in plan),
@@ -239,12 +257,13 @@ class Policy:
 
     def _check_trainable(self, samples: Sequence[TrainSample]) -> None:
         for sample in samples:
-            if sample.old_logprobs is None:
-                raise ValueError(f"sample {sample.key} has no old_logprobs; compute them before the update")
-            if self._spec.kl_coef and sample.reference_logprobs is None:
-                raise ValueError(f"sample {sample.key} has no reference_logprobs, which the KL loss needs")
+            for name in (OLD_LOGPROBS, ADVANTAGES):
+                if name not in sample.streams:
+                    raise ValueError(f"sample {sample.key} has no {name}; compute them before the update")
+            if self._spec.kl_coef and REFERENCE_LOGPROBS not in sample.streams:
+                raise ValueError(f"sample {sample.key} has no {REFERENCE_LOGPROBS}, which the KL loss needs")
 
-    def _from_last_stage(self, parts: list[Tensor], plan: _Plan, lines: int) -> Tensor:
+    def _from_last_stage(self, parts: list[Tensor], plan: _PackedBatch, lines: int) -> Tensor:
         """[lines, response tokens of all non-empty micro-batches], on every rank of the replica, on the CPU."""
         sizes = [batch.targets.numel() for batch in plan.micro_batches if not batch.is_empty]
         device = platforms.current().device

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted, WeightSyncError
-from megarl.weights.buckets import Bucket, Piece, Plan
+from megarl.weights.buckets import Bucket, BucketPlan, BucketSlice
 from megarl.weights.digest import digest
-from megarl.weights.transport import POLL_S, Group, Pending
+from megarl.weights.transport import POLL_S, Group, PendingBroadcast
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class SendBuffers:
     """Two packing buffers and, where other ranks send too, one to take part in their broadcasts. Kept between syncs."""
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+    def __init__(self, plan: BucketPlan, rank: int, device: torch.device) -> None:
         own = max((b.wire_bytes for b in plan.buckets if b.owner == rank), default=0)
         others = max((b.wire_bytes for b in plan.buckets if b.owner != rank), default=0)
         self.pack = [torch.empty(own, dtype=torch.uint8, device=device) for _ in range(2 if own else 0)]
@@ -37,7 +37,7 @@ class SendBuffers:
 class Sending:
     """One sync of one sending rank: `offer` each owned tensor in manifest order, then `finish`."""
 
-    def __init__(self, group: Group, plan: Plan, rank: int, version: int, buffers: SendBuffers) -> None:
+    def __init__(self, group: Group, plan: BucketPlan, rank: int, version: int, buffers: SendBuffers) -> None:
         self._group, self._plan, self._rank, self._version = group, plan, rank, version
         self._scratch = buffers.scratch
         self._free: queue.Queue[torch.Tensor] = queue.Queue()
@@ -92,9 +92,9 @@ class Sending:
         if not first:
             return
         secondary = isinstance(error, SyncAborted | ConnectionLost)
-        culprits = list(error.culprits) if isinstance(error, PeerTimeout) else []
+        failed_members = list(error.failed_members) if isinstance(error, PeerTimeout) else []
         failure = str(error) or repr(error)
-        self._report({"failure": failure, "secondary": secondary, "culprits": culprits})
+        self._report({"failure": failure, "secondary": secondary, "failed_members": failed_members})
         try:
             self._group.post_abort(failure)
         except RuntimeError:
@@ -131,7 +131,7 @@ class Sending:
         try:
             if self._scratch.device.type == "cuda":
                 torch.cuda.set_device(self._scratch.device)
-            before: tuple[Pending, torch.Tensor | None] | None = None
+            before: tuple[PendingBroadcast, torch.Tensor | None] | None = None
             for bucket in self._plan.buckets:
                 if before is not None and before[1] is None and bucket.owner != self._rank:
                     # Broadcasts are relayed through the members' buffers: the one scratch buffer holds one at a time.
@@ -144,7 +144,7 @@ class Sending:
         except BaseException as error:
             self.fail(error)
 
-    def _start(self, bucket: Bucket) -> tuple[Pending, torch.Tensor | None]:
+    def _start(self, bucket: Bucket) -> tuple[PendingBroadcast, torch.Tensor | None]:
         mine = bucket.owner == self._rank
         buffer = self._await_packed(bucket) if mine else self._scratch
         root = self._group.layout.senders.index(bucket.owner)
@@ -158,7 +158,7 @@ class Sending:
             except queue.Empty:
                 self._group.check(f"its own bucket {bucket.index + 1} to be packed")
 
-    def _complete(self, started: tuple[Pending, torch.Tensor | None] | None) -> None:
+    def _complete(self, started: tuple[PendingBroadcast, torch.Tensor | None] | None) -> None:
         if started is not None:
             pending, buffer = started
             pending.wait()
@@ -173,7 +173,7 @@ class Sending:
             logger.exception("%s could not report to the leader", self._group.name)
 
 
-def _copy_piece(buffer: torch.Tensor, piece: Piece, tensor: torch.Tensor) -> None:
+def _copy_piece(buffer: torch.Tensor, piece: BucketSlice, tensor: torch.Tensor) -> None:
     """Bytes [start, start + nbytes) of the tensor to their place; any strides, any device."""
     target = buffer[piece.offset : piece.offset + piece.nbytes].view(tensor.dtype)
     if piece.nbytes == tensor.numel() * tensor.element_size():

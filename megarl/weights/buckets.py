@@ -64,7 +64,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketSlice:
     """Bytes [start, start + nbytes) of tensor number `tensor`, at `offset` of their bucket."""
 
     tensor: int
@@ -79,7 +79,7 @@ class Bucket:
 
     index: int
     owner: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BucketSlice, ...]
     nbytes: int
 
     @property
@@ -88,7 +88,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     specs: tuple[TensorSpec, ...]
     buckets: tuple[Bucket, ...]
     bucket_bytes: int
@@ -149,9 +149,9 @@ def plan_buckets(manifest: Sequence[ManifestEntry], bucket_bytes: int) -> list[B
     return _pack(specs_of(manifest), bucket_bytes)
 
 
-def make_plan(manifest: Sequence[ManifestEntry], bucket_bytes: int) -> Plan:
+def make_plan(manifest: Sequence[ManifestEntry], bucket_bytes: int) -> BucketPlan:
     specs = specs_of(manifest)
-    return Plan(specs, tuple(_pack(specs, bucket_bytes)), bucket_bytes)
+    return BucketPlan(specs, tuple(_pack(specs, bucket_bytes)), bucket_bytes)
 
 
 def _pack(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
@@ -160,7 +160,7 @@ def _pack(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
         minimum = ALIGNMENT + TRAILER_BYTES
         raise ValueError(f"bucket size of {bucket_bytes} bytes is too small; use at least {minimum}")
     buckets: list[Bucket] = []
-    pieces: list[Piece] = []
+    pieces: list[BucketSlice] = []
     used = owner = 0
 
     def flush() -> None:
@@ -181,7 +181,7 @@ def _pack(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
         while True:
             offset = _round_up(used, ALIGNMENT)
             size = min(spec.nbytes - start, capacity - offset)
-            pieces.append(Piece(number, start, offset, size))
+            pieces.append(BucketSlice(number, start, offset, size))
             used, start = offset + size, start + size
             if start == spec.nbytes:
                 break
@@ -192,13 +192,13 @@ def _pack(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
     return buckets
 
 
-def pack_manifest(plan: Plan) -> str:
+def pack_manifest(plan: BucketPlan) -> str:
     """The plan's inputs as compressed text, for the one message that carries them to an engine."""
     document = json.dumps({"bucket_bytes": plan.bucket_bytes, "specs": _spec_rows(plan.specs)})
     return base64.b85encode(zlib.compress(document.encode(), 6)).decode()
 
 
-def unpack_manifest(text: str, expected_hash: str) -> Plan:
+def unpack_manifest(text: str, expected_hash: str) -> BucketPlan:
     """Rebuild the plan on the receiver.
 
     Raises:
@@ -206,7 +206,7 @@ def unpack_manifest(text: str, expected_hash: str) -> Plan:
     """
     document = json.loads(zlib.decompress(base64.b85decode(text)))
     specs = tuple(TensorSpec(name, tuple(shape), dtype, owner) for name, shape, dtype, owner in document["specs"])
-    plan = Plan(specs, tuple(_pack(specs, document["bucket_bytes"])), document["bucket_bytes"])
+    plan = BucketPlan(specs, tuple(_pack(specs, document["bucket_bytes"])), document["bucket_bytes"])
     if plan.hash != expected_hash:
         raise ValueError(
             f"weight-sync plans differ: sender {expected_hash}, receiver {plan.hash}; "

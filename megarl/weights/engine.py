@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from megarl.common.errors import WeightSyncError
 from megarl.weights.buckets import unpack_manifest
 from megarl.weights.receiver import Receiver
-from megarl.weights.transport import Board, Group, Layout
+from megarl.weights.transport import Group, GroupMembers, SyncStore
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 MMAP_DURING_SYNC = 2**20
@@ -35,7 +35,7 @@ class MegarlInitInfo(WeightTransferInitInfo):
 
     host: str
     port: int
-    layout: str  # Layout.to_json()
+    layout: str  # GroupMembers.to_json()
     replica: int  # index in the layout
     manifest: str  # buckets.pack_manifest()
     plan_hash: str
@@ -62,23 +62,27 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         if self.device.type == "cpu":
             prepack_updated_experts()
         self._receiver: Receiver | None = None
-        self._caught: str | None = None  # why the model is half loaded
+        self._needs_restart: str | None = None  # why the model is half loaded
 
     def init_transfer_engine(self, init_info: MegarlInitInfo) -> None:
         """Join the group; called again for every new generation.
 
         Raises:
             ValueError: the rebuilt plan is not the sender's.
-            WeightSyncError: not all members came before the deadline, or this worker was caught in a failed sync.
+            WeightSyncError: not all members came before the deadline, or a failed sync left this worker between start
+                and finish.
         """
-        if self._caught is not None:
-            raise WeightSyncError(f"caught in a failed weight sync, this replica must be restarted: {self._caught}")
+        if self._needs_restart is not None:
+            raise WeightSyncError(
+                "this replica was left in the middle of a failed weight sync and must be restarted: "
+                f"{self._needs_restart}"
+            )
         self.shutdown()
         plan = unpack_manifest(init_info.manifest, init_info.plan_hash)
-        layout = Layout.from_json(init_info.layout)
+        layout = GroupMembers.from_json(init_info.layout)
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        board = Board(init_info.host, init_info.port)
+        board = SyncStore(init_info.host, init_info.port)
         group = Group(board, layout, layout.offset(init_info.replica) + worker)
         group.join(init_info.timeout_s)
         device = self.device if layout.backend == "nccl" else torch.device("cpu")
@@ -106,7 +110,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
                 update_info.sync, update_info.version, update_info.timeout_s, plan_hash=update_info.plan_hash
             )
         except BaseException as error:
-            self._caught = str(error) or repr(error)
+            self._needs_restart = str(error) or repr(error)
             raise
 
     def finish_weight_update(self) -> None:

@@ -17,12 +17,12 @@ class FailedCall:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    culprits: tuple[str, ...]
+class FailureCause:
+    failed_members: tuple[str, ...]
     reasons: tuple[str, ...]
 
 
-def find_culprits(reports: Sequence[dict[str, Any]], calls: Iterable[FailedCall]) -> Verdict:
+def find_cause(reports: Sequence[dict[str, Any]], calls: Iterable[FailedCall]) -> FailureCause:
     """The most direct evidence wins.
 
     1. a member's own failure (bad digest, failed load, failed gather), or a replica that died;
@@ -30,25 +30,25 @@ def find_culprits(reports: Sequence[dict[str, Any]], calls: Iterable[FailedCall]
     3. a replica that gave no answer;
     4. nothing but lost connections: nobody is named, the first report is the reason.
 
-    `reports`: of failed members, each {member, failure, secondary, culprits}.
+    `reports`: of failed members, each {member, failure, secondary, failed_members}.
     """
     calls = list(calls)
-    own = [r for r in reports if not r["secondary"] and not r.get("culprits")]
+    own = [r for r in reports if not r["secondary"] and not r.get("failed_members")]
     dead = [call for call in calls if not call.silent]
     if own or dead:
-        return Verdict(
+        return FailureCause(
             _unique([*(r["member"] for r in own), *(call.replica for call in dead)]),
             _unique([*(f"{r['member']}: {r['failure']}" for r in own), *(call.reason for call in dead)]),
         )
-    waits = [r for r in reports if r.get("culprits")]
+    waits = [r for r in reports if r.get("failed_members")]
     if waits:
         waiting = {r["member"] for r in reports}
-        blamed = _unique(name for r in waits for name in r["culprits"])
-        absent = tuple(name for name in blamed if name not in waiting) or blamed
-        return Verdict(absent, _unique(r["failure"] for r in waits if set(r["culprits"]) & set(absent)))
+        awaited = _unique(name for r in waits for name in r["failed_members"])
+        absent = tuple(name for name in awaited if name not in waiting) or awaited
+        return FailureCause(absent, _unique(r["failure"] for r in waits if set(r["failed_members"]) & set(absent)))
     if calls:
-        return Verdict(_unique(call.replica for call in calls), _unique(call.reason for call in calls))
-    return Verdict((), tuple(r["failure"] for r in reports[:1]))
+        return FailureCause(_unique(call.replica for call in calls), _unique(call.reason for call in calls))
+    return FailureCause((), tuple(r["failure"] for r in reports[:1]))
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:

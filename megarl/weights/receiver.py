@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 
 from megarl.common.errors import ConnectionLost, DigestMismatch, PeerTimeout, SyncAborted
-from megarl.weights.buckets import Bucket, Plan
+from megarl.weights.buckets import Bucket, BucketPlan
 from megarl.weights.digest import digest
-from megarl.weights.transport import Group, Pending
+from megarl.weights.transport import Group, PendingBroadcast
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Loader(Protocol):
 
 
 class Receiver:
-    def __init__(self, group: Group, plan: Plan, loader: Loader, device: torch.device) -> None:
+    def __init__(self, group: Group, plan: BucketPlan, loader: Loader, device: torch.device) -> None:
         self.group, self.plan, self._loader = group, plan, loader
         self._buffers = ReceiveBuffers(plan.buffer_bytes, device, loader)
 
@@ -51,7 +51,7 @@ class Receiver:
         except BaseException as error:
             report["failure"] = str(error) or repr(error)
             report["secondary"] = isinstance(error, SyncAborted | ConnectionLost)
-            report["culprits"] = list(error.culprits) if isinstance(error, PeerTimeout) else []
+            report["failed_members"] = list(error.failed_members) if isinstance(error, PeerTimeout) else []
             self._report(report)
             group.abort()
             raise
@@ -99,7 +99,7 @@ class Receiver:
         self._buffers.clear()
         return {"digests": digests, "seconds": seconds}
 
-    def _post(self, bucket: Bucket) -> tuple[torch.Tensor, Pending]:
+    def _post(self, bucket: Bucket) -> tuple[torch.Tensor, PendingBroadcast]:
         buffer = self._buffers.take()
         root = self.group.layout.senders.index(bucket.owner)
         return buffer, self.group.broadcast(buffer[: bucket.wire_bytes], root, bucket.index)
@@ -118,7 +118,7 @@ class Receiver:
 class Assembler:
     """Turns buckets into named tensors: views of the buffer, or a tensor of its own where it spans buckets."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BucketPlan) -> None:
         self._plan = plan
         self._partial: torch.Tensor | None = None
 

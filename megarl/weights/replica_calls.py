@@ -1,8 +1,8 @@
-"""The leader's side of a sync: calls to the replicas, the checks before a version is published, who is to blame.
+"""The leader's side of a sync: calls to the replicas, the checks before a version is published, the cause of a failure.
 
 Order of one sync, over all replicas: pause -> start -> update (all buckets) -> compare every worker's digests with
 the senders' -> finish, which sets the version -> resume. Whatever fails between start and finish leaves the replicas
-caught there: they are never resumed.
+there: they are never resumed, and must be restarted.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.common.errors import DigestMismatch, WeightSyncError
-from megarl.weights.buckets import Plan, pack_manifest
-from megarl.weights.failure_cause import FailedCall, Verdict, find_culprits
+from megarl.weights.buckets import BucketPlan, pack_manifest
+from megarl.weights.failure_cause import FailedCall, FailureCause, find_cause
 from megarl.weights.handles import EngineHandles, ReplicaHandle
-from megarl.weights.transport import POLL_S, Board, Group, Layout, names_of
+from megarl.weights.transport import POLL_S, Group, GroupMembers, SyncStore, names_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Control:
         # Of this generation: a dead replica may no longer be found by name, and must still be called to be named.
         self._replicas: list[ReplicaHandle] = []
 
-    def layout(self, generation: int, senders: Sequence[int], backend: str) -> Layout:
+    def layout(self, generation: int, senders: Sequence[int], backend: str) -> GroupMembers:
         """Ask every replica how many workers it has."""
         replicas = self._replicas = list(self.handles.replicas())
         try:
@@ -66,9 +66,9 @@ class Control:
         except CallsFailed as error:
             raise self._not_reached(error, replicas) from error
         names = tuple(replica.name for replica in replicas)
-        return Layout(generation, tuple(senders), names, tuple(int(n) for n in sizes), backend)
+        return GroupMembers(generation, tuple(senders), names, tuple(int(n) for n in sizes), backend)
 
-    def connect(self, board: Board, layout: Layout, plan: Plan, timeout_s: float) -> None:
+    def connect(self, board: SyncStore, layout: GroupMembers, plan: BucketPlan, timeout_s: float) -> None:
         """Have every engine worker join; the senders join at the same time."""
         replicas = self._replicas
         common = {
@@ -87,11 +87,11 @@ class Control:
         except CallsFailed as error:
             raise self._not_reached(error, replicas) from error
 
-    def publish(self, group: Group, plan: Plan, sync: int, version: int, timeout_s: float) -> SyncReport:
+    def publish(self, group: Group, plan: BucketPlan, sync: int, version: int, timeout_s: float) -> SyncReport:
         """Drive all replicas through one sync. `group` is only used for its keys.
 
         Raises:
-            WeightSyncError: names the culprits and the replicas that must be restarted.
+            WeightSyncError: names the failed_members and the replicas that must be restarted.
         """
         replicas = self._replicas
         started = time.perf_counter()
@@ -123,7 +123,7 @@ class Control:
         digest_s = _digest_seconds(group.layout, reports)
         return SyncReport(version, total, plan.total_bytes, len(plan.buckets), digest_s, total, phases)
 
-    def _await_reports(self, group: Group, plan: Plan, deadline: float) -> list[dict[str, Any]]:
+    def _await_reports(self, group: Group, plan: BucketPlan, deadline: float) -> list[dict[str, Any]]:
         """Every member's report; all digests compared with the senders'."""
         reports = []
         for rank, member in enumerate(group.members):
@@ -140,7 +140,7 @@ class Control:
                 raise DigestMismatch(
                     f"{report['member']} has other digests than the senders: {len(received)} of {len(expected)} "
                     f"buckets received, differing: {wrong[:10]}",
-                    culprits=[report["member"]],
+                    failed_members=[report["member"]],
                 )
         return reports
 
@@ -152,7 +152,7 @@ class Control:
         version: int,
         phase: str,
     ) -> WeightSyncError:
-        """Who failed first-hand, who is caught, and what they said."""
+        """The members that failed themselves, the replicas to be restarted, and the reasons given."""
         reports = self._failure_reports(group)
         if isinstance(error, CallsFailed):
             said = {group.layout.replica_of(rank) for rank in reports}
@@ -165,20 +165,20 @@ class Control:
                 for index, failure in error.failures.items()
                 if index not in said
             ]
-            verdict = find_culprits(list(reports.values()), calls)
+            cause = find_cause(list(reports.values()), calls)
         elif isinstance(error, DigestMismatch):
-            verdict = Verdict(error.culprits, (str(error),))
+            cause = FailureCause(error.failed_members, (str(error),))
         else:
-            verdict = find_culprits(list(reports.values()), [])
-        reasons, culprits = verdict.reasons or (str(error),), verdict.culprits
+            cause = find_cause(list(reports.values()), [])
+        reasons, failed_members = cause.reasons or (str(error),), cause.failed_members
         names = [replica.name for replica in replicas]
-        caught = names_of(group.layout, culprits) if phase == "pause" else names
+        needs_restart = names_of(group.layout, failed_members) if phase == "pause" else names
         message = (
             f"weight sync of version {version} failed during {phase}: {'; '.join(reasons)}. "
-            f"Not published; to be restarted: {', '.join(caught) or 'no replica'}"
+            f"Not published; to be restarted: {', '.join(needs_restart) or 'no replica'}"
         )
         logger.error("%s", message)
-        return WeightSyncError(message, version=version, culprits=culprits, caught=caught)
+        return WeightSyncError(message, version=version, failed_members=failed_members, needs_restart=needs_restart)
 
     def _failure_reports(self, group: Group) -> dict[int, dict[str, Any]]:
         reports = {}
@@ -189,11 +189,13 @@ class Control:
         return reports
 
     def after_failure(self, failure: WeightSyncError) -> None:
-        """Caught replicas refuse to serve from now on; the others go on with the version they have."""
+        """Replicas that must be restarted refuse to serve; the others go on with the version they have."""
         for replica in self._replicas:
             try:
-                if replica.name in failure.caught:
-                    replica.call("fail", f"was caught in a failed weight sync: {failure}", timeout_s=GRACE_S)
+                if replica.name in failure.needs_restart:
+                    replica.call(
+                        "fail", f"was left in the middle of a failed weight sync: {failure}", timeout_s=GRACE_S
+                    )
                 else:
                     replica.call("resume", timeout_s=self._rpc_s)
             except Exception as error:  # a dead one cannot answer, and is reported already
@@ -205,8 +207,8 @@ class Control:
         reasons = [f"engine {replicas[i].name}: {_brief(e)}" for i, e in error.first.items()]
         return WeightSyncError(
             f"could not connect the weight-sync group, {error.method} failed: {'; '.join(reasons)}",
-            culprits=names,
-            caught=failed,
+            failed_members=names,
+            needs_restart=failed,
         )
 
     def _all(
@@ -262,7 +264,7 @@ def _run_call(index: int, call: Callable[[], Any], done: queue.Queue[tuple[int, 
         done.put((index, False, error))
 
 
-def _digest_seconds(layout: Layout, reports: list[dict[str, Any]]) -> float:
+def _digest_seconds(layout: GroupMembers, reports: list[dict[str, Any]]) -> float:
     seconds = [report.get("seconds", {}).get("digest", 0.0) for report in reports]
     count = len(layout.senders)
     return max(seconds[:count], default=0.0) + max(seconds[count:], default=0.0)

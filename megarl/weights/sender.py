@@ -22,14 +22,16 @@ from typing import Any, Protocol
 import torch
 
 from megarl.common.errors import SyncAborted, WeightSyncError
+from megarl.config.schema import Config, TimeoutsConfig, WeightSyncConfig
 from megarl.weights.bucket_packer import SendBuffers, Sending
-from megarl.weights.buckets import Plan, make_plan
+from megarl.weights.buckets import BucketPlan, make_plan
 from megarl.weights.handles import EngineHandles
 from megarl.weights.replica_calls import Control, SyncReport
-from megarl.weights.transport import Board, Group, Layout, names_of
+from megarl.weights.transport import Group, GroupMembers, SyncStore, names_of
 
 logger = logging.getLogger(__name__)
 _serial = 0
+_SYNC, _TIMEOUTS = WeightSyncConfig(), TimeoutsConfig()
 
 
 class Exporter(Protocol):
@@ -43,17 +45,16 @@ class Exporter(Protocol):
 class SyncSettings:
     """The knobs of a sync; seconds and bytes."""
 
-    bucket_bytes: int = 64 * 2**20
-    transport: str = "auto"
-    recompute_kv: bool = True
-    sync_s: float = 600.0
-    rpc_s: float = 120.0
-    restart_s: float = 900.0
-    restarts: int = 1  # failed syncs that are repeated, with fresh replicas, before the error is raised
+    bucket_bytes: int = int(_SYNC.bucket_mb * 2**20)
+    transport: str = _SYNC.transport
+    recompute_kv: bool = _SYNC.recompute_kv
+    sync_s: float = _TIMEOUTS.weight_sync_s
+    rpc_s: float = _TIMEOUTS.rpc_s
+    restart_s: float = _TIMEOUTS.engine_start_s
+    restarts: int = _SYNC.restarts
 
     @classmethod
-    def from_config(cls, config: Any) -> SyncSettings:
-        """From a `megarl.config.schema.Config`."""
+    def from_config(cls, config: Config) -> SyncSettings:
         return cls(
             bucket_bytes=int(config.weight_sync.bucket_mb * 2**20),
             transport=config.weight_sync.transport,
@@ -61,6 +62,7 @@ class SyncSettings:
             sync_s=config.timeouts.weight_sync_s,
             rpc_s=config.timeouts.rpc_s,
             restart_s=config.timeouts.engine_start_s,
+            restarts=config.weight_sync.restarts,
         )
 
     @property
@@ -73,17 +75,17 @@ class SyncSettings:
 class WeightSender:
     """Publishes the trainer's weights to all engines. Build it, connect it and publish on every trainer rank."""
 
-    def __init__(self, config: Any, exporter: Exporter, *, host: str | None = None) -> None:
-        """`config`: a `Config` or `SyncSettings`; `host`: address of rank 0 that the engines can reach."""
+    def __init__(self, config: Config | SyncSettings, exporter: Exporter, *, host: str | None = None) -> None:
+        """`host`: address of rank 0 that the engines can reach."""
         self.settings = config if isinstance(config, SyncSettings) else SyncSettings.from_config(config)
         self._exporter = exporter
         self._host = host
         distributed = torch.distributed.is_initialized()
         self._rank = torch.distributed.get_rank() if distributed else 0
         self._world = torch.distributed.get_world_size() if distributed else 1
-        self._plan: Plan | None = None
+        self._plan: BucketPlan | None = None
         self._numbers: dict[str, int] = {}
-        self._board: Board | None = None
+        self._board: SyncStore | None = None
         self._control: Control | None = None
         self._group: Group | None = None
         self._buffers: SendBuffers | None = None
@@ -92,7 +94,7 @@ class WeightSender:
         self._sync = 0
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> BucketPlan:
         """The plan, which is made by the first `connect`."""
         if self._plan is None:
             raise RuntimeError("WeightSender.connect has not been called")
@@ -117,15 +119,16 @@ class WeightSender:
         try:
             self._form_group()
         except WeightSyncError as error:
-            if not error.caught or self.settings.restarts == 0:
+            if not error.needs_restart or self.settings.restarts == 0:
                 raise
-            logger.warning("restarting %s: %s", ", ".join(error.caught), error)
-            self._form_group(restart=error.caught)
+            logger.warning("restarting %s: %s", ", ".join(error.needs_restart), error)
+            self._form_group(restart=error.needs_restart)
 
     def publish(self, version: int) -> SyncReport:
         """Collective: after it every replica serves `version`, bit for bit what the exporter yields.
 
-        Replicas caught in a failed sync are restarted, and the sync is repeated, `settings.restarts` times.
+        Replicas that a failed sync left between start and finish are restarted, and the sync is repeated,
+        `settings.restarts` times.
 
         Raises:
             WeightSyncError: on every rank; names who failed. The version is then published nowhere.
@@ -139,11 +142,14 @@ class WeightSender:
                 return SyncReport(**{**outcome["report"], "restarted": restarted})
             if outcome["status"] == "failed":
                 break
-            restarted = (*restarted, *outcome["caught"])
+            restarted = (*restarted, *outcome["needs_restart"])
             logger.warning("repeating the sync with fresh replicas: %s", outcome["message"])
-            self._form_group(restart=outcome["caught"])
+            self._form_group(restart=outcome["needs_restart"])
         raise WeightSyncError(
-            outcome["message"], version=version, culprits=outcome["culprits"], caught=outcome["caught"]
+            outcome["message"],
+            version=version,
+            failed_members=outcome["failed_members"],
+            needs_restart=outcome["needs_restart"],
         )
 
     def close(self) -> None:
@@ -153,19 +159,19 @@ class WeightSender:
         self._group = self._buffers = None
         self._formed = False
 
-    def _open_board(self) -> Board:
+    def _open_board(self) -> SyncStore:
         global _serial
         _serial += 1
         key = f"megarl/weights/{_serial}"
         if self._rank == 0:
-            board = Board(self._host or own_address(), 0, server=True)
+            board = SyncStore(self._host or own_address(), 0, server=True)
             if self._world > 1:
                 _default_store().set(key, json.dumps([board.host, board.port]))
             return board
         store = _default_store()
         store.wait([key], timedelta(seconds=self.settings.rpc_s))
         host, port = json.loads(store.get(key))
-        return Board(host, port)
+        return SyncStore(host, port)
 
     def _form_group(self, restart: Sequence[str] = ()) -> None:
         """Collective: the next generation's group, or WeightSyncError on every rank."""
@@ -181,20 +187,20 @@ class WeightSender:
             error = WeightSyncError(f"the weight-sync group could not be formed: {failure}")
             error.__cause__ = failure
         if self._control is not None:
-            fields = None if error is None else [str(error), error.culprits, error.caught]
+            fields = None if error is None else [str(error), error.failed_members, error.needs_restart]
             self._board.put(key, {"error": fields})
         else:
             wait_s = 2 * self.settings.rpc_s
             formed = self._board.wait(key, wait_s, "trainer rank 0 to form the weight-sync group")
             if formed["error"] is not None:
-                message, culprits, caught = formed["error"]
-                error = WeightSyncError(message, culprits=culprits, caught=caught)
+                message, failed_members, needs_restart = formed["error"]
+                error = WeightSyncError(message, failed_members=failed_members, needs_restart=needs_restart)
         self._formed = error is None
         if error is not None:
             self._leave_group()
             raise error
 
-    def _agree_on_layout(self, restart: Sequence[str]) -> Layout:
+    def _agree_on_layout(self, restart: Sequence[str]) -> GroupMembers:
         assert self._board is not None
         key = f"g{self._generation}/layout"
         if self._control is None:
@@ -202,7 +208,7 @@ class WeightSender:
             answer = self._board.wait(key, wait_s, "trainer rank 0 to reach all engine replicas")
             if "error" in answer:
                 raise WeightSyncError(answer["error"])
-            return Layout.from_json(answer["layout"])
+            return GroupMembers.from_json(answer["layout"])
         try:
             if restart:
                 self._control.handles.restart(restart, self.settings.restart_s)
@@ -213,7 +219,7 @@ class WeightSender:
         self._board.put(key, {"layout": layout.to_json()})
         return layout
 
-    def _join(self, layout: Layout) -> None:
+    def _join(self, layout: GroupMembers) -> None:
         """Join if this rank sends; on the leader, have the engines join meanwhile."""
         assert self._board is not None
         sends = self._rank in layout.senders
@@ -235,7 +241,7 @@ class WeightSender:
             assert self._group is not None
             self._group.post_abort(str(error))
             if isinstance(error, WeightSyncError):
-                error.caught = tuple(names_of(layout, error.culprits))
+                error.needs_restart = tuple(names_of(layout, error.failed_members))
             raise
         if engines is not None:
             engines.result()
@@ -294,17 +300,22 @@ class WeightSender:
         try:
             report: SyncReport = engines.result()
         except WeightSyncError as failure:
-            mine = any(culprit.startswith("trainer rank") for culprit in failure.culprits)
-            repeat = may_repeat and not mine and error is None and bool(failure.caught)
+            mine = any(member.startswith("trainer rank") for member in failure.failed_members)
+            repeat = may_repeat and not mine and error is None and bool(failure.needs_restart)
             self._control.after_failure(failure)
             return {
                 "status": "repeat" if repeat else "failed",
                 "message": str(failure),
-                "culprits": failure.culprits,
-                "caught": failure.caught,
+                "failed_members": failure.failed_members,
+                "needs_restart": failure.needs_restart,
             }
         except Exception as failure:
-            return {"status": "failed", "message": f"weight sync: {failure!r}", "culprits": [], "caught": []}
+            return {
+                "status": "failed",
+                "message": f"weight sync: {failure!r}",
+                "failed_members": [],
+                "needs_restart": [],
+            }
         fields = asdict(report)
         return {"status": "published", "report": {**fields, "seconds": max(seconds, report.seconds)}}
 

@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2  # how soon an abort is noticed
 STORE_TIMEOUT_S = 30.0  # one store request (the store answers at once unless its owner is gone)
 OPERATION_SLACK_S = 5.0  # the library's own timeout names nobody: ours comes first
-_GRAVEYARD: list[Any] = []  # aborted groups: destroying one blocks until its last operation times out
+_ABORTED: list[Any] = []  # aborted groups: destroying one blocks until its last operation times out
 
 
 @dataclass(frozen=True)
-class Layout:
+class GroupMembers:
     """Who is in the group. `members[i]` names rank i, e.g. `trainer rank 0`, `engine replica 1 worker 0`."""
 
     generation: int
@@ -62,14 +62,14 @@ class Layout:
         return json.dumps(self.__dict__)
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Layout:
+    def from_json(cls, text: str | bytes) -> GroupMembers:
         fields: dict[str, Any] = json.loads(text)
         for key in ("senders", "replicas", "workers"):
             fields[key] = tuple(fields[key])
         return cls(**fields)
 
 
-class Board:
+class SyncStore:
     """The store, seen by one process. Keys are only ever set, and read without blocking."""
 
     def __init__(self, host: str, port: int, *, server: bool = False, timeout_s: float = STORE_TIMEOUT_S) -> None:
@@ -115,7 +115,7 @@ class Group:
     ConnectionLost.
     """
 
-    def __init__(self, board: Board, layout: Layout, rank: int | None) -> None:
+    def __init__(self, board: SyncStore, layout: GroupMembers, rank: int | None) -> None:
         """`rank`: this process's group rank; None for a leader that sends nothing and only watches."""
         self.board = board
         self.layout = layout
@@ -140,6 +140,7 @@ class Group:
 
     def join(self, timeout_s: float) -> None:
         """Report ready, wait for all, connect. Every member must call it."""
+        assert self.rank is not None, "a leader that sends nothing is not a member"
         self._begin(timeout_s)
         self.board.put(f"{self._prefix}/ready/{self.rank}", True)
         self._await_all_ready(timeout_s)
@@ -166,7 +167,7 @@ class Group:
                 names = ", ".join(self.members[i] for i in absent)
                 raise PeerTimeout(
                     f"{self.name} waited {timeout_s:.0f} s for {names} to join the weight-sync group",
-                    culprits=[self.members[i] for i in absent],
+                    failed_members=[self.members[i] for i in absent],
                 )
             time.sleep(pause)
             pause = min(2 * pause, POLL_S)
@@ -189,7 +190,7 @@ class Group:
     def _remaining(self) -> float:
         return self._deadline - time.monotonic()
 
-    def broadcast(self, tensor: torch.Tensor, root: int, bucket: int | None = None) -> Pending:
+    def broadcast(self, tensor: torch.Tensor, root: int, bucket: int | None = None) -> PendingBroadcast:
         """Start one broadcast from group rank `root`; leave the tensor alone until `wait` returns."""
         options = BroadcastOptions()
         options.rootRank = root
@@ -201,7 +202,7 @@ class Group:
             work = self._backend.broadcast([tensor], options)
         except RuntimeError as error:
             raise self._broken(error, bucket) from error
-        return Pending(self, work, tensor, bucket)
+        return PendingBroadcast(self, work, tensor, bucket)
 
     def check(self, waiting_for: str, bucket: int | None = None) -> None:
         """Raise if somebody aborted or the deadline has passed."""
@@ -226,7 +227,7 @@ class Group:
             return
         if self.layout.backend == "nccl":
             backend.abort()
-        _GRAVEYARD.append(backend)
+        _ABORTED.append(backend)
 
     def close(self) -> None:
         """Leave an idle, healthy group."""
@@ -234,7 +235,7 @@ class Group:
             self._backend.shutdown()
             self._backend = None
 
-    def laggards(self, bucket: int) -> list[str]:
+    def late_members(self, bucket: int) -> list[str]:
         """Members that have not entered the broadcast of `bucket`; if all have, those still in it."""
         others = [i for i in range(len(self.members)) if i != self.rank]
         for stage in ("entered", "left"):
@@ -248,23 +249,23 @@ class Group:
         waited = time.monotonic() - self._started
         if bucket is None:
             return PeerTimeout(f"{self.name} waited {waited:.1f} s for {waiting_for}")
-        late = self.laggards(bucket)
+        late = self.late_members(bucket)
         names = ", ".join(late) if late else "the network"
         return PeerTimeout(
             f"{self.name} waited {waited:.1f} s for {names} in bucket {bucket + 1} of {self._buckets}",
-            culprits=late,
+            failed_members=late,
         )
 
     def _broken(self, error: Exception, bucket: int | None) -> ConnectionLost | PeerTimeout:
         if self._remaining() <= 0:
             return self._expired("a broadcast", bucket)
         where = "" if bucket is None else f" in bucket {bucket + 1} of {self._buckets}"
-        late = [] if bucket is None else self.laggards(bucket)
+        late = [] if bucket is None else self.late_members(bucket)
         behind = f"; behind: {', '.join(late)}" if late else ""
         return ConnectionLost(f"{self.name} lost its connection{where}: {_first_line(error)}{behind}")
 
 
-class Pending:
+class PendingBroadcast:
     """One broadcast under way; `wait` until it is done, released by abort or deadline."""
 
     def __init__(self, group: Group, work: Any, tensor: torch.Tensor, bucket: int | None) -> None:
@@ -298,11 +299,11 @@ class Pending:
         return True
 
 
-def names_of(layout: Layout, culprits: Sequence[str]) -> list[str]:
+def names_of(layout: GroupMembers, failed_members: Sequence[str]) -> list[str]:
     """Replicas that the given names (`engine replica 1`, `engine replica 1 worker 0`) belong to."""
     workers = {name: layout.replica_of(rank) for rank, name in enumerate(layout.members)}
     workers |= {f"engine {name}": index for index, name in enumerate(layout.replicas)}
-    found = {workers.get(name) for name in culprits}
+    found = {workers.get(name) for name in failed_members}
     return [layout.replicas[index] for index in sorted(index for index in found if index is not None)]
 
 

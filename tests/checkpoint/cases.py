@@ -144,7 +144,7 @@ def convert_on_ranks(arguments: list[str], attempt: str, failing_rank: int | Non
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), "its disk")
 
-    broken = mock.patch("megarl.checkpoint.convert.output.Output.finish_unit", fail)
+    broken = mock.patch("megarl.checkpoint.convert.target.Output.finish_unit", fail)
     with broken if failing_rank == torch.distributed.get_rank() else contextlib.nullcontext():
         with mock.patch("megarl.checkpoint.convert.command_line._SPEAK_S", 0.0):
             return run(*arguments, TORCHELASTIC_RESTART_COUNT=attempt)

@@ -175,7 +175,7 @@ def stopped_after(removals: int) -> Iterator[None]:
 def _two_sizes_of_as_many_files(megatron: Path, tmp_path: Path) -> tuple[float, float]:
     """Values of --shard-gb whose exports have the same file names and number of units, but not the same files."""
     from megarl.checkpoint.convert import units
-    from megarl.checkpoint.convert.megatron_to_hf import ExportJob
+    from megarl.checkpoint.convert.megatron_to_hf import MegatronToHF
     from megarl.checkpoint.format.megatron_files import MegatronDirectory
     from tests.checkpoint.converter import ITEM_BYTES, UNIT_BYTES
 
@@ -184,7 +184,7 @@ def _two_sizes_of_as_many_files(megatron: Path, tmp_path: Path) -> tuple[float, 
         patch.setattr(units, "UNIT_BYTES", UNIT_BYTES)
         patch.setattr(units.split, "__defaults__", (ITEM_BYTES,))
         for kilobytes in range(100, 300, 4):
-            job = ExportJob(source, None, kilobytes * 1000)
+            job = MegatronToHF(source, None, kilobytes * 1000)
             names = (len(job.units), tuple(name for name, _ in job.files))
             other = seen.setdefault(names, (kilobytes, job.files))
             if other[1] != job.files:

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from megarl.checkpoint.convert.output import Output
+from megarl.checkpoint.convert.target import Output
 from tests.checkpoint.converter import convert, run
 from tests.checkpoint.test_scheme import differing
 from tests.support.world import World

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megarl.config.layout import trainer_layout
 from megarl.config.load import config_from_tree
+from megarl.config.trainer_layout import trainer_layout
 from megarl.models.read_config import load_info
 from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample

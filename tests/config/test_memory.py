@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megarl.config import activations
-from megarl.config.layout import trainer_layout
 from megarl.config.parameters import state_bytes
+from megarl.config.trainer_layout import trainer_layout
 from megarl.models.read_config import load_info
 from tests.config import cases
 from tests.config.helpers import config, tree

@@ -15,7 +15,7 @@ from megarl.common.errors import ConfigError
 from megarl.config.activations import in_flight_chunks
 from megarl.config.memory import GIB
 from megarl.config.parameters import chunk_layers, chunk_parameters, model_parameters
-from megarl.config.plan import Plan, make_plan
+from megarl.config.plan import RunPlan, make_plan
 from megarl.config.plan_tables import print_dry_run
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
@@ -48,12 +48,12 @@ def published(tmp_path: Path) -> Any:
     return write
 
 
-def plan(model: Path, **changes: Any) -> Plan:
+def plan(model: Path, **changes: Any) -> RunPlan:
     device = changes.pop("device", "cuda")
     return make_plan(config(model, **changes), device=device, files=False)
 
 
-def big(published: Any, shape: dict[str, Any], **changes: Any) -> Plan:
+def big(published: Any, shape: dict[str, Any], **changes: Any) -> RunPlan:
     base: dict[str, Any] = {
         "trainer": {"gpus": 32, "gpus_per_node": 8, "device_memory_gib": 80, "micro_batch_tokens": 10240,
                     "parallel": {"tensor": 2, "sequence": True, "expert": 8, "expert_tensor": 1}},

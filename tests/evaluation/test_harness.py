@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from megarl.evaluation.accuracy import Failure, ScoredResponse
+from megarl.evaluation.accuracy import SampleFailure, ScoredResponse
 from megarl.evaluation.harness import evaluate_set
 from megarl.evaluation.table import render_line
 from megarl.telemetry.declarations import REGISTRY
@@ -52,7 +52,7 @@ def judged_by(broken: str):
 
     async def respond_or_fail(problem: str, index: int, mode: str, sample: int) -> ScoredResponse:
         fails = broken == "all" or problem == broken
-        return ScoredResponse(0.0, failure=Failure("reward", "exception: no key 'x'") if fails else None)
+        return ScoredResponse(0.0, failure=SampleFailure("reward", "exception: no key 'x'") if fails else None)
 
     return respond_or_fail
 

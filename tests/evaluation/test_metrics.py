@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megarl.evaluation.accuracy import (
-    Failure,
+    SampleFailure,
     ScoredResponse,
     default_ks,
     estimate_mean,
@@ -161,12 +161,12 @@ def test_report_exact():
 
 
 def test_failures_are_counted_by_kind_and_count_by_their_score():
-    failed = Failure("reward", "timeout: no reward after 3 s")
+    failed = SampleFailure("reward", "timeout: no reward after 3 s")
     report = evaluate_responses(
         "held-out",
         [
             [ScoredResponse(1.0, "1"), ScoredResponse(0.0, failure=failed)],
-            [ScoredResponse(0.0, failure=Failure("generation", "aborted")), ScoredResponse(0.0, failure=failed)],
+            [ScoredResponse(0.0, failure=SampleFailure("generation", "aborted")), ScoredResponse(0.0, failure=failed)],
         ],
     )
     assert (report.responses, report.failures) == (4, 3)

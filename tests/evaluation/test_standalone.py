@@ -15,7 +15,7 @@ from megarl.commands import evaluate as standalone
 from megarl.commands.cli import build_parser, main
 from megarl.commands.evaluate import eval_config, report_content
 from megarl.common.errors import ConfigError
-from megarl.evaluation.accuracy import Failure, ScoredResponse
+from megarl.evaluation.accuracy import SampleFailure, ScoredResponse
 from megarl.evaluation.harness import evaluate_set
 from tests.support.tiny import make_tiny_model
 
@@ -103,7 +103,7 @@ def test_bad_data_and_tokenizer_are_told_before_anything_starts(model, heldout, 
 def test_a_set_of_which_nothing_could_be_judged_ends_with_one_message(
     model, heldout, tmp_path, capsys, monkeypatch, failing, code
 ):
-    failure = Failure("reward", "exception: no key 'x'") if failing == "all" else None
+    failure = SampleFailure("reward", "exception: no key 'x'") if failing == "all" else None
 
     async def respond(problem: str, index: int, mode: str, sample: int) -> ScoredResponse:
         return ScoredResponse(0.0, failure=failure)

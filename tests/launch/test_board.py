@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megarl.cluster.nodes.board import Board, Failure, NodeRecord, State, Watch
+from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord, State, Watch
 
 
 def record(index: int, beat: int, state: State = "running") -> NodeRecord:
@@ -13,7 +13,7 @@ def record(index: int, beat: int, state: State = "running") -> NodeRecord:
 
 
 def test_records_and_their_absence(tmp_path: Path) -> None:
-    board = Board(tmp_path)
+    board = NodeBoard(tmp_path)
     assert board.read(3) is None and board.failure() is None
     board.post(record(3, 1))
     board.post(record(3, 2))
@@ -21,8 +21,8 @@ def test_records_and_their_absence(tmp_path: Path) -> None:
 
 
 def test_only_the_first_failure_counts(tmp_path: Path) -> None:
-    board = Board(tmp_path)
-    failures = [Failure(f"n{i}", f"reason {i}") for i in range(16)]
+    board = NodeBoard(tmp_path)
+    failures = [NodeFailure(f"n{i}", f"reason {i}") for i in range(16)]
     with ThreadPoolExecutor(16) as pool:
         claimed = list(pool.map(board.claim_failure, failures))
     assert sum(claimed) == 1
@@ -32,7 +32,7 @@ def test_only_the_first_failure_counts(tmp_path: Path) -> None:
 
 def test_a_silent_node_is_lost_and_a_finished_one_is_not(tmp_path: Path) -> None:
     now = [0.0]
-    board = Board(tmp_path)
+    board = NodeBoard(tmp_path)
     watch = Watch(board, [0, 1, 2], 10.0, clock=lambda: now[0])
     board.post(record(0, 1))
     board.post(record(1, 1))

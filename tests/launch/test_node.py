@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.nodes.board import Board, Failure, NodeRecord
+from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord
 from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
 from megarl.common import run_files as stopping
 from megarl.common.run_files import ExitRecord
@@ -41,7 +41,7 @@ class Job:
         hosts = tuple(f"n{i}" for i in range(4)) if changes else ("here",)
         self.spec = LaunchSpec("1", chosen.model_dump_json(), str(where), str(ROOT), False, hosts, "train.py", 0)
         self.spec.save()
-        self.board = Board(where)
+        self.board = NodeBoard(where)
 
     def start(self, pool: str = POOL, ranks: str = GOOD_RANKS, index: int = 0) -> subprocess.Popen[bytes]:
         scripts = [script.format(run=self.run_dir) for script in (pool, ranks)]
@@ -82,7 +82,7 @@ def test_ranks_that_fail_end_the_job_with_their_own_message(job: Job) -> None:
     """
     assert job.run(ranks=ranks) == 1
     failure = job.board.failure()
-    assert failure == Failure("here", "loss is NaN")
+    assert failure == NodeFailure("here", "loss is NaN")
     assert stopping.read_exit(job.run_dir) == ExitRecord("failed", 0, "node here: loss is NaN")
 
 
@@ -118,15 +118,15 @@ def test_a_pool_that_dies_ends_the_job(job: Job) -> None:
     exit 1
     """
     assert job.run(pool=pool, ranks="exec sleep 100") == 1
-    assert job.board.failure() == Failure("here", "the rollout pool ended: engine replica 0: out of memory")
+    assert job.board.failure() == NodeFailure("here", "the rollout pool ended: engine replica 0: out of memory")
     assert job.run(pool="exit 9", ranks="exec sleep 100") == 1
 
 
 def test_another_nodes_failure_ends_this_one(tmp_path: Path) -> None:
     job = Job(tmp_path, **FOUR)
-    job.board.claim_failure(Failure("n3", "no GPU"))
+    job.board.claim_failure(NodeFailure("n3", "no GPU"))
     assert job.run(index=1) == 1
-    assert job.board.failure() == Failure("n3", "no GPU")
+    assert job.board.failure() == NodeFailure("n3", "no GPU")
 
 
 def test_a_silent_node_is_named(tmp_path: Path) -> None:
@@ -143,5 +143,5 @@ def test_a_silent_node_is_named(tmp_path: Path) -> None:
         assert process.wait(timeout=10) == 1
     finally:
         process.kill()
-    assert job.board.failure() == Failure("n2", "not started within 1 s")
+    assert job.board.failure() == NodeFailure("n2", "not started within 1 s")
     assert json.loads((job.run_dir / "exit.json").read_text())["reason"] == "node n2: not started within 1 s"

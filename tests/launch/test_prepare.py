@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.cluster.nodes.allocation import local_allocation
-from megarl.cluster.nodes.board import Board, Failure, NodeRecord
+from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord
 from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.prepare import prepare, refuse_running, status
 from megarl.common import run_files as stopping
@@ -85,7 +85,7 @@ def test_every_end_is_told(chosen: Config) -> None:
     assert status(spec) == ("preempted", "preempted after 3 of 4 steps: time limit")
     stopping.write_exit(run_dir, ExitRecord("failed", 3, "loss is NaN"))
     assert status(spec) == ("failed", "loss is NaN")
-    Board(Path(spec.directory)).claim_failure(Failure("n7", "GPU fell off"))
+    NodeBoard(Path(spec.directory)).claim_failure(NodeFailure("n7", "GPU fell off"))
     assert status(spec) == ("failed", "node n7 failed: GPU fell off")
 
 
@@ -101,7 +101,7 @@ def test_a_run_that_does_no_step_before_its_time_limit_is_not_started_for_ever(c
 
 def test_a_run_directory_in_use_is_refused(chosen: Config) -> None:
     spec = prepare(chosen, HERE, "1")
-    board = Board(Path(spec.directory))
+    board = NodeBoard(Path(spec.directory))
     board.post(NodeRecord(0, "n1", "10.0.0.1", "running", 1))
     refuse_running(chosen.run_dir, pause_s=0.1)  # killed: its counter stands still
     ended = threading.Event()

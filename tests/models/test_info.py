@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megarl.config.layout import trainer_layout
 from megarl.config.schema import ParallelConfig
+from megarl.config.trainer_layout import trainer_layout
 from megarl.models.families import FAMILIES
 from megarl.models.layout import Layout
 from megarl.models.provider import padded_vocab

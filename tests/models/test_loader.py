@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.models.loader import check_tensors
 from megarl.models.read_config import load_info
-from megarl.models.safetensors_io import SafetensorsDirectory, SafetensorsWriter, TensorSpec, write_index
+from megarl.models.safetensors_io import SafetensorsDirectory, SafetensorsWriter, TensorHeader, write_index
 from megarl.models.shards import table
 from tests.support.world import World
 
@@ -182,7 +182,7 @@ class TestIndex:
             save_file(tensors, tmp_path / file)
         write_index(
             tmp_path,
-            [(f, [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in p.items()]) for f, p in parts.items()],
+            [(f, [TensorHeader(n, tuple(t.shape), t.dtype) for n, t in p.items()]) for f, p in parts.items()],
         )
         return tmp_path
 
@@ -214,7 +214,7 @@ class TestIndex:
 
 
 class TestWriter:
-    SPECS = (TensorSpec("a", (2, 3), torch.float32), TensorSpec("b", (5,), torch.bfloat16))
+    SPECS = (TensorHeader("a", (2, 3), torch.float32), TensorHeader("b", (5,), torch.bfloat16))
 
     def test_what_it_writes_is_what_safetensors_reads(self, tmp_path: Path) -> None:
         values = {"a": torch.randn(3, 2).t(), "b": torch.randn(5).bfloat16()}

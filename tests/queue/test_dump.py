@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.queue.dump import DumpError, read_batch, recorded_steps, tag_of, write_batch
+from megarl.queue.dump import DumpError, read_batch, recorded_steps, write_batch
 from megarl.queue.sample_lines import choose_keys, sample_record
 from megarl.queue.trajectory import Trajectory, VersionSpan
 
@@ -59,7 +59,7 @@ def test_round_trip_is_exact(tmp_path, batch, step):
     read = read_batch(tmp_path, step)
     assert (read.step, read.version) == (step, 7)
     assert read.trajectories == sorted(batch, key=lambda each: (each.group_id, each.sample_index))
-    assert read.tags == [tag_of(each) for each in read.trajectories]
+    assert read.tags == [each.tag for each in read.trajectories]
 
 
 def test_nan_of_a_failed_sample_survives(tmp_path):

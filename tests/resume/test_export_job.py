@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.checkpoint.save import background_export as export_job
-from megarl.checkpoint.save.background_export import NICENESS, ExportJob
+from megarl.checkpoint.save.background_export import NICENESS, BackgroundExport
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.trainer.batch import TrainSample
 from tests.resume.test_directory import make
@@ -25,11 +25,11 @@ from tests.support.world import World
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ExportJob, list[str], Any]:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[BackgroundExport, list[str], Any]:
     """A job, what it says, and a function that sets the program which stands for the converter."""
     config = tiny_config(tmp_path, tmp_path / "model")
     said: list[str] = []
-    job = ExportJob(config, CheckpointDirectory(config.checkpoint_dir), said.append)
+    job = BackgroundExport(config, CheckpointDirectory(config.checkpoint_dir), said.append)
     for step in (2, 4):
         make(CheckpointDirectory(config.checkpoint_dir), step)
 
@@ -39,7 +39,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ExportJob, lis
     return job, said, runs
 
 
-def test_it_is_niced_leased_and_one_at_a_time(job: tuple[ExportJob, list[str], Any], tmp_path: Path) -> None:
+def test_it_is_niced_leased_and_one_at_a_time(job: tuple[BackgroundExport, list[str], Any], tmp_path: Path) -> None:
     export, said, runs = job
     directory = CheckpointDirectory(tmp_path / "run" / "checkpoints")
     gate = tmp_path / "gate"
@@ -74,7 +74,7 @@ def test_it_ends_with_the_rank_that_started_it() -> None:
     child.wait(20)  # TimeoutExpired if it lives on
 
 
-def test_its_failure_and_its_hanging_are_said(job: tuple[ExportJob, list[str], Any]) -> None:
+def test_its_failure_and_its_hanging_are_said(job: tuple[BackgroundExport, list[str], Any]) -> None:
     export, said, runs = job
     runs("raise SystemExit(3)")
     export.start(2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.common.errors import ReplicaFailed, RolloutError
 from megarl.config.engine_checks import engine_problems
 from megarl.rollout.batch_stats import BatchStats, BusyClock, quantile
-from megarl.rollout.devices import Held, refuse_overlap, refuse_split_replica, visible_devices
+from megarl.rollout.devices import HeldDevices, refuse_overlap, refuse_split_replica, visible_devices
 from megarl.rollout.engine_args import engine_args, engine_environment
 from megarl.rollout.replica import root_cause
 from tests.support.pool import tiny_config
@@ -66,11 +66,11 @@ def test_the_plan_refuses_what_the_replica_refuses(tmp_path: Path, cuda: bool) -
 
 
 def test_shared_gpus_are_refused_by_name() -> None:
-    trainer = [Held("trainer rank 0", "a", ("GPU-1",)), Held("trainer rank 1", "a", ("GPU-2",))]
-    refuse_overlap(trainer, [Held("replica 0", "a", ("GPU-3",)), Held("replica 1", "b", ("GPU-2",))])
+    trainer = [HeldDevices("trainer rank 0", "a", ("GPU-1",)), HeldDevices("trainer rank 1", "a", ("GPU-2",))]
+    refuse_overlap(trainer, [HeldDevices("replica 0", "a", ("GPU-3",)), HeldDevices("replica 1", "b", ("GPU-2",))])
     with pytest.raises(RolloutError, match=r"GPU-2 on a \(by trainer rank 1 and replica 0\)"):
-        refuse_overlap(trainer, [Held("replica 0", "a", ("GPU-2", "GPU-4"))])
-    refuse_overlap([Held("trainer rank 0", "a", ())], [Held("replica 0", "a", ())])
+        refuse_overlap(trainer, [HeldDevices("replica 0", "a", ("GPU-2", "GPU-4"))])
+    refuse_overlap([HeldDevices("trainer rank 0", "a", ())], [HeldDevices("replica 0", "a", ())])
 
 
 def test_an_engine_never_spans_nodes() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from megarl.weights.buckets import unpack_manifest
 from megarl.weights.receiver import Receiver
-from megarl.weights.transport import Board, Group, Layout
+from megarl.weights.transport import Group, GroupMembers, SyncStore
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class FakeReplica:
 
     def _init_weight_transfer(self, info: dict[str, Any]) -> None:
         plan = unpack_manifest(info["manifest"], info["plan_hash"])
-        layout = Layout.from_json(info["layout"])
+        layout = GroupMembers.from_json(info["layout"])
 
         def join(worker: int) -> Receiver:
-            board = Board(info["host"], info["port"])
+            board = SyncStore(info["host"], info["port"])
             group = Group(board, layout, layout.offset(info["replica"]) + worker)
             group.join(info["timeout_s"])
             return Receiver(group, plan, self.loaders[worker], torch.device("cpu"))

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.common.errors import PeerTimeout, SyncAborted
 from megarl.weights import transport
-from megarl.weights.transport import Board
+from megarl.weights.transport import SyncStore
 
 
 class Clock:
@@ -33,8 +33,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def board_with(clock: Clock, appears: dict[str, float]) -> Board:
-    board = Board("127.0.0.1", 0, server=True)
+def board_with(clock: Clock, appears: dict[str, float]) -> SyncStore:
+    board = SyncStore("127.0.0.1", 0, server=True)
     board.get = lambda key: key if clock.now >= appears.get(key, 1e9) else None  # type: ignore[method-assign]
     return board
 

@@ -153,13 +153,13 @@ def _gigabytes(text: str) -> int:
 
 
 def _import(options: argparse.Namespace, stream: TextIO) -> int:
-    from megarl.checkpoint.convert.hf_to_megatron import ImportJob
+    from megarl.checkpoint.convert.hf_to_megatron import HFToMegatron
     from megarl.checkpoint.convert.job import convert
     from megarl.checkpoint.convert.ranks import Ranks
     from megarl.checkpoint.format.open_model import open_hf
 
-    def job(_: Ranks) -> ImportJob:
-        return ImportJob(open_hf(options.hf, allow_pickle=options.allow_pickle), _dtype(options))
+    def job(_: Ranks) -> HFToMegatron:
+        return HFToMegatron(open_hf(options.hf, allow_pickle=options.allow_pickle), _dtype(options))
 
     convert(job, options.hf, options.out, _run_options(options), stream)
     return 0
@@ -167,16 +167,16 @@ def _import(options: argparse.Namespace, stream: TextIO) -> int:
 
 def _export(options: argparse.Namespace, stream: TextIO) -> int:
     from megarl.checkpoint.convert.job import convert
-    from megarl.checkpoint.convert.megatron_to_hf import ExportJob
+    from megarl.checkpoint.convert.megatron_to_hf import MegatronToHF
     from megarl.checkpoint.convert.ranks import Ranks
     from megarl.checkpoint.format.digests import check_digests
     from megarl.checkpoint.format.megatron_files import MegatronDirectory
 
-    def job(ranks: Ranks) -> ExportJob:
+    def job(ranks: Ranks) -> MegatronToHF:
         source = MegatronDirectory(options.megatron)
         if options.check_digests:
             check_digests(source, ranks.rank, ranks.size)
-        return ExportJob(source, _dtype(options), options.shard_gb)
+        return MegatronToHF(source, _dtype(options), options.shard_gb)
 
     convert(job, options.megatron, options.hf, _run_options(options), stream)
     return 0

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.checkpoint.convert.output import Output
 from megarl.checkpoint.convert.planner import LazySavePlanner
+from megarl.checkpoint.convert.target import Output
 from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
 from megarl.checkpoint.convert.workers import Report
 from megarl.checkpoint.format import faults
@@ -39,7 +39,7 @@ _FORMAT |= {"common_backend_version": 1}
 _COMMON = "common.pt"
 
 
-class ImportJob:
+class HFToMegatron:
     """The conversion of one Hugging Face directory; `dtype` None keeps each tensor's own. Buffers become fp32."""
 
     kind = "import"
@@ -90,7 +90,7 @@ class ImportJob:
         with writing(path, lambda: self._planner.last):
             results = writer.write_data(self._plans[number], self._planner).wait()
         ((name, digest),) = writer.fs.digests.items()
-        places = [[r.index.fqn, list(r.index.offset), r.size_in_bytes, r.storage_data.offset] for r in results]
+        places = [[r.index.fqn, list(r.index.offset or ()), r.size_in_bytes, r.storage_data.offset] for r in results]
         size = os.stat(partial / RELEASE / name).st_size
         return {"file": name, "bytes": size, "blake3": digest, "places": places}
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megarl.checkpoint.convert.byte_progress import ByteProgress, size
-from megarl.checkpoint.convert.output import Output
 from megarl.checkpoint.convert.ranks import Ranks
+from megarl.checkpoint.convert.target import Output
 from megarl.checkpoint.convert.workers import Report, run_units
 from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.os_errors import from_os_error

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from megarl.checkpoint.convert.output import Output
+from megarl.checkpoint.convert.target import Output
 from megarl.checkpoint.convert.units import Item, convert, pack, split, unit_bytes
 from megarl.checkpoint.convert.workers import Report
 from megarl.checkpoint.format import faults
@@ -18,13 +18,13 @@ from megarl.checkpoint.format.hf_files import fingerprint
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.checkpoint.format.os_errors import writing
 from megarl.models.export import ExportedTensor, copy_side_files, plan_files
-from megarl.models.safetensors_io import HF_INDEX, TensorSpec, encode_header, write_index
+from megarl.models.safetensors_io import HF_INDEX, TensorHeader, encode_header, write_index
 from megarl.models.source import HF_FILES
 
 SHARD_BYTES = 5 * 2**30  # as transformers, and as the weight sync's export
 
 
-class ExportJob:
+class MegatronToHF:
     """The conversion of one step directory; `dtype` None keeps each tensor's own, as buffers always do."""
 
     kind = "export"
@@ -32,14 +32,17 @@ class ExportJob:
     def __init__(self, source: MegatronDirectory, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> None:
         self.source = source
         self.dtype = dtype
-        kept = {name for name in source.names() if dtype is None or source.stored(name).entry.rule.buffer}
-        specs = [ExportedTensor(n, source.shape(n), source.dtype(n) if n in kept else dtype, 0) for n in source.names()]
+
+        def target(name: str) -> torch.dtype:
+            return source.dtype(name) if dtype is None or source.stored(name).entry.rule.buffer else dtype
+
+        specs = [ExportedTensor(name, source.shape(name), target(name), 0) for name in source.names()]
         self.files = [
-            (name, [TensorSpec(t.name, t.shape, t.dtype) for t in tensors])
+            (name, [TensorHeader(t.name, t.shape, t.dtype) for t in tensors])
             for name, tensors in plan_files(specs, shard_bytes)
         ]
         self._headers = {name: encode_header(tensors) for name, tensors in self.files}
-        self._places: dict[str, tuple[str, int, TensorSpec]] = {}
+        self._places: dict[str, tuple[str, int, TensorHeader]] = {}
         for name, tensors in self.files:
             offset = len(self._headers[name])
             for spec in tensors:
@@ -131,7 +134,7 @@ def _write_at(descriptor: int, data: Any, position: int) -> None:
         left, position = left[count:], position + count
 
 
-def _check(path: Path, header: bytes, tensors: list[TensorSpec]) -> None:
+def _check(path: Path, header: bytes, tensors: list[TensorHeader]) -> None:
     (length,) = struct.unpack("<Q", header[:8])
     expected = 8 + length + sum(spec.nbytes for spec in tensors)
     if path.stat().st_size != expected:

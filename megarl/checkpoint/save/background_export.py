@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 NICENESS = 19
 
 
-class ExportJob:
+class BackgroundExport:
     """At most one at a time, on rank 0; a step that is due while another is exported is left out, and said so."""
 
     def __init__(self, config: Config, directory: CheckpointDirectory, say: Callable[[str], None]) -> None:

@@ -29,7 +29,7 @@ from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, check_files, fsync_directory
 from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy
 from megarl.checkpoint.format.sharding import content_metadata
-from megarl.checkpoint.save.background_export import ExportJob
+from megarl.checkpoint.save.background_export import BackgroundExport
 from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory, best_step, to_delete
 from megarl.checkpoint.save.resume import Candidate, ResumeError, candidates, changes, choose, contradictions, identity
 from megarl.checkpoint.save.same_launch import remember_launch
@@ -48,7 +48,7 @@ from megarl.models.export import copy_side_files
 from megarl.models.source import HF_FILES, hf_files
 from megarl.trainer.policy import Policy
 from megarl.weights.sender import own_address
-from megarl.weights.transport import Board
+from megarl.weights.transport import SyncStore
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,7 +62,7 @@ FINISH_S = GRACE_S / 2
 
 
 @dataclass
-class _Pending:
+class _RunningSave:
     """A save that is being written. `finisher` and `outcome` (path, error) are rank 0's."""
 
     step: int
@@ -82,13 +82,13 @@ class Checkpointer:
         self.knobs = config.checkpoint
         self.directory = CheckpointDirectory(config.checkpoint_dir)
         self._notes: list[str] = []  # of rank 0's thread, said at the next step boundary
-        self.export = ExportJob(config, self.directory, self._notes.append)
+        self.export = BackgroundExport(config, self.directory, self._notes.append)
         self.newest: int | None = None
         self._group, self._say = group, say
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._pending: _Pending | None = None
+        self._pending: _RunningSave | None = None
         self._saves = 0
-        self._board: Board | None = None
+        self._board: SyncStore | None = None
 
     def due(self, steps_done: int) -> bool:
         """Every `checkpoint.every` steps, and after the last one."""
@@ -113,7 +113,7 @@ class Checkpointer:
         write = BackgroundWrite(sharded_state(self.policy), partial, validate=not self._saves)
         self._saves += 1
         content = {**self._own_record(step), **(record or {})}
-        pending = _Pending(step, write, content, f"save/{self._saves}", started + self.config.timeouts.save_s)
+        pending = _RunningSave(step, write, content, f"save/{self._saves}", started + self.config.timeouts.save_s)
         write.start(lambda written: board.put(f"{pending.key}/{self._rank}", _pack(written)))
         if self._rank == 0:
             pending.finisher = threading.Thread(
@@ -152,7 +152,7 @@ class Checkpointer:
         self.newest = pending.step
         return True
 
-    def _finish(self, pending: _Pending, board: Board) -> None:
+    def _finish(self, pending: _RunningSave, board: SyncStore) -> None:
         """Rank 0's thread: once every rank has written, complete the checkpoint. What goes wrong is the outcome."""
         started = time.monotonic()
         try:
@@ -171,13 +171,13 @@ class Checkpointer:
             logger.exception("completing the checkpoint of step %d", pending.step)
             pending.outcome = (None, str(error) or repr(error))
 
-    def _open_board(self) -> Board:
+    def _open_board(self) -> SyncStore:
         """Where the writers' threads report to rank 0's."""
         if self._rank == 0:
-            board = Board(own_address(), 0, server=True)
+            board = SyncStore(own_address(), 0, server=True)
         place: list[Any] = [[board.host, board.port] if self._rank == 0 else None]
         torch.distributed.broadcast_object_list(place, src=0, group=self._group)
-        return board if self._rank == 0 else Board(*place[0])
+        return board if self._rank == 0 else SyncStore(*place[0])
 
     def restore(self, prepare: Callable[[Candidate], None]) -> dict[str, Any] | None:
         """Load what `checkpoint.resume` asks for; its record, or None for a new run.
@@ -225,7 +225,7 @@ class Checkpointer:
     def _identity(self) -> dict[str, Any]:
         return identity(self.config, self.policy.info)
 
-    def _complete(self, pending: _Pending, everyone: list[Written]) -> str:
+    def _complete(self, pending: _RunningSave, everyone: list[Written]) -> str:
         """Rank 0's thread: small files, manifest, rename, retention, export."""
         partial = pending.write.directory
         pending.write.finish([written.results for written in everyone])
@@ -242,7 +242,7 @@ class Checkpointer:
         self._retain(pending.step)
         return str(path)
 
-    def _write_small_files(self, partial: Path, pending: _Pending) -> None:
+    def _write_small_files(self, partial: Path, pending: _RunningSave) -> None:
         torch.save({"iteration": pending.step, "content_metadata": content_metadata()}, partial / COMMON_FILE)
         save_config(CheckpointingConfig("torch_dist", 1), str(partial))
         self._copy_hf_files(partial / HF_FILES)
@@ -266,14 +266,14 @@ class Checkpointer:
             steps = self.directory.steps()
             values = self._values(steps) if self.knobs.keep_best else {}
             best = best_step(values, self.knobs.keep_best_mode)
-            doomed = to_delete(
+            obsolete = to_delete(
                 [step for step in steps if step <= newest],
                 keep_last=self.knobs.keep_last,
                 keep_every=self.knobs.keep_every,
                 best=best,
                 leased=self.directory.leased(),
             )
-            for step in doomed:
+            for step in obsolete:
                 self.directory.delete(step)
         except (OSError, ValueError, KeyError) as error:
             self._notes.append(f"an old checkpoint could not be deleted: {error}")

@@ -89,10 +89,10 @@ class CheckpointDirectory:
 
     def delete(self, step: int) -> None:
         """Remove a checkpoint; one that is being deleted no longer looks like one."""
-        doomed = self.root / f".{step_name(step)}.deleted"
-        os.replace(self.path(step), doomed)
+        obsolete = self.root / f".{step_name(step)}.deleted"
+        os.replace(self.path(step), obsolete)
         faults.reached("retention")
-        shutil.rmtree(doomed)
+        shutil.rmtree(obsolete)
 
     def state(self, step: int) -> dict[str, Any]:
         """The checkpoint's state.json."""
@@ -118,7 +118,7 @@ class CheckpointDirectory:
         return steps
 
 
-def goes_on(config: Config) -> bool:
+def continues_history(config: Config) -> bool:
     """Whether the run that starts has a history of its own to go on from; what it finds is not verified here."""
     directory = CheckpointDirectory(config.checkpoint_dir)
     if config.checkpoint.resume == "auto":

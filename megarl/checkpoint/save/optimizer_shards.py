@@ -57,7 +57,7 @@ def _inside_row(shape: tuple[int, ...], index: int, start: int, end: int) -> lis
 
 
 @dataclass(frozen=True)
-class Held:
+class OwnedRange:
     """What a rank holds of a model parameter: elements [start, end), fp32, as flat or whole tensors by state name."""
 
     parameter: torch.nn.Parameter
@@ -115,23 +115,23 @@ def set_step(adam: Any, step: int) -> None:
             group["step"] = step
 
 
-def _of_distributed(optimizer: DistributedOptimizer) -> Iterator[Held]:
+def _of_distributed(optimizer: DistributedOptimizer) -> Iterator[OwnedRange]:
     for range_maps in optimizer.gbuf_ranges:
         for buckets in range_maps.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
                     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-                    yield Held(parameter, ranges["param"].start, ranges["param"].end, tensors)
+                    yield OwnedRange(parameter, ranges["param"].start, ranges["param"].end, tensors)
 
 
-def _of_plain(optimizer: Any) -> Iterator[Held]:
+def _of_plain(optimizer: Any) -> Iterator[OwnedRange]:
     """FP32Optimizer steps on the model's parameters, Float16OptimizerWithFloat16Params on fp32 copies of them."""
     groups = getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", [])
     copied = {id(copy): parameter for pair in zip(*groups, strict=True) for parameter, copy in zip(*pair, strict=True)}
     for group in optimizer.optimizer.param_groups:
         for main in group["params"]:
             tensors = {"param": main, **optimizer.optimizer.state[main]}
-            yield Held(copied.get(id(main), main), 0, main.numel(), tensors)
+            yield OwnedRange(copied.get(id(main), main), 0, main.numel(), tensors)
 
 
 def _allocate(adam: Any) -> None:
@@ -145,7 +145,7 @@ def _allocate(adam: Any) -> None:
             adam.state[parameter] = moments
 
 
-def _cut(sharded: Any, prefix: str, flat: torch.Tensor, held: Held, distributed: bool) -> list[ShardedTensor]:
+def _cut(sharded: Any, prefix: str, flat: torch.Tensor, held: OwnedRange, distributed: bool) -> list[ShardedTensor]:
     """`flat` is the held range of the flattened local tensor that `sharded` places in a global one (or in several)."""
     found, before, taken = [], 0, 0
     for whole in _placed(sharded):

@@ -27,7 +27,7 @@ def remember_launch(run_dir: Path) -> None:
     write_json(run_dir / FILE, _launch(os.environ))
 
 
-def going_on(config: Config) -> Config:
+def config_of_this_start(config: Config) -> Config:
     """`config`, with `checkpoint.resume: auto` if this launch already has a checkpoint of its own."""
     if config.checkpoint.resume == "auto" or not CheckpointDirectory(config.checkpoint_dir).steps():
         return config

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.cluster.nodes.allocation import local_allocation, slurm_allocation
 from megarl.cluster.nodes.batch_script import shipped_scripts
-from megarl.cluster.nodes.board import Board, Failure
+from megarl.cluster.nodes.board import NodeBoard, NodeFailure
 from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.node_commands import ENTRY
 from megarl.cluster.nodes.prepare import prepare, status
@@ -74,7 +74,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _fail(options: argparse.Namespace) -> int:
-    Board(options.launch.parent).claim_failure(Failure(options.host, options.reason))
+    NodeBoard(options.launch.parent).claim_failure(NodeFailure(options.host, options.reason))
     return 0
 
 

@@ -23,7 +23,7 @@ from typing import IO
 from megarl.cluster.handle import STOP_FILE as SUPERVISOR_STOP
 from megarl.cluster.handle import read_state, start_supervisor
 from megarl.cluster.nodes import node_commands as commands
-from megarl.cluster.nodes.board import Board, Failure, NodeRecord, State, Watch
+from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord, State, Watch
 from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.network import interface_of, own_address
 from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, free_ports
@@ -53,7 +53,7 @@ class NodeAgent:
         self.topology = launch.topology
         self.node = launch.topology.nodes[index]
         self.host = launch.hosts[index] if launch.hosts else platform.node()
-        self.board = Board(Path(launch.directory))
+        self.board = NodeBoard(Path(launch.directory))
         self.address = "127.0.0.1"
         self.endpoint = ""
         self._beat = 0
@@ -252,7 +252,7 @@ class NodeAgent:
 
     def _fail_job(self, host: str, reason: str) -> None:
         """Say why the job ends, unless another node has said it first."""
-        first = self.board.claim_failure(Failure(host, reason))
+        first = self.board.claim_failure(NodeFailure(host, reason))
         record = stopping.read_exit(self.launch.run_dir)
         if first and (record is None or record.status != "failed"):
             step = record.step if record is not None else 0

@@ -34,14 +34,14 @@ class NodeRecord:
 
 
 @dataclass(frozen=True)
-class Failure:
+class NodeFailure:
     """Why the job ends: `node` is the host's name, as its user knows it."""
 
     node: str
     reason: str
 
 
-class Board:
+class NodeBoard:
     """One launch's files, as one node (or the batch script) sees them."""
 
     def __init__(self, directory: Path) -> None:
@@ -57,7 +57,7 @@ class Board:
         except FileNotFoundError:
             return None
 
-    def claim_failure(self, failure: Failure) -> bool:
+    def claim_failure(self, failure: NodeFailure) -> bool:
         """True if this is the job's first failure."""
         path = self.directory / FAILURE_FILE
         temporary = path.with_name(f".{FAILURE_FILE}.{failure.node}.{os.getpid()}")
@@ -70,9 +70,9 @@ class Board:
             temporary.unlink()
         return True
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> NodeFailure | None:
         try:
-            return Failure(**json.loads((self.directory / FAILURE_FILE).read_text()))
+            return NodeFailure(**json.loads((self.directory / FAILURE_FILE).read_text()))
         except FileNotFoundError:
             return None
 
@@ -83,7 +83,9 @@ class Board:
 class Watch:
     """Finds nodes whose counter stands still for `timeout_s`; nodes that have not started count from the first look."""
 
-    def __init__(self, board: Board, indices: list[int], timeout_s: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, board: NodeBoard, indices: list[int], timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ):
         self._board, self._timeout_s, self._clock = board, timeout_s, clock
         self._seen: dict[int, tuple[int, float]] = {index: (-1, clock()) for index in indices}
 

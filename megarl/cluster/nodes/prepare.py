@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megarl.cluster.nodes.agent import BEAT_S
 from megarl.cluster.nodes.allocation import Allocation, check_allocation
-from megarl.cluster.nodes.board import Board
+from megarl.cluster.nodes.board import NodeBoard
 from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
 from megarl.cluster.nodes.node_commands import ENTRY, user_environment
 from megarl.cluster.nodes.topology import make_topology
@@ -66,7 +66,7 @@ def refuse_running(run_dir: Path, pause_s: float = 2 * BEAT_S) -> None:
     if not spec_file.is_file():
         return
     spec = LaunchSpec.load(spec_file)
-    board = Board(Path(spec.directory))
+    board = NodeBoard(Path(spec.directory))
     before = [board.read(node.index) for node in spec.topology.nodes]
     if not any(record is not None and record.state == "running" for record in before):
         return
@@ -85,7 +85,7 @@ def status(spec: LaunchSpec) -> tuple[stopping.Status, str]:
 
     One that was stopped without saving a step of its own counts as failed: started again, it would be so for ever.
     """
-    failure = Board(Path(spec.directory)).failure()
+    failure = NodeBoard(Path(spec.directory)).failure()
     record = stopping.read_exit(spec.run_dir)
     if record is not None and record.status != "failed":
         after = f"after {record.step} of {spec.config.run.steps} steps"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout.agents.base import AgentContext
+from megarl.rollout.agents.agent_loop import AgentContext
 from megarl.rollout.to_trajectory import trajectory
 
 

@@ -8,7 +8,7 @@ from megarl.queue.trajectory import SampleTag
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """Keys and tags of all samples of a step, failed ones included, in (group, sample) order.
 
     `version`: that of the weights which the step updates; `timings`: the controller's declared metrics of the batch.

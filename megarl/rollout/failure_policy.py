@@ -1,0 +1,43 @@
+"""When a failed prompt group ends the run, and when it is only counted. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megarl.common.errors import NoReplicaLeft, RolloutError
+from megarl.rewards.worker_pool import RewardPoolError
+
+OnGroupFailure = Literal["count", "stop"]
+
+
+class FailurePolicy:
+    """`judge` every failure, `succeeded` every group that came through.
+
+    A failure ends the run if the policy is `stop`, if nothing is left to generate or judge with, or if `limit` groups
+    in a row have failed: what fails every time is not one group's misfortune.
+    """
+
+    def __init__(self, on_group_failure: OnGroupFailure, limit: int) -> None:
+        """`limit` >= 1."""
+        self._on_group_failure, self._limit = on_group_failure, limit
+        self._in_a_row = 0
+
+    def succeeded(self) -> None:
+        """A group has been generated and judged."""
+        self._in_a_row = 0
+
+    def judge(self, group_id: int, error: Exception) -> RolloutError | None:
+        """The error that ends the run; None if the group is to be counted as failed."""
+        self._in_a_row += 1
+        if isinstance(error, NoReplicaLeft | RewardPoolError) or self._on_group_failure == "stop":
+            return error if isinstance(error, RolloutError) else RolloutError(f"rollout failed: {_text(error)}")
+        if self._in_a_row >= self._limit:
+            return RolloutError(
+                f"{self._in_a_row} prompt groups in a row failed in rollout; the last, group {group_id}: {_text(error)}"
+            )
+        return None
+
+
+def _text(error: Exception) -> str:
+    known = isinstance(error, RolloutError | TimeoutError | ValueError | RewardPoolError)
+    return str(error) if known else f"{type(error).__name__}: {error}"
