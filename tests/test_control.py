@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
-from tests.support.run import ROOT
+from tests.support.checkout import environment, torchrun
 
 # The killed rank 0 comes late to the second attempt, so that rank 1 is the first to look for it.
 RANK = """
@@ -31,9 +29,7 @@ def test_restarted_ranks_find_their_peers(tmp_path: Path) -> None:
     """With `init_process_group("gloo")` in its place rank 1 calls the dead rank 0 and fails (torch 2.13)."""
     program = tmp_path / "rank.py"
     program.write_text(RANK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3",
-               "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(program), str(tmp_path)]  # fmt: skip
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    command = torchrun(2, "--max-restarts", "3", str(program), str(tmp_path))
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     assert sorted(path.name for path in tmp_path.glob("*.?")) == ["1.0", "1.1"]

@@ -3,50 +3,20 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from megarl.commands.cli import main
 from megarl.commands.replay import choose_steps, replay_config
 from megarl.common.errors import ConfigError
 from megarl.config.load import to_yaml
 from megarl.queue.dump import DumpError, write_batch
-from megarl.queue.trajectory import Trajectory, VersionSpan
+from tests.support.recorded_steps import GROUPS, SAMPLES, STEPS, make_batch
+from tests.support.rl_problem import make_config
+from tests.support.tensors import Tensors, read_hf
 from tests.support.tiny import make_tiny_model
-from tests.trainer.problem import make_config
-
-STEPS, GROUPS, SAMPLES = 3, 4, 3
-
-
-def make_batch(step: int) -> list[Trajectory]:
-    """Ragged trajectories with random log-probs near -4.6 (the tiny model is nearly uniform), one failed, one cut."""
-    draw = random.Random(step)
-    rows = []
-    for group in range(step * GROUPS, (step + 1) * GROUPS):
-        prompt = [draw.randrange(5, 90) for _ in range(draw.randint(2, 6))]
-        for index in range(SAMPLES):
-            length = draw.randint(2, 12)
-            logprobs = torch.tensor([-4.6 + draw.random() for _ in range(length)]).tolist()
-            failed = (group, index) == (1, 1)
-            rows.append(
-                Trajectory(
-                    group_id=group,
-                    sample_index=index,
-                    prompt_ids=prompt,
-                    response_ids=[draw.randrange(5, 90) for _ in range(length)],
-                    rollout_logprobs=logprobs,
-                    versions=(VersionSpan(step, 0, length),),
-                    finish_reason="length" if index == 2 else "stop",
-                    reward=float(index == group % SAMPLES),
-                    status="failed" if failed else "ok",
-                    failure="NaN" if failed else "",
-                )
-            )
-    return rows
 
 
 @pytest.fixture(scope="module")
@@ -71,21 +41,15 @@ def recorded(tmp_path_factory) -> Path:
     return root / "run"
 
 
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: each for file in directory.glob("*.safetensors") for name, each in load_file(file).items()}
-
-
-def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+def distance(a: Tensors, b: Tensors) -> float:
     """||a - b|| over all tensors together."""
     assert a.keys() == b.keys()
     return sum(float((a[name] - b[name]).double().square().sum()) for name in a) ** 0.5
 
 
 def test_replay_repeats_the_steps_on_one_rank_and_two(recorded, world):
-    in_memory = world(1).run("tests.replay_cases:train_in_memory", run_dir=recorded, steps=STEPS)[0]
-    replayed = world(1).run("tests.replay_cases:replay", run_dir=recorded, steps=STEPS)[0]
+    in_memory = world(1).run("tests.support.ranks.replay:train_in_memory", run_dir=recorded, steps=STEPS)[0]
+    replayed = world(1).run("tests.support.ranks.replay:replay", run_dir=recorded, steps=STEPS)[0]
     assert in_memory["metrics"] == replayed["metrics"]
     assert len(replayed["metrics"]) == STEPS
     # Group 1 lost its only correct sample, so nothing tells its others apart.
@@ -93,15 +57,15 @@ def test_replay_repeats_the_steps_on_one_rank_and_two(recorded, world):
     assert replayed["metrics"][0]["groups/filtered"] == 1
     assert replayed["metrics"][0]["batch/failed_samples"] == 1
     assert distance(in_memory["weights"], replayed["weights"]) == 0.0
-    start = weights(recorded.parent / "model")
+    start = read_hf(recorded.parent / "model")
     moved = distance(start, replayed["weights"])
     assert moved > 0.01
     for layout in ({"tensor": 2}, {}):
-        parts = world(2).run("tests.replay_cases:replay", run_dir=recorded, steps=STEPS, layout=layout)
+        parts = world(2).run("tests.support.ranks.replay:replay", run_dir=recorded, steps=STEPS, layout=layout)
         joined = {name: value for part in parts for name, value in part["weights"].items()}
         assert distance(joined, replayed["weights"]) / moved < 1e-4
     # A replay of fewer steps is another policy: the comparison can fail.
-    shorter = world(1).run("tests.replay_cases:replay", run_dir=recorded, steps=STEPS - 1)[0]
+    shorter = world(1).run("tests.support.ranks.replay:replay", run_dir=recorded, steps=STEPS - 1)[0]
     assert distance(shorter["weights"], replayed["weights"]) / moved > 0.05
 
 
@@ -131,8 +95,8 @@ def test_command_line_on_one_rank(recorded, tmp_path):
     before = [json.loads(line) for line in (out / "previous" / "1" / "metrics.jsonl").read_text().splitlines()]
     assert [line["policy/loss"] for line in before] == [line["policy/loss"] for line in lines]
     assert lines[0]["policy/updates"] == 2 and lines[0]["time/update"] > 0
-    exported = weights(out / "hf")
-    assert distance(exported, weights(recorded.parent / "model")) > 0
+    exported = read_hf(out / "hf")
+    assert distance(exported, read_hf(recorded.parent / "model")) > 0
     assert (out / "hf" / "tokenizer.json").is_file()
 
 

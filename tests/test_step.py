@@ -22,9 +22,7 @@ from megarl.run.batch_metrics import record_batch
 from megarl.run.step import plan_step
 from megarl.telemetry.declarations import step_metrics
 from megarl.trainer.batch import TrainSample
-from tests.support.tiny import make_tiny_model
-from tests.trainer.conftest import worst
-from tests.trainer.problem import (
+from tests.support.rl_problem import (
     CLIP,
     ENTROPY,
     dense_dims,
@@ -32,6 +30,8 @@ from tests.trainer.problem import (
     padded_gradients,
     plain_logprobs,
 )
+from tests.support.tensors import worst
+from tests.support.tiny import make_tiny_model
 
 
 def config(**sections: dict) -> Config:
@@ -258,7 +258,7 @@ def test_the_updates_of_a_step(
     model_dir, samples = problem
     changes = STEPS[case]
     got = world(ranks).run(
-        "tests.step_cases:stepped",
+        "tests.support.ranks.step:stepped",
         model_dir=model_dir,
         rows=[trajectory(sample) for sample in samples.values()],
         **changes,

@@ -1,5 +1,15 @@
-"""Tiny models of every family, as in tests/models."""
+"""Tiny models of every family, written once."""
 
-from tests.models.conftest import model_dir
+from __future__ import annotations
 
-__all__ = ["model_dir"]
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.family_models import family_models
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return family_models(tmp_path_factory.mktemp("models"))

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.models.families import FAMILIES
-from tests.checkpoint.converter import convert, files_of, run
-from tests.checkpoint.test_scheme import differing, read_hf
+from tests.support.converter import convert, files_of, run
+from tests.support.tensors import differing, read_hf
 from tests.support.world import World
 
 
@@ -60,7 +60,7 @@ def test_export_is_the_weight_syncs_file_for_file(
 ) -> None:
     """Wherever one rank owns every tensor, even the files are the same: names, order, headers, index."""
     world(2).run(
-        "tests.checkpoint.cases:load_and_export",
+        "tests.support.ranks.checkpoints:load_and_export",
         checkpoint=str(imported(family)),
         model_dir=str(model_dir(family)),
         out=str(tmp_path / "sync"),

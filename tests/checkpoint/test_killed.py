@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.converter import convert, files_of, run, run_forked, wait_for_lock
+from tests.support.converter import convert, files_of, run, run_forked, wait_for_lock
 from tests.support.tiny import make_tiny_model
 
 POINTS = ["shard", "metadata", "manifest", "rename"]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megarl.models.families import FAMILIES
-from tests.checkpoint.converter import convert
-from tests.checkpoint.test_scheme import differing
+from tests.support.converter import convert
+from tests.support.tensors import differing
 from tests.support.world import World
 
 pytestmark = pytest.mark.world
@@ -99,7 +99,7 @@ def test_through_a_layout_and_back(
     convert("import", "--hf", source, "--out", tmp_path / "megatron")
     ranks, layout = layout_of(sizes)
     world(ranks).run(
-        "tests.checkpoint.cases:load_save_and_export",
+        "tests.support.ranks.checkpoints:load_save_and_export",
         checkpoint=str(tmp_path / "megatron"),
         step=str(tmp_path / "iter_0000003"),
         out=str(tmp_path / "sync"),

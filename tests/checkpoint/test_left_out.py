@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.converter import convert, run
-from tests.checkpoint.test_scheme import differing
+from tests.support.converter import convert, run
+from tests.support.tensors import differing
 
 NOTE = "left out: 2 tensors of the multi-token prediction layer model.layers.4.*, which is not trained"
 

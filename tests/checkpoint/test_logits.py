@@ -14,8 +14,8 @@ from megarl.checkpoint.convert.logits import compare_logprobs
 from megarl.models import shards
 from megarl.models.info import ModelInfo
 from megarl.models.mapping import Entry
-from tests.checkpoint.converter import convert, run, run_forked
-from tests.models.mutations import MUTATIONS
+from tests.support.converter import convert, run, run_forked
+from tests.support.ranks.mutations import MUTATIONS
 from tests.support.tiny import make_tiny_model
 
 TEXTS = (

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoint.convert import hf_to_megatron as importing
 from megarl.checkpoint.convert import megatron_to_hf as exporting
 from megarl.checkpoint.convert.command_line import main
-from tests.checkpoint.converter import convert, run
-from tests.checkpoint.test_scheme import differing
+from tests.support.converter import convert, refused, run
+from tests.support.tensors import differing
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 
@@ -40,13 +40,6 @@ def change(directory: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> 
 def change_config(directory: Path, **values: Any) -> None:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | values))
-
-
-def refused(*arguments: Any) -> str:
-    """The message of a command that must fail, in one piece, without a traceback."""
-    code, _, err = run(*arguments)
-    assert code == 1 and "Traceback" not in err and err.startswith("convert.py: ")
-    return err
 
 
 def truncate(path: Path, by: int = 100) -> None:

@@ -16,7 +16,7 @@ from megarl.data.tokenize import generation_config_eos, load_tokenizer
 from megarl.models.read_config import load_info
 from megarl.models.source import hf_files, megatron_step
 from megarl.rollout.engine_args import engine_args
-from tests.checkpoint.converter import convert
+from tests.support.converter import convert
 from tests.support.run import tiny_config
 from tests.support.world import World
 
@@ -85,7 +85,7 @@ def test_the_policy_starts_from_it(
     """The same policy, and reference, bit for bit as from the Hugging Face directory."""
     convert("import", "--hf", model_dir(family), "--out", tmp_path / "m")
     digests = [
-        world(2).run("tests.checkpoint.cases:policy_digest", model_dir=str(path), layout=layout)
+        world(2).run("tests.support.ranks.checkpoints:policy_digest", model_dir=str(path), layout=layout)
         for path in (model_dir(family), tmp_path / "m")
     ]
     assert digests[0] == digests[1]

@@ -13,9 +13,17 @@ from unittest import mock
 import pytest
 
 from megarl.checkpoint.convert import hf_to_megatron as importing
-from tests.checkpoint.converter import convert, files_of, run, run_forked, wait_for_lock
-from tests.checkpoint.test_mistakes import refused
-from tests.checkpoint.test_scheme import differing
+from tests.support.converter import (
+    ITEM_BYTES,
+    UNIT_BYTES,
+    convert,
+    files_of,
+    refused,
+    run,
+    run_forked,
+    wait_for_lock,
+)
+from tests.support.tensors import differing
 
 
 @pytest.fixture
@@ -177,7 +185,6 @@ def _two_sizes_of_as_many_files(megatron: Path, tmp_path: Path) -> tuple[float, 
     from megarl.checkpoint.convert import units
     from megarl.checkpoint.convert.megatron_to_hf import ExportJob
     from megarl.checkpoint.format.megatron_files import MegatronDirectory
-    from tests.checkpoint.converter import ITEM_BYTES, UNIT_BYTES
 
     source, seen = MegatronDirectory(megatron), {}
     with pytest.MonkeyPatch.context() as patch:

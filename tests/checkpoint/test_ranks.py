@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 
 from megarl.checkpoint.convert.output import Output
-from tests.checkpoint.converter import convert, run
-from tests.checkpoint.test_scheme import differing
+from tests.support.converter import convert, run
+from tests.support.tensors import differing
 from tests.support.world import World
 
 pytestmark = pytest.mark.world
-CASE = "tests.checkpoint.cases:convert_on_ranks"
+CASE = "tests.support.ranks.checkpoints:convert_on_ranks"
 
 
 def test_ranks_share_the_work(world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megarl.checkpoint.format.keys import stored_tensors
 from megarl.models.read_config import load_info
 from megarl.models.shards import table
-from tests.checkpoint.converter import convert
+from tests.support.converter import convert
+from tests.support.tensors import differing, read_hf
 from tests.support.world import World
 
 pytestmark = pytest.mark.world
@@ -24,23 +24,6 @@ FUSED_WITH_MLA = (
     ("self_attention.kv_layernorm", "self_attention.linear_kv_up_proj"),
     ("pre_mlp_layernorm", "mlp.linear_fc1"),
 )
-
-
-def read_hf(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
-
-
-def differing(one: Path, other: Path) -> list[str]:
-    """Names of tensors that are not the same bits in both directories."""
-    a, b = read_hf(one), read_hf(other)
-    return [
-        name
-        for name in sorted(a.keys() | b.keys())
-        if name not in a
-        or name not in b
-        or a[name].dtype != b[name].dtype
-        or not torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8))
-    ]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +42,9 @@ def test_keys_and_places_are_megatrons_own(
     """Megatron-Core's local spec misnames the norm before a mixture of experts, and with latent attention leaves norms
     apart that Transformer Engine fuses; there Transformer Engine's names count."""
     info = load_info(model_dir(family))
-    for ours, theirs in world(2).run("tests.checkpoint.cases:both_schemes", model_dir=str(model_dir(family)), **sizes):
+    for ours, theirs in world(2).run(
+        "tests.support.ranks.checkpoints:both_schemes", model_dir=str(model_dir(family)), **sizes
+    ):
         for layer in range(info.num_layers):
             misnamed = theirs.pop(f"decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight", None)
             if misnamed is not None:
@@ -95,9 +80,9 @@ def test_a_saved_model_loads_under_another_layout(
     tmp_path: Path,
 ) -> None:
     source, step = model_dir(family), tmp_path / "iter_0000001"
-    world(2).run("tests.checkpoint.cases:save", model_dir=str(source), step=str(step), **saved)
+    world(2).run("tests.support.ranks.checkpoints:save", model_dir=str(source), step=str(step), **saved)
     world(2).run(
-        "tests.checkpoint.cases:load_and_export",
+        "tests.support.ranks.checkpoints:load_and_export",
         checkpoint=str(step),
         model_dir=str(source),
         out=str(tmp_path / "hf"),
@@ -110,9 +95,9 @@ def test_a_load_converts_the_dtype(
     world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source, step = model_dir("qwen3"), tmp_path / "iter_0000001"
-    world(2).run("tests.checkpoint.cases:save", model_dir=str(source), step=str(step), tensor=2)
+    world(2).run("tests.support.ranks.checkpoints:save", model_dir=str(source), step=str(step), tensor=2)
     world(2).run(
-        "tests.checkpoint.cases:load_and_export",
+        "tests.support.ranks.checkpoints:load_and_export",
         checkpoint=str(step),
         model_dir=str(source),
         out=str(tmp_path / "hf"),
@@ -128,10 +113,10 @@ def test_a_checkpoint_of_another_model_is_refused(
     world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     step = tmp_path / "iter_0000001"
-    world(2).run("tests.checkpoint.cases:save", model_dir=str(model_dir("llama")), step=str(step), tensor=2)
+    world(2).run("tests.support.ranks.checkpoints:save", model_dir=str(model_dir("llama")), step=str(step), tensor=2)
     with pytest.raises(AssertionError) as caught:
         world(2).run(
-            "tests.checkpoint.cases:load_and_export",
+            "tests.support.ranks.checkpoints:load_and_export",
             checkpoint=str(step),
             model_dir=str(model_dir("qwen3")),
             out=str(tmp_path / "hf"),
@@ -147,9 +132,12 @@ def test_names_of_megatrons_local_spec_are_resolved(
     """Its norm before a mixture of experts, latent attention's own norms, its extra states: loaded by the trainer and
     by the converter."""
     source, step = model_dir(family), tmp_path / "iter_0000001"
-    world(2).run("tests.checkpoint.cases:save_by_megatron", model_dir=str(source), step=str(step), expert=2)
+    world(2).run("tests.support.ranks.checkpoints:save_by_megatron", model_dir=str(source), step=str(step), expert=2)
     world(2).run(
-        "tests.checkpoint.cases:load_and_export", checkpoint=str(step), model_dir=str(source), out=str(tmp_path / "hf")
+        "tests.support.ranks.checkpoints:load_and_export",
+        checkpoint=str(step),
+        model_dir=str(source),
+        out=str(tmp_path / "hf"),
     )
     assert differing(source, tmp_path / "hf") == []
     assert "0 differing" in convert("verify", source, step)

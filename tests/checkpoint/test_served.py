@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.converter import convert
+from tests.support.converter import convert
+from tests.support.live_engine import LiveReplica, Response, reference
 from tests.support.tiny import make_tiny_model
-from tests.weights.live import LiveReplica, Response, reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

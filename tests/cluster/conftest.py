@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Hosts
-from tests.cluster.slurm import Slurm
+from tests.support.hosts import Hosts
+from tests.support.slurm import Slurm
 
 NEEDED = ("sbatch", "slurmctld", "slurmd", "munged", "ip", "unshare")
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.hosts import Hosts
-from tests.cluster.jobs import FOUR_HOSTS, check_steps, environment, exit_record, metrics, wait_for, write_job
-from tests.support.run import ROOT
+from tests.support.checkout import ROOT, environment
+from tests.support.hosts import Hosts
+from tests.support.jobs import FOUR_HOSTS, check_steps, exit_record, wait_for, write_job
+from tests.support.run import step_records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -56,7 +57,7 @@ def test_a_job_runs_to_its_end(hosts: Hosts, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process, log = start(hosts, config)
     try:
-        wait_for(lambda: len(metrics(run_dir)) > 0 or process.poll() is not None, 400, "the first step", log)
+        wait_for(lambda: len(step_records(run_dir)) > 0 or process.poll() is not None, 400, "the first step", log)
         assert process.wait(timeout=120) == 0, log.read_text()[-4000:]
     finally:
         process.kill()
@@ -75,7 +76,7 @@ def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(h
     process, log = start(hosts, config)
     try:
         saved = run_dir / "checkpoints"
-        wait_for(lambda: len(metrics(run_dir)) > 4 or process.poll() is not None, 400, "some steps", log)
+        wait_for(lambda: len(step_records(run_dir)) > 4 or process.poll() is not None, 400, "some steps", log)
         wait_for(lambda: any(saved.glob("iter_*/manifest.json")), 60, "a checkpoint", log)
         check_places(hosts)
         engines = engine_pids(hosts)
@@ -84,8 +85,10 @@ def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(h
         wait_for(
             lambda: log.read_text().count("engines are up") == 2 or process.poll() is not None, 300, "a restart", log
         )
-        before = len(metrics(run_dir))
-        wait_for(lambda: len(metrics(run_dir)) > before + 2 or process.poll() is not None, 100, "further steps", log)
+        before = len(step_records(run_dir))
+        wait_for(
+            lambda: len(step_records(run_dir)) > before + 2 or process.poll() is not None, 100, "further steps", log
+        )
         assert process.poll() is None, log.read_text()[-4000:]
         assert engine_pids(hosts) == engines
         hosts.lose(3)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import check_steps, environment, exit_record, metrics, wait_for, write_job
+from tests.support.checkout import ROOT, environment
+from tests.support.jobs import check_steps, exit_record, wait_for, write_job
 from tests.support.leftovers import assert_nothing_left, survivors
-from tests.support.run import ROOT
+from tests.support.run import step_records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -30,12 +31,12 @@ def test_two_runs_at_once_do_not_mix(tmp_path: Path) -> None:
     processes = [start(short), start(long)]
     try:
         assert processes[0].wait(timeout=400) == 0, short.with_name("job.log").read_text()[-4000:]
-        wait_for(lambda: len(metrics(dirs[1])) > 0, 200, "the other run's first step", long.with_name("job.log"))
+        wait_for(lambda: len(step_records(dirs[1])) > 0, 200, "the other run's first step", long.with_name("job.log"))
         # A second start in a directory that is in use is refused, and harms nobody.
         again = subprocess.run(["launch/local.sh", str(long)], cwd=ROOT, env=environment(), capture_output=True,
                                text=True, timeout=120, check=False)  # fmt: skip
         assert again.returncode == 2 and "is in use by launch" in again.stderr, again.stderr
-        steps = len(metrics(dirs[1]))
+        steps = len(step_records(dirs[1]))
         # To torchrun itself: its ranks get it too, and time to end their step.
         (torchrun,) = [p for p in survivors(dirs[1]) if "torch.distributed.run" in p.cmdline()]
         torchrun.terminate()

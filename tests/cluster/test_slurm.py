@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import FOUR_HOSTS, check_steps, environment, exit_record, metrics, wait_for, write_job
-from tests.cluster.slurm import Slurm
+from tests.support.checkout import ROOT, environment
+from tests.support.jobs import FOUR_HOSTS, check_steps, exit_record, wait_for, write_job
 from tests.support.leftovers import assert_nothing_left
-from tests.support.run import ROOT
+from tests.support.run import step_records
+from tests.support.slurm import Slurm
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -73,12 +74,12 @@ def test_time_limit_requeue_resume_and_cancel(slurm: Slurm, tmp_path: Path) -> N
     stopped = exit_record(run_dir)
     assert stopped["status"] == "preempted" and "time limit" in stopped["reason"] and stopped["step"] > 0, stopped
     done = stopped["step"]
-    wait_for(lambda: len(metrics(run_dir)) >= done + 2, 260, "two steps after the requeue", log)
+    wait_for(lambda: len(step_records(run_dir)) >= done + 2, 260, "two steps after the requeue", log)
     text = log.read_text()
     assert "queued again" in text
     assert f"resuming from {run_dir}/checkpoints/iter_{done:07d}, {done} steps done" in text
     assert not (run_dir / "previous").exists()
-    check_steps(run_dir, len(metrics(run_dir)))
+    check_steps(run_dir, len(step_records(run_dir)))
     assert json.loads((run_dir / "launch" / f"{job}-1" / "launch.json").read_text())["steps_before"] == done
     slurm.run("scancel", job)
     assert slurm.wait(job, {"CANCELLED"}, 90, log) == "CANCELLED"

@@ -8,9 +8,8 @@ import pytest
 from megarl.commands import cli, doctor
 from megarl.config.options_page import configuration_page
 from megarl.telemetry.metrics_page import metrics_page
-from tests.config.helpers import tree
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.checkout import ROOT
+from tests.support.configs import tree
 
 
 def test_plan_reports_mistakes_in_one_message(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
+from tests.support.checkout import ROOT
+
+REQUIREMENTS = ROOT / "requirements"
 
 
 def pins(name: str) -> dict[str, str]:

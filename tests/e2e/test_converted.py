@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.test_scheme import differing
-from tests.support.run import ROOT, tiny_config, train
+from tests.support.checkout import ROOT, environment, torchrun
+from tests.support.run import tiny_config, train
+from tests.support.tensors import differing
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -21,8 +21,9 @@ CONVERT = str(ROOT / "tools/checkpoint/convert.py")
 
 def call(*command: str) -> str:
     """Standard output of a command; AssertionError with what it said if it fails."""
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    done = subprocess.run(command, check=False, cwd=ROOT, env=env, text=True, capture_output=True, timeout=400)
+    done = subprocess.run(
+        command, check=False, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=400
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -30,8 +31,8 @@ def call(*command: str) -> str:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_converted_model_trains_and_its_checkpoint_is_served(tmp_path: Path, family: str) -> None:
     config: dict[str, Any] = tiny_config(tmp_path, family=family, steps=2)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    said = call(*torchrun, CONVERT, "import", "--hf", config["model"]["path"], "--out", str(tmp_path / "megatron"))
+    arguments = [CONVERT, "import", "--hf", config["model"]["path"], "--out", str(tmp_path / "megatron")]
+    said = call(*torchrun(2, *arguments))
     assert said.count("GB/s") == 1  # of rank 0
     config["model"]["path"] = str(tmp_path / "megatron")
     config["checkpoint"] = {"every": 2}
@@ -46,7 +47,7 @@ def test_a_converted_model_trains_and_its_checkpoint_is_served(tmp_path: Path, f
     report = tmp_path / "report.json"
     call(
         sys.executable, "-m", "megarl", "eval", "--model", str(tmp_path / "exported"),
-        "--data", str(tmp_path / "heldout.jsonl"), "--reward", "tests.support.run:digit_share",
+        "--data", str(tmp_path / "heldout.jsonl"), "--reward", "tests.support.reward_functions:digit_share",
         "--samples", "2", "--max-tokens", "12", "--run-dir", str(tmp_path / "eval"), "--json", str(report),
     )  # fmt: skip
     (found,) = json.loads(report.read_text())["sets"]

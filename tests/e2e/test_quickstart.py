@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.run import ROOT, start
+from tests.support.checkout import ROOT
+from tests.support.run import start
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -130,7 +130,7 @@ def engine_gap(model: Any, batch: DumpedBatch, temperature: float, shift: int = 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, steps=2)
-    config["reward"]["function"] = "tests.support.run:overflowing"
+    config["reward"]["function"] = "tests.support.reward_functions:overflowing"
     config["algorithm"] = {"advantage": "dr_grpo"}
     config["evaluation"] = {}
     run = train(config)
@@ -184,7 +184,10 @@ def test_a_replica_killed_in_the_middle_of_a_sync_is_replaced_and_the_run_goes_o
     monkeypatch.setenv("MEGARL_TEST_DIES_IN_SYNC", str(tmp_path / "died"))
     config = tiny_config(tmp_path, steps=4)
     config["timeouts"]["weight_sync_s"] = 40  # a silent engine is known by this alone
-    config["rollout"] |= {"replicas": 2, "engine_kwargs": {"worker_extension_cls": "tests.e2e.dying.DiesInSync"}}
+    config["rollout"] |= {
+        "replicas": 2,
+        "engine_kwargs": {"worker_extension_cls": "tests.support.dies_in_sync.DiesInSync"},
+    }
     run = train(config)
     assert (tmp_path / "died").exists()
     check_finished(run, steps=4, samples=64)  # the log-probs of every later token agree

@@ -10,9 +10,8 @@ from megarl.cluster.nodes import node_commands as commands
 from megarl.cluster.nodes.network import interface_of, own_address
 from megarl.cluster.nodes.topology import make_topology
 from megarl.common.errors import ConfigError
-from tests.config.helpers import config
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.checkout import ROOT
+from tests.support.configs import config
 
 
 def test_torchrun_on_two_trainer_nodes() -> None:

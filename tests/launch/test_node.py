@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,9 +16,9 @@ from megarl.cluster.nodes.board import Board, Failure, NodeRecord
 from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
 from megarl.common import run_files as stopping
 from megarl.common.run_files import ExitRecord
-from tests.config.helpers import config
+from tests.support.checkout import ROOT, environment
+from tests.support.configs import config
 from tests.support.leftovers import survivors
-from tests.support.run import ROOT
 
 # Says that it has ended when it is asked to, as the real supervisor does.
 POOL = """
@@ -45,8 +44,8 @@ class Job:
 
     def start(self, pool: str = POOL, ranks: str = GOOD_RANKS, index: int = 0) -> subprocess.Popen[bytes]:
         scripts = [script.format(run=self.run_dir) for script in (pool, ranks)]
-        command = [sys.executable, "-m", "tests.launch.agent_process", str(self.spec.path), str(index), *scripts]
-        return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        command = [sys.executable, "-m", "tests.support.agent_process", str(self.spec.path), str(index), *scripts]
+        return subprocess.Popen(command, cwd=ROOT, env=environment())
 
     def run(self, *args: Any, **kwargs: Any) -> int:
         process = self.start(*args, **kwargs)

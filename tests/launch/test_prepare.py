@@ -18,7 +18,7 @@ from megarl.common.errors import ConfigError
 from megarl.common.run_files import ExitRecord
 from megarl.config.load import config_from_tree
 from megarl.config.schema import Config
-from tests.config.helpers import tree
+from tests.support.configs import tree, write_problems
 from tests.support.tiny import make_tiny_model
 
 HERE = local_allocation(("127.0.0.1",))
@@ -31,8 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def chosen(model: Path, tmp_path: Path) -> Config:
-    data = tmp_path / "prompts.jsonl"
-    data.write_text('{"problem": "1+1", "answer": "2"}\n')
+    data = write_problems(tmp_path / "prompts.jsonl", 1)
     return config_from_tree(tree(model, data, run__dir=str(tmp_path / "run")))
 
 
@@ -67,8 +66,7 @@ FOUR_NODES = {
 def test_mistakes_end_before_anything_is_written(
     model: Path, tmp_path: Path, change: dict[str, Any], told: str
 ) -> None:
-    data = tmp_path / "prompts.jsonl"
-    data.write_text('{"problem": "1+1", "answer": "2"}\n')
+    data = write_problems(tmp_path / "prompts.jsonl", 1)
     wrong = config_from_tree(tree(model, data, run__dir=str(tmp_path / "run"), **change))
     with pytest.raises(ConfigError) as caught:
         prepare(wrong, HERE, "1")

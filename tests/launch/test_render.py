@@ -11,9 +11,9 @@ import pytest
 
 from megarl.cluster.nodes.batch_script import generic_local_script, local_script, shipped_scripts, slurm_script
 from megarl.commands import cli
-from tests.config.helpers import config
+from tests.support.checkout import ROOT
+from tests.support.configs import config
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "launch/slurm").glob("*.sbatch") if path.stem != "train")
 
 

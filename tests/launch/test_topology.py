@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.cluster.nodes.topology import Topology, make_topology, stop_seconds
 from megarl.common.errors import ConfigError
-from tests.config.helpers import config
+from tests.support.configs import config
 
 
 def topology(**changes: Any) -> Topology:

@@ -1,7 +1,21 @@
-"""The trainer tests' tiny models and samples."""
+"""Tiny models and their samples, as the trainer's tests have them."""
 
 from __future__ import annotations
 
-from tests.trainer.conftest import model_dir, samples_of
+from collections.abc import Callable
+from pathlib import Path
 
-__all__ = ["model_dir", "samples_of"]
+import pytest
+
+from megarl.trainer.batch import TrainSample
+from tests.support.rl_problem import rl_models, rl_samples
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return rl_models(tmp_path_factory.mktemp("saved-models"))
+
+
+@pytest.fixture(scope="session")
+def samples_of(model_dir: Callable[[str], Path]) -> Callable[[str], list[TrainSample]]:
+    return rl_samples(model_dir)

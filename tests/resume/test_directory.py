@@ -19,17 +19,8 @@ from megarl.checkpoint.save.directory import CheckpointDirectory, best_step, goe
 from megarl.checkpoint.save.history import ROLLED_BACK, positions, roll_back
 from megarl.checkpoint.save.resume import Candidate, ResumeError, candidates, changes, choose, contradictions
 from megarl.common.processes import ProcessId
-from tests.support.pool import tiny_config
-
-
-def make(directory: CheckpointDirectory, step: int, content: bytes = b"weights") -> Path:
-    """A complete checkpoint of one file."""
-    partial = directory.begin(step)
-    (partial / "shard").write_bytes(content)
-    (partial / "state.json").write_text(json.dumps({"step": step}))
-    files = {name: FileEntry.of(partial / name) for name in ("shard", "state.json")}
-    Manifest(step, files).write(partial)
-    return directory.complete(step)
+from tests.support.pool import pool_config
+from tests.support.sample_checkpoints import make_checkpoint
 
 
 def verify(path: Path) -> list[str]:
@@ -46,7 +37,7 @@ def directory(tmp_path: Path) -> CheckpointDirectory:
 
 
 def test_only_what_has_a_manifest_is_a_checkpoint(directory: CheckpointDirectory) -> None:
-    make(directory, 2)
+    make_checkpoint(directory, 2)
     partial = directory.begin(4)
     (partial / "shard").write_bytes(b"half")
     assert directory.steps() == [2]
@@ -59,7 +50,7 @@ def test_only_what_has_a_manifest_is_a_checkpoint(directory: CheckpointDirectory
 
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "missing", "manifest"])
 def test_damage_is_found_and_its_file_named(directory: CheckpointDirectory, damage: str) -> None:
-    path = make(directory, 2, bytes(range(256)) * 100)
+    path = make_checkpoint(directory, 2, bytes(range(256)) * 100)
     assert verify(path) == []
     target = path / (MANIFEST if damage == "manifest" else "shard")
     content = bytearray(target.read_bytes())
@@ -85,7 +76,7 @@ def test_every_file_is_verified_by_exactly_one_rank(sizes: dict[str, int], ranks
 
 def test_the_newest_sound_checkpoint_is_taken_and_the_damaged_one_named(directory: CheckpointDirectory) -> None:
     for step in (2, 4, 6):
-        make(directory, step)
+        make_checkpoint(directory, step)
     (directory.path(6) / "shard").write_bytes(b"other!!")
     damaged: list[tuple[int, str]] = []
     chosen = choose(candidates(directory, "auto"), verify, lambda c, problems: damaged.append((c.step, problems[0])))
@@ -99,7 +90,7 @@ def test_nothing_sound_is_an_error_and_nothing_at_all_a_new_run(directory: Check
         directory.set_aside(candidate.step, "damaged")
 
     assert choose(candidates(directory, "auto"), verify, set_aside) is None
-    make(directory, 2)
+    make_checkpoint(directory, 2)
     assert choose(candidates(directory, "never"), verify, set_aside) is None
     (directory.path(2) / "shard").unlink()
     for _ in range(2):  # torchrun starts the ranks again: the loss must not be hidden then either
@@ -109,7 +100,7 @@ def test_nothing_sound_is_an_error_and_nothing_at_all_a_new_run(directory: Check
 
 def test_a_path_may_be_a_checkpoint_or_a_directory_of_them(directory: CheckpointDirectory, tmp_path: Path) -> None:
     for step in (2, 4):
-        make(directory, step)
+        make_checkpoint(directory, step)
     shutil.copytree(directory.root, tmp_path / "copy")
     assert candidates(directory, str(directory.path(2))) == [Candidate(directory.path(2), 2, True)]
     [found] = candidates(directory, str(tmp_path / "copy"))
@@ -123,11 +114,11 @@ def test_a_path_may_be_a_checkpoint_or_a_directory_of_them(directory: Checkpoint
 
 def test_goes_on_only_with_its_own_history(tmp_path: Path) -> None:
     def config(resume: str) -> Any:
-        return tiny_config(tmp_path, tmp_path / "model", checkpoint={"resume": resume})
+        return pool_config(tmp_path, tmp_path / "model", checkpoint={"resume": resume})
 
     assert not goes_on(config("auto"))
     directory = CheckpointDirectory(config("auto").checkpoint_dir)
-    make(directory, 2)
+    make_checkpoint(directory, 2)
     assert goes_on(config("auto")) and goes_on(config(str(directory.path(2)))) and goes_on(config(str(directory.root)))
     assert not goes_on(config("never")) and not goes_on(config(str(tmp_path / "elsewhere" / "iter_0000002")))
 
@@ -157,7 +148,7 @@ def test_the_best_is_the_earliest_of_equals() -> None:
 
 
 def test_a_lease_holds_while_its_process_lives(directory: CheckpointDirectory) -> None:
-    make(directory, 2)
+    make_checkpoint(directory, 2)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     directory.lease(2, ProcessId.of(child.pid))
     assert directory.leased() == {2}
@@ -170,7 +161,7 @@ def test_a_deletion_that_is_cut_off_leaves_no_checkpoint(
     directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (2, 4):
-        make(directory, step)
+        make_checkpoint(directory, step)
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -215,7 +206,7 @@ def test_another_model_or_tokenizer_contradicts_and_the_rest_is_only_told() -> N
 
 
 def test_unreadable_manifest_of_another_version(directory: CheckpointDirectory) -> None:
-    path = make(directory, 2)
+    path = make_checkpoint(directory, 2)
     content = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(json.dumps({**content, "format": 99}))
     with pytest.raises(DamagedCheckpointError, match="format 99"):

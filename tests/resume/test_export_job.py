@@ -13,25 +13,25 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megarl.checkpoint.save import background_export as export_job
 from megarl.checkpoint.save.background_export import NICENESS, ExportJob
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.trainer.batch import TrainSample
-from tests.resume.test_directory import make
-from tests.support.pool import tiny_config
+from tests.support.pool import pool_config
+from tests.support.sample_checkpoints import make_checkpoint
+from tests.support.tensors import read_hf
 from tests.support.world import World
 
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ExportJob, list[str], Any]:
     """A job, what it says, and a function that sets the program which stands for the converter."""
-    config = tiny_config(tmp_path, tmp_path / "model")
+    config = pool_config(tmp_path, tmp_path / "model")
     said: list[str] = []
     job = ExportJob(config, CheckpointDirectory(config.checkpoint_dir), said.append)
     for step in (2, 4):
-        make(CheckpointDirectory(config.checkpoint_dir), step)
+        make_checkpoint(CheckpointDirectory(config.checkpoint_dir), step)
 
     def runs(program: str) -> None:
         monkeypatch.setattr(export_job, "convert_command", lambda path, out: [sys.executable, "-c", program, str(out)])
@@ -95,15 +95,14 @@ def test_the_converter_exports_a_saved_step(
     tmp_path: Path,
 ) -> None:
     [result] = world(1).run(
-        "tests.resume.cases:export",
+        "tests.support.ranks.saving:export",
         timeout=180,
         model_dir=model_dir("dense"),
         samples=samples_of("dense"),
         root=tmp_path,
     )
     assert result["said"] == []
-    files = [load_file(path) for path in sorted((tmp_path / "hf_1").glob("*.safetensors"))]
-    exported = {name: value for tensors in files for name, value in tensors.items()}
+    exported = read_hf(tmp_path / "hf_1")
     assert exported.keys() == result["weights"].keys()
     assert all(torch.equal(value, result["weights"][name]) for name, value in exported.items())
     assert (tmp_path / "hf_1" / "config.json").is_file() and (tmp_path / "hf_1" / "tokenizer.json").is_file()

@@ -11,8 +11,8 @@ import pytest
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.checkpoint.save.same_launch import going_on, remember_launch, same_launch
 from megarl.config.schema import Config
-from tests.resume.test_directory import make
-from tests.support.pool import tiny_config
+from tests.support.pool import pool_config
+from tests.support.sample_checkpoints import make_checkpoint
 
 FIRST = {"launch": "a", "job": "7", "agent": ["host", 1, 2]}
 
@@ -21,7 +21,7 @@ FIRST = {"launch": "a", "job": "7", "agent": ["host", 1, 2]}
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Config]:
     for name in ("MEGARL_LAUNCH_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    return lambda resume: tiny_config(tmp_path, tmp_path / "model", checkpoint={"resume": resume})
+    return lambda resume: pool_config(tmp_path, tmp_path / "model", checkpoint={"resume": resume})
 
 
 @pytest.mark.parametrize("resume", ["never", "elsewhere/iter_0000003"])
@@ -30,14 +30,14 @@ def test_a_restart_goes_on_from_its_own_checkpoint(
 ) -> None:
     wanted = config(resume)
     directory = CheckpointDirectory(wanted.checkpoint_dir)
-    make(directory, 2)
+    make_checkpoint(directory, 2)
     assert going_on(wanted) is wanted  # of an earlier launch
     remember_launch(wanted.run_dir)
     assert going_on(wanted).checkpoint.resume == "auto"
     assert going_on(config("auto")).checkpoint.resume == "auto"
     directory.delete(2)
     assert going_on(wanted) is wanted  # killed before its first checkpoint: from the beginning again
-    make(directory, 2)
+    make_checkpoint(directory, 2)
     monkeypatch.setenv("MEGARL_LAUNCH_ID", "another")
     assert going_on(wanted) is wanted
 
@@ -47,7 +47,7 @@ def test_a_requeued_job_goes_on(config: Callable[[str], Config], monkeypatch: py
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("MEGARL_LAUNCH_ID", "7-0")
     remember_launch(wanted.run_dir)
-    make(CheckpointDirectory(wanted.checkpoint_dir), 2)
+    make_checkpoint(CheckpointDirectory(wanted.checkpoint_dir), 2)
     monkeypatch.setenv("MEGARL_LAUNCH_ID", "7-1")
     assert going_on(wanted) is wanted  # started by hand once more, in the same allocation
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

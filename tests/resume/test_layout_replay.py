@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
-from tests.support.run import ROOT, Run, train
+from tests.support.checkout import ROOT, environment, torchrun
+from tests.support.run import Run, train
+from tests.support.tensors import Tensors, read_hf
 from tests.support.whole_runs import config_of
-from tests.trainer.conftest import Tensors
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -21,21 +19,17 @@ DEVIATION = 1e-4  # ||difference|| / ||what the replayed steps have changed||, p
 STEPS = 4
 
 
-def exported(directory: Path) -> Tensors:
-    return {name: value for path in directory.glob("*.safetensors") for name, value in load_file(path).items()}
-
-
 def replay(run: Run, out: Path, ranks: int, checkpoint: int, *overrides: str, steps: int | None = None) -> Tensors:
     """`megarl replay` from a checkpoint of the run under other overrides; the exported policy."""
     path = run.directory / "checkpoints" / f"iter_{checkpoint:07d}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
-               "--rdzv-endpoint", "127.0.0.1:0", "-m", "megarl", "replay", "--run-dir", str(run.directory),
-               "--out", str(out), "--checkpoint", str(path), "--export", f"trainer.gpus={ranks}"]  # fmt: skip
+    command = torchrun(ranks, "-m", "megarl", "replay", "--run-dir", str(run.directory), "--out", str(out),
+                       "--checkpoint", str(path), "--export", f"trainer.gpus={ranks}")  # fmt: skip
     command += [*overrides, *(["--steps", str(steps)] if steps is not None else [])]
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    result = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=300, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=300, check=False
+    )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return exported(out / "hf")
+    return read_hf(out / "hf")
 
 
 def run_of(directory: Path, parallel: dict[str, Any], family: str) -> Run:
@@ -57,7 +51,7 @@ def test_the_steps_after_the_resume_replay_the_unbroken_run(
     tmp_path: Path, family: str, saved: dict[str, Any], layouts: list[tuple[int, dict[str, Any]]]
 ) -> None:
     run = run_of(tmp_path, saved, family)
-    end = exported(run.directory / "hf")
+    end = read_hf(run.directory / "hf")
     # What the two steps after the checkpoint change: its own weights are those of the first replayed step's start.
     same = [f"trainer.parallel.{key}={value}" for key, value in saved.items()]
     assert_equal(replay(run, tmp_path / "same", 2, 2, *same), end)

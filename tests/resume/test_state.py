@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megarl.trainer.batch import TrainSample
-from tests.resume.cases import PROMPTS
+from tests.support.checkout import PROMPTS
+from tests.support.tensors import merge
 from tests.support.world import World
-from tests.trainer.conftest import merge
 
 pytestmark = pytest.mark.world
 
@@ -41,7 +41,7 @@ def save(
         if key not in known:
             root = tmp_path_factory.mktemp("checkpoints")
             arguments = {"model_dir": model_dir(model), "layout": layout, "samples": samples_of(model), "root": root}
-            results = world(ranks).run("tests.resume.cases:save_and_go_on", timeout=240, **arguments, **changes)
+            results = world(ranks).run("tests.support.ranks.saving:save_and_go_on", timeout=240, **arguments, **changes)
             known[key] = root, results
         return known[key]
 
@@ -86,7 +86,7 @@ def test_the_same_layout_goes_on_bit_for_bit(
 ) -> None:
     root, unbroken = save(ranks, model, layout, **changes)
     resumed = world(ranks).run(
-        "tests.resume.cases:resume_and_go_on", timeout=240, model_dir=model_dir(model), layout=layout,
+        "tests.support.ranks.saving:resume_and_go_on", timeout=240, model_dir=model_dir(model), layout=layout,
         samples=samples_of(model), root=root, **changes,
     )  # fmt: skip
     for before, after in zip(unbroken, resumed, strict=True):
@@ -123,7 +123,7 @@ def test_another_layout_goes_on_as_closely_as_layouts_agree(
     root, unbroken = save(*saved[:1], model, saved[1])
     ranks, layout = loaded
     resumed = world(ranks).run(
-        "tests.resume.cases:resume_and_go_on", timeout=240, model_dir=model_dir(model), layout=layout,
+        "tests.support.ranks.saving:resume_and_go_on", timeout=240, model_dir=model_dir(model), layout=layout,
         samples=samples_of(model), root=root,
     )  # fmt: skip
     assert any("another layout" in line for line in resumed[0]["said"])
@@ -148,7 +148,7 @@ def test_a_distributed_optimizer_and_a_whole_one_load_each_other(
 ) -> None:
     root, unbroken = save(2, "dense", {}, **before)
     resumed = world(2).run(
-        "tests.resume.cases:resume_and_go_on", timeout=240, model_dir=model_dir("dense"), layout={},
+        "tests.support.ranks.saving:resume_and_go_on", timeout=240, model_dir=model_dir("dense"), layout={},
         samples=samples_of("dense"), root=root, **after,
     )  # fmt: skip
     for was, now in zip(unbroken, resumed, strict=True):
@@ -166,14 +166,14 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     tmp_path: Path,
 ) -> None:
     arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": tmp_path}
-    first, second = world(2).run("tests.resume.cases:full_disk", **arguments)
+    first, second = world(2).run("tests.support.ranks.saving:full_disk", **arguments)
     assert first["outcomes"] == second["outcomes"] == [True, False, False, True]
     assert first["steps"] == [1, 4]
     failures = [line for line in first["said"] if "could NOT be saved" in line]
     assert "step 2" in failures[0] and "rank 1" in failures[0] and "No space left" in failures[0]
     assert "step 3" in failures[1] and "newest checkpoint: step 1" in failures[1]
     (tmp_path / "file").write_text("")
-    for result in world(2).run("tests.resume.cases:refused_target", **arguments):
+    for result in world(2).run("tests.support.ranks.saving:refused_target", **arguments):
         assert result["saved"] is False and "could NOT be saved" in result["said"][0]
 
 
@@ -185,7 +185,7 @@ def test_checkpoints_of_another_history_are_set_aside(
 ) -> None:
     root = tmp_path / "checkpoints"
     arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": root}
-    for result in world(2).run("tests.resume.cases:histories", **arguments):
+    for result in world(2).run("tests.support.ranks.saving:histories", **arguments):
         later = ["iter_0000002.rolled_back", "iter_0000003.rolled_back"]
         assert result["found"] == [(1, [1], later), (0, [], ["iter_0000001.replaced", *later])]
 
@@ -197,7 +197,7 @@ def test_another_model_is_refused_on_every_rank(
     tmp_path: Path,
 ) -> None:
     arguments = {"model_dir": model_dir("dense"), "other": model_dir("tied"), "samples": samples_of("dense")}
-    for result in world(2).run("tests.resume.cases:contradiction", **arguments, root=tmp_path / "checkpoints"):
+    for result in world(2).run("tests.support.ranks.saving:contradiction", **arguments, root=tmp_path / "checkpoints"):
         assert len(result) == 1 and "belongs to another run" in result[0] and "tied" in result[0]
 
 
@@ -211,7 +211,7 @@ def test_other_prompts_are_refused_on_every_rank(
     prompts.write_text(PROMPTS.read_text().replace("5", "6"))
     arguments = {"model_dir": model_dir("dense"), "other": model_dir("dense"), "samples": samples_of("dense")}
     root = tmp_path / "checkpoints"
-    for result in world(2).run("tests.resume.cases:contradiction", **arguments, root=root, data__path=prompts):
+    for result in world(2).run("tests.support.ranks.saving:contradiction", **arguments, root=root, data__path=prompts):
         assert len(result) == 1 and "data.path: its content differs" in result[0]
 
 
@@ -224,5 +224,5 @@ def test_prompts_that_are_gone_leave_no_rank_waiting(
     arguments = {"model_dir": model_dir("dense"), "other": model_dir("dense"), "samples": samples_of("dense")}
     root = tmp_path / "checkpoints"
     gone = tmp_path / "gone.jsonl"
-    for result in world(2).run("tests.resume.cases:contradiction", **arguments, root=root, data__path=gone):
+    for result in world(2).run("tests.support.ranks.saving:contradiction", **arguments, root=root, data__path=gone):
         assert len(result) == 1 and str(gone) in result[0]

@@ -24,8 +24,8 @@ from megarl.common.processes import ProcessId, descendants, is_alive, wait_until
 from megarl.data.tokenize import load_tokenizer
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
-from tests.rollout.checks import GONE_S, assert_all_go, check_rows, command_of, everything, serve
-from tests.support.pool import TestPool, start_pool, tiny_config
+from tests.support.pool import TestPool, pool_config, start_pool
+from tests.support.pool_checks import GONE_S, assert_all_go, check_rows, command_of, everything, serve
 
 pytestmark = pytest.mark.engine
 
@@ -227,7 +227,7 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_cannot_start_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path)
+    config = pool_config(tmp_path)
     weights = config.model.path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])
     before = descendants(os.getpid())

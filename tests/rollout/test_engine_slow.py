@@ -12,10 +12,10 @@ import pytest
 from megarl.common.processes import ProcessId
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.engine_args import _whole_prompts
-from tests.rollout.checks import check_rows, serve
+from tests.support.live_engine import LiveReplica
 from tests.support.pool import start_pool
+from tests.support.pool_checks import check_rows, serve
 from tests.support.tiny import make_tiny_model
-from tests.weights.live import LiveReplica
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

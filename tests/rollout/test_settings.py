@@ -15,11 +15,11 @@ from megarl.rollout.batch_stats import BatchStats, BusyClock, quantile
 from megarl.rollout.devices import Held, refuse_overlap, refuse_split_replica, visible_devices
 from megarl.rollout.engine_args import engine_args, engine_environment
 from megarl.rollout.replica import root_cause
-from tests.support.pool import tiny_config
+from tests.support.pool import pool_config
 
 
 def config(tmp_path: Path, **sections: dict):
-    return tiny_config(tmp_path, tmp_path / "no_model_needed", **sections)
+    return pool_config(tmp_path, tmp_path / "no_model_needed", **sections)
 
 
 def test_on_cpu_one_process_runs_the_model_eagerly(tmp_path: Path) -> None:

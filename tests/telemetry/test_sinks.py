@@ -17,7 +17,7 @@ from megarl.telemetry.progress import COLUMNS, Progress, compact, duration
 from megarl.telemetry.sinks import MetricsWriter
 from megarl.telemetry.summary import RunSummary
 from megarl.telemetry.tensorboard import TensorBoardSink
-from tests.config.helpers import config
+from tests.support.configs import config
 
 VALUES = {"reward/mean": 0.5, "reward/accuracy": 0.25, "policy/loss": -0.01, "time/step": 2.5, "time/eta": 130.0}
 

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.world
     ("owners", "senders"), [("one", [0]), ("stages", [0, 1]), ("interleaved", [0, 1]), ("late", [0, 1])]
 )
 def test_any_ownership_arrives_in_one_order(world: Callable[[int], World], owners: str, senders: list[int]) -> None:
-    results = world(2).run("tests.weights.cases:publish_with", owners=owners)
+    results = world(2).run("tests.support.ranks.weight_sync:publish_with", owners=owners)
     assert [result["senders"] for result in results] == [senders, senders]
     assert results[0]["reports"] == results[1]["reports"], "every rank gets the leader's report"
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_all_ranks_learn_of_a_failed_engine_and_stay_in_step(world: Callable[[int], World], restarts: int) -> None:
-    results = world(2).run("tests.weights.cases:publish_while_an_engine_fails", restarts=restarts)
+    results = world(2).run("tests.support.ranks.weight_sync:publish_while_an_engine_fails", restarts=restarts)
     for result in results:
         assert result["seconds"] < 10.0
         if restarts:
@@ -47,6 +47,6 @@ def test_megatron_shards_arrive_as_the_files_they_came_from(
 ) -> None:
     model = make_tiny_model(tmp_path / "model", family=family)
     owners = world(2).run(
-        "tests.weights.cases:export_through_megatron", model=str(model), sizes=sizes, bucket_bytes=20_000
+        "tests.support.ranks.weight_sync:export_through_megatron", model=str(model), sizes=sizes, bucket_bytes=20_000
     )
     assert owners == [senders, senders]

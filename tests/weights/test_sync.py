@@ -12,7 +12,7 @@ import torch
 from megarl.common.errors import WeightSyncError
 from megarl.weights import bucket_packer as packing
 from megarl.weights.sender import SyncSettings, WeightSender
-from tests.weights.fakes import FakePool, ListExporter, random_tensors
+from tests.support.fake_engines import FakePool, ListExporter, random_tensors
 
 SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport="gloo")
 

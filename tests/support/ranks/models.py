@@ -1,9 +1,8 @@
-"""What one rank of a test world does with a model: parallel state, packed forward, log-probs, export."""
+"""What one rank of a test world does with a model: load, packed forward, log-probs, export."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,23 +22,10 @@ from megarl.models.loader import load_hf_weights
 from megarl.models.provider import build_model, transformer_config
 from megarl.models.read_config import load_info
 from megarl.models.shards import local_shards, persistent_buffers, table
-from megarl.trainer import parallel as parallel_state_setup
 from megarl.trainer.optimizer import precision_wrap
+from tests.support.ranks.layouts import make_layout, use_layout
 
 Batch = list[list[list[int]]]  # micro-batches of sequences of token ids
-
-
-@contextmanager
-def parallel(layout: Layout) -> Iterator[None]:
-    parallel_state_setup.initialize(layout, seed=1, timeout_s=60)
-    try:
-        yield
-    finally:
-        parallel_state_setup.destroy()
-
-
-def make_layout(**sizes: Any) -> Layout:
-    return Layout(**sizes, world_size=torch.distributed.get_world_size())
 
 
 def load(model_dir: str, layout: Layout, precision: str = "fp32", **overrides: Any) -> tuple[ModelInfo, Any, list[Any]]:
@@ -106,9 +92,9 @@ def forward_logprobs(info: ModelInfo, layout: Layout, chunks: list[Any], batch: 
 
 
 def logprobs(model_dir: str, batch: Batch, precision: str = "fp32", **sizes: Any) -> list[torch.Tensor] | None:
-    """Case: load under the layout and return the log-probs of the batch from this rank, if it has them."""
+    """Load under the layout and return the log-probs of the batch from this rank, if it has them."""
     layout = make_layout(**sizes)
-    with parallel(layout):
+    with use_layout(layout):
         info, _, chunks = load(model_dir, layout, precision)
         return forward_logprobs(info, layout, chunks, batch)
 
@@ -121,9 +107,9 @@ def export(
     precision: str = "fp32",
     **sizes: Any,
 ) -> Any:
-    """Case: load, wrap, export to `out`; returns the manifest and the names of the tensors this rank owned."""
+    """Load, wrap, export to `out`; returns the manifest and the names of the tensors this rank owned."""
     layout = make_layout(**sizes)
-    with parallel(layout):
+    with use_layout(layout):
         info, _, chunks = load(model_dir, layout, precision)
         chunks = [precision_wrap(chunk) for chunk in chunks]
         exporter = HFExporter(chunks, info, getattr(torch, dtype))
@@ -135,7 +121,7 @@ def export(
 def bytes_read(model_dir: str, **sizes: Any) -> tuple[int, int]:
     """Case: (bytes this rank read, bytes of its replicated parameters)."""
     layout = make_layout(**sizes)
-    with parallel(layout):
+    with use_layout(layout):
         info = load_info(model_dir)
         chunks = build_model(info, transformer_config(info, layout, "fp32", initialize=False), layout)
         own = load_hf_weights(chunks, info, model_dir)
@@ -151,22 +137,22 @@ def bytes_read(model_dir: str, **sizes: Any) -> tuple[int, int]:
 
 
 def load_without_qk_norm_rules(model_dir: str) -> None:
-    """Case: a family table that forgot the QK norms."""
+    """A family table that forgot the QK norms."""
     family = FAMILIES["qwen3"]
     rules = tuple(rule for rule in family.rules if "q_layernorm" not in rule.megatron)
     layout = make_layout()
-    with parallel(layout), patch.dict(FAMILIES, qwen3=replace(family, rules=rules)):
+    with use_layout(layout), patch.dict(FAMILIES, qwen3=replace(family, rules=rules)):
         info = load_info(model_dir)
         chunks = build_model(info, transformer_config(info, layout, "fp32"), layout)
         local_shards(chunks, info, table(info))
 
 
 def load_with_wrong_buffers(model_dir: str, what: str) -> None:
-    """Case: a family table without the expert bias, or a model without it."""
+    """A family table without the expert bias, or a model without it."""
     family = FAMILIES["deepseek_v3"]
     layout = make_layout()
     rules = tuple(rule for rule in family.rules if what != "no rule" or not rule.buffer)
-    with parallel(layout), patch.dict(FAMILIES, deepseek_v3=replace(family, rules=rules)):
+    with use_layout(layout), patch.dict(FAMILIES, deepseek_v3=replace(family, rules=rules)):
         info = load_info(model_dir)
         built = replace(info, expert_bias=what != "no buffer")
         chunks = build_model(built, transformer_config(built, layout, "fp32"), layout)
@@ -174,10 +160,10 @@ def load_with_wrong_buffers(model_dir: str, what: str) -> None:
 
 
 def shard_attributes(model_dir: str, initialize: bool) -> dict[str, tuple[Any, ...]]:
-    """Case: what Megatron's gradient norm and reductions read off each parameter, under TP 2 + SP."""
+    """What Megatron's gradient norm and reductions read off each parameter, under TP 2 + SP."""
     layout = make_layout(tensor=2, sequence=True)
     names = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
-    with parallel(layout):
+    with use_layout(layout):
         info = load_info(model_dir)
         config = transformer_config(info, layout, "fp32", initialize=initialize)
         (chunk,) = build_model(info, config, layout)

@@ -1,4 +1,4 @@
-"""What one rank of a test world does with checkpoints."""
+"""What one rank of a test world does with converted checkpoints: save, load, export, convert."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from megarl.models.loader import load_hf_weights
 from megarl.models.provider import build_model, transformer_config
 from megarl.models.read_config import load_info
 from megarl.models.source import HF_FILES, hf_files
-from tests.checkpoint.converter import run
-from tests.models.cases import make_layout, parallel
-from tests.trainer.cases import policy_under
+from tests.support.converter import run
+from tests.support.ranks.layouts import make_layout, use_layout
+from tests.support.ranks.policy import policy_under
 
 Places = dict[str, list[tuple[Any, ...]]]
 
@@ -58,9 +58,9 @@ def _places(state: Any) -> Places:
 
 
 def both_schemes(model_dir: str, **sizes: Any) -> tuple[Places, Places]:
-    """Case: the places by megarl's scheme, and by Megatron-Core's own modules."""
+    """The places by megarl's scheme, and by Megatron-Core's own modules."""
     layout = make_layout(**sizes)
-    with parallel(layout):
+    with use_layout(layout):
         info, chunks = build(model_dir, layout)
         ours = _places(model_sharded_state_dict(chunks, info))
         theirs: Places = {}
@@ -70,9 +70,9 @@ def both_schemes(model_dir: str, **sizes: Any) -> tuple[Places, Places]:
 
 
 def save(model_dir: str, step: str, precision: str = "fp32", **sizes: Any) -> None:
-    """Case: load Hugging Face weights under the layout, save the model by Megatron-Core."""
+    """Load Hugging Face weights under the layout, save the model by Megatron-Core."""
     layout = make_layout(**sizes)
-    with parallel(layout):
+    with use_layout(layout):
         info, chunks = build(model_dir, layout, precision)
         load_hf_weights(chunks, info, model_dir)
         if torch.distributed.get_rank() == 0:
@@ -82,9 +82,9 @@ def save(model_dir: str, step: str, precision: str = "fp32", **sizes: Any) -> No
 
 
 def save_by_megatron(model_dir: str, step: str, **sizes: Any) -> None:
-    """Case: save with the keys that Megatron-Core's own modules give, extra states included."""
+    """Save with the keys that Megatron-Core's own modules give, extra states included."""
     layout = make_layout(**sizes)
-    with parallel(layout):
+    with use_layout(layout):
         info, (chunk,) = build(model_dir, layout)
         load_hf_weights([chunk], info, model_dir)
         if torch.distributed.get_rank() == 0:
@@ -104,18 +104,18 @@ def load_and_export(
     shard_bytes: int = 2**30,
     **sizes: Any,
 ) -> None:
-    """Case: load a checkpoint under the layout, export the model as the weight sync's stream gives it."""
+    """Load a checkpoint under the layout, export the model as the weight sync's stream gives it."""
     layout = make_layout(**sizes)
-    with parallel(layout):
+    with use_layout(layout):
         info, chunks = build(model_dir, layout, precision)
         load_weights(chunks, info, checkpoint)
         save_hf(HFExporter(chunks, info, getattr(torch, dtype)), model_dir, Path(out), shard_bytes)
 
 
 def load_save_and_export(checkpoint: str, step: str, out: str, **sizes: Any) -> None:
-    """Case: load a checkpoint under the layout, save it by Megatron-Core, and export it by the weight sync's stream."""
+    """Load a checkpoint under the layout, save it by Megatron-Core, and export it by the weight sync's stream."""
     layout = make_layout(**sizes)
-    with parallel(layout):
+    with use_layout(layout):
         info, chunks = build(checkpoint, layout)
         load_weights(chunks, info, checkpoint)
         if torch.distributed.get_rank() == 0:
@@ -127,7 +127,7 @@ def load_save_and_export(checkpoint: str, step: str, out: str, **sizes: Any) -> 
 
 
 def policy_digest(model_dir: str, layout: dict[str, Any]) -> list[tuple[str, str]]:
-    """Case: every parameter of this rank's policy and reference model, by digest."""
+    """Every parameter of this rank's policy and reference model, by digest."""
     with policy_under(Path(model_dir), layout) as policy:
         assert policy.reference is not None
         chunks = [*policy.module_chunks, *policy.reference.chunks]
@@ -139,7 +139,7 @@ def policy_digest(model_dir: str, layout: dict[str, Any]) -> list[tuple[str, str
 
 
 def convert_on_ranks(arguments: list[str], attempt: str, failing_rank: int | None = None) -> tuple[int, str, str]:
-    """Case: what `torchrun convert.py ...` does on this rank; `attempt` tells runs in one world apart."""
+    """What `torchrun convert.py ...` does on this rank; `attempt` tells runs in one world apart."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), "its disk")

@@ -6,6 +6,8 @@ temperature other than 1, old log-probs away from the policy's, KL, entropy, a v
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,44 @@ from transformers import AutoModelForCausalLM
 from megarl.algorithms.losses import LossSpec
 from megarl.config.schema import Config
 from megarl.trainer.batch import TrainSample
-from tests.algorithms.batches import Batch
-from tests.algorithms.padded_reference import reference_result
+from tests.support.configs import with_changes
+from tests.support.loss_batches import Batch
+from tests.support.padded_loss import reference_result
+from tests.support.tiny import make_tiny_model
 
 VOCAB = 101
 TEMPERATURE = 0.8
 KL, ENTROPY, CLIP, MAX_TOKENS = 0.05, 0.02, 0.2, 24
 LAYERS = 4
 
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "moe": ("qwen3_moe", {}),
+    "biased": ("qwen2", {}),
+    "llama": ("llama", {}),
+    "latent": ("deepseek_v3", {}),
+}
+
 
 def dense_dims(**changes: Any) -> dict[str, Any]:
     return {"vocab_size": VOCAB, "num_hidden_layers": LAYERS} | changes
+
+
+def rl_models(root: Path) -> Callable[[str], Path]:
+    """A function from a name of MODELS to the directory of that model below `root`; each is written once."""
+
+    @cache
+    def make(name: str) -> Path:
+        family, dims = MODELS[name]
+        return make_tiny_model(root / name, family, **dense_dims(**dims))
+
+    return make
+
+
+def rl_samples(model_dir: Callable[[str], Path]) -> Callable[[str], list[TrainSample]]:
+    """A function from a name of MODELS to that model's samples; they are made once."""
+    return cache(lambda name: make_samples(model_dir(name)))
 
 
 def make_samples(model_dir: Path, count: int = 11, seed: int = 3) -> list[TrainSample]:
@@ -76,13 +105,7 @@ def make_config(model_dir: Path, **changes: Any) -> Config:
         "sampling": {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS},
         "data": {"path": "unused"},
     }
-    for key, value in changes.items():
-        *path, last = key.split("__")
-        node = fields
-        for name in path:
-            node = node.setdefault(name, {})
-        node[last] = value
-    return Config(**fields)
+    return Config(**with_changes(fields, changes))
 
 
 def plain_logprobs(model: torch.nn.Module, sample: TrainSample) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +144,7 @@ def plain_gradients(model_dir: Path, samples: list[TrainSample]) -> dict[str, to
 def padded_gradients(
     model_dir: Path, samples: list[TrainSample], spec: LossSpec
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and parameter gradients of any objective, by the padded reference of tests/algorithms."""
+    """Loss and parameter gradients of any objective, by the padded reference of `padded_loss`."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     logprobs, entropy = zip(*(plain_logprobs(model, sample) for sample in samples), strict=True)
     masks = [torch.ones(len(s.response_ids)) if s.loss_mask is None else s.loss_mask for s in samples]

@@ -14,7 +14,7 @@ from megarl.telemetry.declarations import step_metrics
 from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample
-from tests.trainer.cases import exported_gradients, policy_under
+from tests.support.ranks.policy import exported_gradients, policy_under
 
 
 def stepped(model_dir: Path, rows: list[Trajectory], **changes: Any) -> dict[str, Any]:

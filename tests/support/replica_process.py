@@ -1,4 +1,4 @@
-"""A FakeReplica that answers calls over a connection: `python -m tests.weights.replica_process PORT NAME`."""
+"""A FakeReplica that answers calls over a connection: `python -m tests.support.replica_process PORT NAME`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from multiprocessing.connection import Client
 
 from megarl.common.processes import die_with_parent
-from tests.weights.fakes import FakeReplica
+from tests.support.fake_engines import FakeReplica
 
 
 def main() -> None:

@@ -13,12 +13,13 @@ from unittest.mock import patch
 
 import torch
 
-from megarl.models import info as info_module
 from megarl.models import shards
 from megarl.models.families import FAMILIES
 from megarl.models.info import ModelInfo
 from megarl.models.mapping import Entry, Piece
-from tests.models import cases
+from megarl.models.read_config import load_info as read_info
+from tests.support.ranks import models
+from tests.support.ranks.layouts import make_layout, use_layout
 
 TP2 = {"tensor": 2, "sequence": True}
 
@@ -26,7 +27,7 @@ TP2 = {"tensor": 2, "sequence": True}
 @dataclass(frozen=True)
 class Mutation:
     name: str
-    model: str  # of conftest.MODELS
+    model: str  # of family_models.MODELS
     entry: Callable[[Entry], Entry] = lambda entry: entry
     info: Callable[[ModelInfo], ModelInfo] = lambda info: info
     sizes: dict[str, Any] = field(default_factory=lambda: dict(TP2))
@@ -192,14 +193,14 @@ MUTATIONS = [
 def mutated_logprobs(
     model_dir: str, batch: list[list[list[int]]], mutation: str, **sizes: Any
 ) -> list[torch.Tensor] | None:
-    """Case: as `cases.logprobs`, with one rule broken."""
+    """As `models.logprobs`, with one rule broken."""
     chosen = next(each for each in MUTATIONS if each.name == mutation)
 
     def load_info(path: str) -> ModelInfo:
-        return chosen.info(info_module.load_info(path))
+        return chosen.info(read_info(path))
 
-    with _expanding(chosen.entry), patch.object(cases, "load_info", load_info):
-        return cases.logprobs(model_dir, batch, **sizes)
+    with _expanding(chosen.entry), patch.object(models, "load_info", load_info):
+        return models.logprobs(model_dir, batch, **sizes)
 
 
 def _expanding(mutate: Callable[[Entry], Entry]) -> Any:
@@ -231,14 +232,14 @@ def _last_first(rule: str) -> Callable[[Entry], Entry]:
 
 
 def reversed_logprobs(model_dir: str, batch: list[list[list[int]]], rules: list[str]) -> dict[str, list[torch.Tensor]]:
-    """Case: log-probs of the batch with each of `rules` broken in turn, on whole models; ranks share the rules."""
+    """Log-probs of the batch with each of `rules` broken in turn, on whole models; ranks share the rules."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    layout, answers = cases.make_layout(), {}
-    with cases.parallel(layout):
+    layout, answers = make_layout(), {}
+    with use_layout(layout):
         for rule in rules[rank::size]:
             with _expanding(_last_first(rule)):
-                info, _, chunks = cases.load(model_dir, layout)
-            answer = cases.forward_logprobs(info, layout, chunks, batch)
+                info, _, chunks = models.load(model_dir, layout)
+            answer = models.forward_logprobs(info, layout, chunks, batch)
             assert answer is not None
             answers[rule] = answer
     return answers

@@ -11,8 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.common.errors import WeightSyncError
+from megarl.models.export import HFExporter
 from megarl.weights.sender import SyncSettings, WeightSender
-from tests.weights.fakes import Entry, FakePool, ListExporter, random_tensors
+from tests.support.fake_engines import Entry, FakePool, ListExporter, random_tensors
+from tests.support.ranks.layouts import make_layout, use_layout
+from tests.support.ranks.models import load
 
 SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=20.0, restart_s=20.0, restarts=1, transport="gloo")
 
@@ -78,12 +81,10 @@ def publish_while_an_engine_fails(restarts: int) -> dict[str, Any]:
 
 def export_through_megatron(model: str, sizes: dict[str, int], bucket_bytes: int) -> list[int]:
     """The real exporter of a Megatron model under a layout; what arrives is what is in the files."""
-    from megarl.models.export import HFExporter
-    from tests.models.cases import load, make_layout, parallel
 
     rank = torch.distributed.get_rank()
     layout = make_layout(**sizes)
-    with parallel(layout):
+    with use_layout(layout):
         info, _, chunks = load(model, layout)
         pool = FakePool(2) if rank == 0 else None
         sender = WeightSender(

@@ -1,4 +1,4 @@
-"""What each rank of a test world runs: one layout, from parallel state to update, and numbers back."""
+"""What one rank of a test world does with a policy: updates and log-probs under a layout, and numbers back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from unittest import mock
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import p2p_communication, schedules
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.algorithms.aggregation import GlobalCounts
 from megarl.models.export import HFExporter
-from megarl.models.layout import Layout
 from megarl.models.read_config import load_info
 from megarl.models.shards import table
 from megarl.trainer import parallel
@@ -28,22 +25,19 @@ from megarl.trainer.batch import TrainSample
 from megarl.trainer.packing import assign_to_ranks
 from megarl.trainer.policy import Policy
 from tests.support.graphs import forget_last_graph
-from tests.trainer.problem import make_config
+from tests.support.ranks.layouts import make_layout, use_layout
+from tests.support.rl_problem import make_config
 
 
 @contextlib.contextmanager
 def policy_under(model_dir: Path, layout: dict[str, Any], **changes: Any) -> Iterator[Policy]:
     """A policy in a fresh layout of all ranks of the world; torn down again."""
-    full = Layout(**layout, world_size=torch.distributed.get_world_size())
-    parallel.initialize(full, seed=1, timeout_s=60)
-    policy = None
-    try:
+    with use_layout(make_layout(**layout)) as full:
         policy = Policy(make_config(model_dir, **changes), full, load_info(model_dir))
-        yield policy
-    finally:
-        if policy is not None:
+        try:
+            yield policy
+        finally:
             forget_last_graph(policy)
-        parallel.destroy()
 
 
 def own_share(samples: list[TrainSample]) -> tuple[list[int], list[TrainSample]]:
@@ -339,51 +333,6 @@ def non_finite(model_dir: Path, samples: list[TrainSample], what: str) -> tuple[
 
 
 def broadcast(layout: dict[str, Any]) -> tuple[int, bool, Any]:
-    parallel.initialize(Layout(**layout, world_size=torch.distributed.get_world_size()), seed=1, timeout_s=60)
-    try:
+    with use_layout(make_layout(**layout)):
         message = {"from": parallel.dp_rank()} if parallel.is_leader() else None
         return parallel.dp_rank(), parallel.is_leader(), parallel.model_parallel_broadcast_object(message)
-    finally:
-        parallel.destroy()
-
-
-def padding_only_counts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Auxiliary loss of a micro-batch of padding, without and with the patch."""
-    nothing = torch.zeros(3, 4)
-    losses = []
-    for counts in (
-        moe_utils.get_tokens_per_expert_and_token_count.__wrapped__,
-        moe_utils.get_tokens_per_expert_and_token_count,
-    ):
-        per_expert, _, total = counts(nothing.bool(), torch.distributed.group.WORLD, 2, with_padding_mask=True)
-        losses.append(moe_utils.switch_load_balancing_loss_func(nothing, per_expert, total, 2, 4, 1.0))
-    return losses[0], losses[1]
-
-
-def padded_counts() -> list[tuple[float, float]]:
-    """(tokens that weigh this rank's loss, all tokens) of two ranks with 1 and 2 tokens, without and with the patch."""
-    results = []
-    for counts in (
-        moe_utils.get_tokens_per_expert_and_token_count.__wrapped__,
-        moe_utils.get_tokens_per_expert_and_token_count,
-    ):
-        valid = torch.arange(2)[:, None] <= torch.distributed.get_rank()
-        routing = torch.tensor([[True, True, False], [False, True, True]]) & valid
-        _, local, total = counts(routing, torch.distributed.group.WORLD, 2, with_padding_mask=True)
-        results.append((float(local), float(total)))
-    return results
-
-
-def expert_bias_of_padding() -> tuple[str, list[float]]:
-    """Tokens counted per expert where one of two tokens is padding, without and with the patch."""
-    router = SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.zeros(3))
-    routing = torch.tensor([[True, True, False], [False, True, True]])
-    padding = torch.tensor([False, True])
-    try:
-        TopKRouter._apply_expert_bias.__wrapped__(router, routing, padding)
-        unpatched = "no error"
-    except RuntimeError as error:
-        unpatched = str(error)
-    router.local_tokens_per_expert.zero_()
-    TopKRouter._apply_expert_bias(router, routing, padding)
-    return unpatched, router.local_tokens_per_expert.tolist()

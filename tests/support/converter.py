@@ -39,6 +39,13 @@ def run(*arguments: Any, **environment: str) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
+def refused(*arguments: Any) -> str:
+    """The message of a command that must fail, in one piece, without a traceback."""
+    code, _, err = run(*arguments)
+    assert code == 1 and "Traceback" not in err and err.startswith("convert.py: ")
+    return err
+
+
 def run_forked(*arguments: Any, kill_after: float | None = None, stdout: Path | None = None, **environment: str) -> int:
     """Run a command in a process of its own, killed after `kill_after` seconds; its exit code, -9 if it was killed.
 

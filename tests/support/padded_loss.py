@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.losses import LossSpec
-from tests.algorithms.batches import MAX_TOKENS, Batch, Result
+from tests.support.loss_batches import MAX_TOKENS, Batch, Result
 
 
 def reference_result(batch: Batch, spec: LossSpec) -> Result:

@@ -1,4 +1,4 @@
-"""Megatron's defects, shown on a rank of a test world: each case returns (without the patch, with it)."""
+"""Megatron's defects, shown on a rank of a test world: each function returns (without the patch, with it)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,11 +23,13 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.models.info import LatentAttention, ModelInfo
 from megarl.models.layout import Layout
 from megarl.models.provider import build_model, transformer_config
-from megarl.trainer import parallel as parallel_state_setup
+from tests.support.ranks.layouts import make_layout, use_layout
 
 INFO = ModelInfo(
     family="qwen3",
@@ -45,16 +48,6 @@ INFO = ModelInfo(
     norm_eps=1e-6,
     max_positions=64,
 )
-
-
-@contextmanager
-def parallel(**sizes: Any) -> Iterator[Layout]:
-    layout = Layout(**sizes, world_size=torch.distributed.get_world_size())
-    parallel_state_setup.initialize(layout, seed=1, timeout_s=60)
-    try:
-        yield layout
-    finally:
-        parallel_state_setup.destroy()
 
 
 def attempt(function: Callable[[], Any]) -> Any:
@@ -125,7 +118,7 @@ def adam_steps_after_resume() -> tuple[set[float], set[float]]:
         train(model, optimizer, 2)
         return _steps(optimizer)
 
-    with parallel() as layout:
+    with use_layout(make_layout()) as layout:
         with unpatched(DistributedOptimizer, "load_state_dict"):
             before = run()
         return before, run()
@@ -152,7 +145,7 @@ def resume(path: str, sharding: str, patches: tuple[str, ...] = ()) -> Any:
         optimizer.load_state_dict(state["optimizer"])
         return train(model, optimizer, 2)
 
-    with parallel() as layout:
+    with use_layout(make_layout()) as layout:
         model, optimizer = build(layout)
         train(model, optimizer, 2)
         dist_checkpointing.save(sharded(model, optimizer, False), path)
@@ -169,7 +162,7 @@ def manager_processes() -> tuple[int, int]:
 
     def children() -> int:
         before = set(psutil.Process().children())
-        with tempfile.TemporaryDirectory() as path, parallel() as layout:
+        with tempfile.TemporaryDirectory() as path, use_layout(make_layout()) as layout:
             (chunk,) = build_model(INFO, transformer_config(INFO, layout, "fp32", {}), layout)
             dist_checkpointing.save(chunk.sharded_state_dict(), path)
         new = set(psutil.Process().children()) - before
@@ -216,7 +209,7 @@ def uneven_collectives() -> tuple[Any, Any]:
 
 def norm_recompute() -> tuple[Any, Any, Any]:
     """Losses with selective recompute of the norms: unpatched, patched, and without recompute."""
-    with parallel(tensor=2) as layout:
+    with use_layout(make_layout(tensor=2)) as layout:
         recompute = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
         with unpatched(CheckpointWithoutOutput, "__init__"):
             before = attempt(lambda: train(*build(layout, **recompute), 2))
@@ -228,7 +221,7 @@ def tracker_states() -> Any:
     """The emulated CUDA random state: forking draws from the tracker and leaves the outer sequence alone."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    with parallel(tensor=2):
+    with use_layout(make_layout(tensor=2)):
         torch.cuda.manual_seed(7)
         plain = torch.rand(2).tolist()
         torch.cuda.manual_seed(7)
@@ -257,7 +250,7 @@ def _latent_gradient(**sizes: Any) -> torch.Tensor:
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=5, max_seqlen_kv=5
     )
     tokens = torch.arange(8)[None]
-    with parallel(**sizes) as layout:
+    with use_layout(make_layout(**sizes)) as layout:
         (chunk,) = build_model(LATENT, transformer_config(LATENT, layout, "fp32"), layout)
         logits = gather_from_tensor_model_parallel_region(chunk(tokens, tokens, None, packed_seq_params=packed))
         torch.nn.functional.cross_entropy(logits[0].float(), tokens[0]).backward()
@@ -282,3 +275,45 @@ def latent_attention_defects(sequence: bool) -> tuple[str, float, float]:
     with patch.object(attention, "__init__", attention.__init__.__wrapped__):
         before = error()
     return failure, before, error()
+
+
+def padding_only_counts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Auxiliary loss of a micro-batch of padding, without and with the patch."""
+    nothing = torch.zeros(3, 4)
+    losses = []
+    for counts in (
+        moe_utils.get_tokens_per_expert_and_token_count.__wrapped__,
+        moe_utils.get_tokens_per_expert_and_token_count,
+    ):
+        per_expert, _, total = counts(nothing.bool(), torch.distributed.group.WORLD, 2, with_padding_mask=True)
+        losses.append(moe_utils.switch_load_balancing_loss_func(nothing, per_expert, total, 2, 4, 1.0))
+    return losses[0], losses[1]
+
+
+def padded_counts() -> list[tuple[float, float]]:
+    """(tokens that weigh this rank's loss, all tokens) of two ranks with 1 and 2 tokens, without and with the patch."""
+    results = []
+    for counts in (
+        moe_utils.get_tokens_per_expert_and_token_count.__wrapped__,
+        moe_utils.get_tokens_per_expert_and_token_count,
+    ):
+        valid = torch.arange(2)[:, None] <= torch.distributed.get_rank()
+        routing = torch.tensor([[True, True, False], [False, True, True]]) & valid
+        _, local, total = counts(routing, torch.distributed.group.WORLD, 2, with_padding_mask=True)
+        results.append((float(local), float(total)))
+    return results
+
+
+def expert_bias_of_padding() -> tuple[str, list[float]]:
+    """Tokens counted per expert where one of two tokens is padding, without and with the patch."""
+    router = SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.zeros(3))
+    routing = torch.tensor([[True, True, False], [False, True, True]])
+    padding = torch.tensor([False, True])
+    try:
+        TopKRouter._apply_expert_bias.__wrapped__(router, routing, padding)
+        unpatched = "no error"
+    except RuntimeError as error:
+        unpatched = str(error)
+    router.local_tokens_per_expert.zero_()
+    TopKRouter._apply_expert_bias(router, routing, padding)
+    return unpatched, router.local_tokens_per_expert.tolist()

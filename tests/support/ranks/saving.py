@@ -22,9 +22,8 @@ from megarl.checkpoint.save.training_state import (
 )
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
-from tests.trainer.cases import exported, own_share, policy_under
-
-PROMPTS = Path(__file__).with_name("prompts.jsonl")
+from tests.support.checkout import PROMPTS
+from tests.support.ranks.policy import exported, own_share, policy_under
 
 
 @contextmanager

@@ -1,46 +1,40 @@
-"""What each rank of a test world runs for test_replay."""
+"""Steps trained from recorded batches, and the same steps trained from memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megarl.commands.replay import replay_steps
 from megarl.config.load import load_config
-from megarl.models.export import HFExporter
-from megarl.models.layout import Layout
 from megarl.models.read_config import load_info
 from megarl.queue.dump import tag_of
 from megarl.run.batch_metrics import record_batch
 from megarl.run.step import plan_step, train_step
 from megarl.telemetry.declarations import REGISTRY, step_metrics
 from megarl.telemetry.timer import PhaseTimer
-from megarl.trainer import parallel
 from megarl.trainer.policy import Policy
+from tests.support.ranks.layouts import make_layout, use_layout
+from tests.support.ranks.policy import exported
+from tests.support.recorded_steps import make_batch
 
 
 def _timeless(values: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if not REGISTRY.lookup(name).timing}
 
 
-def _policy(run_dir: Path, layout: dict[str, Any]) -> Policy:
-    full = Layout(**layout, world_size=torch.distributed.get_world_size())
-    parallel.initialize(full, seed=0, timeout_s=60)
-    config = load_config(run_dir / "config.yaml")
-    return Policy(config, full, load_info(config.model.path))
-
-
-def _weights(policy: Policy) -> dict[str, torch.Tensor]:
-    exporter = HFExporter(policy.module_chunks, policy.info, torch.float32)
-    return {item.name: value.clone() for item, value in exporter.stream() if value is not None}
+@contextmanager
+def _policy(run_dir: Path, layout: dict[str, Any]) -> Iterator[Policy]:
+    with use_layout(make_layout(**layout), seed=0) as full:
+        config = load_config(run_dir / "config.yaml")
+        yield Policy(config, full, load_info(config.model.path))
 
 
 def replay(run_dir: Path, steps: int, layout: dict[str, Any] | None = None) -> dict[str, Any]:
     """This rank's final weights and each step's metrics, from the recorded batches."""
-    try:
-        policy = _policy(run_dir, layout or {})
+    with _policy(run_dir, layout or {}) as policy:
         metrics: list[dict[str, float]] = []
         replay_steps(
             policy,
@@ -49,17 +43,12 @@ def replay(run_dir: Path, steps: int, layout: dict[str, Any] | None = None) -> d
             range(steps),
             lambda _, values: metrics.append(_timeless(values)),
         )
-        return {"weights": _weights(policy), "metrics": metrics}
-    finally:
-        parallel.destroy()
+        return {"weights": exported(policy), "metrics": metrics}
 
 
 def train_in_memory(run_dir: Path, steps: int) -> dict[str, Any]:
     """The same steps without the dump, on one rank."""
-    from tests.test_replay import make_batch
-
-    try:
-        policy = _policy(run_dir, {})
+    with _policy(run_dir, {}) as policy:
         timer, metrics, collected = PhaseTimer(), step_metrics(), []
         for step in range(steps):
             rows = {row.key: row for row in make_batch(step)}
@@ -67,6 +56,4 @@ def train_in_memory(run_dir: Path, steps: int) -> dict[str, Any]:
             train_step(policy, plan, rows, policy.config, timer, metrics)
             record_batch(metrics, plan)
             collected.append(_timeless(metrics.reduce() | timer.finish_step()))
-        return {"weights": _weights(policy), "metrics": collected}
-    finally:
-        parallel.destroy()
+        return {"weights": exported(policy), "metrics": collected}

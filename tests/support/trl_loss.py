@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.losses import LossSpec
-from tests.algorithms.batches import MAX_TOKENS, Batch, Result
+from tests.support.loss_batches import MAX_TOKENS, Batch, Result
 
 # The loss types that are an aggregation of the same token losses.
 LOSS_TYPES = {

@@ -139,6 +139,16 @@ class LiveReplica:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
+class WithoutWorkaround:
+    """Added to the engine's worker by its import path: lets a test switch off megarl's MoE workaround."""
+
+    def forget_workaround(self) -> None:
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+        original = UnquantizedFusedMoEMethod._setup_kernel.__wrapped__
+        UnquantizedFusedMoEMethod._setup_kernel = original
+
+
 class LivePool:
     def __init__(self, *replicas: LiveReplica) -> None:
         self._replicas = replicas

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from tests.support.run import ROOT, tiny_config
+from tests.support.configs import with_sections
+from tests.support.run import step_records, tiny_config
 
 FOUR_HOSTS: dict[str, dict[str, Any]] = {
     "trainer": {"gpus_per_node": 1},
@@ -26,25 +25,9 @@ def write_job(directory: Path, steps: int, **sections: dict[str, Any]) -> Path:
     config = tiny_config(directory, steps=steps)
     config["evaluation"] = {}
     config["timeouts"] |= {"node_s": 90, "ray_start_s": 240, "engine_start_s": 400, "generate_s": 300, "save_s": 30}
-    for name, update in sections.items():
-        config[name] = {**config.get(name, {}), **update}
     path = directory / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(with_sections(config, sections)))
     return path
-
-
-def environment(**more: str) -> dict[str, str]:
-    """For a launch script: this Python, this checkout."""
-    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
-    return {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Step records so far."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    records = [json.loads(line) for line in lines if line.endswith("}")]
-    return [record for record in records if "time/step" in record]
 
 
 def exit_record(run_dir: Path) -> dict[str, Any]:
@@ -62,7 +45,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: str, log: Pa
 
 def check_steps(run_dir: Path, steps: int, first: int = 0) -> None:
     """Every step once and in order, its groups accounted for, engines and trainer of one opinion."""
-    records = metrics(run_dir)
+    records = step_records(run_dir)
     assert [record["step"] for record in records] == list(range(first + 1, steps + 1))
     for record in records:
         assert record["groups/admitted"] == record["groups/trained"] + record["groups/filtered"] == 4

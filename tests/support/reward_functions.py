@@ -1,4 +1,4 @@
-"""Reward functions that misbehave, for real, in their own processes."""
+"""Reward functions: one for training runs, and those that misbehave, for real, in their own processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ import time
 from pathlib import Path
 
 from megarl.rewards.types import RewardInput, RewardResult
+
+
+def digit_share(response: str, answer: str) -> float:
+    """The share of digits, which a random model varies and can raise; 0 if there is no text."""
+    return sum(character.isdigit() for character in response) / max(1, len(response))
+
+
+def overflowing(response: str, answer: str) -> float:
+    """Finite as a reward, as fp32 too, but not as a loss: advantages of this size overflow in the sum."""
+    return 3e38 * digit_share(response, answer)
 
 
 def by_response(sample: RewardInput) -> float:
