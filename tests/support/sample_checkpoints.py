@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megarl.checkpoint.format.manifest import FileEntry, Manifest
+from megarl.checkpoint.format.manifest import DamagedCheckpointError, FileEntry, Manifest, check_files
 from megarl.checkpoint.save.directory import CheckpointDirectory
 
 
@@ -17,3 +17,12 @@ def make_checkpoint(directory: CheckpointDirectory, step: int, content: bytes = 
     files = {name: FileEntry.of(partial / name) for name in ("shard", "state.json")}
     Manifest(step, files).write(partial)
     return directory.complete(step)
+
+
+def verify(path: Path) -> list[str]:
+    """What is wrong with the files of a checkpoint."""
+    try:
+        manifest = Manifest.read(path)
+    except DamagedCheckpointError as error:
+        return [str(error)]
+    return check_files(path, manifest.files, manifest.files)

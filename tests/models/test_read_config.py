@@ -11,10 +11,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megarl.config.layout import trainer_layout
-from megarl.config.schema import ParallelConfig
 from megarl.models.families import FAMILIES
-from megarl.models.layout import Layout
 from megarl.models.provider import padded_vocab
 from megarl.models.read_config import info_from_config, load_info
 from megarl.models.rope import attention_factor, inverse_frequencies
@@ -267,24 +264,3 @@ def test_windows() -> None:
 def test_vocabulary_is_padded_to_tp_only() -> None:
     info = info_from_config(LLAMA | {"vocab_size": 151_936})
     assert [padded_vocab(info, tp) for tp in (1, 2, 3, 8)] == [151_936, 151_936, 151_938, 151_936]
-
-
-class TestLayout:
-    def test_sizes(self) -> None:
-        layout = trainer_layout(ParallelConfig(tensor=2, pipeline=2, expert=4, expert_tensor=1), gpus=16)
-        assert (layout.data, layout.expert_data, layout.etp) == (4, 2, 1)
-        assert Layout(tensor=4, world_size=8).expert_tensor == 4
-
-    @pytest.mark.parametrize(
-        ("sizes", "message"),
-        [
-            ({"tensor": 2, "expert_tensor": 1, "world_size": 2}, "must equal tensor=2 when expert=1"),
-            ({"tensor": 3, "world_size": 4}, "do not divide into tensor x pipeline = 3"),
-            ({"expert": 8, "world_size": 4}, "expert_tensor x expert x pipeline = 8"),
-            ({"sequence": True, "world_size": 2}, "needs tensor > 1"),
-            ({"virtual_pipeline": 2, "world_size": 2}, "needs pipeline > 1"),
-        ],
-    )
-    def test_what_megatron_cannot_run_is_refused(self, sizes: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            Layout(**sizes)

@@ -1,3 +1,5 @@
+"""The command line: mistakes in one message, and the pages that are made from the code."""
+
 from __future__ import annotations
 
 import json
@@ -5,18 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from megarl.commands import cli, doctor
+from megarl.commands import cli
 from megarl.config.options_page import configuration_page
 from megarl.telemetry.metrics_page import metrics_page
 from tests.support.checkout import ROOT
-from tests.support.configs import tree
+from tests.support.configs import tree, write_problems
+from tests.support.tiny import make_tiny_model
 
 
-def test_plan_reports_mistakes_in_one_message(
-    models: dict[str, Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("plan") / "model", num_hidden_layers=4)
+
+
+def test_plan_reports_mistakes_in_one_message(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(tree(models["qwen3"], data)))
+    path.write_text(json.dumps(tree(model, write_problems(tmp_path / "prompts.jsonl", 1))))
     assert cli.main(["plan", "--config", str(path), "trainer.gpus=3", "trainer.parallel.tensor=2"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("megarl: ") and "trainer.gpus: 3 is not a multiple" in error
@@ -48,26 +54,3 @@ def test_every_key_is_in_the_reference() -> None:
 
     page = configuration_page()
     assert all(f"`{key.rsplit('.', 1)[-1]}`" in page or f"## `{key}`" in page for key in walk_keys())
-
-
-def test_doctor_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["can_start"] and report["device"] in ("cpu", "cuda")
-    assert {"device path", "ray", "megarl plugin for vLLM"} <= {finding["what"] for finding in report["findings"]}
-
-
-def test_doctor_fails_when_a_run_could_not_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "ray" else real(name))
-    assert cli.main(["doctor"]) == 1
-    text = capsys.readouterr().out
-    assert "fail  ray" in text and "cannot start" in text
-
-
-def test_doctor_compares_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", {"a": "1", "b": "2"}.get)
-    lock = "# comment\na==1\nb==3\nc[x]==4 ; python_version > '3'\n"
-    assert doctor.compare_lock(lock) == (["b 2 != 3"], ["c[x]"])

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.nodes import node_commands as commands
-from megarl.cluster.nodes.network import interface_of, own_address
 from megarl.cluster.nodes.topology import make_topology
 from megarl.common.errors import ConfigError
 from tests.support.checkout import ROOT
@@ -62,12 +61,3 @@ def test_gloo_is_told_its_interface_only_between_nodes() -> None:
     assert several == {"VLLM_HOST_IP": "1.2.3.4", "GLOO_SOCKET_IFNAME": "eth7"}
     chosen = commands.network_environment("1.2.3.4", "eth7", several=True, chosen=True)
     assert chosen["NCCL_SOCKET_IFNAME"] == "eth7"
-
-
-def test_own_address() -> None:
-    assert own_address(["127.0.0.1"], "lo") == "127.0.0.1" and interface_of("127.0.0.1") == "lo"
-    with pytest.raises(ValueError, match=r"launch\.interface: this node has no 'nope0'"):
-        own_address([], "nope0")
-    # Names that resolve to nothing or to loopback are no help; what remains is the way out, if there is one.
-    assert own_address(["no-such-host.invalid", "localhost"]) == own_address([])
-    assert interface_of(own_address([])) is not None

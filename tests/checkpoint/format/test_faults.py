@@ -13,7 +13,7 @@ from megarl.checkpoint.format import faults
 
 
 def pass_by(point: str, **env: str) -> int:
-    code = f"from megarl.checkpoint import faults; faults.reached({point!r})"
+    code = f"from megarl.checkpoint.format import faults; faults.reached({point!r})"
     environment = {"PYTHONPATH": ".", **env}
     return subprocess.run([sys.executable, "-c", code], env=environment, check=False, timeout=120).returncode
 

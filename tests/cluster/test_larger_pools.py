@@ -11,11 +11,8 @@ import pytest
 
 from megarl.common.processes import ProcessId
 from megarl.queue.transfer import QueueReader
-from megarl.rollout.engine_args import _whole_prompts
-from tests.support.live_engine import LiveReplica
 from tests.support.pool import start_pool
 from tests.support.pool_checks import check_rows, serve
-from tests.support.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -56,19 +53,3 @@ def test_a_lost_replica_costs_no_group(tmp_path: Path) -> None:
         reader.close()
     finally:
         pool.close()
-
-
-@pytest.mark.parametrize("cut", [True, False])
-def test_a_seeded_prompt_longer_than_one_step(tmp_path: Path, cut: bool) -> None:
-    """vLLM 0.32 on CPU: cut over two steps it kills the engine, which is why `engine_args` keeps prompts whole."""
-    batched = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64} if cut else _whole_prompts(512)
-    replica = LiveReplica(make_tiny_model(tmp_path / "model"), **batched)
-    response = replica.generate(list(range(3, 83)) * 3, "long", max_tokens=4, seed=5)
-    try:
-        if cut:
-            with pytest.raises(Exception, match=r"EngineCore|EngineDead"):
-                response.result(120)
-        else:
-            assert len(response.result(120).ids) == 4
-    finally:
-        replica.shutdown()

@@ -182,14 +182,6 @@ def test_several_nodes_are_not_run_on_this_machine(
     assert "needs 8 nodes: use --scheduler slurm" in capsys.readouterr().err
 
 
-def test_a_bare_torchrun_does_not_start_several_nodes() -> None:
-    from megarl.run.main import _check_launch
-
-    chosen = config("model", trainer={"gpus": 2, "gpus_per_node": 1}, rollout={"replicas": 2, "gpus_per_node": 1})
-    with pytest.raises(ValueError, match="needs 4 nodes, which a bare torchrun does not start"):
-        _check_launch(chosen)
-
-
 def test_sbatch_that_is_not_there_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,3 +1,5 @@
+"""A real SLURM, and hosts of their own, for as long as a test needs them."""
+
 from __future__ import annotations
 
 import os

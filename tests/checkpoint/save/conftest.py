@@ -1,4 +1,4 @@
-"""Tiny models and their samples, as the trainer's tests have them."""
+"""Tiny models and samples as the trainer's tests have them, in place of the models of tests/checkpoint/conftest.py."""
 
 from __future__ import annotations
 
