@@ -19,7 +19,8 @@ from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rewards.worker_pool import RewardPool, RewardPoolError
 from tests.support.checkout import ROOT
 
-FUNCTION = "tests.support.reward_functions:by_response"
+MODULE = "tests.support.reward_functions"
+FUNCTION = f"{MODULE}:by_response"
 TIMEOUT_S = 2.0
 
 
@@ -135,7 +136,7 @@ def test_the_limit_is_per_sample_not_per_batch() -> None:
 
 
 def test_warm_up_does_not_count_as_a_samples_time() -> None:
-    pool = RewardPool("tests.support.reward_functions:warmed", timeout_s=1.0)  # it warms up for 1.5 s
+    pool = RewardPool(f"{MODULE}:warmed", timeout_s=1.0)  # it warms up for 1.5 s
     try:
         assert run(pool, "x")[0].error is None  # started by the first sample, not by start()
     finally:
@@ -193,10 +194,10 @@ def test_an_abandoned_sample_is_not_judged() -> None:
     [
         ("gsm9k", {}, "neither gsm8k, math nor a path `package.module:function`"),
         ("no.such.module:f", {}, "importing 'no.such.module' failed: ModuleNotFoundError"),
-        ("tests.support.reward_functions:nothing", {}, "has no 'nothing'"),
-        ("tests.support.reward_functions:three", {}, "needs (a, b, c)"),
-        ("tests.support.reward_functions:coroutine", {}, "is async"),
-        ("tests.support.reward_functions:plain", {"scale": 2}, "['scale'] are no parameters"),
+        (f"{MODULE}:nothing", {}, "has no 'nothing'"),
+        (f"{MODULE}:three", {}, "needs (a, b, c)"),
+        (f"{MODULE}:coroutine", {}, "is async"),
+        (f"{MODULE}:plain", {"scale": 2}, "['scale'] are no parameters"),
     ],
 )
 def test_a_function_that_cannot_work_is_found_at_the_start(function: str, kwargs: dict, message: str) -> None:
@@ -223,7 +224,7 @@ def test_what_another_process_cannot_import_or_receive_is_found_at_once() -> Non
 def test_a_pool_that_cannot_replace_its_process_fails_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not silently with `on_error` for every sample."""
     monkeypatch.setenv("MEGARL_TEST_MARKER", str(tmp_path / "started"))
-    pool = RewardPool("tests.support.reward_functions:starts_once", workers=1)
+    pool = RewardPool(f"{MODULE}:starts_once", workers=1)
 
     async def score() -> list[object]:
         await pool.start()
