@@ -39,7 +39,7 @@ test: setup-test  ## Everything that runs in 15 minutes on 2 cores.
 	$(PY) -m pytest -m "not slow"
 
 test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), up to 15 minutes.
-	$(PY) -m pytest tests/cluster -m cluster
+	$(PY) -m pytest tests/jobs -m cluster
 
 test-all: setup-test  ## The full matrices and the slow tests as well, up to 60 minutes.
 	$(PY) -m pytest -m "not cluster"

@@ -238,7 +238,7 @@ class Bench:
         import torch
 
         if self.rank == 0:
-            from tests.weights.live import LiveReplica
+            from tests.support.live_engine import LiveReplica
 
             self.engine = LiveReplica(
                 self.directory / "model", worker_extension_cls="benchmarks.weight_sync.WorkerExtension"
@@ -246,7 +246,7 @@ class Bench:
         self._write_pids()
         self._phase("idle", 2.0)
         if self.rank == 0:
-            from tests.weights.live import LivePool
+            from tests.support.live_engine import LivePool
 
             self.sender.connect(LivePool(self.engine))
         else:

@@ -16,8 +16,8 @@ from megarl.algorithms.advantages import (
     zero_variance,
 )
 from megarl.algorithms.aggregation import GlobalCounts, token_weights
-from tests.algorithms.batches import cu_seqlens
-from tests.algorithms.trl_reference import grpo_module
+from tests.support.loss_batches import cu_seqlens
+from tests.support.trl_loss import grpo_module
 
 REWARDS = st.lists(st.floats(-5, 5, allow_subnormal=False), min_size=2, max_size=8)
 

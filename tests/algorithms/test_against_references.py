@@ -14,9 +14,9 @@ import torch
 
 from megarl.algorithms import aggregation, losses
 from megarl.algorithms.losses import LossSpec
-from tests.algorithms.batches import Batch, Result, packed_result, random_batch
-from tests.algorithms.padded_reference import reference_result
-from tests.algorithms.trl_reference import LOSS_TYPES, trl_result
+from tests.support.loss_batches import Batch, Result, packed_result, random_batch
+from tests.support.padded_loss import reference_result
+from tests.support.trl_loss import LOSS_TYPES, trl_result
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant_length")
 VARIANTS = {

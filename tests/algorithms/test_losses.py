@@ -18,7 +18,7 @@ from megarl.algorithms.losses import (
 )
 from megarl.algorithms.segments import expand, segment_sum, sequence_ids
 from megarl.algorithms.stats import LossStats
-from tests.algorithms.batches import MAX_TOKENS, Batch, cu_seqlens, packed_result, random_batch
+from tests.support.loss_batches import MAX_TOKENS, Batch, cu_seqlens, packed_result, random_batch
 
 LOG2 = math.log(2.0)
 SPECS = st.builds(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.configs import write_problems
 from tests.support.tiny import make_tiny_model
 
 
@@ -22,6 +23,4 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("config-data") / "prompts.jsonl"
-    path.write_text('{"problem": "1+1", "answer": "2"}\n')
-    return path
+    return write_problems(tmp_path_factory.mktemp("config-data") / "prompts.jsonl", 1)

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.common.errors import ConfigError
 from megarl.config.checks import check
-from tests.config.helpers import config
+from tests.support.configs import config
 
 Models = dict[str, Path]
 

@@ -11,8 +11,8 @@ from megarl.config import activations
 from megarl.config.parameters import state_bytes
 from megarl.config.trainer_layout import trainer_layout
 from megarl.models.read_config import load_info
-from tests.config import cases
-from tests.config.helpers import config, tree
+from tests.support.configs import config, tree
+from tests.support.ranks import memory
 
 SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -56,7 +56,7 @@ def compare(world: Any, size: int, model: Path, case: Case) -> None:
         "trainer__gpus": size,
         "trainer__parallel": parallel,
         "trainer__precision": precision,
-        "trainer__micro_batch_tokens": cases.TOKENS,
+        "trainer__micro_batch_tokens": memory.TOKENS,
         "sampling__max_tokens": 180,
         **more,
     }
@@ -64,7 +64,9 @@ def compare(world: Any, size: int, model: Path, case: Case) -> None:
     layout = trainer_layout(planned.trainer.parallel, size)
     stages = layout.pipeline
     micro_batches = 1 if stages == 1 else 2 * stages
-    ranks = world(size).run("tests.config.cases:measure", tree=tree(model, **changes), micro_batches=micro_batches)
+    ranks = world(size).run(
+        "tests.support.ranks.memory:measure", tree=tree(model, **changes), micro_batches=micro_batches
+    )
     for stage in range(stages):
         real = [rank for rank in ranks if rank["stage"] == stage]
         state = state_bytes(planned, info, layout, stage)

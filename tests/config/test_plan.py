@@ -20,7 +20,7 @@ from megarl.config.plan_tables import print_dry_run
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
 from megarl.models.read_config import info_from_config
-from tests.config.helpers import config, tree
+from tests.support.configs import config, tree
 
 # Shapes of published models (their config.json), for plans without a download.
 QWEN3_30B_A3B: dict[str, Any] = {

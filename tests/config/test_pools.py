@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megarl.common.errors import ConfigError
 from megarl.config.pools import Pools, resolve_pools
-from tests.config.helpers import config
+from tests.support.configs import config
 
 
 def pools(**changes: Any) -> Pools:

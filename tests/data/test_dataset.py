@@ -11,8 +11,7 @@ import pytest
 
 from megarl.config.schema import DataConfig
 from megarl.data.dataset import PromptDataset, load_prompts
-
-EXCERPTS = Path(__file__).parent / "excerpts"
+from tests.support.checkout import EXCERPTS
 
 
 def load(path: Path, limit: int | None = None, **config: Any) -> PromptDataset:

@@ -17,7 +17,8 @@ from megarl.data.tokenize import (
     load_tokenizer,
     stop_token_ids,
 )
-from tests.data.conftest import CHATML, EXCERPTS, make_tokenizer
+from tests.support.bpe_tokenizer import CHATML, make_tokenizer
+from tests.support.checkout import EXCERPTS
 
 
 def prompt(text: str, index: int = 0) -> Prompt:

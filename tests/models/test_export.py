@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.models.conftest import MOE
+from tests.support.family_models import MOE
+from tests.support.tensors import read_hf, same_bits
 from tests.support.world import World
 
 pytestmark = pytest.mark.world
@@ -42,19 +43,6 @@ def _cases() -> list[Any]:
     return cases
 
 
-def _read(directory: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        part = load_file(file)
-        assert not set(part) & set(tensors)
-        tensors |= part
-    return tensors
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
 @pytest.mark.parametrize(("family", "ranks", "sizes"), _cases())
 def test_round_trip_is_bit_identical(
     family: str,
@@ -68,16 +56,20 @@ def test_round_trip_is_bit_identical(
         sizes = {**sizes, "sequence": True}
     out = tmp_path / "hf"
     results = world(ranks).run(
-        "tests.models.cases:export", model_dir=str(model_dir(family)), out=str(out), shard_bytes=100_000, **sizes
+        "tests.support.ranks.models:export",
+        model_dir=str(model_dir(family)),
+        out=str(out),
+        shard_bytes=100_000,
+        **sizes,
     )
     manifest = results[0][0]
     assert all(other == manifest for other, _ in results)
     for rank, (_, owned) in enumerate(results):
         assert owned == [tensor.name for tensor in manifest if tensor.owner == rank]
 
-    before, after = _read(model_dir(family)), _read(out)
+    before, after = read_hf(model_dir(family)), read_hf(out)
     assert set(before) == set(after) == {tensor.name for tensor in manifest}
-    assert [name for name in before if not _same_bits(before[name], after[name])] == []
+    assert [name for name in before if not same_bits(before[name], after[name])] == []
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(after)
     assert not list(tmp_path.glob(".*"))  # nothing partial stays
@@ -96,18 +88,18 @@ def test_buffers_stay_fp32_and_extra_layers_stay_out(
     (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
     options = {"dtype": "bfloat16", "precision": "bf16", "tensor": 2, "sequence": True}
-    world(2).run("tests.models.cases:export", model_dir=str(source), out=str(tmp_path / "hf"), **options)
-    before, after = _read(source), _read(tmp_path / "hf")
+    world(2).run("tests.support.ranks.models:export", model_dir=str(source), out=str(tmp_path / "hf"), **options)
+    before, after = read_hf(source), read_hf(tmp_path / "hf")
     assert set(before) - set(after) == {"model.layers.4.eh_proj.weight"}
     biases = [name for name in after if name.endswith("e_score_correction_bias")]
-    assert len(biases) == 3 and all(_same_bits(before[name], after[name]) for name in biases)
+    assert len(biases) == 3 and all(same_bits(before[name], after[name]) for name in biases)
     assert {after[name].dtype for name in set(after) - set(biases)} == {torch.bfloat16}
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
 def test_layer_order_and_tie(world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     results = world(2).run(
-        "tests.models.cases:export", model_dir=str(model_dir("qwen2")), out=str(tmp_path / "hf"), pipeline=2
+        "tests.support.ranks.models:export", model_dir=str(model_dir("qwen2")), out=str(tmp_path / "hf"), pipeline=2
     )
     names = [tensor.name for tensor in results[0][0]]
     assert names[0] == "model.embed_tokens.weight" and names[-1] == "model.norm.weight"
@@ -120,11 +112,11 @@ def test_layer_order_and_tie(world: Callable[[int], World], model_dir: Callable[
 def test_the_export_is_a_model(world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     """bf16 export of fp32 weights: plain `transformers` loads it, config and tokenizer included."""
     out, source = tmp_path / "hf", model_dir("qwen3")
-    world(2).run("tests.models.cases:export", model_dir=str(source), out=str(out), dtype="bfloat16", tensor=2)
+    world(2).run("tests.support.ranks.models:export", model_dir=str(source), out=str(out), dtype="bfloat16", tensor=2)
     assert [file.name for file in out.glob("*.safetensors")] == ["model.safetensors"]
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-    before, after = _read(source), _read(out)
-    assert all(_same_bits(before[name].bfloat16(), after[name]) for name in before)
+    before, after = read_hf(source), read_hf(out)
+    assert all(same_bits(before[name].bfloat16(), after[name]) for name in before)
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(out).chat_template is not None
@@ -138,5 +130,5 @@ def test_an_existing_directory_is_not_overwritten(
     out.mkdir()
     (out / "precious").write_text("")
     with pytest.raises(AssertionError, match="exists already"):
-        world(2).run("tests.models.cases:export", model_dir=str(model_dir("qwen3")), out=str(out), tensor=2)
+        world(2).run("tests.support.ranks.models:export", model_dir=str(model_dir("qwen3")), out=str(out), tensor=2)
     assert [file.name for file in out.iterdir()] == ["precious"]

@@ -105,10 +105,10 @@ def test_a_repeated_lm_head_must_be_the_embedding(
 
     directory = str(copy("qwen2", change))
     if loads:
-        world(2).run("tests.models.cases:bytes_read", model_dir=directory, tensor=2)
+        world(2).run("tests.support.ranks.models:bytes_read", model_dir=directory, tensor=2)
     else:
         with pytest.raises(AssertionError, match=r"lm_head\.weight differs"):
-            world(2).run("tests.models.cases:bytes_read", model_dir=directory, tensor=2)
+            world(2).run("tests.support.ranks.models:bytes_read", model_dir=directory, tensor=2)
 
 
 @pytest.mark.world
@@ -119,7 +119,7 @@ def test_each_rank_reads_its_slices_only(
     family: str, sizes: dict[str, Any], world: Callable[[int], World], model_dir: Callable[[str], Path]
 ) -> None:
     """Together the ranks read every sharded byte once and every replicated byte once each."""
-    results = world(2).run("tests.models.cases:bytes_read", model_dir=str(model_dir(family)), **sizes)
+    results = world(2).run("tests.support.ranks.models:bytes_read", model_dir=str(model_dir(family)), **sizes)
     total = sum(tensor.nbytes for tensor in load_file(model_dir(family) / "model.safetensors").values())
     assert sum(own for own, _ in results) == total + sum(replicated for _, replicated in results) // 2
     assert all(own < 0.9 * total for own, _ in results)
@@ -130,7 +130,7 @@ def test_a_parameter_without_a_rule_stops_the_load(
     world: Callable[[int], World], model_dir: Callable[[str], Path]
 ) -> None:
     with pytest.raises(AssertionError, match=r"mapping does not cover[\s\S]*q_layernorm\.weight: no rule of family"):
-        world(2).run("tests.models.cases:load_without_qk_norm_rules", model_dir=str(model_dir("qwen3")))
+        world(2).run("tests.support.ranks.models:load_without_qk_norm_rules", model_dir=str(model_dir("qwen3")))
 
 
 @pytest.mark.world
@@ -141,7 +141,9 @@ def test_a_buffer_without_a_rule_and_the_reverse_stop_the_load(
     what: str, told: str, world: Callable[[int], World], model_dir: Callable[[str], Path]
 ) -> None:
     with pytest.raises(AssertionError, match=rf"layers\.1\.mlp\.router\.expert_bias: {told}"):
-        world(2).run("tests.models.cases:load_with_wrong_buffers", model_dir=str(model_dir("deepseek_v3")), what=what)
+        world(2).run(
+            "tests.support.ranks.models:load_with_wrong_buffers", model_dir=str(model_dir("deepseek_v3")), what=what
+        )
 
 
 def test_truncated_file(copy: Callable[..., Path]) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from megarl.models.families import FAMILIES
 from megarl.models.read_config import load_info
-from tests.models.conftest import MODELS, MOE, Batch
-from tests.models.mutations import MUTATIONS, active_rules
+from tests.support.family_models import MODELS, MOE, Batch
+from tests.support.ranks.mutations import MUTATIONS, active_rules
 from tests.support.world import World
 
 pytestmark = pytest.mark.world
@@ -79,7 +79,9 @@ def test_logprobs_equal_transformers(
     reference: Callable[[str], list[torch.Tensor]],
     batch: Batch,
 ) -> None:
-    results = world(ranks).run("tests.models.cases:logprobs", model_dir=str(model_dir(family)), batch=batch, **sizes)
+    results = world(ranks).run(
+        "tests.support.ranks.models:logprobs", model_dir=str(model_dir(family)), batch=batch, **sizes
+    )
     answers = [result for result in results if result is not None]
     assert len(answers) == ranks // sizes.get("pipeline", 1)
     for answer in answers:
@@ -98,7 +100,7 @@ def test_bf16_is_close(
 ) -> None:
     """Not parity: bf16 rounds every activation. A wrong rule moves log-probs by whole units."""
     results = world(2).run(
-        "tests.models.cases:logprobs",
+        "tests.support.ranks.models:logprobs",
         model_dir=str(model_dir(family)),
         batch=batch,
         precision="bf16",
@@ -119,7 +121,7 @@ def test_a_wrong_rule_shows_in_the_logprobs(
     batch: Batch,
 ) -> None:
     results = world(2).run(
-        "tests.models.mutations:mutated_logprobs",
+        "tests.support.ranks.mutations:mutated_logprobs",
         model_dir=str(model_dir(mutation.model)),
         batch=batch,
         mutation=mutation.name,
@@ -162,7 +164,7 @@ def test_each_rule_shows_in_the_logprobs(
     rules = BROKEN[model] or active_rules(load_info(model_dir(model)))
     few = batch[:1]
     results = world(2).run(
-        "tests.models.mutations:reversed_logprobs", model_dir=str(model_dir(model)), batch=few, rules=list(rules)
+        "tests.support.ranks.mutations:reversed_logprobs", model_dir=str(model_dir(model)), batch=few, rules=list(rules)
     )
     answers = {rule: answer for result in results for rule, answer in result.items()}
     gaps = {rule: float((answer[0] - reference(model)[0]).abs().max()) for rule, answer in answers.items()}

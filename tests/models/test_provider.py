@@ -45,7 +45,7 @@ def test_skipping_initialisation_keeps_what_the_gradient_norm_reads(
     world: Callable[[int], World], model_dir: Callable[[str], Path]
 ) -> None:
     """Megatron's own perform_initialization=False would lose tensor_model_parallel, and with it the true norm."""
-    case = "tests.models.cases:shard_attributes"
+    case = "tests.support.ranks.models:shard_attributes"
     initialised, skipped = (
         world(2).run(case, model_dir=str(model_dir("qwen3_moe")), initialize=flag)[0] for flag in (True, False)
     )

@@ -41,14 +41,14 @@ def test_router_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.world
 def test_all_to_all_split_sizes(world: Callable[[int], World]) -> None:
-    for before, after in world(2).run("tests.platforms.cases:all_to_all_with_tensors"):
+    for before, after in world(2).run("tests.support.ranks.megatron_defects:all_to_all_with_tensors"):
         assert before == "TypeError"
         assert after == 1 + 2
 
 
 @pytest.mark.world
 def test_adam_step_after_a_resume(world: Callable[[int], World]) -> None:
-    for before, after in world(2).run("tests.platforms.cases:adam_steps_after_resume"):
+    for before, after in world(2).run("tests.support.ranks.megatron_defects:adam_steps_after_resume"):
         assert before != {5.0}
         assert after == {5.0}
 
@@ -56,7 +56,7 @@ def test_adam_step_after_a_resume(world: Callable[[int], World]) -> None:
 @pytest.mark.world
 def test_dp_reshardable_load_into_fp32(world: Callable[[int], World], tmp_path: Path) -> None:
     for unbroken, resumed, (without_no_grad, without_step) in world(2).run(
-        "tests.platforms.cases:resume",
+        "tests.support.ranks.megatron_defects:resume",
         path=_directory(tmp_path),
         sharding="dp_reshardable",
         patches=("load_parameter_state_from_dp_reshardable", "_set_main_param_and_optimizer_states"),
@@ -69,7 +69,7 @@ def test_dp_reshardable_load_into_fp32(world: Callable[[int], World], tmp_path: 
 @pytest.mark.world
 def test_fully_reshardable_load_and_fresh_optimizers(world: Callable[[int], World], tmp_path: Path) -> None:
     for unbroken, resumed, (without_step, without_state) in world(2).run(
-        "tests.platforms.cases:resume",
+        "tests.support.ranks.megatron_defects:resume",
         path=_directory(tmp_path),
         sharding="fully_reshardable",
         patches=("_set_main_param_and_optimizer_states", "sharded_state_dict"),
@@ -81,13 +81,13 @@ def test_fully_reshardable_load_and_fresh_optimizers(world: Callable[[int], Worl
 
 @pytest.mark.world
 def test_a_save_leaves_no_manager_process(world: Callable[[int], World]) -> None:
-    [(before, after)] = world(1).run("tests.platforms.cases:manager_processes")
+    [(before, after)] = world(1).run("tests.support.ranks.megatron_defects:manager_processes")
     assert before > 0 and after == 0
 
 
 @pytest.mark.world
 def test_norm_recompute_without_transformer_engine(world: Callable[[int], World]) -> None:
-    for before, after, plain in world(2).run("tests.platforms.cases:norm_recompute"):
+    for before, after, plain in world(2).run("tests.support.ranks.megatron_defects:norm_recompute"):
         assert before == "NameError"
         assert after == pytest.approx(plain, rel=1e-6)
 
@@ -96,10 +96,20 @@ def test_norm_recompute_without_transformer_engine(world: Callable[[int], World]
 @pytest.mark.parametrize("sequence", [False, True])
 def test_latent_attention_without_transformer_engine(world: Callable[[int], World], sequence: bool) -> None:
     """Built at all; and the shared rotated key gets the gradients of every rank's heads."""
-    results = world(2).run("tests.platforms.cases:latent_attention_defects", sequence=sequence)
+    results = world(2).run("tests.support.ranks.megatron_defects:latent_attention_defects", sequence=sequence)
     assert [failure for failure, _, _ in results] == ["TypeError", "TypeError"]
     assert results[0][1] < 1e-5 and results[1][1] > 1e-3  # the second rank holds the rotated key's rows
     assert all(after < 1e-5 for _, _, after in results)
+
+
+@pytest.mark.world
+def test_padding_weighs_nothing_in_a_mixture_of_experts(world: Callable[[int], World]) -> None:
+    unpatched, patched = world(1).run("tests.support.ranks.megatron_defects:padding_only_counts")[0]
+    assert torch.isnan(unpatched) and patched == 0
+    for unpatched, patched in world(2).run("tests.support.ranks.megatron_defects:padded_counts"):
+        assert unpatched == (3.0, 3.0) and patched == (1.5, 3.0)
+    unpatched, patched = world(1).run("tests.support.ranks.megatron_defects:expert_bias_of_padding")[0]
+    assert "size" in unpatched and patched == [1.0, 1.0, 0.0]
 
 
 def _directory(tmp_path: Path) -> str:

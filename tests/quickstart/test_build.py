@@ -18,9 +18,10 @@ from megarl.quickstart.build import build_assets, check_written
 from megarl.quickstart.problems import Addition
 from megarl.quickstart.tokenizer import prompt_text
 from megarl.quickstart.warm_start import WarmStart, encode_corpus
+from tests.support.checkout import ROOT
 
 SIZE = WarmStart(steps=3, batch=8, warmup=1, threads=1)
-CONFIG = Path(__file__).parents[2] / "examples/rl/configs/quickstart_cpu.yaml"
+CONFIG = ROOT / "examples/rl/configs/quickstart_cpu.yaml"
 
 
 def prompt_ids(tokenizer: AutoTokenizer, problem: str) -> list[int]:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from megarl.rewards.gsm8k import final_number, gsm8k
 from megarl.rewards.types import RewardInput
+from tests.support.checkout import EXCERPTS
 
-EXCERPT = Path(__file__).parents[1] / "data" / "excerpts" / "gsm8k.jsonl"
+EXCERPT = EXCERPTS / "gsm8k.jsonl"
 
 
 @pytest.mark.parametrize(

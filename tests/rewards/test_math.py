@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from megarl.rewards.math import compare, last_boxed, math
 from megarl.rewards.types import RewardInput
 from megarl.rewards.worker_pool import RewardPool
+from tests.support.checkout import EXCERPTS
 
-EXCERPT = Path(__file__).parents[1] / "data" / "excerpts" / "problems.jsonl"
+EXCERPT = EXCERPTS / "problems.jsonl"
 
 
 @pytest.mark.parametrize(

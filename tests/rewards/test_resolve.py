@@ -6,10 +6,10 @@ import pytest
 
 from megarl.rewards.resolve import as_result, import_path, resolve
 from megarl.rewards.types import RewardInput, RewardResult
-from tests.rewards import functions
+from tests.support import reward_functions
 
 SAMPLE = RewardInput(prompt="?", response="A", token_ids=[1, 2], finish_reason="length", answer="A", row={"k": 1})
-HERE = "tests.rewards.functions"
+HERE = "tests.support.reward_functions"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_returned_values() -> None:
 
 
 def test_import_path() -> None:
-    assert import_path(functions.plain) == f"{HERE}:plain"
+    assert import_path(reward_functions.plain) == f"{HERE}:plain"
     assert import_path("gsm8k") == "gsm8k"
     with pytest.raises(ValueError, match="top level"):
         import_path(lambda: 0)

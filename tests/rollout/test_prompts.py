@@ -11,7 +11,7 @@ from megarl.config.checks import check, evaluation_prompt_limit, prompt_limit
 from megarl.config.schema import Config
 from megarl.models.read_config import load_info
 from megarl.rollout.prompts import PromptSource
-from tests.support.pool import tiny_config
+from tests.support.pool import pool_config
 from tests.support.tiny import make_tiny_model
 
 RESPONSE = 16
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(tmp_path: Path, model: Path, **sections: Any) -> Config:
-    return tiny_config(tmp_path, model, **{"data": {"max_prompt_tokens": None}, **sections})
+    return pool_config(tmp_path, model, **{"data": {"max_prompt_tokens": None}, **sections})
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,10 @@
 
     python -m tests.support.compare_trees --before e41680d
 
-checks `--before` out in a temporary worktree and starts the same CPU runs there and in this tree: a dense model
-under TP2 and a mixture of experts under EP2, six steps with evaluations, an export and a checkpoint in the middle, and
-a second run that goes on from that checkpoint. It compares exported weights, the tensors of every checkpoint, the
-prompts drawn, all recorded trajectories and every metric that is not a timing. Exit status 1 names the first
-difference.
+checks `--before` out in a temporary worktree and starts the same CPU runs there and in this tree: a dense model under
+TP2 and a mixture of experts under EP2, six steps with evaluations, an export and a checkpoint in the middle, and a
+second run that goes on from that checkpoint. It compares exported weights, the tensors of every checkpoint, the prompts
+drawn, all recorded trajectories and every metric that is not a timing. Exit status 1 names the first difference.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from typing import Any
 import pandas
 import yaml
 
-from tests.support.run import ROOT, tiny_config
+from tests.support.checkout import ROOT, environment, torchrun
+from tests.support.run import tiny_config
 from tests.support.whole_runs import contents_of, repeatable
 
 STEPS, MIDDLE = 6, 3
@@ -89,12 +89,11 @@ def _compare_layout(name: str, work: Path, trees: Mapping[str, Path], layout: Ma
 def _run(root: Path, config: Mapping[str, Any], run_dir: Path, work: Path, *overrides: str) -> Path:
     path = work / "config.yaml"
     path.write_text(yaml.safe_dump({**config, "run": {**config["run"], "dir": str(run_dir)}}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-               "--rdzv-endpoint", "127.0.0.1:0", str(root / "examples/rl/train_rl.py"), "--config", str(path),
-               *overrides]  # fmt: skip
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=f"{root}{os.pathsep}{work}")
+    script = root / "examples/rl/train_rl.py"
+    command = torchrun(2, str(script), "--config", str(path), *overrides)
+    variables = environment(PYTHONPATH=f"{root}{os.pathsep}{work}")
     ended = subprocess.run(
-        command, cwd=work, env=environment, text=True, capture_output=True, timeout=RUN_TIMEOUT_S, check=False
+        command, cwd=work, env=variables, text=True, capture_output=True, timeout=RUN_TIMEOUT_S, check=False
     )
     if ended.returncode:
         raise DifferenceError(f"{root}: the run failed\n{(ended.stdout + ended.stderr)[-4000:]}")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 from megarl.cluster.client import PoolClient
 from megarl.cluster.handle import SupervisorHandle, launch_supervisor
 from megarl.config.schema import Config
+from tests.support.configs import with_sections, write_problems
 from tests.support.tiny import make_tiny_model
 
 # One token for all pools of this process: Ray reads it once.
@@ -23,14 +23,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
-def write_problems(path: Path, count: int, offset: int = 0) -> Path:
-    """`{"problem", "answer"}` lines: small additions."""
-    rows = [{"problem": f"{i}+{i + 1}=?", "answer": str(2 * i + 1)} for i in range(offset, offset + count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def tiny_config(directory: Path, model: Path | None = None, **sections: dict[str, Any]) -> Config:
+def pool_config(directory: Path, model: Path | None = None, **sections: dict[str, Any]) -> Config:
     """An fp32 config on a tiny model and additions in `directory`; `sections` update whole sections' fields."""
     directory.mkdir(parents=True, exist_ok=True)
     if model is None:
@@ -42,13 +35,11 @@ def tiny_config(directory: Path, model: Path | None = None, **sections: dict[str
         "batch": {"groups": 4, "samples_per_group": 4},
         "sampling": {"max_tokens": 16},
         "data": {"path": write_problems(directory / "train.jsonl", 32), "max_prompt_tokens": 64},
-        "reward": {"function": "tests.support.rewards:count_digits"},
+        "reward": {"function": "tests.support.reward_functions:digit_share"},
         "evaluation": {"sets": [{"name": "held_out", "path": write_problems(directory / "eval.jsonl", 8, 100)}]},
         "timeouts": {"ray_start_s": 400, "engine_start_s": 1200, "rpc_s": 120, "generate_s": 300},
     }
-    for name, update in sections.items():
-        fields[name] = {**fields.get(name, {}), **update}
-    return Config.model_validate(fields)
+    return Config.model_validate(with_sections(fields, sections))
 
 
 @dataclass
@@ -64,7 +55,7 @@ class TestPool:
 
 def start_pool(directory: Path, model: Path | None = None, agent_pid: int | None = None, **sections: Any) -> TestPool:
     """Start and connect; ends with this process at the latest."""
-    config = tiny_config(directory, model, **sections)
+    config = pool_config(directory, model, **sections)
     handle = launch_supervisor(config.model_dump_json(), config.run_dir, agent_pid or os.getpid())
     client = PoolClient.connect(handle, config)
     return TestPool(config, handle, client, client.close)

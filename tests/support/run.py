@@ -6,16 +6,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.support.checkout import ROOT, environment, torchrun
 from tests.support.tiny import make_tiny_model
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,19 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Step records of metrics.jsonl (evaluations left out)."""
-        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
-        return [record for record in map(json.loads, lines) if "time/step" in record]
+        """Step records of metrics.jsonl (evaluations left out); a line that is cut short is an error here."""
+        return _steps((self.directory / "metrics.jsonl").read_text().splitlines())
+
+
+def step_records(run_dir: Path) -> list[dict[str, Any]]:
+    """Step records so far of a run that may still be writing its metrics.jsonl, or not have begun."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return _steps([line for line in lines if line.endswith("}")])
+
+
+def _steps(lines: list[str]) -> list[dict[str, Any]]:
+    return [record for record in map(json.loads, lines) if "time/step" in record]
 
 
 def tiny_config(directory: Path, *, family: str = "qwen3", steps: int = 2, **model: Any) -> dict[str, Any]:
@@ -50,21 +58,11 @@ def tiny_config(directory: Path, *, family: str = "qwen3", steps: int = 2, **mod
         "trainer": {"gpus": 2, "precision": "fp32", "micro_batch_tokens": 256, "optimizer": {"lr": 1e-3}},
         "batch": {"groups": 4, "samples_per_group": 4},
         "sampling": {"max_tokens": 12},
-        "reward": {"function": "tests.support.run:digit_share"},
+        "reward": {"function": "tests.support.reward_functions:digit_share"},
         "evaluation": {"sets": [{"name": "heldout", "path": str(directory / "heldout.jsonl")}]},
         "rollout": {"max_num_seqs": 32},
         "timeouts": {"collective_s": 120, "rpc_s": 60, "generate_s": 180, "weight_sync_s": 120, "engine_start_s": 300},
     }
-
-
-def digit_share(response: str, answer: str) -> float:
-    """A reward that a random model can raise: the share of digits in what it writes."""
-    return sum(character.isdigit() for character in response) / max(1, len(response))
-
-
-def overflowing(response: str, answer: str) -> float:
-    """Finite as a reward, as fp32 too, but not as a loss: advantages of this size overflow in the sum."""
-    return 3e38 * digit_share(response, answer)
 
 
 def train(config: dict[str, Any], *overrides: str, ranks: int = 2, timeout: float = 400.0) -> Run:
@@ -85,11 +83,9 @@ def train(config: dict[str, Any], *overrides: str, ranks: int = 2, timeout: floa
 
 def start(config: Path, *overrides: str, ranks: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
     """torchrun in a session of its own; stdout and stderr together in its pipe."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
-               "--max-restarts", str(restarts),
-               "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
-               str(ROOT / "examples/rl/train_rl.py"), "--config", str(config), *overrides]  # fmt: skip
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    script = ROOT / "examples/rl/train_rl.py"
+    command = torchrun(ranks, "--max-restarts", str(restarts), str(script), "--config", str(config), *overrides)
     return subprocess.Popen(
-        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+        command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip

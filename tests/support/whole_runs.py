@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 import yaml
-from safetensors.torch import load_file
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.queue.dump import read_batch
 from megarl.telemetry.declarations import REGISTRY
+from tests.support.configs import with_sections
 from tests.support.leftovers import assert_nothing_left, survivors
-from tests.support.run import Run, start, tiny_config
+from tests.support.run import Run, start, step_records, tiny_config
+from tests.support.tensors import differing
 
 
 def config_of(
@@ -32,9 +32,7 @@ def config_of(
     config["checkpoint"] = {"every": 2}
     config["telemetry"] = {"dump_batches": True}
     config["evaluation"]["every"] = 1
-    for name, fields in sections.items():
-        config[name] = {**config.get(name, {}), **fields}
-    return config
+    return with_sections(config, sections)
 
 
 def start_run(config: dict[str, Any], *overrides: str, restarts: int = 0) -> subprocess.Popen[str]:
@@ -53,8 +51,7 @@ def wait_for(condition: Callable[[], bool], process: Any, timeout_s: float = 240
 
 def metric_steps(run_dir: Path) -> int:
     """Step lines in metrics.jsonl so far."""
-    path = run_dir / "metrics.jsonl"
-    return path.read_text().count('"time/step"') if path.is_file() else 0
+    return len(step_records(run_dir))
 
 
 def ranks_of(process: Any) -> list[psutil.Process]:
@@ -114,17 +111,10 @@ def assert_same_run(first: Run, second: Run) -> None:
     one, two = history(first), history(second)
     for part in one:
         assert one[part] == two[part], part
-    assert_same_files(first.directory / "hf", second.directory / "hf")
+    assert differing(first.directory / "hf", second.directory / "hf") == []
     last = CheckpointDirectory(first.directory / "checkpoints").steps()[-1]
     ours, theirs = (run.directory / "checkpoints" / f"iter_{last:07d}" for run in (first, second))
     assert contents_of(ours) == contents_of(theirs)
-
-
-def assert_same_files(first: Path, second: Path) -> None:
-    for path in sorted(first.glob("*.safetensors")):
-        ours, theirs = load_file(path), load_file(second / path.name)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def contents_of(checkpoint: Path) -> dict[tuple[str, tuple[int, ...]], bytes]:

@@ -1,8 +1,8 @@
 """Long-lived torchrun worlds for tests: one per world size, given functions by import path.
 
-`World(4).run("tests.trainer.cases:loss_under", tensor=2)` calls `loss_under(tensor=2)` on every rank and returns
-the list of results in rank order. A rank's exception is raised here with its traceback; a silent rank is an error
-after `timeout` seconds, and the world is then killed (a world that failed is not reused).
+`World(4).run("tests.support.ranks.policy:broadcast", layout={"tensor": 2})` calls that function on every rank and
+returns the list of results in rank order. A rank's exception is raised here with its traceback. A silent rank is an
+error after `timeout` seconds, and the world is then killed (a world that failed is not reused).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import pickle
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -21,7 +20,8 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.checkout import ROOT, environment, torchrun
+
 START_TIMEOUT_S = 120.0  # each rank imports torch and Megatron-Core
 
 
@@ -32,16 +32,8 @@ class World:
         # By default one rank may wait to be accepted; of eight at once, some would wait for ever.
         listener = Listener(("127.0.0.1", 0), backlog=size, authkey=key)
         listener._listener._socket.settimeout(START_TIMEOUT_S)  # type: ignore[attr-defined]
-        env = dict(
-            os.environ,
-            OMP_NUM_THREADS="1",
-            MEGARL_TEST_WORLD_PORT=str(listener.address[1]),
-            MEGARL_TEST_WORLD_KEY=key.hex(),
-            PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        )
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size),
-                   "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
-                   str(Path(__file__).with_name("world_worker.py"))]  # fmt: skip
+        env = environment(MEGARL_TEST_WORLD_PORT=str(listener.address[1]), MEGARL_TEST_WORLD_KEY=key.hex())
+        command = torchrun(size, str(Path(__file__).with_name("world_worker.py")))
         self.agent = subprocess.Popen(command, env=env, cwd=ROOT, start_new_session=True)
         self.connections: dict[int, Connection] = {}
         try:

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from megarl.common.files import write_json
 from megarl.telemetry.metrics import UndeclaredMetricError
 from megarl.telemetry.progress import COLUMNS, Progress, compact, duration
 from megarl.telemetry.sinks import MetricsWriter
 from megarl.telemetry.summary import RunSummary
 from megarl.telemetry.tensorboard import TensorBoardSink
-from tests.config.helpers import config
+from tests.support.configs import config
 
 VALUES = {"reward/mean": 0.5, "reward/accuracy": 0.25, "policy/loss": -0.01, "time/step": 2.5, "time/eta": 130.0}
 
@@ -218,12 +217,3 @@ def test_summary_of_a_run_that_never_stepped(tmp_path: Path) -> None:
     assert content["steps"] == 0 and content["loop_overhead_share"] is None
     assert content["logprob_abs_diff"]["first"] == {"mean": None, "max": None}
     assert content["eval_before"] is None and content["exit"] == "failed"
-
-
-def test_json_is_replaced_whole_and_strict(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    write_json(path, {"a": [math.nan, {"b": math.inf}], "c": (1, 2)})
-    assert json.loads(path.read_text()) == {"a": [None, {"b": None}], "c": [1, 2]}
-    with pytest.raises(TypeError):
-        write_json(path, {"a": object()})
-    assert json.loads(path.read_text())["c"] == [1, 2]

@@ -10,21 +10,9 @@ import torch
 
 from megarl.trainer import logprobs
 from megarl.trainer.logprobs import linear_token_logprobs, token_logprobs
+from tests.support.ranks.logprobs import HIDDEN, ROWS, VOCAB, problem
 
-ROWS, HIDDEN, VOCAB = 23, 16, 61
 TEMPERATURES = (1.0, 0.6)
-
-
-def problem(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
-    return {
-        "hidden": draw(ROWS, HIDDEN),
-        "weight": draw(VOCAB, HIDDEN),
-        "targets": torch.cat([torch.tensor([0, VOCAB - 1]), torch.randint(VOCAB, (ROWS - 2,), generator=generator)]),
-        "grad_logprobs": draw(ROWS),
-        "grad_entropy": draw(ROWS),
-    }
 
 
 def expected(temperature: float) -> dict[str, torch.Tensor]:
@@ -46,34 +34,6 @@ def expected(temperature: float) -> dict[str, torch.Tensor]:
     }
 
 
-def shares(temperature: float, chunk: int, padding: int) -> dict[str, torch.Tensor]:
-    """Case, on every rank of a world: this rank's results, with `padding` extra vocabulary rows in all."""
-    group = torch.distributed.group.WORLD
-    rank, size = group.rank(), group.size()
-    p = problem(torch.float32)
-    # Were a padded column to enter a softmax, these large weights would show.
-    weight = torch.cat([p["weight"], torch.full((padding, HIDDEN), 9.0)]).chunk(size)[rank].clone().requires_grad_()
-    hidden = p["hidden"].requires_grad_()
-    options: dict[str, Any] = dict(
-        temperature=temperature, vocab_size=VOCAB, chunk=chunk, group=group, with_entropy=True
-    )
-    got, entropy = linear_token_logprobs(hidden, weight, p["targets"], **options)
-    ((got * p["grad_logprobs"]).sum() + (entropy * p["grad_entropy"]).sum()).backward()
-    logits = (hidden.detach() @ weight.detach().t()).requires_grad_()
-    before = logits.detach().clone()
-    again, entropy_again = token_logprobs(logits, p["targets"], **options)
-    ((again * p["grad_logprobs"]).sum() + (entropy_again * p["grad_entropy"]).sum()).backward()
-    assert torch.equal(logits.detach(), before), "the logits were overwritten"
-    torch.testing.assert_close(again, got)
-    torch.testing.assert_close(entropy_again, entropy)
-    summed = hidden.grad.clone()
-    torch.distributed.all_reduce(summed, group=group)
-    return {
-        "logprobs": got.detach(), "entropy": entropy.detach(), "hidden": summed,
-        "weight": weight.grad, "logits": logits.grad,
-    }  # fmt: skip
-
-
 @pytest.mark.world
 @pytest.mark.parametrize(("size", "padding"), [(1, 0), (1, 3), (2, 1), (2, 63), (4, 3)])
 def test_all_splits_equal_the_whole_softmax(world: Callable[[int], Any], size: int, padding: int) -> None:
@@ -81,7 +41,7 @@ def test_all_splits_equal_the_whole_softmax(world: Callable[[int], Any], size: i
         reference = expected(temperature)
         for chunk in (1, 5, 100):
             ranks = world(size).run(
-                "tests.trainer.test_logprobs:shares", temperature=temperature, chunk=chunk, padding=padding
+                "tests.support.ranks.logprobs:shares", temperature=temperature, chunk=chunk, padding=padding
             )
             for name in ("logprobs", "entropy", "hidden"):
                 for result in ranks:

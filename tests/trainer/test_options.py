@@ -15,9 +15,9 @@ import torch
 
 from megarl.algorithms.losses import LossSpec
 from megarl.trainer.batch import TrainSample
-from tests.algorithms.batches import MAX_TOKENS
-from tests.trainer.conftest import worst
-from tests.trainer.problem import CLIP, ENTROPY, KL, padded_gradients
+from tests.support.loss_batches import MAX_TOKENS
+from tests.support.rl_problem import CLIP, ENTROPY, KL, padded_gradients
+from tests.support.tensors import worst
 
 pytestmark = pytest.mark.world
 

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.trainer.batch import TrainSample
+from tests.support.rl_problem import dense_dims, plain_logprobs
+from tests.support.tensors import worst
 from tests.support.tiny import make_tiny_model
-from tests.trainer.conftest import worst
-from tests.trainer.problem import dense_dims, plain_logprobs
 
 pytestmark = pytest.mark.world
 
@@ -56,7 +56,9 @@ def test_logprobs_are_those_of_transformers(
 ) -> None:
     samples = samples_of(model)
     got = gathered(
-        world(ranks).run("tests.trainer.cases:logprobs", model_dir=model_dir(model), layout=layout, samples=samples)
+        world(ranks).run(
+            "tests.support.ranks.policy:logprobs", model_dir=model_dir(model), layout=layout, samples=samples
+        )
     )
     plain = AutoModelForCausalLM.from_pretrained(model_dir(model), dtype=torch.float32)
     assert sorted(got) == list(range(len(samples)))
@@ -74,7 +76,7 @@ def test_the_reference_has_its_own_weights(
     samples = samples_of("dense")
     got = gathered(
         world(2).run(
-            "tests.trainer.cases:logprobs",
+            "tests.support.ranks.policy:logprobs",
             model_dir=model_dir("dense"),
             layout={"pipeline": 2},
             samples=samples,
@@ -91,7 +93,9 @@ def test_the_reference_has_its_own_weights(
 def test_without_a_kl_coefficient_there_is_no_reference(
     world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples
 ) -> None:
-    got = world(1).run("tests.trainer.cases:no_reference", model_dir=model_dir("dense"), samples=samples_of("dense"))
+    got = world(1).run(
+        "tests.support.ranks.policy:no_reference", model_dir=model_dir("dense"), samples=samples_of("dense")
+    )
     assert "algorithm.kl.coef is 0" in got[0]
 
 
@@ -210,15 +214,6 @@ def test_expert_bias_counts_real_tokens_only_and_stays_fp32(
             torch.testing.assert_close(values, one["expert_bias"][0][layer], rtol=0, atol=0)
 
 
-def test_what_megatron_does_without_its_patches(world: Callable[[int], Any]) -> None:
-    unpatched, patched = world(1).run("tests.trainer.cases:padding_only_counts")[0]
-    assert torch.isnan(unpatched) and patched == 0
-    for unpatched, patched in world(2).run("tests.trainer.cases:padded_counts"):
-        assert unpatched == (3.0, 3.0) and patched == (1.5, 3.0)
-    unpatched, patched = world(1).run("tests.trainer.cases:expert_bias_of_padding")[0]
-    assert "size" in unpatched and patched == [1.0, 1.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -233,7 +228,7 @@ def test_bad_mini_batches_are_refused(
     world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples, what: str, message: str
 ) -> None:
     got = world(2).run(
-        "tests.trainer.cases:refused", model_dir=model_dir("dense"), samples=samples_of("dense"), what=what
+        "tests.support.ranks.policy:refused", model_dir=model_dir("dense"), samples=samples_of("dense"), what=what
     )
     assert all(message in text for text in got), got
 
@@ -243,7 +238,7 @@ def test_nan_stops_every_rank_before_any_weight_changed(
     world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples, what: str
 ) -> None:
     for message, unchanged in world(2).run(
-        "tests.trainer.cases:non_finite", model_dir=model_dir("dense"), samples=samples_of("dense"), what=what
+        "tests.support.ranks.policy:non_finite", model_dir=model_dir("dense"), samples=samples_of("dense"), what=what
     ):
         assert "no weight was changed" in message and what in message and unchanged
 
@@ -258,12 +253,12 @@ def test_learning_rate_schedule_counts_updates(
         "trainer__optimizer__schedule": "linear",
         "trainer__optimizer__min_lr": 1e-4,
     }
-    metrics = world(1).run("tests.trainer.cases:train", **run, **options)[0]["metrics"]
+    metrics = world(1).run("tests.support.ranks.policy:train", **run, **options)[0]["metrics"]
     assert [m["lr"] for m in metrics] == pytest.approx([5e-4, 1e-3, 5.5e-4, 1e-4])
 
 
 def test_leader_broadcast_and_replicas(world: Callable[[int], Any]) -> None:
-    results = world(4).run("tests.trainer.cases:broadcast", layout={"tensor": 2})
+    results = world(4).run("tests.support.ranks.policy:broadcast", layout={"tensor": 2})
     assert sum(leader for _, leader, _ in results) == 2
     for replica, _, received in results:
         assert received == {"from": replica}

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from megarl.common.errors import WeightSyncError
 from megarl.weights import bucket_packer as packing
 from megarl.weights.sender import SyncSettings, WeightSender
+from tests.support.fake_engines import ListExporter
+from tests.support.live_engine import LivePool, LiveReplica, Response, reference
 from tests.support.tiny import make_tiny_model
-from tests.weights.fakes import ListExporter
-from tests.weights.live import LivePool, LiveReplica, Response, reference
 
 pytestmark = pytest.mark.engine
 # Smaller than the embedding: it travels in several buckets, and fused modules straddle buckets.
@@ -23,23 +23,12 @@ SETTINGS = SyncSettings(bucket_bytes=20_000, sync_s=60.0, rpc_s=60.0, restarts=0
 PROMPTS = [[5, 17, 33, 60, 7], [80, 9, 9, 41], list(range(4, 40))]
 
 
-class WithoutWorkaround:
-    """Added to the engine's worker: lets a test switch off megarl's MoE workaround."""
-
-    def forget_workaround(self) -> None:
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
-        original = UnquantizedFusedMoEMethod._setup_kernel.__wrapped__
-        UnquantizedFusedMoEMethod._setup_kernel = original
-
-
 class Setup:
     """An engine started from version 0's weights, a connected sender, and three models on disk."""
 
     def __init__(self, directory: Path, family: str, **dims: int) -> None:
         self.models = [make_tiny_model(directory / f"v{i}", family=family, seed=i, **dims) for i in range(3)]
-        extension = f"{WithoutWorkaround.__module__}.{WithoutWorkaround.__name__}"
-        self.replica = LiveReplica(self.models[0], worker_extension_cls=extension)
+        self.replica = LiveReplica(self.models[0], worker_extension_cls="tests.support.live_engine.WithoutWorkaround")
         self.exporter = ListExporter(self.weights(0))
         self.sender = WeightSender(SETTINGS, self.exporter)
         self.sender.connect(LivePool(self.replica))
@@ -120,7 +109,7 @@ def test_a_corrupt_sync_is_not_published(dense: Setup, monkeypatch: pytest.Monke
     with pytest.raises(WeightSyncError, match="bucket 7 of version 2") as info:
         dense.publish(2)
     assert time.monotonic() - start < 20.0
-    assert info.value.culprits == ("engine replica 0 worker 0",) and info.value.caught == ("replica 0",)
+    assert info.value.failed_members == ("engine replica 0 worker 0",) and info.value.needs_restart == ("replica 0",)
     assert dense.replica.version() == "1" and dense.replica.failed is not None
     waiting = dense.replica.generate(PROMPTS[0], "after")
     time.sleep(1.0)

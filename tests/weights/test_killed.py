@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Listener
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +16,9 @@ import torch
 
 from megarl.common.errors import WeightSyncError
 from megarl.weights.sender import SyncSettings, WeightSender
-from tests.weights.fakes import FakePool, FakeReplica, ListExporter
+from tests.support.checkout import ROOT, environment
+from tests.support.fake_engines import FakePool, FakeReplica, ListExporter
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 8.0
 SETTINGS = SyncSettings(bucket_bytes=2**23, sync_s=DEADLINE_S, rpc_s=30.0, restarts=0, transport="gloo")
 
@@ -32,8 +30,8 @@ class ProcessReplica:
         self.name = name
         listener = Listener(("127.0.0.1", 0), authkey=b"test")
         listener._listener._socket.settimeout(120.0)  # type: ignore[attr-defined]
-        command = [sys.executable, "-m", "tests.weights.replica_process", str(listener.address[1]), name]
-        self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        command = [sys.executable, "-m", "tests.support.replica_process", str(listener.address[1]), name]
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment())
         self._connection: Connection = listener.accept()
         listener.close()
         self._lock = threading.Lock()
@@ -93,7 +91,7 @@ def test_a_receiver_lost_in_mid_sync_is_named_within_the_deadline(victim: Proces
         assert elapsed < DEADLINE_S, "a closed connection is noticed before the deadline"
     else:
         assert "waited" in str(info.value) and "replica 1 worker 0 in bucket" in str(info.value), info.value
-    assert [name for name in info.value.culprits if "replica 1" not in name] == []
-    assert info.value.culprits and info.value.caught == ("replica 0", "replica 1")
+    assert [name for name in info.value.failed_members if "replica 1" not in name] == []
+    assert info.value.failed_members and info.value.needs_restart == ("replica 0", "replica 1")
     assert survivor.version == "0" and not survivor.serving
     assert not [t for t in threading.enumerate() if t.name == "weight-broadcast"], "no thread is left waiting"

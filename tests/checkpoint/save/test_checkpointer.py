@@ -1,0 +1,228 @@
+"""What is saved comes back: bit for bit in the same layout, to the layouts' own rounding in any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.trainer.batch import TrainSample
+from tests.support.checkout import PROMPTS
+from tests.support.tensors import merge
+from tests.support.world import World
+
+pytestmark = pytest.mark.world
+
+DEVIATION = 1e-4  # of the weights, relative to what the updates after the resume have changed
+TP2, PP2, EP2 = {"tensor": 2}, {"pipeline": 2}, {"expert": 2}
+PLAIN = {"trainer__optimizer__distributed": False}
+BUCKETS = {"megatron__ddp": {"overlap_grad_reduce": True, "bucket_size": 20000}}  # several, padded behind
+BF16 = {"trainer__precision": "bf16"}
+BIAS = {"megatron__transformer": {"moe_router_bias_update_rate": 0.01}}
+
+Save = Callable[..., tuple[Path, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="session")
+def save(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Save:
+    """`save(ranks, model, layout)`: the checkpoint's directory and every rank's results; each is made once."""
+    known: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
+
+    def get(ranks: int, model: str, layout: dict[str, Any], **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
+        key = repr((ranks, model, layout, sorted(changes.items())))
+        if key not in known:
+            root = tmp_path_factory.mktemp("checkpoints")
+            arguments = {"model_dir": model_dir(model), "layout": layout, "samples": samples_of(model), "root": root}
+            results = world(ranks).run("tests.support.ranks.saving:save_and_go_on", timeout=240, **arguments, **changes)
+            known[key] = root, results
+        return known[key]
+
+    return get
+
+
+def equal(first: Any, second: Any) -> bool:
+    """Bit for bit, through dicts, lists and tuples."""
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(equal(a, b) for a, b in zip(first, second, strict=True))
+    return bool(first == second)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "layout", "changes"),
+    [
+        (2, "dense", {}, {}),
+        (2, "tied", PP2, {}),
+        (2, "dense", TP2, BF16),
+        (2, "latent", EP2, BIAS),
+        (2, "dense", {}, PLAIN),
+        (2, "dense", {}, BUCKETS),
+        pytest.param(2, "dense", {}, BF16 | PLAIN, marks=pytest.mark.slow),
+        pytest.param(2, "moe", PP2, {}, marks=pytest.mark.slow),
+        pytest.param(4, "moe", EP2 | TP2 | {"sequence": True}, {}, marks=pytest.mark.slow),
+        pytest.param(4, "dense", TP2, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_layout_goes_on_bit_for_bit(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    save: Save,
+    ranks: int,
+    model: str,
+    layout: dict[str, Any],
+    changes: dict[str, Any],
+) -> None:
+    root, unbroken = save(ranks, model, layout, **changes)
+    resumed = world(ranks).run(
+        "tests.support.ranks.saving:resume_and_go_on", timeout=240, model_dir=model_dir(model), layout=layout,
+        samples=samples_of(model), root=root, **changes,
+    )  # fmt: skip
+    for before, after in zip(unbroken, resumed, strict=True):
+        assert after["record"]["note"] == "kept" and after["record"]["step"] == 3
+        for part in before["saved"]:
+            assert equal(before["saved"][part], after["saved"][part]), part
+            assert equal(before["end"][part], after["end"][part]), part
+        assert before["metrics"] == after["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "model"),
+    [
+        ((2, TP2), (2, PP2), "dense"),
+        ((2, {}), (1, {}), "dense"),
+        ((2, EP2), (1, {}), "moe"),
+        pytest.param((1, {}), (2, TP2 | {"sequence": True}), "dense", marks=pytest.mark.slow),
+        pytest.param((2, PP2), (2, TP2), "tied", marks=pytest.mark.slow),
+        pytest.param((2, {}), (2, EP2), "moe", marks=pytest.mark.slow),
+        pytest.param((2, PP2), (2, PP2 | {"virtual_pipeline": 2}), "dense", marks=pytest.mark.slow),
+        pytest.param((4, EP2 | TP2 | {"sequence": True}), (2, PP2), "moe", marks=pytest.mark.slow),
+        pytest.param((2, TP2), (4, TP2), "dense", marks=pytest.mark.slow),
+    ],
+)
+def test_another_layout_goes_on_as_closely_as_layouts_agree(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    save: Save,
+    saved: tuple[int, dict[str, Any]],
+    loaded: tuple[int, dict[str, Any]],
+    model: str,
+) -> None:
+    root, unbroken = save(*saved[:1], model, saved[1])
+    ranks, layout = loaded
+    resumed = world(ranks).run(
+        "tests.support.ranks.saving:resume_and_go_on", timeout=240, model_dir=model_dir(model), layout=layout,
+        samples=samples_of(model), root=root,
+    )  # fmt: skip
+    assert any("another layout" in line for line in resumed[0]["said"])
+    start = merge([result["saved"]["weights"] for result in unbroken])
+    end = merge([result["end"]["weights"] for result in unbroken])
+    assert equal(merge([result["saved"]["weights"] for result in resumed]), start)
+    got = merge([result["end"]["weights"] for result in resumed])
+    for name, value in end.items():
+        moved = float((value - start[name]).norm())
+        assert moved > 0, name
+        assert float((got[name] - value).norm()) <= DEVIATION * moved, name
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, PLAIN), (PLAIN, {})])
+def test_a_distributed_optimizer_and_a_whole_one_load_each_other(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    save: Save,
+    before: dict[str, Any],
+    after: dict[str, Any],
+) -> None:
+    root, unbroken = save(2, "dense", {}, **before)
+    resumed = world(2).run(
+        "tests.support.ranks.saving:resume_and_go_on", timeout=240, model_dir=model_dir("dense"), layout={},
+        samples=samples_of("dense"), root=root, **after,
+    )  # fmt: skip
+    for was, now in zip(unbroken, resumed, strict=True):
+        assert equal(was["saved"]["weights"], now["saved"]["weights"])
+        assert equal(was["saved"]["numbers"], now["saved"]["numbers"])
+        for name, value in was["end"]["weights"].items():
+            moved = float((value - was["saved"]["weights"][name]).norm())
+            assert float((now["end"]["weights"][name] - value).norm()) <= DEVIATION * moved, name
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    tmp_path: Path,
+) -> None:
+    arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": tmp_path}
+    first, second = world(2).run("tests.support.ranks.saving:full_disk", **arguments)
+    assert first["outcomes"] == second["outcomes"] == [True, False, False, True]
+    assert first["steps"] == [1, 4]
+    failures = [line for line in first["said"] if "could NOT be saved" in line]
+    assert "step 2" in failures[0] and "rank 1" in failures[0] and "No space left" in failures[0]
+    assert "step 3" in failures[1] and "newest checkpoint: step 1" in failures[1]
+    (tmp_path / "file").write_text("")
+    for result in world(2).run("tests.support.ranks.saving:refused_target", **arguments):
+        assert result["saved"] is False and "could NOT be saved" in result["said"][0]
+
+
+def test_checkpoints_of_another_history_are_set_aside(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "checkpoints"
+    arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": root}
+    for result in world(2).run("tests.support.ranks.saving:histories", **arguments):
+        later = ["iter_0000002.rolled_back", "iter_0000003.rolled_back"]
+        assert result["found"] == [(1, [1], later), (0, [], ["iter_0000001.replaced", *later])]
+
+
+def test_another_model_is_refused_on_every_rank(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    tmp_path: Path,
+) -> None:
+    arguments = {"model_dir": model_dir("dense"), "other": model_dir("tied"), "samples": samples_of("dense")}
+    for result in world(2).run("tests.support.ranks.saving:contradiction", **arguments, root=tmp_path / "checkpoints"):
+        assert len(result) == 1 and "belongs to another run" in result[0] and "tied" in result[0]
+
+
+def test_other_prompts_are_refused_on_every_rank(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    tmp_path: Path,
+) -> None:
+    prompts = tmp_path / "as_many.jsonl"
+    prompts.write_text(PROMPTS.read_text().replace("5", "6"))
+    arguments = {"model_dir": model_dir("dense"), "other": model_dir("dense"), "samples": samples_of("dense")}
+    root = tmp_path / "checkpoints"
+    for result in world(2).run("tests.support.ranks.saving:contradiction", **arguments, root=root, data__path=prompts):
+        assert len(result) == 1 and "data.path: its content differs" in result[0]
+
+
+def test_prompts_that_are_gone_leave_no_rank_waiting(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    tmp_path: Path,
+) -> None:
+    arguments = {"model_dir": model_dir("dense"), "other": model_dir("dense"), "samples": samples_of("dense")}
+    root = tmp_path / "checkpoints"
+    gone = tmp_path / "gone.jsonl"
+    for result in world(2).run("tests.support.ranks.saving:contradiction", **arguments, root=root, data__path=gone):
+        assert len(result) == 1 and str(gone) in result[0]

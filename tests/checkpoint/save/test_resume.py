@@ -1,0 +1,64 @@
+"""Which checkpoint a run goes on from, and what it must have in common with the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint.save.directory import CheckpointDirectory
+from megarl.checkpoint.save.resume import Candidate, ResumeError, candidates, changes, choose, contradictions
+from tests.support.sample_checkpoints import make_checkpoint, verify
+
+
+def test_the_newest_sound_checkpoint_is_taken_and_the_damaged_one_named(directory: CheckpointDirectory) -> None:
+    for step in (2, 4, 6):
+        make_checkpoint(directory, step)
+    (directory.path(6) / "shard").write_bytes(b"other!!")
+    damaged: list[tuple[int, str]] = []
+    chosen = choose(candidates(directory, "auto"), verify, lambda c, problems: damaged.append((c.step, problems[0])))
+    assert chosen == Candidate(directory.path(4), 4, True)
+    [(step, problem)] = damaged
+    assert step == 6 and str(directory.path(6) / "shard") in problem
+
+
+def test_nothing_sound_is_an_error_and_nothing_at_all_a_new_run(directory: CheckpointDirectory) -> None:
+    def set_aside(candidate: Candidate, problems: list[str]) -> None:
+        directory.set_aside(candidate.step, "damaged")
+
+    assert choose(candidates(directory, "auto"), verify, set_aside) is None
+    make_checkpoint(directory, 2)
+    assert choose(candidates(directory, "never"), verify, set_aside) is None
+    (directory.path(2) / "shard").unlink()
+    for _ in range(2):  # torchrun starts the ranks again: the loss must not be hidden then either
+        with pytest.raises(ResumeError, match=r"shard.*checkpoint.resume=never"):
+            choose(candidates(directory, "auto"), verify, set_aside)
+
+
+def test_a_path_may_be_a_checkpoint_or_a_directory_of_them(directory: CheckpointDirectory, tmp_path: Path) -> None:
+    for step in (2, 4):
+        make_checkpoint(directory, step)
+    shutil.copytree(directory.root, tmp_path / "copy")
+    assert candidates(directory, str(directory.path(2))) == [Candidate(directory.path(2), 2, True)]
+    [found] = candidates(directory, str(tmp_path / "copy"))
+    assert (found.step, found.own) == (4, False)
+    with pytest.raises(ResumeError, match="never completed"):
+        candidates(directory, str(tmp_path))
+    aside = directory.set_aside(2, "rolled_back")
+    with pytest.raises(ResumeError, match=r"iter_0000002.rolled_back is not of this run's history any more"):
+        candidates(directory, str(aside))
+
+
+def test_another_model_or_tokenizer_contradicts_and_the_rest_is_only_told() -> None:
+    saved = {"model": {"hidden": 64, "rope": [1.0]}, "tokenizer": "a", "prompts": "p"}
+    assert contradictions(saved, json.loads(json.dumps(saved))) == []
+    assert contradictions(saved, {**saved, "model": {"hidden": 64, "rope": (1.0,)}}) == []
+    [problem] = contradictions(saved, {**saved, "model": {"hidden": 128, "rope": [1.0]}})
+    assert "hidden is 128, the checkpoint has 64" in problem
+    assert "tokenizer" in contradictions(saved, {**saved, "tokenizer": "b"})[0]
+    assert "data.path" in contradictions(saved, {**saved, "prompts": "q"})[0]
+    before = {"trainer": {"optimizer": {"lr": 1e-3}, "gpus": 2}, "checkpoint": {"resume": "auto"}}
+    after = {"trainer": {"optimizer": {"lr": 5e-4}, "gpus": 2}, "checkpoint": {"resume": "x"}}
+    assert changes(before, after) == ["trainer.optimizer.lr: 0.001 -> 0.0005"]

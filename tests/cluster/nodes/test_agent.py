@@ -1,0 +1,146 @@
+"""The agent's judgement: how its processes end decides how the job ends. Pool and ranks are shell scripts here."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord
+from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
+from megarl.common import run_files as stopping
+from megarl.common.run_files import ExitRecord
+from tests.support.checkout import ROOT, environment
+from tests.support.configs import config
+from tests.support.leftovers import survivors
+
+# Says that it has ended when it is asked to, as the real supervisor does.
+POOL = """
+while [ ! -e {run}/supervisor.stop ]; do sleep 0.05; done
+echo '{{"launch_id": "1", "state": "stopped", "error": "asked to"}}' > {run}/supervisor.json
+"""
+GOOD_RANKS = """
+echo '{{"status": "finished", "step": 4, "reason": ""}}' > {run}/exit.json; echo 1 > {run}/supervisor.stop
+"""
+
+
+class Job:
+    def __init__(self, directory: Path, **changes: Any) -> None:
+        self.run_dir = directory / "run"
+        chosen = config("model", run__dir=str(self.run_dir), **changes)
+        where = launch_directory(self.run_dir, "1")
+        where.mkdir(parents=True)
+        (self.run_dir / "logs").mkdir()
+        hosts = tuple(f"n{i}" for i in range(4)) if changes else ("here",)
+        self.spec = LaunchSpec("1", chosen.model_dump_json(), str(where), str(ROOT), False, hosts, "train.py", 0)
+        self.spec.save()
+        self.board = NodeBoard(where)
+
+    def start(self, pool: str = POOL, ranks: str = GOOD_RANKS, index: int = 0) -> subprocess.Popen[bytes]:
+        scripts = [script.format(run=self.run_dir) for script in (pool, ranks)]
+        command = [sys.executable, "-m", "tests.support.agent_process", str(self.spec.path), str(index), *scripts]
+        return subprocess.Popen(command, cwd=ROOT, env=environment())
+
+    def run(self, *args: Any, **kwargs: Any) -> int:
+        process = self.start(*args, **kwargs)
+        try:
+            return process.wait(timeout=40)
+        finally:
+            process.kill()
+            assert not survivors(self.run_dir)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+FOUR: dict[str, Any] = {
+    "trainer": {"gpus": 2, "gpus_per_node": 1, "precision": "fp32", "micro_batch_tokens": 256},
+    "rollout": {"replicas": 2, "gpus_per_node": 1},
+    "timeouts": {"node_s": 1.0},
+}
+
+
+def test_a_run_that_finishes(job: Job) -> None:
+    assert job.run() == 0
+    record = job.board.read(0)
+    assert record is not None and record.state == "done" and job.board.failure() is None
+
+
+def test_ranks_that_fail_end_the_job_with_their_own_message(job: Job) -> None:
+    """The pool, which a failing rank has asked to stop, is not taken for the cause."""
+    ranks = """
+    echo 'megarl: loss is NaN' > {run}/error.txt; echo 1 > {run}/supervisor.stop; sleep 1.5; exit 1
+    """
+    assert job.run(ranks=ranks) == 1
+    failure = job.board.failure()
+    assert failure == NodeFailure("here", "loss is NaN")
+    assert stopping.read_exit(job.run_dir) == ExitRecord("failed", 0, "node here: loss is NaN")
+
+
+def test_ranks_that_were_killed(job: Job) -> None:
+    assert job.run(ranks="kill -9 $$") == 1
+    failure = job.board.failure()
+    assert failure is not None and failure.reason.startswith("a trainer rank was killed (torchrun ended with code -9)")
+
+
+def test_a_run_that_was_stopped_ends_well_whatever_torchruns_code(job: Job) -> None:
+    ranks = """
+    while [ ! -e {run}/stop ]; do sleep 0.05; done
+    echo '{{"status": "preempted", "step": 2, "reason": "x"}}' > {run}/exit.json; echo 1 > {run}/supervisor.stop; exit 1
+    """
+    process = job.start(ranks=ranks)
+    try:
+        deadline = time.monotonic() + 20
+        while job.board.read(0) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+    assert stopping.stop_reason(job.run_dir) == "SIGTERM on node here"
+    assert not survivors(job.run_dir)
+
+
+def test_a_pool_that_dies_ends_the_job(job: Job) -> None:
+    pool = """
+    echo '{{"launch_id": "1", "state": "failed", "error": "engine replica 0: out of memory"}}' > {run}/supervisor.json
+    exit 1
+    """
+    assert job.run(pool=pool, ranks="exec sleep 100") == 1
+    assert job.board.failure() == NodeFailure("here", "the rollout pool ended: engine replica 0: out of memory")
+    assert job.run(pool="exit 9", ranks="exec sleep 100") == 1
+
+
+def test_another_nodes_failure_ends_this_one(tmp_path: Path) -> None:
+    job = Job(tmp_path, **FOUR)
+    job.board.claim_failure(NodeFailure("n3", "no GPU"))
+    assert job.run(index=1) == 1
+    assert job.board.failure() == NodeFailure("n3", "no GPU")
+
+
+def test_a_silent_node_is_named(tmp_path: Path) -> None:
+    """The first node watches all: here n1 and n3 live, n2 was never heard of."""
+    job = Job(tmp_path, **FOUR)
+    process = job.start(ranks="exec sleep 100")
+    try:
+        beat = 0
+        while process.poll() is None and beat < 200:
+            beat += 1
+            for index in (1, 3):
+                job.board.post(NodeRecord(index, f"n{index}", "10.0.0.1", "running", beat))
+            time.sleep(0.1)
+        assert process.wait(timeout=10) == 1
+    finally:
+        process.kill()
+    assert job.board.failure() == NodeFailure("n2", "not started within 1 s")
+    assert json.loads((job.run_dir / "exit.json").read_text())["reason"] == "node n2: not started within 1 s"

@@ -1,0 +1,123 @@
+"""Before the start and after the end of a launch, without the job between."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cluster.nodes.allocation import local_allocation
+from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord
+from megarl.cluster.nodes.launch_spec import LaunchSpec
+from megarl.cluster.nodes.prepare import prepare, refuse_running, status
+from megarl.common import run_files as stopping
+from megarl.common.errors import ConfigError
+from megarl.common.run_files import ExitRecord
+from megarl.config.load import config_from_tree
+from megarl.config.schema import Config
+from tests.support.configs import tree, write_problems
+from tests.support.tiny import make_tiny_model
+
+HERE = local_allocation(("127.0.0.1",))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("launch-model"))
+
+
+@pytest.fixture
+def chosen(model: Path, tmp_path: Path) -> Config:
+    data = write_problems(tmp_path / "prompts.jsonl", 1)
+    return config_from_tree(tree(model, data, run__dir=str(tmp_path / "run")))
+
+
+def test_what_all_nodes_read_and_what_is_forgotten(chosen: Config) -> None:
+    run_dir = chosen.run_dir
+    run_dir.mkdir()
+    stopping.ask_to_stop(run_dir, "an earlier launch")
+    stopping.write_exit(run_dir, ExitRecord("preempted", 2, "an earlier launch"))
+    spec = prepare(chosen, HERE, "7-1")
+    assert LaunchSpec.load(spec.path) == spec
+    assert spec.config == chosen and spec.run_dir == run_dir.resolve() and spec.steps_before == 2
+    assert stopping.stop_reason(run_dir) is None and stopping.read_exit(run_dir) is None
+    killed = f"the job was killed before it could say why; see {spec.run_dir / 'logs'}"
+    assert status(spec) == ("failed", killed)
+    assert stopping.read_exit(run_dir) == ExitRecord("failed", 2, killed)
+
+
+FOUR_NODES = {
+    "trainer": {"gpus": 2, "gpus_per_node": 1, "precision": "fp32", "micro_batch_tokens": 256},
+    "rollout": {"replicas": 2, "gpus_per_node": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"data__path": "none.jsonl"}, "no such file: none.jsonl"),
+        ({"trainer__gpus": 3, "trainer__parallel": {"tensor": 2}}, "trainer.gpus"),
+        (FOUR_NODES, "the job has 1 (127.0.0.1), the config needs 4"),
+    ],
+)
+def test_mistakes_end_before_anything_is_written(
+    model: Path, tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
+    data = write_problems(tmp_path / "prompts.jsonl", 1)
+    wrong = config_from_tree(tree(model, data, run__dir=str(tmp_path / "run"), **change))
+    with pytest.raises(ConfigError) as caught:
+        prepare(wrong, HERE, "1")
+    assert told in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_end_is_told(chosen: Config) -> None:
+    spec = prepare(chosen, HERE, "1")
+    run_dir = spec.run_dir
+    stopping.write_exit(run_dir, ExitRecord("finished", 4, ""))
+    assert status(spec) == ("finished", "finished after 4 of 4 steps")
+    stopping.write_exit(run_dir, ExitRecord("preempted", 3, "time limit"))
+    assert status(spec) == ("preempted", "preempted after 3 of 4 steps: time limit")
+    stopping.write_exit(run_dir, ExitRecord("failed", 3, "loss is NaN"))
+    assert status(spec) == ("failed", "loss is NaN")
+    NodeBoard(Path(spec.directory)).claim_failure(NodeFailure("n7", "GPU fell off"))
+    assert status(spec) == ("failed", "node n7 failed: GPU fell off")
+
+
+def test_a_run_that_does_no_step_before_its_time_limit_is_not_started_for_ever(chosen: Config) -> None:
+    first = prepare(chosen, HERE, "1")
+    stopping.write_exit(first.run_dir, ExitRecord("preempted", 2, "time limit"))
+    assert status(first)[0] == "preempted"
+    second = prepare(chosen, HERE, "2")
+    stopping.write_exit(second.run_dir, ExitRecord("preempted", 2, "time limit"))
+    word, text = status(second)
+    assert word == "failed" and "no step of this launch is saved" in text
+
+
+def test_a_run_directory_in_use_is_refused(chosen: Config) -> None:
+    spec = prepare(chosen, HERE, "1")
+    board = NodeBoard(Path(spec.directory))
+    board.post(NodeRecord(0, "n1", "10.0.0.1", "running", 1))
+    refuse_running(chosen.run_dir, pause_s=0.1)  # killed: its counter stands still
+    ended = threading.Event()
+
+    def live() -> None:
+        beat = 1
+        while not ended.wait(0.02):
+            beat += 1
+            board.post(NodeRecord(0, "n1", "10.0.0.1", "running", beat))
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        time.sleep(0.1)
+        with pytest.raises(ConfigError, match=r"is in use by launch 1 \(node n1 lives\)"):
+            refuse_running(chosen.run_dir, pause_s=0.2)
+    finally:
+        ended.set()
+        thread.join(timeout=60)
+    board.post(NodeRecord(0, "n1", "10.0.0.1", "done", 99))
+    refuse_running(chosen.run_dir, pause_s=60)  # does not even wait

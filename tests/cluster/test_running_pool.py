@@ -1,0 +1,244 @@
+"""The rollout side on a real engine: batches, versions, log-probs, evaluation; then every way in which it can end.
+
+One pool serves all tests of this file, in order: the last ones kill parts of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cluster.handle import launch_supervisor, read_state
+from megarl.common.errors import ReplicaFailed, RolloutError
+from megarl.common.processes import ProcessId, descendants, is_alive, wait_until
+from megarl.data.tokenize import load_tokenizer
+from megarl.queue.transfer import QueueReader
+from megarl.rollout.requests import GenerateRequest, SamplingSpec
+from tests.support.pool import TestPool, pool_config, start_pool
+from tests.support.pool_checks import GONE_S, assert_all_go, check_rows, command_of, everything, serve
+
+pytestmark = pytest.mark.engine
+
+TEMPERATURE = 0.7
+
+
+def fake_agent() -> subprocess.Popen[bytes]:
+    """Stands for torchrun's agent: something whose end must end the pool."""
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[subprocess.Popen[bytes]]:
+    process = fake_agent()
+    yield process
+    process.kill()
+    process.wait(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory, agent: subprocess.Popen[bytes]) -> Iterator[TestPool]:
+    sampling = {"temperature": TEMPERATURE, "max_tokens": 24}
+    running = start_pool(tmp_path_factory.mktemp("pool"), agent_pid=agent.pid, sampling=sampling)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def reader(pool: TestPool) -> Iterator[QueueReader]:
+    attached = QueueReader.attach(pool.handle.partition, namespace=pool.handle.namespace, timeout_s=60)
+    yield attached
+    attached.close()
+
+
+def test_synchronous_steps(pool: TestPool, reader: QueueReader) -> None:
+    client, batch = pool.client, pool.config.batch
+    [held] = client.devices()
+    assert held.owner == "replica 0" and held.devices == ()
+    prompts = []
+    for step in range(2):
+        serve(pool, step)
+        ready = client.wait_batch(step)
+        assert client.wait_batch(step) == ready
+        assert ready.counters.taken == batch.groups and ready.counters.balanced
+        assert len(ready.keys) == batch.groups * batch.samples_per_group
+        assert [key.split(":")[0] for key in ready.keys[:: batch.samples_per_group]] == [
+            str(group) for group in range(step * batch.groups, (step + 1) * batch.groups)
+        ]
+        rows = reader.fetch(ready.keys)
+        prompts += [tuple(row.prompt_ids) for row in rows[:: batch.samples_per_group]]
+        check_rows(pool, rows, version=step)
+        tags = reader.read_tags(ready.keys)
+        assert [(tag.reward, tag.response_tokens) for tag in tags] == [(r.reward, len(r.response_ids)) for r in rows]
+        assert ready.timings["rollout/engine_seconds"] > 0 and ready.timings["rollout/replicas_alive"] == 1
+        counters = client.commit(step, trained=3, filtered=1, dropped_stale=0, failed=0)
+        assert (counters.trained, counters.filtered, counters.taken) == (3 * (step + 1), step + 1, 0)
+        wait_until(lambda: reader.read_tags() == [], 10, "the queue to forget the step's rows")
+    assert len(set(prompts)) == 2 * batch.groups
+
+
+def test_rewards_judge_the_text_without_special_tokens(pool: TestPool, reader: QueueReader) -> None:
+    decode = load_tokenizer(pool.config.model.path).decode
+    serve(pool, 2)
+    ready = pool.client.wait_batch(2)
+    for row in reader.fetch(ready.keys):
+        text = decode(row.response_ids).replace("<|im_end|>", "").replace("<|im_start|>", "")
+        text = text.replace("<|endoftext|>", "").replace("<unk>", "")
+        assert row.reward == pytest.approx(sum(c.isdigit() for c in text) / max(1, len(text)))
+    group = int(ready.keys[0].split(":")[0])
+    problem = decode(reader.fetch(ready.keys[:1])[0].prompt_ids).split("user\n")[1].split("=")[0]
+    left, right = problem.split("+")
+    assert pool.client.references([group]) == {group: str(int(left) + int(right))}
+    pool.client.commit(2, trained=0, filtered=4, dropped_stale=0, failed=0)
+
+
+def test_wrong_bookkeeping_and_missing_batches_are_errors(pool: TestPool) -> None:
+    with pytest.raises(ValueError, match="never taken"):
+        pool.client.commit(3, trained=4, filtered=0, dropped_stale=0, failed=0)
+    with pytest.raises(RolloutError, match=r"waited 0 s for the batch of step 3; 0 groups in flight"):
+        pool.client.wait_batch(3, timeout_s=0.3)
+
+
+def test_going_back_drops_what_is_in_flight_and_redraws_the_same_groups(pool: TestPool, reader: QueueReader) -> None:
+    """As a restarted trainer does: the state of step 3, with step 3's groups in flight, in the queue or taken."""
+    state = pool.client.state_dict()
+    assert state["admission"]["steps"] == 3
+    responses = []
+    for wait in (True, False):
+        serve(pool, 3)
+        if wait:
+            ready = pool.client.wait_batch(3)
+        counters = pool.client.begin(state)
+        assert counters.balanced and counters.admitted == 3 * pool.config.batch.groups
+        wait_until(lambda: reader.read_tags() == [], 10, "the queue to be empty")
+    assert counters.rolled_back == 2 * pool.config.batch.groups
+    for _ in range(2):
+        serve(pool, 3)
+        again = pool.client.wait_batch(3)
+        assert again.keys == ready.keys and again.counters.rolled_back >= counters.rolled_back
+        responses.append([row.response_ids for row in reader.fetch(again.keys)])
+        pool.client.begin(state)
+    assert responses[0] == responses[1]
+
+
+def test_evaluation_repeats_and_keeps_every_answer(pool: TestPool) -> None:
+    [first], [second] = pool.client.evaluate(3, "before"), pool.client.evaluate(3, "again")
+    assert first == second
+    assert (first.name, first.version, first.n) == ("held_out", 3, 8)
+    assert first.greedy.mean.value != first.sampled.mean.value
+    records = [json.loads(line) for line in (pool.config.run_dir / "eval_before.jsonl").read_text().splitlines()]
+    assert len(records) == 16 and {record["mode"] for record in records} == {"greedy", "sampled"}
+    greedy = [record["score"] for record in records if record["mode"] == "greedy"]
+    assert sum(greedy) / 8 == pytest.approx(first.greedy.mean.value)
+    assert records[0]["reference"] == "201" and "100+101=?" in records[0]["prompt"]
+
+
+def test_seeded_requests_repeat_in_another_order_and_across_a_pause(pool: TestPool) -> None:
+    [replica] = pool.client.engine_handles().replicas()
+    spec = SamplingSpec(24, TEMPERATURE, (2,))
+    wanted = [GenerateRequest(f"a{i}", [1, 60 + i], spec, seed=i) for i in range(6)]
+    again = [GenerateRequest(f"b{i}", [1, 60 + i], spec, seed=i) for i in reversed(range(6))]
+    first = replica.call("generate", wanted, timeout_s=60)
+    replica.call("pause", True, timeout_s=60)
+    paused: list[Any] = []
+    thread = threading.Thread(target=lambda: paused.extend(replica.call("generate", again, timeout_s=60)))
+    thread.start()
+    time.sleep(0.3)
+    assert not paused
+    replica.call("resume", timeout_s=60)
+    thread.join(60)
+    assert [(r.response_ids, r.logprobs) for r in reversed(paused)] == [(r.response_ids, r.logprobs) for r in first]
+
+
+def test_the_run_directory_of_a_living_run_is_refused(pool: TestPool) -> None:
+    with pytest.raises(ValueError, match="in use by another run"):
+        launch_supervisor(pool.config.model_dump_json(), pool.config.run_dir, os.getpid())
+
+
+def test_the_supervisor_lives_in_a_session_of_its_own(pool: TestPool) -> None:
+    supervisor = pool.handle.process.pid
+    assert os.getsid(supervisor) == supervisor != os.getsid(0)
+
+
+def test_a_killed_engine_actor_fails_its_calls_by_name_and_takes_its_engine_along(pool: TestPool) -> None:
+    [replica] = pool.client.engine_handles().replicas()
+    actor = ProcessId.of(replica.call("health", timeout_s=60)["pid"])
+    [engine] = [each for each in descendants(actor.pid) if "EngineCore" in command_of(each)]
+    replica.call("pause", True, timeout_s=60)
+    serve_error: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            pool.client.wait_batch(3)
+        except RolloutError as error:
+            serve_error.append(error)
+
+    pool.client.set_version(3)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.5)
+    os.kill(actor.pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(engine), 5, "the engine of the killed actor")
+    thread.join(GONE_S)
+    [error] = serve_error
+    assert isinstance(error, ReplicaFailed) and "replica 0 died" in str(error) and "replica-0.log" in str(error)
+    with pytest.raises(ReplicaFailed, match="replica 0"):
+        replica.call("health", timeout_s=60)
+
+
+@pytest.mark.slow  # one more engine start
+def test_a_restarted_replica_works_again(pool: TestPool) -> None:
+    handles = pool.client.engine_handles()
+    handles.restart(["replica 0"], timeout_s=1200)
+    [replica] = handles.replicas()
+    request = GenerateRequest("fresh", [1, 2, 3], SamplingSpec(4, 0.0, (2,)))
+    assert replica.call("health", timeout_s=60)["replica"] == 0
+    assert 1 <= len(replica.call("generate", [request], timeout_s=60)[0].response_ids) <= 4
+
+
+def test_nothing_outlives_a_killed_agent(pool: TestPool, agent: subprocess.Popen[bytes]) -> None:
+    assert_all_go(everything(pool), agent.kill)
+    state = read_state(pool.config.run_dir)
+    assert state is not None and state["state"] == "stopped" and str(agent.pid) in state["error"]
+    with pytest.raises(RolloutError, match=r"has ended: the launcher \(pid \d+\) is gone"):
+        pool.client.counters()
+    assert not list(Path("/tmp").glob(f"megarl-*/session_*_{pool.handle.process.pid}"))
+    pool.client.close()
+
+
+def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    running = start_pool(tmp_path)
+    try:
+        kill = lambda: os.kill(running.handle.process.pid, signal.SIGKILL)  # noqa: E731
+        assert_all_go(everything(running), kill)
+        with pytest.raises(RolloutError, match="its supervisor was killed"):
+            running.client.counters()
+    finally:
+        running.close()
+
+
+def test_an_engine_that_cannot_start_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
+    config = pool_config(tmp_path)
+    weights = config.model.path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:200])
+    before = descendants(os.getpid())
+    from megarl.cluster.client import PoolClient
+
+    handle = launch_supervisor(config.model_dump_json(), config.run_dir, os.getpid())
+    children = descendants(handle.process.pid)
+    with pytest.raises(RolloutError, match=r"engine replica 0: replica 0 failed to start: .*SafetensorError: .*header"):
+        PoolClient.connect(handle, config)
+    wait_until(
+        lambda: not any(map(is_alive, {handle.process, *children})) and descendants(os.getpid()) <= before,
+        GONE_S,
+        "the failed pool to go",
+    )

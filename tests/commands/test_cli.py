@@ -1,0 +1,56 @@
+"""The command line: mistakes in one message, and the pages that are made from the code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.commands import cli
+from megarl.config.options_page import configuration_page
+from megarl.telemetry.metrics_page import metrics_page
+from tests.support.checkout import ROOT
+from tests.support.configs import tree, write_problems
+from tests.support.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("plan") / "model", num_hidden_layers=4)
+
+
+def test_plan_reports_mistakes_in_one_message(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(tree(model, write_problems(tmp_path / "prompts.jsonl", 1))))
+    assert cli.main(["plan", "--config", str(path), "trainer.gpus=3", "trainer.parallel.tensor=2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megarl: ") and "trainer.gpus: 3 is not a multiple" in error
+    assert "Traceback" not in error
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(command in text for command in ("plan", "doctor", "docs"))
+
+
+def test_committed_references_are_what_the_code_says() -> None:
+    """Fix: megarl docs."""
+    assert (ROOT / "docs" / "configuration.md").read_text() == configuration_page()
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page()
+
+
+def test_docs_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["docs", "--out", str(tmp_path), "--check"]) == 1
+    assert cli.main(["docs", "--out", str(tmp_path)]) == 0
+    assert cli.main(["docs", "--out", str(tmp_path), "--check"]) == 0
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_every_key_is_in_the_reference() -> None:
+    from megarl.config.load import walk_keys
+
+    page = configuration_page()
+    assert all(f"`{key.rsplit('.', 1)[-1]}`" in page or f"## `{key}`" in page for key in walk_keys())

@@ -1,0 +1,157 @@
+"""`megarl replay`: recorded batches give the very weights that the step gave on the trajectories in memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.commands.cli import main
+from megarl.commands.replay import choose_steps, replay_config
+from megarl.common.errors import ConfigError
+from megarl.config.load import to_yaml
+from megarl.queue.dump import DumpError, write_batch
+from tests.support.recorded_steps import GROUPS, SAMPLES, STEPS, make_batch
+from tests.support.rl_problem import make_config
+from tests.support.tensors import Tensors, read_hf
+from tests.support.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    """A run directory as a run leaves it: config and batches."""
+    root = tmp_path_factory.mktemp("replay")
+    model = make_tiny_model(root / "model")
+    config = make_config(
+        model,
+        run__dir=root / "run",
+        run__steps=STEPS,
+        batch__groups=GROUPS,
+        batch__samples_per_group=SAMPLES,
+        algorithm__kl__coef=0.0,
+        trainer__mini_batches=2,
+        telemetry__tensorboard=False,
+    )
+    (root / "run").mkdir()
+    (root / "run" / "config.yaml").write_text(to_yaml(config))
+    for step in range(STEPS):
+        write_batch(root / "run" / "batches", step, step, make_batch(step))
+    return root / "run"
+
+
+def distance(a: Tensors, b: Tensors) -> float:
+    """||a - b|| over all tensors together."""
+    assert a.keys() == b.keys()
+    return sum(float((a[name] - b[name]).double().square().sum()) for name in a) ** 0.5
+
+
+def test_replay_repeats_the_steps_on_one_rank_and_two(recorded, world):
+    in_memory = world(1).run("tests.support.ranks.replay:train_in_memory", run_dir=recorded, steps=STEPS)[0]
+    replayed = world(1).run("tests.support.ranks.replay:replay", run_dir=recorded, steps=STEPS)[0]
+    assert in_memory["metrics"] == replayed["metrics"]
+    assert len(replayed["metrics"]) == STEPS
+    # Group 1 lost its only correct sample, so nothing tells its others apart.
+    assert replayed["metrics"][0]["groups/trained"] == GROUPS - 1
+    assert replayed["metrics"][0]["groups/filtered"] == 1
+    assert replayed["metrics"][0]["batch/failed_samples"] == 1
+    assert distance(in_memory["weights"], replayed["weights"]) == 0.0
+    start = read_hf(recorded.parent / "model")
+    moved = distance(start, replayed["weights"])
+    assert moved > 0.01
+    for layout in ({"tensor": 2}, {}):
+        parts = world(2).run("tests.support.ranks.replay:replay", run_dir=recorded, steps=STEPS, layout=layout)
+        joined = {name: value for part in parts for name, value in part["weights"].items()}
+        assert distance(joined, replayed["weights"]) / moved < 1e-4
+    # A replay of fewer steps is another policy: the comparison can fail.
+    shorter = world(1).run("tests.support.ranks.replay:replay", run_dir=recorded, steps=STEPS - 1)[0]
+    assert distance(shorter["weights"], replayed["weights"]) / moved > 0.05
+
+
+def test_command_line_on_one_rank(recorded, tmp_path):
+    import subprocess
+    import sys
+
+    out = tmp_path / "again"
+    command = [
+        sys.executable,
+        "-m",
+        "megarl",
+        "replay",
+        "--run-dir",
+        str(recorded),
+        "--steps",
+        "2",
+        "--out",
+        str(out),
+        "--export",
+    ]
+    for _ in range(2):
+        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stderr + ended.stdout
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]  # as the run itself numbered them
+    before = [json.loads(line) for line in (out / "previous" / "1" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["policy/loss"] for line in before] == [line["policy/loss"] for line in lines]
+    assert lines[0]["policy/updates"] == 2 and lines[0]["time/update"] > 0
+    exported = read_hf(out / "hf")
+    assert distance(exported, read_hf(recorded.parent / "model")) > 0
+    assert (out / "hf" / "tokenizer.json").is_file()
+
+
+def test_config_of_the_run_with_overrides(recorded, tmp_path):
+    config = replay_config(recorded, tmp_path / "out", ["trainer.optimizer.lr=1e-5"])
+    assert config.trainer.optimizer.lr == 1e-5 and config.run_dir == tmp_path / "out"
+    assert replay_config(recorded, None, []).run_dir == recorded / "replay"
+    with pytest.raises(ConfigError, match=r"no config\.yaml"):
+        replay_config(tmp_path, None, [])
+
+
+def test_steps_with_a_gap_or_none_are_refused(recorded, tmp_path):
+    assert choose_steps(recorded / "batches", 2) == [0, 1]
+    assert choose_steps(recorded / "batches", None) == [0, 1, 2]
+    with pytest.raises(DumpError, match="--steps: 0"):
+        choose_steps(recorded / "batches", 0)
+    with pytest.raises(DumpError, match="dump_batches=true"):
+        choose_steps(tmp_path, None)
+    shutil.copytree(recorded / "batches", tmp_path / "batches")
+    (tmp_path / "batches" / "step_000001.0-of-1.parquet").unlink()
+    with pytest.raises(DumpError, match="step 1 is missing"):
+        choose_steps(tmp_path / "batches", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--run-dir", "nowhere"], "nowhere has no config.yaml"),
+        (["--run-dir", "{run}", "trainer.gpus=2"], "torchrun --nproc-per-node 2 -m megarl replay"),
+        (["--run-dir", "{run}", "--batches", "nowhere"], "no recorded batch"),
+        (["--run-dir", "{run}", "trainer.nonsense=2"], "trainer.nonsense: no such key"),
+        (["--run-dir", "{run}", "--out", "{run}"], "is the recorded run itself"),
+        (["--run-dir", "{run}", "--out", "{run}/batches"], "batches holds"),
+    ],
+)
+def test_mistakes_end_with_one_message(recorded, arguments, message, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["replay", *(argument.format(run=recorded) for argument in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("megarl: ") and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "-m megarl replay --run-dir r --steps 5 --out o --batches b --checkpoint c --export",
+        "examples/rl/train_rl.py --config c.yaml --dry-run --resume auto --dump-batches run.steps=1",
+        "tools/checkpoint/convert.py import --hf a --out b --dtype bfloat16 --workers 2 --resume --force",
+    ],
+)
+def test_torchrun_leaves_our_options_alone(command: str) -> None:
+    """Its parser refuses any option, ours too, that begins several of its own: `--run` did."""
+    from torch.distributed.run import get_args_parser
+
+    first, *rest = command.split()
+    script = rest.pop(0) if first == "-m" else first
+    arguments = get_args_parser().parse_args(["--nproc-per-node", "2", *command.split()])
+    assert (arguments.training_script, arguments.training_script_args) == (script, rest)

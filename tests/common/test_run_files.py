@@ -1,0 +1,39 @@
+"""The stop file, SIGTERM and exit.json, without a run; tests/jobs has the runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from megarl.common import run_files
+from megarl.common.run_files import ExitRecord
+
+
+def test_the_first_reason_stays_until_it_is_forgotten(tmp_path: Path) -> None:
+    assert run_files.stop_reason(tmp_path) is None and run_files.read_exit(tmp_path) is None
+    run_files.ask_to_stop(tmp_path, "time limit")
+    run_files.ask_to_stop(tmp_path, "SIGTERM")
+    assert run_files.stop_reason(tmp_path) == "time limit"
+    run_files.write_exit(tmp_path, ExitRecord("preempted", 3, "time limit"))
+    assert run_files.read_exit(tmp_path) == ExitRecord("preempted", 3, "time limit")
+    run_files.forget(tmp_path)
+    assert run_files.stop_reason(tmp_path) is None and run_files.read_exit(tmp_path) is None
+    run_files.forget(tmp_path)
+
+
+def test_a_stop_file_made_by_touch_counts(tmp_path: Path) -> None:
+    (tmp_path / run_files.STOP_FILE).touch()
+    assert run_files.stop_reason(tmp_path) == "asked to stop"
+
+
+def test_sigterm_is_remembered_and_ends_nothing() -> None:
+    flag = run_files.TerminationFlag()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        flag.install()
+        assert not flag.raised
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert flag.raised
+    finally:
+        signal.signal(signal.SIGTERM, before)

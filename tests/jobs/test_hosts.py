@@ -1,0 +1,102 @@
+"""launch/multinode.sh over four hosts with addresses, names and process ids of their own."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.checkout import ROOT, environment
+from tests.support.hosts import Hosts
+from tests.support.jobs import FOUR_HOSTS, check_steps, exit_record, wait_for, write_job
+from tests.support.run import step_records
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+def start(hosts: Hosts, config: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    log = config.with_name("job.log")
+    command = ["launch/multinode.sh", ",".join(hosts.addresses), str(config)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(MEGARL_RSH=str(hosts.rsh)), stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    return process, log
+
+
+def commands(hosts: Hosts, index: int) -> str:
+    return "\n".join(" ".join(process.cmdline()) for process in hosts.processes(index))
+
+
+def engine_pids(hosts: Hosts) -> set[int]:
+    return {p.pid for i in (2, 3) for p in hosts.processes(i) if "ray::EngineReplica" in " ".join(p.cmdline())}
+
+
+def is_rank(process: psutil.Process) -> bool:
+    command = process.cmdline()
+    return any(word.endswith("train_rl.py") for word in command) and "torch.distributed.run" not in command
+
+
+def check_places(hosts: Hosts) -> None:
+    """Ranks on the trainer hosts, an engine on each rollout host, and nothing of the one on the other."""
+    for index in (0, 1):
+        here = commands(hosts, index)
+        assert "train_rl.py" in here and "raylet" in here
+        assert "EngineReplica" not in here and "gcs_server" not in here
+    for index in (2, 3):
+        here = commands(hosts, index)
+        assert here.count("ray::EngineReplica") == 1 and "train_rl.py" not in here
+        assert ("gcs_server" in here) == (index == 2)
+
+
+def test_a_job_runs_to_its_end(hosts: Hosts, tmp_path: Path) -> None:
+    config = write_job(tmp_path, steps=4, **FOUR_HOSTS)
+    run_dir = tmp_path / "run"
+    process, log = start(hosts, config)
+    try:
+        wait_for(lambda: len(step_records(run_dir)) > 0 or process.poll() is not None, 400, "the first step", log)
+        assert process.wait(timeout=120) == 0, log.read_text()[-4000:]
+    finally:
+        process.kill()
+    assert exit_record(run_dir)["status"] == "finished"
+    check_steps(run_dir, 4)
+    assert not any(hosts.processes(index) for index in range(4))
+
+
+def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(hosts: Hosts, tmp_path: Path) -> None:
+    """First a trainer rank is killed: the ranks of both hosts restart. Then a rollout host loses its power."""
+    config = write_job(
+        tmp_path, steps=100_000, timeouts={"node_s": 20, "shutdown_s": 20, "collective_s": 60, "save_s": 60},
+        checkpoint={"every": 2}, launch={"max_restarts": 1}, **FOUR_HOSTS,
+    )  # fmt: skip
+    run_dir = tmp_path / "run"
+    process, log = start(hosts, config)
+    try:
+        saved = run_dir / "checkpoints"
+        wait_for(lambda: len(step_records(run_dir)) > 4 or process.poll() is not None, 400, "some steps", log)
+        wait_for(lambda: any(saved.glob("iter_*/manifest.json")), 60, "a checkpoint", log)
+        check_places(hosts)
+        engines = engine_pids(hosts)
+        (rank,) = [p for p in hosts.processes(1) if is_rank(p)]
+        rank.kill()
+        wait_for(
+            lambda: log.read_text().count("engines are up") == 2 or process.poll() is not None, 300, "a restart", log
+        )
+        before = len(step_records(run_dir))
+        wait_for(
+            lambda: len(step_records(run_dir)) > before + 2 or process.poll() is not None, 100, "further steps", log
+        )
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert engine_pids(hosts) == engines
+        hosts.lose(3)
+        assert process.wait(timeout=240) == 1, log.read_text()[-4000:]
+    finally:
+        process.kill()
+    lost = hosts.addresses[3]
+    last = log.read_text().strip().splitlines()[-1]
+    assert last == f"megarl: node {lost} failed: lost, silent for 20 s", log.read_text()[-4000:]
+    assert exit_record(run_dir)["status"] == "failed" and lost in exit_record(run_dir)["reason"]
+    assert not any(hosts.processes(index) for index in range(4))

@@ -1,0 +1,274 @@
+"""The pool against functions that really hang, crash and raise."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rewards.worker_pool import RewardPool, RewardPoolError
+from tests.support.checkout import ROOT
+
+MODULE = "tests.support.reward_functions"
+FUNCTION = f"{MODULE}:by_response"
+TIMEOUT_S = 2.0
+
+
+def sample(response: str) -> RewardInput:
+    return RewardInput(prompt="", response=response)
+
+
+def run(pool: RewardPool, *responses: str) -> list[RewardOutcome]:
+    return asyncio.run(pool.score_many([sample(r) for r in responses]))
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # gone before, or while it was read
+        return False
+    return state != "Z"
+
+
+def gone(pids: list[int], within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    pool = RewardPool(FUNCTION, workers=2, timeout_s=TIMEOUT_S, on_error=-0.5)
+    asyncio.run(pool.start())
+    yield pool
+    pids = pool.pids()
+    pool.close()
+    assert gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("response", "reason", "message"),
+    [
+        ("hang", "timeout", "no reward after 2 s"),
+        ("hang_in_c", "timeout", "no reward after 2 s"),  # no signal could interrupt this one
+        ("raise apples", "exception", "KeyError: 'no apples' (reward_functions.py:"),
+        ("exit", "exception", "SystemExit: 3"),
+        ("crash", "crash", "exit code 7"),
+        ("abort", "crash", "killed by SIGABRT"),
+        ("nan", "invalid", "nan, not a finite number"),
+        ("none", "invalid", "a number or a RewardResult, not None"),
+    ],
+)
+def test_it_costs_that_sample_its_reward_and_no_other(
+    pool: RewardPool, response: str, reason: str, message: str
+) -> None:
+    before = pool.counters()
+    outcomes = run(pool, "ok 0.25", response, "ok 0.5", "ok 0.75")
+    assert [o.score for o in outcomes] == [0.25, -0.5, 0.5, 0.75]
+    assert [o.error is None for o in outcomes] == [True, False, True, True]
+    assert outcomes[1].reason == reason and message in str(outcomes[1].error)
+    after = pool.counters()
+    assert after["scored"] == before["scored"] + 4
+    changed = {key for key in after if after[key] != before[key]} - {"scored", "restarts"}
+    assert changed == {"errors", reason} and after[reason] == before[reason] + 1
+
+
+def test_what_a_hanging_function_started_goes_with_it(pool: RewardPool, tmp_path: Path) -> None:
+    assert run(pool, f"spawn {tmp_path / 'pid'}")[0].reason == "timeout"
+    assert gone([int((tmp_path / "pid").read_text())])
+
+
+def test_a_hang_holds_up_nobody_on_the_other_worker(pool: RewardPool) -> None:
+    async def race() -> float:
+        hanging = asyncio.create_task(pool.score(sample("hang")))
+        await asyncio.sleep(0.05)
+        begin = time.monotonic()
+        await pool.score(sample("ok"))
+        waited = time.monotonic() - begin
+        assert not hanging.done()
+        assert (await hanging).reason == "timeout"
+        return waited
+
+    run(pool, "ok", "ok")  # both workers are there again
+    assert asyncio.run(race()) < TIMEOUT_S
+
+
+def test_results_are_in_order_and_many(pool: RewardPool) -> None:
+    outcomes = run(pool, *(f"ok {i}" for i in range(500)))
+    assert [o.score for o in outcomes] == [float(i) for i in range(500)]
+
+
+def test_what_a_function_prints_disturbs_nothing(pool: RewardPool) -> None:
+    assert run(pool, "print 3")[0] == RewardOutcome(3.0)
+
+
+def test_samples_after_a_hang_in_the_same_batch_are_still_judged() -> None:
+    """One worker, batches of many: the hanging one is found among them, the rest goes to the replacement."""
+    pool = RewardPool(FUNCTION, workers=1, timeout_s=1.0)
+    pool._sample_seconds = 1e-4  # as after many cheap samples
+    try:
+        outcomes = run(pool, *(["ok 1"] * 10), "hang", *(["ok 2"] * 10), "crash", *(["ok 3"] * 10))
+        assert [o.score for o in outcomes] == [1.0] * 10 + [0.0] + [2.0] * 10 + [0.0] + [3.0] * 10
+        counters = pool.counters()
+        assert (counters["timeout"], counters["crash"], counters["scored"]) == (1, 1, 32)
+    finally:
+        pool.close()
+
+
+def test_the_limit_is_per_sample_not_per_batch() -> None:
+    pool = RewardPool(FUNCTION, workers=1, timeout_s=1.5)
+    pool._sample_seconds = 1e-4
+    try:
+        assert [o.score for o in run(pool, *["sleep 0.5"] * 5)] == [1.0] * 5
+    finally:
+        pool.close()
+
+
+def test_warm_up_does_not_count_as_a_samples_time() -> None:
+    pool = RewardPool(f"{MODULE}:warmed", timeout_s=1.0)  # it warms up for 1.5 s
+    try:
+        assert run(pool, "x")[0].error is None  # started by the first sample, not by start()
+    finally:
+        pool.close()
+
+
+def test_workers_are_processes_of_their_own(pool: RewardPool) -> None:
+    pids = {int(o.score) for o in run(pool, *["pid"] * 20)}
+    assert os.getpid() not in pids and pids <= set(pool.pids())
+
+
+def test_it_works_from_a_thread_that_is_not_the_main_one(pool: RewardPool) -> None:
+    """As in Ray's async actors; no signal may be involved."""
+    results: list[RewardOutcome] = []
+    thread = threading.Thread(target=lambda: results.extend(run(pool, "ok 1", "hang", "ok 2")))
+    thread.start()
+    thread.join(timeout=30)
+    assert [r.score for r in results] == [1.0, -0.5, 2.0]
+
+
+def test_a_killed_worker_is_replaced(pool: RewardPool) -> None:
+    run(pool, "ok", "ok")
+    before = pool.pids()
+    for pid in before:
+        with contextlib.suppress(ProcessLookupError):  # one that the test before had killed, not yet replaced
+            os.kill(pid, signal.SIGKILL)
+    assert gone(before)
+    # Found dead when a batch is sent, which is no sample's fault.
+    assert [o.score for o in run(pool, *["ok 1"] * 6)] == [1.0] * 6
+    assert run(pool, *["ok 1"] * 40)[0].error is None
+
+
+def test_an_abandoned_sample_is_not_judged() -> None:
+    pool = RewardPool(FUNCTION, workers=1, timeout_s=5.0)
+
+    async def abandon() -> None:
+        await pool.start()
+        busy = asyncio.create_task(pool.score(sample("sleep 0.5")))
+        await asyncio.sleep(0.2)
+        waiting = asyncio.create_task(pool.score(sample("hang")))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        assert (await busy).score == 1.0
+        assert (await pool.score(sample("ok"))).score == 1.0
+
+    try:
+        asyncio.run(abandon())
+        assert pool.counters()["scored"] == 2
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "message"),
+    [
+        ("gsm9k", {}, "neither gsm8k, math nor a path `package.module:function`"),
+        ("no.such.module:f", {}, "importing 'no.such.module' failed: ModuleNotFoundError"),
+        (f"{MODULE}:nothing", {}, "has no 'nothing'"),
+        (f"{MODULE}:three", {}, "needs (a, b, c)"),
+        (f"{MODULE}:coroutine", {}, "is async"),
+        (f"{MODULE}:plain", {"scale": 2}, "['scale'] are no parameters"),
+    ],
+)
+def test_a_function_that_cannot_work_is_found_at_the_start(function: str, kwargs: dict, message: str) -> None:
+    pool = RewardPool(function, kwargs, workers=1)
+    try:
+        with pytest.raises(ValueError) as caught:
+            asyncio.run(pool.start())
+        assert message in str(caught.value)
+        with pytest.raises(RewardPoolError):
+            run(pool, "ok")
+    finally:
+        pool.close()
+
+
+def test_what_another_process_cannot_import_or_receive_is_found_at_once() -> None:
+    with pytest.raises(ValueError, match="cannot be imported by another process"):
+        RewardPool(lambda sample: 1.0)
+    with pytest.raises(ValueError, match=r"reward\.kwargs cannot be sent"):
+        RewardPool(FUNCTION, {"lock": threading.Lock()})
+    with pytest.raises(ValueError, match="workers >= 1"):
+        RewardPool(FUNCTION, workers=0)
+
+
+def test_a_pool_that_cannot_replace_its_process_fails_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not silently with `on_error` for every sample."""
+    monkeypatch.setenv("MEGARL_TEST_MARKER", str(tmp_path / "started"))
+    pool = RewardPool(f"{MODULE}:starts_once", workers=1)
+
+    async def score() -> list[object]:
+        await pool.start()
+        return await asyncio.gather(*(pool.score(sample("x")) for _ in range(3)), return_exceptions=True)
+
+    try:
+        first, *others = asyncio.run(score())
+        assert isinstance(first, RewardOutcome) and first.reason == "crash"
+        assert all(isinstance(o, RewardPoolError) and "could not be replaced" in str(o) for o in others)
+        assert "FileExistsError" in str(others[0])
+    finally:
+        pool.close()
+
+
+def test_close_fails_what_waits_and_can_be_repeated() -> None:
+    pool = RewardPool(FUNCTION, workers=1, timeout_s=60.0)
+    asyncio.run(pool.start())
+    futures = [pool.submit(sample("hang")), pool.submit(sample("ok"))]
+    time.sleep(0.2)
+    pids = pool.pids()
+    pool.close()
+    pool.close()
+    assert gone(pids)
+    for future in futures:
+        with pytest.raises(RewardPoolError, match="closed"):
+            future.result(timeout=5)
+    with pytest.raises(RewardPoolError, match="closed"):
+        run(pool, "ok")
+
+
+def test_workers_die_with_a_killed_parent() -> None:
+    code = (
+        "import asyncio; from megarl.rewards.worker_pool import RewardPool\n"
+        "from megarl.rewards.types import RewardInput\n"
+        f"pool = RewardPool({FUNCTION!r}, workers=2, timeout_s=600)\n"
+        "asyncio.run(pool.start())\n"
+        "futures = [pool.submit(RewardInput('', r)) for r in ('hang_in_c', 'hang')]\n"
+        "print(*pool.pids(), flush=True)\n"
+        "futures[0].result()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2 and all(map(alive, pids))
+    parent.kill()
+    parent.wait(timeout=10)
+    assert gone(pids)

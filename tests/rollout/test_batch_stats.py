@@ -1,0 +1,55 @@
+"""What the controller measures of a batch: busy time of the engine, and metrics that are declared."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rollout.batch_stats import BatchStats, BusyClock, quantile
+from megarl.telemetry.declarations import step_metrics
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 10), st.integers(0, 3)), min_size=1, max_size=20))
+def test_busy_time_is_the_union_of_the_intervals(spans: list[tuple[int, int, int]]) -> None:
+    """(leaving, time at the engine, time on the way): the time on the way is not the engine's."""
+    clock, busy = BusyClock(), set()
+    ends = sorted((start + length + way, length, start, key) for key, (start, length, way) in enumerate(spans))
+    for key, (start, _, _) in enumerate(spans):
+        clock.enter(key, start)
+    for end, length, _, key in ends:
+        clock.leave(key, end, length)
+        busy |= set(range(end - length, end))
+    assert clock.take(1000) == len(busy)
+    assert clock.take(2000) == 0
+
+
+def test_a_running_request_counts_up_to_now_and_once() -> None:
+    clock = BusyClock()
+    clock.enter(1, 1.0)
+    assert clock.take(3.5) == 2.5
+    clock.leave(1, 4.0, 2.9)
+    assert clock.take(9.0) == 0.5
+    with pytest.raises(KeyError):
+        clock.leave(1, 9.0, 1.0)
+    clock.enter(2, 10.0)
+    clock.leave(2, 11.0, 5.0)  # no longer than it was away
+    assert clock.take(12.0) == 1.0
+
+
+def test_batch_metrics() -> None:
+    stats = BatchStats([0.1, 0.4, 0.2, 0.3], [0.01, 0.03], Counter({"timeout": 2, "crash": 1}), skipped_prompts=5)
+    values = stats.metrics(queue_depth=3, replicas_alive=2)
+    assert values["reward/errors"] == 3 and values["rollout/skipped_prompts"] == 5
+    assert values["rollout/generate_seconds_max"] == 0.4 and values["rollout/generate_seconds_p50"] == 0.3
+    assert values["rollout/reward_seconds_mean"] == pytest.approx(0.02)
+    assert quantile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0
+    assert "rollout/generate_seconds_p50" not in BatchStats().metrics(queue_depth=0, replicas_alive=1)
+
+
+def test_batch_metrics_are_declared() -> None:
+    metrics = step_metrics()
+    metrics.update(BatchStats([0.1], [0.1]).metrics(queue_depth=0, replicas_alive=1))
+    assert metrics.reduce()["rollout/replicas_alive"] == 1

@@ -1,0 +1,78 @@
+"""Config to vLLM's arguments: what each device path needs, and what the user cannot undo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.engine_checks import engine_problems
+from megarl.rollout.engine_args import _whole_prompts, engine_args, engine_environment
+from tests.support.live_engine import LiveReplica
+from tests.support.pool import pool_config
+from tests.support.tiny import make_tiny_model
+
+
+def config(tmp_path: Path, **sections: dict):
+    return pool_config(tmp_path, tmp_path / "no_model_needed", **sections)
+
+
+def test_on_cpu_one_process_runs_the_model_eagerly(tmp_path: Path) -> None:
+    args = engine_args(config(tmp_path), cuda=False, max_model_len=80)
+    assert args["distributed_executor_backend"] == "uni" and args["enforce_eager"] is True
+    assert args["dtype"] == "float32" and args["logprobs_mode"] == "processed_logprobs" and args["max_model_len"] == 80
+    environment = engine_environment(config(tmp_path), cuda=False)
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and "VLLM_CPU_OMP_THREADS_BIND" not in environment
+
+
+def test_tensor_parallel_engines_get_workers_and_cores(tmp_path: Path) -> None:
+    two = config(tmp_path, rollout={"tensor_parallel": 2, "cpu_kv_cache_gib": 3})
+    assert engine_args(two, cuda=False)["distributed_executor_backend"] == "mp"
+    environment = engine_environment(two, cuda=False)
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0|1" and environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment
+
+
+def test_on_gpu_nothing_of_the_cpu_path_remains(tmp_path: Path) -> None:
+    gpu = config(tmp_path, trainer={"precision": "bf16"})
+    args = engine_args(gpu, cuda=True)
+    assert args["distributed_executor_backend"] is None and args["enforce_eager"] is False
+    assert args["dtype"] == "bfloat16"
+    assert not any("CPU" in name or "DYNAMO" in name for name in engine_environment(gpu, cuda=True))
+
+
+def test_engine_kwargs_cannot_undo_what_training_relies_on(tmp_path: Path) -> None:
+    passed = config(tmp_path, rollout={"engine_kwargs": {"block_size": 32}})
+    assert engine_args(passed, cuda=False)["block_size"] == 32
+    broken = config(tmp_path, rollout={"engine_kwargs": {"logprobs_mode": "raw_logprobs"}})
+    with pytest.raises(ValueError, match=r"rollout\.engine_kwargs\.logprobs_mode.*temperature"):
+        engine_args(broken, cuda=False)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_the_plan_refuses_what_the_replica_refuses(tmp_path: Path, cuda: bool) -> None:
+    """What megarl passes itself, apart from what only has a better default there."""
+    defaults = {"disable_log_stats", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"}
+    for name in set(engine_args(config(tmp_path), cuda=cuda, max_model_len=80)) - defaults | {"weight_transfer_config"}:
+        broken = config(tmp_path, rollout={"engine_kwargs": {name: None}})
+        assert [problem.split(": ")[0] for problem in engine_problems(broken)] == [f"rollout.engine_kwargs.{name}"]
+        with pytest.raises(ValueError, match=rf"rollout\.engine_kwargs\.{name}: not for the user"):
+            engine_args(broken, cuda=cuda)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_seeded_prompt_longer_than_one_step(tmp_path: Path, cut: bool) -> None:
+    """vLLM 0.32 on CPU: cut over two steps it kills the engine, which is why `engine_args` keeps prompts whole."""
+    batched = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64} if cut else _whole_prompts(512)
+    replica = LiveReplica(make_tiny_model(tmp_path / "model"), **batched)
+    response = replica.generate(list(range(3, 83)) * 3, "long", max_tokens=4, seed=5)
+    try:
+        if cut:
+            with pytest.raises(Exception, match=r"EngineCore|EngineDead"):
+                response.result(120)
+        else:
+            assert len(response.result(120).ids) == 4
+    finally:
+        replica.shutdown()

@@ -1,0 +1,303 @@
+"""A step: every group and every sample ends exactly once, and every option reaches what the updates train on."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from megarl.algorithms.losses import LossSpec
+from megarl.config.schema import Config
+from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan, sample_key
+from megarl.run.batch_metrics import record_batch
+from megarl.run.step import plan_step
+from megarl.telemetry.declarations import step_metrics
+from megarl.trainer.batch import TrainSample
+from tests.support.rl_problem import (
+    CLIP,
+    ENTROPY,
+    dense_dims,
+    make_samples,
+    padded_gradients,
+    plain_logprobs,
+)
+from tests.support.tensors import worst
+from tests.support.tiny import make_tiny_model
+
+
+def config(**sections: dict) -> Config:
+    base = {
+        "run": {"steps": 1},
+        "model": {"path": "x"},
+        "batch": {"groups": 4, "samples_per_group": 4},
+        "sampling": {"max_tokens": 8},
+        "data": {"path": "y"},
+    }
+    return Config.model_validate({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections})
+
+
+def tag(
+    group: int,
+    index: int,
+    reward: float,
+    *,
+    tokens: int = 4,
+    version: int = 0,
+    status: str = "ok",
+    finish: str = "stop",
+) -> SampleTag:
+    return SampleTag(sample_key(group, index), group, index, 3, tokens, version, finish, reward, {}, status)  # type: ignore[arg-type]
+
+
+SAMPLES = st.tuples(
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.integers(1, 8),
+    st.sampled_from([3, 4]),
+    st.sampled_from(["ok", "ok", "failed"]),
+)
+
+
+@given(
+    groups=st.lists(st.lists(SAMPLES, min_size=2, max_size=5), max_size=6),
+    dp_size=st.integers(1, 3),
+    mini_batches=st.integers(1, 3),
+)
+@settings(deadline=None)
+def test_every_sample_is_counted_once(groups: list, dp_size: int, mini_batches: int) -> None:
+    tags = [
+        tag(g, i, reward, tokens=tokens, version=version, status=status)
+        for g, group in enumerate(groups)
+        for i, (reward, tokens, version, status) in enumerate(group)
+    ]
+    plan = plan_step(tags, config(trainer={"mini_batches": mini_batches}), dp_size=dp_size, version=4)
+    assert plan.outcome.admitted == len(groups)
+    placed = collections.Counter(key for rank in range(dp_size) for key in plan.keys_of(rank))
+    trained = {sample.key for group in plan.shaped.groups for sample in group}
+    assert set(placed) == trained and set(placed.values()) <= {1}
+    for key in placed:
+        assert plan.tags[key].status == "ok" and plan.tags[key].oldest_version == 4, "failed or stale sample trained"
+    assert len(plan.mini_batches) == min(mini_batches, plan.outcome.trained)
+    for part in plan.mini_batches:  # groups are whole within one update
+        inside = {key.split(":")[0] for rank in part for key in rank}
+        elsewhere = {k.split(":")[0] for other in plan.mini_batches if other is not part for r in other for k in r}
+        assert not inside & elsewhere
+    metrics = step_metrics()
+    record_batch(metrics, plan)
+    values = metrics.reduce()
+    assert values["batch/samples"] == len(tags)
+    assert values["groups/trained"] == plan.outcome.trained
+
+
+def test_the_plan_does_not_depend_on_the_order_of_the_tags() -> None:
+    tags = [tag(g, i, float((g + i) % 2), tokens=1 + i) for g in range(4) for i in range(4)]
+    plans = [plan_step(order, config(), dp_size=2, version=0) for order in (tags, tags[::-1])]
+    assert plans[0].hash == plans[1].hash and plans[0].mini_batches == plans[1].mini_batches
+
+
+def test_a_stale_token_keeps_its_group_from_the_update() -> None:
+    tags = [tag(g, i, float(i % 2), version=3 if (g, i) == (1, 2) else 4) for g in range(3) for i in range(4)]
+    plan = plan_step(tags, config(), dp_size=1, version=4)
+    assert plan.outcome.dropped_stale == 1 and plan.outcome.trained == 2
+    assert not any(key.startswith("1:") for key in plan.keys_of(0))
+
+
+def test_permuted_rewards_keep_the_group_s_rewards_but_not_their_owners() -> None:
+    tags = [tag(g, i, float(i)) for g in range(8) for i in range(4)]
+    fair = plan_step(tags, config(), dp_size=1, version=0)
+    control = plan_step(tags, config(algorithm={"permute_rewards": True}), dp_size=1, version=0)
+    for honest, shuffled in zip(fair.shaped.groups, control.shaped.groups, strict=True):
+        assert sorted(s.reward for s in honest) == sorted(s.reward for s in shuffled)
+    assert fair.shaped.groups != control.shaped.groups
+
+
+def test_permuted_rewards_leave_out_failed_samples() -> None:
+    """A failed sample's 0 on one of the solved ones would make a group that has nothing to tell apart."""
+    tags = [tag(g, i, float(i != g % 4), status="failed" if i == g % 4 else "ok") for g in range(8) for i in range(4)]
+    plan = plan_step(tags, config(algorithm={"permute_rewards": True}), dp_size=1, version=0)
+    assert plan.outcome.filtered == 8 and plan.shaped.solved_all == 8
+
+
+def test_a_sample_that_appears_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="share a key"):
+        plan_step([tag(0, 0, 1.0), tag(0, 1, 0.0), tag(0, 1, 0.5)], config(), dp_size=1, version=0)
+
+
+def shaped(tags: list[SampleTag], **sections: dict) -> list[tuple[float, float, bool]]:
+    """(reward, advantage, trained) of the samples of the one group."""
+    (group,) = plan_step(tags, config(**sections), dp_size=1, version=0).shaped.groups
+    return [(sample.reward, sample.advantage, sample.trained) for sample in group]
+
+
+@pytest.mark.parametrize(
+    ("kind", "advantages"),
+    [
+        ("grpo", [2 / (3**0.5 + 1e-4), -1 / (3**0.5 + 1e-4), -1 / (3**0.5 + 1e-4)]),
+        ("dr_grpo", [2.0, -1.0, -1.0]),
+        ("rloo", [3.0, -1.5, -1.5]),
+    ],
+)
+def test_each_kind_of_advantage(kind: str, advantages: list[float]) -> None:
+    got = shaped([tag(0, i, reward) for i, reward in enumerate((3.0, 0.0, 0.0))], algorithm={"advantage": kind})
+    assert [advantage for _, advantage, _ in got] == pytest.approx(advantages)
+
+
+@pytest.mark.parametrize(
+    ("truncated", "expected"),
+    [
+        ("keep", [(1.0, 0.25, True), (0.0, -0.75, True), (1.0, 0.25, True), (1.0, 0.25, True)]),
+        ("mask", [(1.0, 0.25, True), (0.0, -0.75, True), (1.0, 0.25, False), (1.0, 0.25, True)]),
+        ("zero_reward", [(1.0, 0.5, True), (0.0, -0.5, True), (0.0, -0.5, True), (1.0, 0.5, True)]),
+    ],
+)
+def test_each_policy_for_truncated_samples(truncated: str, expected: list[tuple[float, float, bool]]) -> None:
+    tags = [tag(0, i, float(i != 1), finish="length" if i == 2 else "stop") for i in range(4)]
+    got = shaped(tags, algorithm={"advantage": "dr_grpo"}, sampling={"truncated": truncated})
+    assert got == expected
+
+
+def test_overlong_samples_are_punished() -> None:
+    """Of 8 tokens the last 4 are punished, linearly down to -2."""
+    tags = [tag(0, i, 1.0, tokens=tokens) for i, tokens in enumerate((4, 6, 8))]
+    overlong = {"buffer_tokens": 4, "penalty": 2.0}
+    got = shaped(tags, algorithm={"advantage": "dr_grpo", "overlong": overlong})
+    assert got == [(1.0, 1.0, True), (0.0, 0.0, True), (-1.0, -1.0, True)]
+
+
+@pytest.mark.parametrize(("on", "trained"), [(True, 1), (False, 2)])
+def test_groups_without_variance_are_filtered_if_asked(on: bool, trained: int) -> None:
+    tags = [tag(g, i, float(g and i)) for g in range(2) for i in range(2)]
+    plan = plan_step(tags, config(algorithm={"filter_zero_variance": on}), dp_size=1, version=0)
+    assert (plan.outcome.trained, plan.outcome.filtered) == (trained, 2 - trained)
+
+
+GROUPS, SAMPLES = 4, 3
+KL = 0.4
+REWARDS = [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.5, 1.0]]
+
+
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, TrainSample]]:
+    """A tiny model and samples of four groups, whose reference log-probs are the model's own."""
+    model_dir = make_tiny_model(tmp_path_factory.mktemp("step") / "model", **dense_dims())
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    samples = make_samples(model_dir, count=GROUPS * SAMPLES)
+    with torch.no_grad():
+        own = [plain_logprobs(model, sample)[0] for sample in samples]
+    keys = [sample_key(*divmod(number, SAMPLES)) for number in range(len(samples))]
+    return model_dir, {
+        key: replace(sample, key=key, reference_logprobs=reference, loss_mask=None)
+        for key, sample, reference in zip(keys, samples, own, strict=True)
+    }
+
+
+def trajectory(sample: TrainSample) -> Trajectory:
+    """The last sample of each group is truncated."""
+    assert sample.old_logprobs is not None
+    group, index = (int(part) for part in sample.key.split(":"))
+    return Trajectory(
+        group_id=group,
+        sample_index=index,
+        prompt_ids=sample.prompt_ids,
+        response_ids=sample.response_ids,
+        rollout_logprobs=sample.old_logprobs.tolist(),
+        versions=(VersionSpan(0, 0, len(sample.response_ids)),),
+        finish_reason="length" if index == SAMPLES - 1 else "stop",
+        reward=REWARDS[group][index],
+    )
+
+
+def kl_of(sample: TrainSample, estimator: str) -> float:
+    """KL of the whole response, from the log-probs that sampled it."""
+    assert sample.old_logprobs is not None and sample.reference_logprobs is not None
+    ratio = (sample.reference_logprobs.double() - sample.old_logprobs.double()).exp()
+    return float({"k1": -ratio.log(), "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[estimator].sum())
+
+
+def by_group(values: list[float], kind: str) -> list[float]:
+    """Advantages of one group, written out."""
+    others = [(sum(values) - value) / (len(values) - 1) for value in values]
+    mean, deviation = statistics.fmean(values), statistics.stdev(values) + 1e-4
+    return {
+        "grpo": [(value - mean) / deviation for value in values],
+        "dr_grpo": [value - mean for value in values],
+        "rloo": [value - other for value, other in zip(values, others, strict=True)],
+    }[kind]
+
+
+STEPS = {
+    "kl in the loss": {"algorithm__kl": {"coef": KL}},
+    "k1 in the reward": {"algorithm__kl": {"coef": KL, "where": "reward", "estimator": "k1"}},
+    "k2 in the reward, rloo": {
+        "algorithm__kl": {"coef": KL, "where": "reward", "estimator": "k2"},
+        "algorithm__advantage": "rloo",
+    },
+    "k3 in the reward, dr_grpo, unfiltered": {
+        "algorithm__kl": {"coef": KL, "where": "reward", "estimator": "k3"},
+        "algorithm__advantage": "dr_grpo",
+        "algorithm__filter_zero_variance": False,
+    },
+    "masked, two updates": {"sampling__truncated": "mask", "trainer__mini_batches": 2, "algorithm__kl": {"coef": KL}},
+}
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("case", STEPS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_updates_of_a_step(
+    world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], ranks: int, case: str
+) -> None:
+    model_dir, samples = problem
+    changes = STEPS[case]
+    got = world(ranks).run(
+        "tests.support.ranks.step:stepped",
+        model_dir=model_dir,
+        rows=[trajectory(sample) for sample in samples.values()],
+        **changes,
+    )
+    expected, spec = expected_updates(samples, changes)
+    assert all(len(part["updates"]) == len(expected) == part["metrics"]["policy/updates"] for part in got)
+    for number, update in enumerate(expected):
+        seen = {key: value for part in got for key, value in part["updates"][number].items()}
+        assert seen.keys() == update.keys()
+        for key, sample in update.items():
+            assert seen[key] == (pytest.approx(sample.advantage, rel=1e-4, abs=1e-4), sample.trained_tokens)
+    _, gradients = padded_gradients(model_dir, list(expected[0].values()), spec)
+    merged = {name: value for part in got for name, value in part["gradients"].items()}
+    assert worst(merged, gradients) <= 1e-4
+
+
+def expected_updates(
+    samples: dict[str, TrainSample], changes: dict[str, Any]
+) -> tuple[list[dict[str, TrainSample]], LossSpec]:
+    """Samples of each update with their advantages and masks, and the objective."""
+    kl = changes["algorithm__kl"]
+    in_reward = kl.get("where") == "reward"
+    groups = [g for g in range(GROUPS) if g != 2 or not changes.get("algorithm__filter_zero_variance", True)]
+    updates = changes.get("trainer__mini_batches", 1)
+    parts = [groups[len(groups) * u // updates : len(groups) * (u + 1) // updates] for u in range(updates)]
+    result = []
+    for part in parts:
+        update = {}
+        for group in part:
+            members = [samples[sample_key(group, index)] for index in range(SAMPLES)]
+            rewards = [
+                reward - (KL * kl_of(sample, kl["estimator"]) if in_reward else 0.0)
+                for sample, reward in zip(members, REWARDS[group], strict=True)
+            ]
+            advantages = by_group(rewards, changes.get("algorithm__advantage", "grpo"))
+            for index, (sample, advantage) in enumerate(zip(members, advantages, strict=True)):
+                masked = changes.get("sampling__truncated") == "mask" and index == SAMPLES - 1
+                mask = torch.zeros(len(sample.response_ids), dtype=torch.bool) if masked else None
+                update[sample.key] = replace(sample, advantage=advantage, loss_mask=mask)
+        result.append(update)
+    in_loss = 0.0 if in_reward else KL
+    return result, LossSpec(clip_low=CLIP, clip_high=CLIP, kl_coef=in_loss, entropy_coef=ENTROPY)

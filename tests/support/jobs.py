@@ -1,0 +1,53 @@
+"""The job that all cluster tests run: two trainer hosts with a rank each, two rollout hosts with an engine each."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support.configs import with_sections
+from tests.support.run import step_records, tiny_config
+
+FOUR_HOSTS: dict[str, dict[str, Any]] = {
+    "trainer": {"gpus_per_node": 1},
+    "rollout": {"replicas": 2, "gpus_per_node": 1, "max_model_len": 64},
+}
+
+
+def write_job(directory: Path, steps: int, **sections: dict[str, Any]) -> Path:
+    """A config of `steps` steps in `directory`, its run directory beside it; `sections` update whole sections."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = tiny_config(directory, steps=steps)
+    config["evaluation"] = {}
+    config["timeouts"] |= {"node_s": 90, "ray_start_s": 240, "engine_start_s": 400, "generate_s": 300, "save_s": 30}
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(with_sections(config, sections)))
+    return path
+
+
+def exit_record(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "exit.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str, log: Path | None = None) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        said = log.read_text()[-4000:] if log is not None and log.exists() else ""
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}\n{said}"
+        time.sleep(0.3)
+
+
+def check_steps(run_dir: Path, steps: int, first: int = 0) -> None:
+    """Every step once and in order, its groups accounted for, engines and trainer of one opinion."""
+    records = step_records(run_dir)
+    assert [record["step"] for record in records] == list(range(first + 1, steps + 1))
+    for record in records:
+        assert record["groups/admitted"] == record["groups/trained"] + record["groups/filtered"] == 4
+        if record["groups/trained"]:  # a long run's model gives the same answer to everything: nothing to train on
+            assert record["mismatch/logprob_abs_diff_max"] <= 1e-4

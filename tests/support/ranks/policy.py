@@ -1,0 +1,338 @@
+"""What one rank of a test world does with a policy: updates and log-probs under a layout, and numbers back."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import p2p_communication, schedules
+
+from megarl.algorithms.aggregation import GlobalCounts
+from megarl.models.export import HFExporter
+from megarl.models.read_config import load_info
+from megarl.models.shards import table
+from megarl.trainer import parallel
+from megarl.trainer import policy as policy_module
+from megarl.trainer.batch import TrainSample
+from megarl.trainer.packing import assign_to_ranks
+from megarl.trainer.policy import Policy
+from tests.support.graphs import forget_last_graph
+from tests.support.ranks.layouts import make_layout, use_layout
+from tests.support.rl_problem import make_config
+
+
+@contextlib.contextmanager
+def policy_under(model_dir: Path, layout: dict[str, Any], **changes: Any) -> Iterator[Policy]:
+    """A policy in a fresh layout of all ranks of the world; torn down again."""
+    with use_layout(make_layout(**layout)) as full:
+        policy = Policy(make_config(model_dir, **changes), full, load_info(model_dir))
+        try:
+            yield policy
+        finally:
+            forget_last_graph(policy)
+
+
+def own_share(samples: list[TrainSample]) -> tuple[list[int], list[TrainSample]]:
+    indices = assign_to_ranks([s.length for s in samples], parallel.dp_size())[parallel.dp_rank()]
+    return indices, [samples[index] for index in indices]
+
+
+def exported(policy: Policy) -> dict[str, torch.Tensor]:
+    """This rank's share of the model under Hugging Face names."""
+    exporter = HFExporter(policy.module_chunks, policy.info, torch.float32)
+    return {item.name: value.clone() for item, value in exporter.stream() if value is not None}
+
+
+@torch.no_grad()
+def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    """The reduced gradients under Hugging Face names; with a distributed optimizer its shards are joined first."""
+    for chunk in policy.module_chunks:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    parameters = [p for chunk in policy.module_chunks for p in chunk.parameters()]
+    weights = [p.data for p in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.main_grad
+    buffers = {name for entry in table(policy.info).values() if entry.rule.buffer for name in entry.names}
+    gradients = {name: value for name, value in exported(policy).items() if name not in buffers}
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data = weight
+    return gradients
+
+
+def one_each(
+    lengths_per_rank: list[list[int]], max_tokens: int, multiple_of: int = 1, minimum: int = 1
+) -> list[list[list[int]]]:
+    """Instead of `plan_micro_batches`: no packing at all, and empty micro-batches wherever a replica has fewer."""
+    number = max([minimum, *map(len, lengths_per_rank)])
+    number = -(-number // multiple_of) * multiple_of
+    return [[[index] if index < len(lengths) else [] for index in range(number)] for lengths in lengths_per_rank]
+
+
+def train(
+    model_dir: Path,
+    layout: dict[str, Any],
+    samples: list[TrainSample],
+    steps: int = 1,
+    mutation: str | None = None,
+    packed: bool = True,
+    watch_sends: bool = False,
+    **changes: Any,
+) -> dict[str, Any]:
+    """`steps` updates on the same mini-batch: the first one's gradients, metrics, and the weights after the last."""
+    with contextlib.ExitStack() as stack:
+        if not packed:
+            stack.enter_context(mock.patch.object(policy_module, "plan_micro_batches", one_each))
+        if watch_sends:
+            stack.enter_context(nothing_is_freed_before_it_has_left())
+        stack.enter_context(mutated(mutation))
+        loads = stack.enter_context(expert_loads())
+        policy = stack.enter_context(policy_under(model_dir, layout, **changes))
+        _, mine = own_share(samples)
+        captured: list[dict[str, torch.Tensor]] = []
+        step = policy.optimizer.step
+
+        def capture() -> Any:
+            if not captured:
+                captured.append(exported_gradients(policy))
+            return step()
+
+        policy.optimizer.step = capture
+        metrics = [policy.update(mine) for _ in range(steps)]
+        return {
+            "gradients": captured[0],
+            "metrics": metrics,
+            "weights": exported(policy),
+            "expert_bias": expert_biases(policy),
+            "expert_load": loads,
+        }
+
+
+@contextlib.contextmanager
+def nothing_is_freed_before_it_has_left() -> Iterator[None]:
+    """RuntimeError if a stage frees a tensor before it has waited for the tensor's sending."""
+    exchange, free = p2p_communication._p2p_ops, schedules.deallocate_output_tensor
+    leaving: dict[int, Any] = {}
+
+    def watched(**tensors: Any) -> Any:
+        requests = exchange(**tensors)
+        if "send_next" in requests:
+            key, request = id(tensors["tensor_send_next"]), requests["send_next"]
+            leaving[key] = request
+            requests["send_next"] = SimpleNamespace(wait=lambda: (request.wait(), leaving.pop(key, None)))
+        return requests
+
+    def checked(out: Any, enabled: bool = False) -> None:
+        if enabled and id(out) in leaving:
+            raise RuntimeError("freed while it is being sent")
+        free(out, enabled)
+
+    with mock.patch.object(p2p_communication, "_p2p_ops", watched):
+        with mock.patch.object(schedules, "deallocate_output_tensor", checked):
+            yield
+
+
+@contextlib.contextmanager
+def expert_loads() -> Iterator[list[torch.Tensor]]:
+    """Tokens per expert [layers, experts], of all ranks, that each update of the balancing biases is made from."""
+    module = sys.modules["megatron.core.distributed.finalize_model_grads"]
+    original = module.get_updated_expert_bias
+    loads: list[torch.Tensor] = []
+
+    def recording(tokens: torch.Tensor, *args: Any) -> Any:
+        updated = original(tokens, *args)  # sums the tokens over all ranks in place
+        loads.append(tokens.clone())
+        return updated
+
+    with mock.patch.object(module, "get_updated_expert_bias", recording):
+        yield loads
+
+
+def expert_biases(policy: Policy) -> dict[str, torch.Tensor]:
+    """Routers' fp32 balancing biases of this stage, by layer."""
+    modules = [module for chunk in policy.module_chunks for module in chunk.modules()]
+    found = [m for m in modules if getattr(m, "expert_bias", None) is not None]
+    return {f"layer {m.layer_number}": m.expert_bias.clone() for m in found}
+
+
+def logprobs(
+    model_dir: Path, layout: dict[str, Any], samples: list[TrainSample], reference: bool = False, **changes: Any
+) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(index in `samples`, log-probs, entropies) of this replica's samples."""
+    with policy_under(model_dir, layout, **changes) as policy:
+        indices, mine = own_share(samples)
+        results = policy.compute_logprobs(mine, reference=reference, with_entropy=True)
+        assert [len(r.logprobs) for r in results] == [len(s.response_ids) for s in mine]
+        return [(index, r.logprobs, r.entropy) for index, r in zip(indices, results, strict=True)]
+
+
+@contextlib.contextmanager
+def mutated(name: str | None) -> Iterator[None]:
+    """Break one rule of the update, so that the comparisons are seen to fail."""
+    if name is None:
+        yield
+        return
+    with mock.patch.multiple(policy_module, **MUTATIONS[name]()):
+        yield
+
+
+def _per_micro_batch() -> dict[str, Any]:
+    """Normalise by the micro-batch's own tokens, then average over micro-batches."""
+    original = policy_module.micro_batch_loss
+
+    def broken(spec: Any, logprobs: Any, old: Any, advantages: Any, mask: Any, **kwargs: Any) -> Any:
+        own = replace(kwargs["counts"], tokens=max(1, int(mask.sum()) * 4))
+        return original(spec, logprobs, old, advantages, mask, **(kwargs | {"counts": own}))
+
+    return {"micro_batch_loss": broken}
+
+
+def _doubled() -> dict[str, Any]:
+    original = policy_module.micro_batch_loss
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        return replace(result, loss=result.loss * 2)
+
+    return {"micro_batch_loss": broken}
+
+
+def _dropped_replica() -> dict[str, Any]:
+    """The last replica's samples are planned but not trained."""
+    original = policy_module.micro_batch_loss
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        last = parallel_state.get_data_parallel_rank() == parallel_state.get_data_parallel_world_size() - 1
+        return replace(result, loss=result.loss * (0 if last else 1))
+
+    return {"micro_batch_loss": broken}
+
+
+def _dropped_micro_batch() -> dict[str, Any]:
+    original = policy_module.forward_backward
+
+    def broken(chunks: Any, micro_batches: Any, function: Any) -> Any:
+        dropped = policy_module.pack([], [], policy_module.parallel_state.get_tensor_model_parallel_world_size())
+        return original(chunks, [dropped, *micro_batches[1:]], function)
+
+    return {"forward_backward": broken}
+
+
+def _padding_in_softmax() -> dict[str, Any]:
+    original = policy_module.response_logprobs
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **(kwargs | {"vocab_size": kwargs["vocab_size"] + 1}))
+
+    return {"response_logprobs": broken}
+
+
+def _targets_off_by_one() -> dict[str, Any]:
+    original = policy_module.response_logprobs
+
+    def broken(chunk: Any, hidden: Any, batch: Any, **kwargs: Any) -> Any:
+        return original(chunk, hidden, replace(batch, rows=(batch.rows + 1) % hidden.shape[1]), **kwargs)
+
+    return {"response_logprobs": broken}
+
+
+def _mean_over_replicas() -> dict[str, Any]:
+    original = policy_module.forward_backward
+
+    def broken(chunks: Any, *args: Any) -> Any:
+        result = original(chunks, *args)
+        for chunk in chunks:
+            chunk.scale_gradients(1 / parallel.dp_size())
+        return result
+
+    return {"forward_backward": broken}
+
+
+def _experts_times_replicas() -> dict[str, Any]:
+    """Expert gradients too large by the number of replicas: DDP scales their buffers apart from the others."""
+    original = policy_module.forward_backward
+
+    def broken(chunks: Any, *args: Any) -> Any:
+        result = original(chunks, *args)
+        for chunk in chunks:
+            for buffer in chunk.expert_parallel_buffers:
+                buffer.scale_gradients(parallel.dp_size())
+        return result
+
+    return {"forward_backward": broken}
+
+
+MUTATIONS = {
+    "mean_over_replicas": _mean_over_replicas,
+    "experts_times_replicas": _experts_times_replicas,
+    "per_micro_batch": _per_micro_batch,
+    "doubled": _doubled,
+    "dropped_replica": _dropped_replica,
+    "dropped_micro_batch": _dropped_micro_batch,
+    "padding_in_softmax": _padding_in_softmax,
+    "targets_off_by_one": _targets_off_by_one,
+}
+
+
+def raised(function: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except (ValueError, FloatingPointError) as error:
+        return str(error)
+    return ""
+
+
+def no_reference(model_dir: Path, samples: list[TrainSample]) -> str:
+    with policy_under(model_dir, {}, algorithm__kl={"coef": 0.0}) as policy:
+        assert policy.reference is None
+        return raised(policy.compute_logprobs, samples, reference=True)
+
+
+def refused(model_dir: Path, samples: list[TrainSample], what: str) -> str:
+    changes = {"trainer__micro_batch_tokens": 8} if what == "too_long" else {}
+    with policy_under(model_dir, {}, **changes) as policy:
+        counts = None
+        if what == "counts":
+            counts = GlobalCounts(tokens=1, sequences=1, max_tokens=1)
+        elif what == "no_old":
+            samples = [replace(sample, old_logprobs=None) for sample in samples]
+        elif what == "no_reference":
+            samples = [replace(sample, reference_logprobs=None) for sample in samples]
+        elif what == "nothing":
+            samples = [samples[2]]
+        return raised(policy.update, samples, counts)
+
+
+def non_finite(model_dir: Path, samples: list[TrainSample], what: str) -> tuple[str, bool]:
+    """Only one replica makes the NaN; all must stop."""
+    with policy_under(model_dir, {}) as policy:
+        before = [p.detach().clone() for chunk in policy.module_chunks for p in chunk.parameters()]
+        if what == "loss" and parallel.dp_rank() == 1:
+            poisoned = torch.full((len(samples[0].response_ids),), float("nan"))
+            samples = [replace(samples[0], old_logprobs=poisoned), *samples[1:]]
+        if what == "gradient" and parallel.dp_rank() == 1:
+            weight = next(iter(policy.module_chunks[0].parameters()))
+            weight.register_hook(lambda grad: grad * float("nan"))
+        message = raised(policy.update, samples)
+        after = [p for chunk in policy.module_chunks for p in chunk.parameters()]
+        return message, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def broadcast(layout: dict[str, Any]) -> tuple[int, bool, Any]:
+    with use_layout(make_layout(**layout)):
+        message = {"from": parallel.dp_rank()} if parallel.is_leader() else None
+        return parallel.dp_rank(), parallel.is_leader(), parallel.model_parallel_broadcast_object(message)

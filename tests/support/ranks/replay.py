@@ -1,0 +1,58 @@
+"""Steps trained from recorded batches, and the same steps trained from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megarl.commands.replay import replay_steps
+from megarl.config.load import load_config
+from megarl.models.read_config import load_info
+from megarl.run.batch_metrics import record_batch
+from megarl.run.step import plan_step, train_step
+from megarl.telemetry.declarations import REGISTRY, step_metrics
+from megarl.telemetry.timer import PhaseTimer
+from megarl.trainer.policy import Policy
+from tests.support.ranks.layouts import make_layout, use_layout
+from tests.support.ranks.policy import exported
+from tests.support.recorded_steps import make_batch
+
+
+def _timeless(values: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if not REGISTRY.lookup(name).timing}
+
+
+@contextmanager
+def _policy(run_dir: Path, layout: dict[str, Any]) -> Iterator[Policy]:
+    with use_layout(make_layout(**layout), seed=0) as full:
+        config = load_config(run_dir / "config.yaml")
+        yield Policy(config, full, load_info(config.model.path))
+
+
+def replay(run_dir: Path, steps: int, layout: dict[str, Any] | None = None) -> dict[str, Any]:
+    """This rank's final weights and each step's metrics, from the recorded batches."""
+    with _policy(run_dir, layout or {}) as policy:
+        metrics: list[dict[str, float]] = []
+        replay_steps(
+            policy,
+            policy.config,
+            run_dir / "batches",
+            range(steps),
+            lambda _, values: metrics.append(_timeless(values)),
+        )
+        return {"weights": exported(policy), "metrics": metrics}
+
+
+def train_in_memory(run_dir: Path, steps: int) -> dict[str, Any]:
+    """The same steps without the dump, on one rank."""
+    with _policy(run_dir, {}) as policy:
+        timer, metrics, collected = PhaseTimer(), step_metrics(), []
+        for step in range(steps):
+            rows = {row.key: row for row in make_batch(step)}
+            plan = plan_step([row.tag for row in rows.values()], policy.config, dp_size=1, version=step)
+            train_step(policy, plan, rows, policy.config, timer, metrics)
+            record_batch(metrics, plan)
+            collected.append(_timeless(metrics.reduce() | timer.finish_step()))
+        return {"weights": exported(policy), "metrics": collected}

@@ -1,0 +1,38 @@
+"""The trajectories of a few steps, the same ones at every call, for a run that was recorded and is replayed."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from megarl.queue.trajectory import Trajectory, VersionSpan
+
+STEPS, GROUPS, SAMPLES = 3, 4, 3
+
+
+def make_batch(step: int) -> list[Trajectory]:
+    """Ragged trajectories with random log-probs near -4.6 (the tiny model is nearly uniform), one failed, one cut."""
+    draw = random.Random(step)
+    rows = []
+    for group in range(step * GROUPS, (step + 1) * GROUPS):
+        prompt = [draw.randrange(5, 90) for _ in range(draw.randint(2, 6))]
+        for index in range(SAMPLES):
+            length = draw.randint(2, 12)
+            logprobs = torch.tensor([-4.6 + draw.random() for _ in range(length)]).tolist()
+            failed = (group, index) == (1, 1)
+            rows.append(
+                Trajectory(
+                    group_id=group,
+                    sample_index=index,
+                    prompt_ids=prompt,
+                    response_ids=[draw.randrange(5, 90) for _ in range(length)],
+                    rollout_logprobs=logprobs,
+                    versions=(VersionSpan(step, 0, length),),
+                    finish_reason="length" if index == 2 else "stop",
+                    reward=float(index == group % SAMPLES),
+                    status="failed" if failed else "ok",
+                    failure="NaN" if failed else "",
+                )
+            )
+    return rows

@@ -1,0 +1,142 @@
+"""Names of modules and files inside text: each must be there.
+
+Import paths in strings (entry points, `-m` commands, programs that a test starts, targets of mocks), and paths in
+documents, docstrings and comments are read by no compiler: whoever moves a module breaks them unseen.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from tests.support.checkout import ROOT
+
+FOLDERS = ("benchmarks", "docs", "examples", "launch", "megarl", "tests", "tools")
+FILES = ("Makefile", "README.md", "pyproject.toml")
+SUFFIXES = ("md", "py", "sbatch", "sh", "toml", "yaml")
+# They look like modules and files of this project, and are none.
+EXCEPTIONS = frozenset(
+    {
+        "megarl.format", "megarl.step", "megarl.version",  # keys in the metadata of recorded batches
+        "examples/rl/configs/NAME.yaml",  # any of them
+        "my_rewards.py",  # a file that a user would write
+        "training/checkpointing.py",  # of Megatron-LM
+    }
+)  # fmt: skip
+
+# Not preceded or followed by what would make it a part of a longer word, path or name.
+_START, _END = r"(?<![\w./*-])", r"(?![\w-])"
+_DOTTED = re.compile(rf"{_START}((?:megarl|tests)(?:\.[A-Za-z_]\w*)+)(?::([A-Za-z_]\w*))?{_END}")
+_IMPORTED = re.compile(r"\bfrom ((?:megarl|tests)(?:\.\w+)*) import ([\w ,]+)")
+# One text (`python -m megarl.quickstart`), or two words of a list (`"-m", "megarl.quickstart"`).
+_STARTED = re.compile(rf"-m(?:[\"'],)? [\"']?((?:megarl|tests)(?:\.\w+)*){_END}")
+_PATH = re.compile(rf"{_START}((?:megarl|tests)/[\w./-]*\w)")
+_FILE = re.compile(rf"{_START}((?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:{'|'.join(SUFFIXES)})){_END}")
+# `megarl/` and further folders may be left out where a file is named in backquotes.
+_QUOTED_FILE = re.compile(r"`([\w/-]+\.(?:py|sh))`")
+
+
+def files_with_references(root: Path = ROOT) -> list[Path]:
+    """Every file of the checkout in which names of modules or files may stand."""
+    inside = (path for folder in FOLDERS for path in (root / folder).rglob("*") if path.suffix[1:] in SUFFIXES)
+    return [*sorted(inside), *(root / name for name in FILES)]
+
+
+def unknown_references(files: Iterable[Path], root: Path = ROOT) -> list[str]:
+    """`file:line: name: what is wrong` for each module or file that is named in `files` and is not there."""
+    return [
+        f"{file.relative_to(root)}:{number}: {problem}"
+        for file in files
+        for number, line in enumerate(file.read_text().splitlines(), start=1)
+        for problem in problems_of(line)
+    ]
+
+
+def problems_of(line: str) -> list[str]:
+    """`name: what is wrong` for each unknown module or file in one line of text."""
+    found = dict([*_wrong_names(line), *_wrong_starts(line), *_wrong_files(line)])
+    return [f"{name}: {problem}" for name, problem in found.items() if problem and name not in EXCEPTIONS]
+
+
+def _wrong_names(line: str) -> Iterator[tuple[str, str | None]]:
+    for match in _DOTTED.finditer(line):
+        yield match[0], _problem_of_name([*match[1].split("."), *([match[2]] if match[2] else [])])
+    for match in _IMPORTED.finditer(line):
+        for each in match[2].split(","):
+            if name := each.partition(" as ")[0].strip():
+                yield f"{match[1]}.{name}", _problem_of_name([*match[1].split("."), name])
+
+
+def _wrong_starts(line: str) -> Iterator[tuple[str, str | None]]:
+    for match in _STARTED.finditer(line):
+        if _is_package(match[1]) and _spec(f"{match[1]}.__main__") is None:
+            yield f"-m {match[1]}", "a package without a module __main__"
+
+
+def _wrong_files(line: str) -> Iterator[tuple[str, str | None]]:
+    for match in (*_PATH.finditer(line), *_FILE.finditer(line)):
+        yield match[1], None if (ROOT / match[1]).exists() else "no such file or folder"
+    for match in _QUOTED_FILE.finditer(line):
+        yield match[1], None if match[1] in _ends_of_paths() else "no file of the project has this name"
+
+
+def _problem_of_name(names: Sequence[str]) -> str | None:
+    """What is wrong with the names of a package, its module, and something in that; None if all of it is there."""
+    known = 1
+    while known < len(names) and _is_package(".".join(names[:known])) and _spec(".".join(names[: known + 1])):
+        known += 1
+    module, rest = ".".join(names[:known]), names[known:]
+    if not rest:
+        return None
+    inside = _top_level(module)
+    if rest[0] not in inside:
+        return f"{module} has no {rest[0]}"
+    definition = inside[rest[0]]
+    if len(rest) > 1 and isinstance(definition, ast.ClassDef) and not definition.bases:
+        return None if rest[1] in _names(definition.body) else f"{module}.{rest[0]} has no {rest[1]}"
+    return None
+
+
+@cache
+def _spec(module: str) -> importlib.machinery.ModuleSpec | None:
+    return importlib.util.find_spec(module)
+
+
+def _is_package(module: str) -> bool:
+    spec = _spec(module)
+    return spec is not None and spec.submodule_search_locations is not None
+
+
+@cache
+def _top_level(module: str) -> dict[str, ast.stmt]:
+    """What a module defines or imports, read from its source: to import it may take seconds, or a GPU."""
+    spec = _spec(module)
+    assert spec is not None and spec.origin is not None, module
+    return _names(ast.parse(Path(spec.origin).read_text()).body)
+
+
+def _names(body: Sequence[ast.stmt]) -> dict[str, ast.stmt]:
+    found: dict[str, ast.stmt] = {}
+    for statement in body:
+        if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found[statement.name] = statement
+        elif isinstance(statement, ast.Import | ast.ImportFrom):
+            found |= {(each.asname or each.name).partition(".")[0]: statement for each in statement.names}
+        else:  # an assignment, or `if`, `try` or `with` around some
+            stored = (node for node in ast.walk(statement) if isinstance(getattr(node, "ctx", None), ast.Store))
+            found |= {node.id: statement for node in stored if isinstance(node, ast.Name)}
+            inner = (part for _, part in ast.iter_fields(statement) if isinstance(part, list))
+            found |= _names([each for part in inner for each in part if isinstance(each, ast.stmt)])
+    return found
+
+
+@cache
+def _ends_of_paths() -> frozenset[str]:
+    """For every file of the checkout its name, its name with the folder, and so on, up to its whole path."""
+    parts = (path.relative_to(ROOT).parts for path in files_with_references())
+    return frozenset("/".join(each[start:]) for each in parts for start in range(len(each)))

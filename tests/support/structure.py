@@ -1,0 +1,83 @@
+"""Rules for the tree of tests: which module lies where, and what it may import."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+# Folders that belong to no folder of megarl/.
+OWN_FOLDERS = frozenset({"benchmarks", "jobs", "support", "system"})
+_TARGET = re.compile(r"\w+(?:\.\w+)+:\w+")
+
+
+def forbidden_imports(root: Path) -> list[str]:
+    """Where test modules or conftests are imported, or named by a string for another process to import them."""
+    return [
+        f"{path.relative_to(root)}:{line}: imports {name}"
+        for path in sorted(root.rglob("*.py"))
+        for line, name in _imported(path, root)
+        if any(_is_test(part) for part in name.split("."))
+    ]
+
+
+def _is_test(name: str) -> bool:
+    return name.startswith("test_") or name == "conftest"
+
+
+def _imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything of the tests that a module imports, or names as `module:function`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = path.relative_to(root.parent).parts[: -node.level] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names = [f"{base}.{each.name}" for each in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _TARGET.fullmatch(node.value):
+            names = [node.value.partition(":")[0]]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name.split(".")[0] == root.name)
+
+
+def folders_without_counterpart(root: Path, package: Path) -> list[str]:
+    """Folders with tests, and no folder of the package has their path."""
+    folders = {path.parent.relative_to(root) for path in root.rglob("*.py")} - {Path()}
+    own = {folder for folder in folders if folder.parts[0] in OWN_FOLDERS}
+    return sorted(str(folder) for folder in folders - own if not (package / folder / "__init__.py").is_file())
+
+
+def folders_that_are_no_package(root: Path) -> list[str]:
+    """Folders without `__init__.py`: their modules have no import path."""
+    folders = {path.parent for path in root.rglob("*.py")}
+    return sorted(str(folder.relative_to(root)) for folder in folders if not (folder / "__init__.py").is_file())
+
+
+def repeated_names(root: Path) -> list[str]:
+    """File names of more than one module of support."""
+    names = Counter(path.name for path in (root / "support").rglob("*.py") if path.name != "__init__.py")
+    return sorted(name for name, count in names.items() if count > 1)
+
+
+def helpers_elsewhere(root: Path) -> list[str]:
+    """Modules outside support that are neither test modules nor conftests; functions of conftests, except fixtures."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        inside = path.relative_to(root)
+        if inside.parts[0] == "support" or path.name == "__init__.py":
+            continue
+        if not _is_test(path.stem):
+            found.append(str(inside))
+        elif path.name == "conftest.py":
+            functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+            found += [f"{inside}:{each.lineno}: {each.name}" for each in functions if not _is_fixture(each)]
+    return found
+
+
+def _is_fixture(function: ast.FunctionDef) -> bool:
+    """Hooks of pytest have their place in conftests too."""
+    decorated = any("fixture" in ast.unparse(each) for each in function.decorator_list)
+    return decorated or function.name.startswith("pytest_")

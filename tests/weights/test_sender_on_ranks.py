@@ -1,0 +1,52 @@
+"""Several trainer ranks: one order of broadcasts, whoever owns what; one outcome on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny import make_tiny_model
+from tests.support.world import World
+
+pytestmark = pytest.mark.world
+
+
+@pytest.mark.parametrize(
+    ("owners", "senders"), [("one", [0]), ("stages", [0, 1]), ("interleaved", [0, 1]), ("late", [0, 1])]
+)
+def test_any_ownership_arrives_in_one_order(world: Callable[[int], World], owners: str, senders: list[int]) -> None:
+    results = world(2).run("tests.support.ranks.weight_sync:publish_with", owners=owners)
+    assert [result["senders"] for result in results] == [senders, senders]
+    assert results[0]["reports"] == results[1]["reports"], "every rank gets the leader's report"
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_all_ranks_learn_of_a_failed_engine_and_stay_in_step(world: Callable[[int], World], restarts: int) -> None:
+    results = world(2).run("tests.support.ranks.weight_sync:publish_while_an_engine_fails", restarts=restarts)
+    for result in results:
+        assert result["seconds"] < 10.0
+        if restarts:
+            assert set(result["restarted"]) == {"replica 0", "replica 1"} and result["error"] is None
+        else:
+            assert "engine replica 1 worker 0: division by zero" in result["error"]
+            assert result["failed_members"] == ("engine replica 1 worker 0",)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "senders"),
+    [
+        ("qwen3", {"tensor": 2}, [0]),
+        ("qwen3", {"pipeline": 2}, [0, 1]),
+        ("qwen3_moe", {"expert": 2}, [0, 1]),
+    ],
+)
+def test_megatron_shards_arrive_as_the_files_they_came_from(
+    world: Callable[[int], World], tmp_path: Path, family: str, sizes: dict[str, int], senders: list[int]
+) -> None:
+    model = make_tiny_model(tmp_path / "model", family=family)
+    owners = world(2).run(
+        "tests.support.ranks.weight_sync:export_through_megatron", model=str(model), sizes=sizes, bucket_bytes=20_000
+    )
+    assert owners == [senders, senders]
