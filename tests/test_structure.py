@@ -34,6 +34,12 @@ def test_every_module_and_file_that_is_named_is_there() -> None:
     assert wrong == [], "\n".join(wrong)
 
 
+def test_names_of_the_package_mean_one_thing() -> None:
+    assert structure.repeated_class_names(PACKAGE) == []
+    assert structure.repeated_module_names(PACKAGE) == []
+    assert structure.loose_modules(PACKAGE) == []
+
+
 # --- and that each of these can fail
 
 
@@ -124,3 +130,16 @@ def test_the_file_and_the_line_are_told(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Fine.\nSee `megarl.nowhere`.\n")
     assert unknown_references([page], tmp_path) == ["page.md:2: megarl.nowhere: megarl has no nowhere"]
+
+
+def test_a_name_that_stands_twice_is_found(tmp_path: Path) -> None:
+    write(tmp_path, {
+        "megarl/one/plan.py": "class Plan: ...\nclass _Own: ...",
+        "megarl/two/plan.py": "class Plan: ...\nclass _Own: ...",
+        "megarl/loose.py": "",
+        "megarl/__init__.py": "",
+    })  # fmt: skip
+    package = tmp_path / "megarl"
+    assert structure.repeated_class_names(package) == ["Plan: one/plan.py, two/plan.py"]
+    assert structure.repeated_module_names(package) == ["plan.py"]
+    assert structure.loose_modules(package) == ["loose.py"]

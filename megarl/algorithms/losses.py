@@ -28,9 +28,9 @@ MAX_LOG_RATIO = 20.0
 class LossSpec:
     """The knobs of the loss, as in the configuration section `algorithm`."""
 
+    clip_low: float
+    clip_high: float
     kind: LossKind = "ppo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
     clip_dual: float | None = None
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
@@ -83,8 +83,8 @@ def policy_loss(
     mask_T: Tensor,
     *,
     cu_seqlens: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: float,
+    clip_high: float,
     clip_dual: float | None = None,
     kind: LossKind = "ppo",
 ) -> TokenLoss:

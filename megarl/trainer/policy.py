@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from megarl import platforms
 from megarl.algorithms.aggregation import GlobalCounts
-from megarl.algorithms.losses import LossFunction, LossInputs, LossSpec, micro_batch_loss
+from megarl.algorithms.losses import LossFunction, LossInputs, LossSpec, MicroBatchLoss, micro_batch_loss
 from megarl.algorithms.stats import LossStats
 from megarl.checkpoint.format.load_weights import load_weights
 from megarl.config.schema import Config
@@ -99,7 +98,10 @@ class Policy:
             entropy_coef=algorithm.entropy_coef,
             aggregation=algorithm.aggregation,
         )
-        self._loss = loss or partial(micro_batch_loss, self._spec)
+        self._loss = loss or self._configured_loss
+        self._needed_streams: list[str] = []
+        if loss is None:
+            self._needed_streams = [OLD_LOGPROBS, ADVANTAGES, *([REFERENCE_LOGPROBS] if self._spec.kl_coef else [])]
         self.tf_config = transformer_config(
             info,
             layout,
@@ -193,6 +195,9 @@ class Policy:
         """Of the last update (before the first one: the schedule's start)."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def _configured_loss(self, inputs: LossInputs) -> MicroBatchLoss:
+        return micro_batch_loss(self._spec, inputs)
+
     def _loss_function(self, plan: _PackedBatch) -> WithLoss:
         scale = plan.tokens / aux_loss_scale(self.tf_config)
 
@@ -257,11 +262,9 @@ class Policy:
 
     def _check_trainable(self, samples: Sequence[TrainSample]) -> None:
         for sample in samples:
-            for name in (OLD_LOGPROBS, ADVANTAGES):
+            for name in self._needed_streams:
                 if name not in sample.streams:
-                    raise ValueError(f"sample {sample.key} has no {name}; compute them before the update")
-            if self._spec.kl_coef and REFERENCE_LOGPROBS not in sample.streams:
-                raise ValueError(f"sample {sample.key} has no {REFERENCE_LOGPROBS}, which the KL loss needs")
+                    raise ValueError(f"sample {sample.key} has no {name}, which the loss needs")
 
     def _from_last_stage(self, parts: list[Tensor], plan: _PackedBatch, lines: int) -> Tensor:
         """[lines, response tokens of all non-empty micro-batches], on every rank of the replica, on the CPU."""

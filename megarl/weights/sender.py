@@ -3,7 +3,7 @@
 Three roles, often in one process. Every rank walks the exporter's stream, so that its peers' gathers complete.
 Ranks that own tensors pack them into buckets and broadcast them, in the one order of the plan, from a thread of
 their own (so that a gather never waits for a broadcast). The leader, rank 0, drives the engines through
-`control.py` and tells all ranks how it ended. After a failure a rank goes on walking the stream without sending:
+`replica_calls.py` and tells all ranks how it ended. After a failure a rank goes on walking the stream without sending:
 its peers stay in step, and the sync can be repeated.
 """
 

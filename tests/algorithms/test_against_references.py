@@ -13,21 +13,20 @@ import pytest
 import torch
 
 from megarl.algorithms import aggregation, losses
-from megarl.algorithms.losses import LossSpec
-from tests.support.loss_batches import Batch, Result, packed_result, random_batch
+from tests.support.loss_batches import Batch, Result, loss_spec, packed_result, random_batch
 from tests.support.padded_loss import reference_result
 from tests.support.trl_loss import LOSS_TYPES, trl_result
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant_length")
 VARIANTS = {
-    "plain": LossSpec(),
-    "clip-higher": LossSpec(clip_low=0.1, clip_high=0.3),
-    "dual": LossSpec(clip_low=0.2, clip_high=0.28, clip_dual=1.5),
-    "kl": LossSpec(kl_coef=0.3),
-    "entropy": LossSpec(entropy_coef=0.2),
-    "gspo": LossSpec(kind="gspo", clip_low=0.05, clip_high=0.1),
-    "gspo-all": LossSpec(kind="gspo", clip_low=0.1, clip_high=0.2, clip_dual=1.3, kl_coef=0.1, entropy_coef=0.05),
-    "all": LossSpec(clip_low=0.15, clip_high=0.25, clip_dual=1.4, kl_coef=0.2, entropy_coef=0.1),
+    "plain": loss_spec(),
+    "clip-higher": loss_spec(clip_low=0.1, clip_high=0.3),
+    "dual": loss_spec(clip_low=0.2, clip_high=0.28, clip_dual=1.5),
+    "kl": loss_spec(kl_coef=0.3),
+    "entropy": loss_spec(entropy_coef=0.2),
+    "gspo": loss_spec(kind="gspo", clip_low=0.05, clip_high=0.1),
+    "gspo-all": loss_spec(kind="gspo", clip_low=0.1, clip_high=0.2, clip_dual=1.3, kl_coef=0.1, entropy_coef=0.05),
+    "all": loss_spec(clip_low=0.15, clip_high=0.25, clip_dual=1.4, kl_coef=0.2, entropy_coef=0.1),
 }
 SEEDS = (0, 1, 2)
 
@@ -55,7 +54,7 @@ def test_equals_the_padded_reference(variant: str, aggregation_name: str) -> Non
 
 @pytest.mark.parametrize("estimator", ("k1", "k2"))
 def test_other_kl_estimators_equal_the_padded_reference(estimator: str) -> None:
-    spec = LossSpec(kl_coef=0.4, kl_estimator=estimator)  # type: ignore[arg-type]
+    spec = loss_spec(kl_coef=0.4, kl_estimator=estimator)  # type: ignore[arg-type]
     batch = random_batch(3)
     assert_same(packed_result(batch, spec), reference_result(batch, spec))
 

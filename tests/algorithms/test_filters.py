@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.filters import ScoredSample, ShapingSpec, shape_batch
+from megarl.algorithms.filters import ShapingSpec, shape_batch
+from megarl.queue.trajectory import SampleTag
+from tests.support.samples import judged
 
 
-def group(name: str, *rewards: float, **kwargs: bool) -> list[ScoredSample]:
-    return [ScoredSample(f"{name}:{i}", r, length=5, **kwargs) for i, r in enumerate(rewards)]
+def group(name: str, *rewards: float, **kwargs: bool) -> list[SampleTag]:
+    return [judged(f"{name}:{i}", r, **kwargs) for i, r in enumerate(rewards)]
 
 
 def test_mixed_batch() -> None:
@@ -18,8 +20,8 @@ def test_mixed_batch() -> None:
         group("a", 1.0, 0.0),
         group("b", 1.0, 1.0),
         group("c", 0.0, 0.0, 0.0),
-        [*group("d", 1.0), ScoredSample("d:1", 0.0, 5, failed=True)],
-        [*group("e", 0.0, 1.0), ScoredSample("e:2", 9.0, 5, failed=True)],
+        [*group("d", 1.0), judged("d:1", 0.0, 5, failed=True)],
+        [*group("e", 0.0, 1.0), judged("e:2", 9.0, 5, failed=True)],
     ]
     batch = shape_batch(groups, ShapingSpec("dr_grpo", max_tokens=8))
     assert [[(s.key, s.group, s.advantage) for s in g] for g in batch.groups] == [
@@ -40,16 +42,16 @@ def test_filter_off_trains_on_zero_advantages() -> None:
 
 def test_the_filter_judges_shaped_rewards() -> None:
     """Equal raw rewards with unequal overlong penalties have an advantage; zeroed truncated ones have none."""
-    long = [ScoredSample("a:0", 1.0, length=4), ScoredSample("a:1", 1.0, length=8, truncated=True)]
+    long = [judged("a:0", 1.0, 4), judged("a:1", 1.0, 8, truncated=True)]
     batch = shape_batch([long], ShapingSpec("dr_grpo", max_tokens=8, overlong_buffer=4, overlong_penalty=1.0))
     assert [(s.reward, s.advantage) for s in batch.groups[0]] == [(1.0, 0.5), (0.0, -0.5)]
-    cut = [ScoredSample("a:0", 0.0, length=4), ScoredSample("a:1", 1.0, length=8, truncated=True)]
+    cut = [judged("a:0", 0.0, 4), judged("a:1", 1.0, 8, truncated=True)]
     zeroed = shape_batch([cut], ShapingSpec(truncated="zero_reward", max_tokens=8))
     assert (zeroed.trained_groups, zeroed.filtered_groups, zeroed.truncated_samples) == (0, 1, 1)
 
 
 def test_masked_samples_stay_in_the_baseline_but_not_in_the_loss() -> None:
-    samples = [ScoredSample("a:0", 1.0, 4), ScoredSample("a:1", 0.0, 8, truncated=True)]
+    samples = [judged("a:0", 1.0, 4), judged("a:1", 0.0, 8, truncated=True)]
     batch = shape_batch([samples], ShapingSpec("dr_grpo", truncated="mask", max_tokens=8))
     assert [(s.trained, s.advantage) for s in batch.groups[0]] == [(True, 0.5), (False, -0.5)]
     assert batch.masked_samples == 1
@@ -71,7 +73,7 @@ SAMPLE = st.tuples(st.sampled_from((0.0, 0.5, 1.0)), st.integers(0, 8), st.boole
 )
 def test_every_sample_leaves_exactly_once(raw: list, truncated: str, filtering: bool, buffer: int) -> None:
     groups = [
-        [ScoredSample(f"{g}:{i}", r, length, cut, failed) for i, (r, length, cut, failed) in enumerate(samples)]
+        [judged(f"{g}:{i}", r, size, truncated=cut, failed=lost) for i, (r, size, cut, lost) in enumerate(samples)]
         for g, samples in enumerate(raw)
     ]
     spec = ShapingSpec("grpo", truncated, 8, buffer, 0.5, filtering)  # type: ignore[arg-type]

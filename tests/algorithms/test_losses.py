@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.losses import (
+    LossInputs,
     LossSpec,
     importance_ratio,
     kl_penalty,
@@ -18,7 +19,9 @@ from megarl.algorithms.losses import (
 )
 from megarl.algorithms.segments import expand, segment_sum, sequence_ids
 from megarl.algorithms.stats import LossStats
-from tests.support.loss_batches import MAX_TOKENS, Batch, cu_seqlens, packed_result, random_batch
+from tests.support.loss_batches import MAX_TOKENS, Batch, cu_seqlens, loss_spec, packed_result, random_batch
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 
 LOG2 = math.log(2.0)
 SPECS = st.builds(
@@ -46,7 +49,12 @@ def numbers(stats: LossStats) -> dict[str, float]:
 def loss_of(ratio: float, advantage: float, **kwargs: float | None) -> float:
     """Loss of one token with the given importance ratio."""
     loss = policy_loss(
-        tensor(math.log(ratio)), tensor(0.0), tensor(advantage), tensor(1.0), cu_seqlens=cu_seqlens([1]), **kwargs
+        tensor(math.log(ratio)),
+        tensor(0.0),
+        tensor(advantage),
+        tensor(1.0),
+        cu_seqlens=cu_seqlens([1]),
+        **{**CLIP, **kwargs},
     )
     return float(loss.loss_T)
 
@@ -112,9 +120,9 @@ def test_constant_length_by_hand() -> None:
         mask=[torch.ones(2).bool(), torch.ones(1).bool()],
         advantages=[3.0, -1.0],
     )
-    assert packed_result(batch, LossSpec(aggregation="constant_length")).loss == -5.0 / (2 * MAX_TOKENS)
-    assert packed_result(batch, LossSpec(aggregation="token_mean")).loss == pytest.approx(-5.0 / 3)
-    assert packed_result(batch, LossSpec(aggregation="sequence_mean")).loss == pytest.approx(-2.0 / 2)
+    assert packed_result(batch, loss_spec(aggregation="constant_length")).loss == -5.0 / (2 * MAX_TOKENS)
+    assert packed_result(batch, loss_spec(aggregation="token_mean")).loss == pytest.approx(-5.0 / 3)
+    assert packed_result(batch, loss_spec(aggregation="sequence_mean")).loss == pytest.approx(-2.0 / 2)
 
 
 @st.composite
@@ -150,7 +158,7 @@ def test_any_split_into_micro_batches_gives_the_same(case: tuple[Batch, list[lis
 def test_on_policy_the_ratio_is_one_and_the_gradient_is_the_advantage(seed: int, spec: LossSpec) -> None:
     batch = random_batch(seed)
     batch.old = [t.clone() for t in batch.logprobs]
-    spec = LossSpec(kind=spec.kind, clip_low=0.2, clip_high=0.2, aggregation="token_mean")
+    spec = loss_spec(kind=spec.kind, clip_low=0.2, clip_high=0.2, aggregation="token_mean")
     result = packed_result(batch, spec)
     tokens = batch.counts().tokens
     means = result.stats.means()
@@ -180,16 +188,18 @@ def test_masked_tokens_reach_nothing(seed: int, spec: LossSpec) -> None:
 def test_huge_ratios_stay_finite() -> None:
     for kind in ("ppo", "gspo"):
         new = torch.zeros(2, requires_grad=True)
-        result = micro_batch_loss(
-            LossSpec(kind=kind, kl_coef=1.0),  # type: ignore[arg-type]
+        inputs = LossInputs(
             new,
-            torch.full((2,), -500.0),
-            torch.tensor([1.0, -1.0]),
             torch.ones(2),
-            cu_seqlens=cu_seqlens([1, 1]),
-            counts=random_batch(0).counts(),
-            ref_logprobs_T=torch.tensor([400.0, -400.0]),
+            cu_seqlens([1, 1]),
+            random_batch(0).counts(),
+            {
+                "old_logprobs": torch.full((2,), -500.0),
+                "advantages": torch.tensor([1.0, -1.0]),
+                "reference_logprobs": torch.tensor([400.0, -400.0]),
+            },
         )
+        result = micro_batch_loss(loss_spec(kind=kind, kl_coef=1.0), inputs)
         result.loss.backward()
         assert torch.isfinite(result.loss) and torch.isfinite(new.grad).all()
         assert all(math.isfinite(value) for value in numbers(result.stats).values())
@@ -197,24 +207,16 @@ def test_huge_ratios_stay_finite() -> None:
 
 def test_bf16_inputs_are_computed_in_fp32() -> None:
     new = torch.full((1,), -1.0, dtype=torch.bfloat16)
-    result = policy_loss(new, new.float() - 1e-3, torch.ones(1), torch.ones(1), cu_seqlens=cu_seqlens([1]))
+    result = policy_loss(new, new.float() - 1e-3, torch.ones(1), torch.ones(1), cu_seqlens=cu_seqlens([1]), **CLIP)
     assert result.loss_T.dtype == torch.float32
     assert float(result.loss_T) == pytest.approx(-math.exp(1e-3), rel=1e-6)
 
 
 def test_an_empty_micro_batch_weighs_nothing_and_has_a_gradient() -> None:
     empty = torch.zeros(0, requires_grad=True)
-    result = micro_batch_loss(
-        LossSpec(kl_coef=0.1, entropy_coef=0.1),
-        empty,
-        empty.detach(),
-        empty.detach(),
-        empty.detach(),
-        cu_seqlens=cu_seqlens([]),
-        counts=random_batch(0).counts(),
-        ref_logprobs_T=empty.detach(),
-        entropy_T=empty,
-    )
+    streams = dict.fromkeys(("old_logprobs", "advantages", "reference_logprobs"), empty.detach())
+    inputs = LossInputs(empty, empty.detach(), cu_seqlens([]), random_batch(0).counts(), streams, empty)
+    result = micro_batch_loss(loss_spec(kl_coef=0.1, entropy_coef=0.1), inputs)
     result.loss.backward()
     assert float(result.loss) == 0.0
     assert all(float(value) == 0.0 for value in result.stats.sums.values())
@@ -222,17 +224,17 @@ def test_an_empty_micro_batch_weighs_nothing_and_has_a_gradient() -> None:
 
 def test_missing_inputs_and_wrong_shapes_are_errors() -> None:
     one, counts = torch.zeros(1), random_batch(0).counts()
-    packed = {"cu_seqlens": cu_seqlens([1]), "counts": counts}
+    inputs = LossInputs(one, one, cu_seqlens([1]), counts, {"old_logprobs": one, "advantages": one})
     with pytest.raises(ValueError, match="no reference log-probs"):
-        micro_batch_loss(LossSpec(kl_coef=0.1), one, one, one, one, **packed)
+        micro_batch_loss(loss_spec(kl_coef=0.1), inputs)
     with pytest.raises(ValueError, match="no entropy"):
-        micro_batch_loss(LossSpec(entropy_coef=0.1), one, one, one, one, **packed)
+        micro_batch_loss(loss_spec(entropy_coef=0.1), inputs)
     with pytest.raises(ValueError, match="equal length"):
-        policy_loss(one, one, torch.zeros(2), one, cu_seqlens=cu_seqlens([1]))
+        policy_loss(one, one, torch.zeros(2), one, cu_seqlens=cu_seqlens([1]), **CLIP)
     with pytest.raises(ValueError, match="covers 2 tokens"):
         sequence_ids(cu_seqlens([2]), 1)
     with pytest.raises(ValueError, match="ppo or gspo"):
-        policy_loss(one, one, one, one, cu_seqlens=cu_seqlens([1]), kind="cispo")  # type: ignore[arg-type]
+        policy_loss(one, one, one, one, cu_seqlens=cu_seqlens([1]), **CLIP, kind="cispo")  # type: ignore[arg-type]
 
 
 def test_segments() -> None:
@@ -244,7 +246,7 @@ def test_segments() -> None:
 
 
 def test_statistics_survive_the_trip_through_vectors() -> None:
-    stats = packed_result(random_batch(5), LossSpec(kl_coef=0.1)).stats
+    stats = packed_result(random_batch(5), loss_spec(kl_coef=0.1)).stats
     again = LossStats.from_vectors(stats.sum_vector(), stats.max_vector())
     assert numbers(again) == numbers(stats)
     doubled = LossStats.merge([stats, again]).means()
@@ -271,7 +273,7 @@ def test_correlation_of_two_log_probs_over_any_split(seed: int, parts: int) -> N
     assert means["pearson"] == pytest.approx(float(torch.corrcoef(torch.stack([old, new]))[0, 1]), rel=1e-6)
     assert means["logprob_abs_diff"] == pytest.approx(float((old - new).abs().mean()))
     assert means["logprob_abs_diff_max"] == pytest.approx(float((old - new).abs().max()))
-    loss_stats = packed_result(batch, LossSpec()).stats.means()
+    loss_stats = packed_result(batch, loss_spec()).stats.means()
     assert loss_stats["pearson"] == pytest.approx(means["pearson"], rel=1e-6)
 
 

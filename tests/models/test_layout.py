@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from megarl.config.layout import trainer_layout
 
 from megarl.config.schema import ParallelConfig
+from megarl.config.trainer_layout import trainer_layout
 from megarl.models.layout import Layout
 
 

@@ -30,6 +30,7 @@ from tests.support.rl_problem import (
     padded_gradients,
     plain_logprobs,
 )
+from tests.support.samples import advantage_of, full, with_streams
 from tests.support.tensors import worst
 from tests.support.tiny import make_tiny_model
 
@@ -55,7 +56,7 @@ def tag(
     status: str = "ok",
     finish: str = "stop",
 ) -> SampleTag:
-    return SampleTag(sample_key(group, index), group, index, 3, tokens, version, finish, reward, {}, status)  # type: ignore[arg-type]
+    return SampleTag(sample_key(group, index), group, index, 3, tokens, tokens, version, finish, reward, {}, status)  # type: ignore[arg-type]
 
 
 SAMPLES = st.tuples(
@@ -194,21 +195,20 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, T
         own = [plain_logprobs(model, sample)[0] for sample in samples]
     keys = [sample_key(*divmod(number, SAMPLES)) for number in range(len(samples))]
     return model_dir, {
-        key: replace(sample, key=key, reference_logprobs=reference, loss_mask=None)
+        key: with_streams(replace(sample, key=key, loss_mask=None), reference_logprobs=reference)
         for key, sample, reference in zip(keys, samples, own, strict=True)
     }
 
 
 def trajectory(sample: TrainSample) -> Trajectory:
     """The last sample of each group is truncated."""
-    assert sample.old_logprobs is not None
     group, index = (int(part) for part in sample.key.split(":"))
     return Trajectory(
         group_id=group,
         sample_index=index,
         prompt_ids=sample.prompt_ids,
         response_ids=sample.response_ids,
-        rollout_logprobs=sample.old_logprobs.tolist(),
+        rollout_logprobs=sample.streams["old_logprobs"].tolist(),
         versions=(VersionSpan(0, 0, len(sample.response_ids)),),
         finish_reason="length" if index == SAMPLES - 1 else "stop",
         reward=REWARDS[group][index],
@@ -217,8 +217,7 @@ def trajectory(sample: TrainSample) -> Trajectory:
 
 def kl_of(sample: TrainSample, estimator: str) -> float:
     """KL of the whole response, from the log-probs that sampled it."""
-    assert sample.old_logprobs is not None and sample.reference_logprobs is not None
-    ratio = (sample.reference_logprobs.double() - sample.old_logprobs.double()).exp()
+    ratio = (sample.streams["reference_logprobs"].double() - sample.streams["old_logprobs"].double()).exp()
     return float({"k1": -ratio.log(), "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[estimator].sum())
 
 
@@ -269,7 +268,7 @@ def test_the_updates_of_a_step(
         seen = {key: value for part in got for key, value in part["updates"][number].items()}
         assert seen.keys() == update.keys()
         for key, sample in update.items():
-            assert seen[key] == (pytest.approx(sample.advantage, rel=1e-4, abs=1e-4), sample.trained_tokens)
+            assert seen[key] == (pytest.approx(advantage_of(sample), rel=1e-4, abs=1e-4), sample.trained_tokens)
     _, gradients = padded_gradients(model_dir, list(expected[0].values()), spec)
     merged = {name: value for part in got for name, value in part["gradients"].items()}
     assert worst(merged, gradients) <= 1e-4
@@ -297,7 +296,7 @@ def expected_updates(
             for index, (sample, advantage) in enumerate(zip(members, advantages, strict=True)):
                 masked = changes.get("sampling__truncated") == "mask" and index == SAMPLES - 1
                 mask = torch.zeros(len(sample.response_ids), dtype=torch.bool) if masked else None
-                update[sample.key] = replace(sample, advantage=advantage, loss_mask=mask)
+                update[sample.key] = with_streams(replace(sample, loss_mask=mask), advantages=full(sample, advantage))
         result.append(update)
     in_loss = 0.0 if in_reward else KL
     return result, LossSpec(clip_low=CLIP, clip_high=CLIP, kl_coef=in_loss, entropy_coef=ENTROPY)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.aggregation import GlobalCounts
-from megarl.algorithms.losses import LossSpec, micro_batch_loss
+from megarl.algorithms.losses import LossInputs, LossSpec, micro_batch_loss
 from megarl.algorithms.stats import LossStats
 
 MAX_TOKENS = 16
@@ -75,6 +76,11 @@ class Result:
     stats: LossStats
 
 
+def loss_spec(**changes: Any) -> LossSpec:
+    """PPO's symmetric clip, with changes."""
+    return LossSpec(**{"clip_low": 0.2, "clip_high": 0.2, **changes})
+
+
 def packed_result(
     batch: Batch, spec: LossSpec, split: Sequence[Sequence[int]] | None = None, counts: GlobalCounts | None = None
 ) -> Result:
@@ -91,17 +97,19 @@ def packed_result(
 
         lengths = [batch.lengths[i] for i in indices]
         advantages = [torch.full((len(leaves[i]),), batch.advantages[i], dtype=torch.float64) for i in indices]
-        result = micro_batch_loss(
-            spec,
-            pack(leaves),
-            pack(batch.old),
-            torch.cat([torch.zeros(0, dtype=torch.float64), *advantages]),
-            pack([m.double() for m in batch.mask]).bool(),
+        inputs = LossInputs(
+            logprobs_R=pack(leaves),
+            mask_R=pack([m.double() for m in batch.mask]).bool(),
             cu_seqlens=cu_seqlens(lengths),
             counts=counts,
-            ref_logprobs_T=pack(batch.reference),
-            entropy_T=pack(entropies),
+            streams={
+                "old_logprobs": pack(batch.old),
+                "advantages": torch.cat([torch.zeros(0, dtype=torch.float64), *advantages]),
+                "reference_logprobs": pack(batch.reference),
+            },
+            entropy_R=pack(entropies),
         )
+        result = micro_batch_loss(spec, inputs)
         total = total + result.loss
         parts.append(result.stats)
     total.backward()

@@ -20,6 +20,7 @@ from megarl.trainer.batch import TrainSample
 from tests.support.configs import with_changes
 from tests.support.loss_batches import Batch
 from tests.support.padded_loss import reference_result
+from tests.support.samples import advantage_of, train_sample
 from tests.support.tiny import make_tiny_model
 
 VOCAB = 101
@@ -73,14 +74,14 @@ def make_samples(model_dir: Path, count: int = 11, seed: int = 3) -> list[TrainS
         if number == 2:
             mask[:] = False
         advantage = float(torch.randn(1, generator=generator))
-        samples.append(TrainSample(f"0:{number}", ids[:prompt], ids[prompt:], advantage, loss_mask=mask))
+        samples.append(train_sample(f"0:{number}", ids[:prompt], ids[prompt:], advantage, loss_mask=mask))
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.no_grad():
         for sample in samples:
             own, _ = plain_logprobs(model, sample)
             noise = lambda scale: scale * torch.randn(own.shape, generator=generator)  # noqa: E731
-            sample.old_logprobs = own + noise(0.3)
-            sample.reference_logprobs = own + noise(0.2)
+            sample.streams["old_logprobs"] = own + noise(0.3)
+            sample.streams["reference_logprobs"] = own + noise(0.2)
     return samples
 
 
@@ -121,13 +122,12 @@ def plain_loss(model: torch.nn.Module, samples: list[TrainSample]) -> torch.Tens
     """Token-mean clipped PPO + k3 KL - entropy bonus, written out."""
     total, tokens = torch.zeros(()), 0
     for sample in samples:
-        assert sample.old_logprobs is not None and sample.reference_logprobs is not None
         assert sample.loss_mask is not None
         logprobs, entropy = plain_logprobs(model, sample)
-        ratio = (logprobs - sample.old_logprobs).exp()
+        ratio = (logprobs - sample.streams["old_logprobs"]).exp()
         clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-        loss = -torch.minimum(ratio * sample.advantage, clipped * sample.advantage)
-        difference = sample.reference_logprobs - logprobs
+        loss = -torch.minimum(ratio * advantage_of(sample), clipped * advantage_of(sample))
+        difference = sample.streams["reference_logprobs"] - logprobs
         loss = loss + KL * (difference.exp() - difference - 1) - ENTROPY * entropy
         total = total + (loss * sample.loss_mask).sum()
         tokens += int(sample.loss_mask.sum())
@@ -150,11 +150,11 @@ def padded_gradients(
     masks = [torch.ones(len(s.response_ids)) if s.loss_mask is None else s.loss_mask for s in samples]
     batch = Batch(
         logprobs=[values.detach().double() for values in logprobs],
-        old=[_double(sample.old_logprobs) for sample in samples],
-        reference=[_double(sample.reference_logprobs) for sample in samples],
+        old=[_double(sample.streams["old_logprobs"]) for sample in samples],
+        reference=[_double(sample.streams["reference_logprobs"]) for sample in samples],
         entropy=[values.detach().double() for values in entropy],
         mask=[mask.bool() for mask in masks],
-        advantages=[sample.advantage for sample in samples],
+        advantages=[advantage_of(sample) for sample in samples],
     )
     result = reference_result(batch, spec)
     parts = [value.float() for value in result.gradient + result.entropy_gradient]

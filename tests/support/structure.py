@@ -81,3 +81,24 @@ def _is_fixture(function: ast.FunctionDef) -> bool:
     """Hooks of pytest have their place in conftests too."""
     decorated = any("fixture" in ast.unparse(each) for each in function.decorator_list)
     return decorated or function.name.startswith("pytest_")
+
+
+def repeated_class_names(package: Path) -> list[str]:
+    """Public classes of one name in several modules of the package."""
+    places: dict[str, list[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(package)))
+    return [f"{name}: {', '.join(where)}" for name, where in sorted(places.items()) if len(where) > 1]
+
+
+def repeated_module_names(package: Path) -> list[str]:
+    """Modules of one name in several folders of the package."""
+    counts = Counter(path.name for path in package.rglob("*.py"))
+    return sorted(name for name, count in counts.items() if count > 1 and name not in {"__init__.py", "__main__.py"})
+
+
+def loose_modules(package: Path) -> list[str]:
+    """Modules of the package that belong to no layer."""
+    return sorted(path.name for path in package.glob("*.py") if path.name not in {"__init__.py", "__main__.py"})

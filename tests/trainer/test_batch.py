@@ -7,11 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.trainer.batch import TrainSample, check_samples, pack, unpack
-
-
-def sample(key: str, prompt: list[int], response: list[int], **fields: object) -> TrainSample:
-    return TrainSample(key, prompt, response, **fields)  # type: ignore[arg-type]
+from megarl.trainer.batch import TrainSample, check_samples, common_streams, pack, unpack
+from tests.support.samples import train_sample as sample
 
 
 def test_two_sequences_end_to_end() -> None:
@@ -29,9 +26,9 @@ def test_two_sequences_end_to_end() -> None:
     assert batch.targets.tolist() == [4, 7, 8, 9]
     assert batch.input_ids[0, batch.rows + 1].tolist() == batch.targets.tolist()
     assert batch.response_cu_seqlens.tolist() == [0, 1, 4]
-    assert batch.advantages.tolist() == [-1.0, 2.0, 2.0, 2.0]
+    assert batch.streams["advantages"].tolist() == [-1.0, 2.0, 2.0, 2.0]
     assert batch.mask.tolist() == [True, True, False, True]
-    assert batch.old_logprobs is None and batch.tokens == 7 and not batch.is_empty
+    assert list(batch.streams) == ["advantages"] and batch.tokens == 7 and not batch.is_empty
     assert [part.tolist() for part in unpack(batch.targets, samples, [2, 0])] == [[4], [7, 8, 9]]
 
 
@@ -53,7 +50,7 @@ def test_an_empty_micro_batch_weighs_nothing(align: int) -> None:
     assert batch.mask.tolist() == [False] and batch.rows.tolist() == [0]
     mask = batch.padding_mask()
     assert mask is not None and mask.tolist() == [[True] * align]
-    assert batch.old_logprobs is not None and batch.reference_logprobs is not None
+    assert batch.streams["old_logprobs"].tolist() == [0.0]
     assert unpack(batch.targets, [], []) == []
 
 
@@ -75,10 +72,9 @@ def test_every_response_token_has_the_row_before_it(shapes: list[tuple[int, int]
     assert batch.input_ids.shape[1] % align == 0
     assert batch.input_ids.shape[1] - sum(s.length for s in samples) < align
     assert torch.equal(batch.input_ids[0, batch.rows] + 1, batch.targets)
-    assert batch.old_logprobs is not None
-    pieces = unpack(batch.old_logprobs, samples, order)
+    pieces = unpack(batch.streams["old_logprobs"], samples, order)
     for index, piece in zip(order, pieces, strict=True):
-        assert torch.equal(piece, samples[index].old_logprobs)
+        assert torch.equal(piece, samples[index].streams["old_logprobs"])
 
 
 @pytest.mark.parametrize(
@@ -95,3 +91,19 @@ def test_every_response_token_has_the_row_before_it(shapes: list[tuple[int, int]
 def test_bad_samples_are_refused(broken: TrainSample, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_samples([sample("good", [1], [2]), broken], vocab_size=10)
+
+
+def test_only_streams_that_all_samples_have_are_packed() -> None:
+    both = [
+        sample("a", [1], [2], old_logprobs=torch.zeros(1), reference_logprobs=torch.zeros(1)),
+        sample("b", [1], [2], old_logprobs=torch.zeros(1)),
+    ]
+    assert common_streams(both) == ["advantages", "old_logprobs"] == sorted(pack(both, [0]).streams)
+    assert common_streams([]) == []
+    with pytest.raises(KeyError, match="reference_logprobs"):
+        pack(both, [0, 1], streams=["reference_logprobs"])
+
+
+def test_an_undeclared_stream_is_refused() -> None:
+    with pytest.raises(KeyError, match="'hunch' is not declared; declared are old_logprobs"):
+        pack([sample("a", [1], [2], hunch=torch.zeros(1))], [0])

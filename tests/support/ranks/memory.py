@@ -15,6 +15,7 @@ from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
 from tests.support.graphs import forget_last_graph
 from tests.support.ranks.layouts import use_layout
+from tests.support.samples import train_sample
 
 # One micro-batch of ragged sequences, exactly full, and with only one way to pack several of them.
 LENGTHS = (150, 42)
@@ -40,7 +41,7 @@ def measure(tree: dict[str, Any], micro_batches: int = 1) -> dict[str, float]:
 def _sample(index: int, length: int) -> TrainSample:
     generator = torch.Generator().manual_seed(index)
     ids = torch.randint(0, 90, (length,), generator=generator).tolist()
-    return TrainSample(str(index), ids[:4], ids[4:], 1.0 - index % 3, old_logprobs=torch.full((length - 4,), -3.0))
+    return train_sample(str(index), ids[:4], ids[4:], 1.0 - index % 3, old_logprobs=torch.full((length - 4,), -3.0))
 
 
 def _state(policy: Policy) -> dict[str, float]:

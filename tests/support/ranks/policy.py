@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 
 from megarl.algorithms.aggregation import GlobalCounts
+from megarl.algorithms.losses import LossFunction
 from megarl.models.export import HFExporter
 from megarl.models.read_config import load_info
 from megarl.models.shards import table
@@ -27,13 +28,16 @@ from megarl.trainer.policy import Policy
 from tests.support.graphs import forget_last_graph
 from tests.support.ranks.layouts import make_layout, use_layout
 from tests.support.rl_problem import make_config
+from tests.support.samples import with_streams, without_stream
 
 
 @contextlib.contextmanager
-def policy_under(model_dir: Path, layout: dict[str, Any], **changes: Any) -> Iterator[Policy]:
+def policy_under(
+    model_dir: Path, layout: dict[str, Any], loss: LossFunction | None = None, **changes: Any
+) -> Iterator[Policy]:
     """A policy in a fresh layout of all ranks of the world; torn down again."""
     with use_layout(make_layout(**layout)) as full:
-        policy = Policy(make_config(model_dir, **changes), full, load_info(model_dir))
+        policy = Policy(make_config(model_dir, **changes), full, load_info(model_dir), loss)
         try:
             yield policy
         finally:
@@ -193,9 +197,9 @@ def _per_micro_batch() -> dict[str, Any]:
     """Normalise by the micro-batch's own tokens, then average over micro-batches."""
     original = policy_module.micro_batch_loss
 
-    def broken(spec: Any, logprobs: Any, old: Any, advantages: Any, mask: Any, **kwargs: Any) -> Any:
-        own = replace(kwargs["counts"], tokens=max(1, int(mask.sum()) * 4))
-        return original(spec, logprobs, old, advantages, mask, **(kwargs | {"counts": own}))
+    def broken(spec: Any, inputs: Any) -> Any:
+        own = replace(inputs.counts, tokens=max(1, int(inputs.mask_R.sum()) * 4))
+        return original(spec, replace(inputs, counts=own))
 
     return {"micro_batch_loss": broken}
 
@@ -226,7 +230,8 @@ def _dropped_micro_batch() -> dict[str, Any]:
     original = policy_module.forward_backward
 
     def broken(chunks: Any, micro_batches: Any, function: Any) -> Any:
-        dropped = policy_module.pack([], [], policy_module.parallel_state.get_tensor_model_parallel_world_size())
+        tensor = policy_module.parallel_state.get_tensor_model_parallel_world_size()
+        dropped = policy_module.pack([], [], tensor, streams=list(micro_batches[0].streams))
         return original(chunks, [dropped, *micro_batches[1:]], function)
 
     return {"forward_backward": broken}
@@ -309,9 +314,9 @@ def refused(model_dir: Path, samples: list[TrainSample], what: str) -> str:
         if what == "counts":
             counts = GlobalCounts(tokens=1, sequences=1, max_tokens=1)
         elif what == "no_old":
-            samples = [replace(sample, old_logprobs=None) for sample in samples]
+            samples = [without_stream(sample, "old_logprobs") for sample in samples]
         elif what == "no_reference":
-            samples = [replace(sample, reference_logprobs=None) for sample in samples]
+            samples = [without_stream(sample, "reference_logprobs") for sample in samples]
         elif what == "nothing":
             samples = [samples[2]]
         return raised(policy.update, samples, counts)
@@ -323,7 +328,7 @@ def non_finite(model_dir: Path, samples: list[TrainSample], what: str) -> tuple[
         before = [p.detach().clone() for chunk in policy.module_chunks for p in chunk.parameters()]
         if what == "loss" and parallel.dp_rank() == 1:
             poisoned = torch.full((len(samples[0].response_ids),), float("nan"))
-            samples = [replace(samples[0], old_logprobs=poisoned), *samples[1:]]
+            samples = [with_streams(samples[0], old_logprobs=poisoned), *samples[1:]]
         if what == "gradient" and parallel.dp_rank() == 1:
             weight = next(iter(policy.module_chunks[0].parameters()))
             weight.register_hook(lambda grad: grad * float("nan"))

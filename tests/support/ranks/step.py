@@ -14,6 +14,7 @@ from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample
 from tests.support.ranks.policy import exported_gradients, policy_under
+from tests.support.samples import advantage_of
 
 
 def stepped(model_dir: Path, rows: list[Trajectory], **changes: Any) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def stepped(model_dir: Path, rows: list[Trajectory], **changes: Any) -> dict[str
         update, step = policy.update, policy.optimizer.step
 
         def recorded_update(samples: list[TrainSample], counts: Any) -> dict[str, float]:
-            updates.append({sample.key: (sample.advantage, sample.trained_tokens) for sample in samples})
+            updates.append({sample.key: (advantage_of(sample), sample.trained_tokens) for sample in samples})
             return update(samples, counts)
 
         def recorded_step() -> Any:

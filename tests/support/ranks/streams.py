@@ -1,0 +1,38 @@
+"""A per-token stream that only the tests declare, and a loss that is made of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.algorithms.losses import LossInputs, MicroBatchLoss
+from megarl.algorithms.stats import LossStats
+from megarl.queue.streams import STREAMS, Stream
+from megarl.queue.trajectory import Trajectory
+from megarl.trainer.batch import TrainSample
+from tests.support.ranks.policy import exported_gradients, own_share, policy_under
+
+WEIGHT = STREAMS.declare(Stream("test_weight", "A weight of each token, made up by the tests.", fill=1.0))
+
+
+def weighted_likelihood(inputs: LossInputs) -> MicroBatchLoss:
+    """Minus the sum of weight times log-prob over the trained tokens, by the global count of tokens."""
+    stats = LossStats.zeros(inputs.logprobs_R.device)
+    terms_R = inputs.streams[WEIGHT.name] * inputs.logprobs_R
+    loss = -torch.where(inputs.mask_R, terms_R, 0.0).sum() / inputs.counts.tokens
+    stats.sums["loss"] = loss.detach().double()
+    stats.sums["tokens"] = inputs.mask_R.sum(dtype=torch.float64)
+    return MicroBatchLoss(loss, stats)
+
+
+def gradients_of_weighted_likelihood(
+    model_dir: Path, rows: list[Trajectory], layout: dict[str, Any], **changes: Any
+) -> dict[str, Any]:
+    """Loss and gradients of `weighted_likelihood` of trajectories, split over the replicas of a layout."""
+    samples = [TrainSample.of(row) for row in rows]
+    with policy_under(model_dir, layout, loss=weighted_likelihood, **changes) as policy:
+        _, mine = own_share(samples)
+        loss = policy.compute_gradients(mine)["loss"]
+        return {"loss": loss, "gradients": exported_gradients(policy)}
