@@ -10,10 +10,11 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-deps
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test quickstart test test-cluster test-all lint docs clean
+.PHONY: help setup setup-test quickstart test test-system test-cluster test-all lint docs clean \
+        test-slow-models test-slow-trainer test-slow-pool test-slow-system
 
 help:  ## Show this list.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
 setup: $(VENV)/.ready  ## Make .venv from requirements/cpu.lock.
 
@@ -35,14 +36,29 @@ quickstart: setup  ## The main job, end to end on a CPU: Megatron TP=2 + vLLM + 
 	$(PY) -m megarl.quickstart --out runs/quickstart/assets
 	$(VENV)/bin/torchrun --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/quickstart_cpu.yaml
 
-test: setup-test  ## Everything that runs in 15 minutes on 2 cores.
-	$(PY) -m pytest -m "not slow"
+test: setup-test  ## Every part: real Megatron, real vLLM, real Ray; up to 12 minutes on 2 cores.
+	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs
+
+test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; up to 25 minutes.
+	$(PY) -m pytest tests/system -m "not slow"
 
 test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), up to 15 minutes.
 	$(PY) -m pytest tests/jobs -m cluster
 
-test-all: setup-test  ## The full matrices and the slow tests as well, up to 60 minutes.
-	$(PY) -m pytest -m "not cluster"
+# The full matrices, in parts that take up to 30 minutes each; docs/benchmarks.md has what they took.
+test-slow-models: setup-test  ## Every family through every layout, loader, exporter and converter.
+	$(PY) -m pytest -m slow tests/models tests/checkpoint/convert
+
+test-slow-trainer: setup-test  ## Every layout of the trainer, its memory, and save and resume between layouts.
+	$(PY) -m pytest -m slow tests/trainer tests/platforms tests/config tests/checkpoint/save
+
+test-slow-pool: setup-test  ## Engines, replicas and weight sync, the long way.
+	$(PY) -m pytest -m slow tests/rollout tests/weights tests/cluster tests/commands
+
+test-slow-system: setup-test  ## Whole runs, the long way: random kills, learning, its control.
+	$(PY) -m pytest -m slow tests/system
+
+test-all: test test-system test-slow-models test-slow-trainer test-slow-pool test-slow-system  ## All of these but the cluster's.
 
 lint: setup-test  ## ruff, mypy and the layers (import-linter).
 	$(PY) -m ruff check .
