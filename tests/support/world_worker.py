@@ -1,4 +1,4 @@
-"""One rank of a test world: see world.py. The process group stays; each case builds and destroys its own layout."""
+"""One rank of a test world: see world.py. The process group stays; each function builds and destroys its own layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Client
 
-MAX_THREADS = 120  # between cases: their own groups are gone then; some caches and thread pools may stay
+MAX_THREADS = 120  # between functions: their own groups are gone then; some caches and thread pools may stay
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
             answer = (False, traceback.format_exc())
         # Plain pickle: torch's own pickler would share tensors by file descriptor, which needs a common key.
         connection.send_bytes(pickle.dumps(answer))
-        # A case's model is garbage with cycles, and keeps its gloo groups (3 threads each, always awake) alive.
+        # A function's model is garbage with cycles, and keeps its gloo groups (3 threads each, always awake) alive.
         del answer, kwargs
         gc.collect()
         gc.collect()  # the first round frees optimizers, whose views of parameters hide DDP's hooks from it

@@ -10,11 +10,9 @@ from megatron.core import parallel_state
 
 from megarl.config.load import config_from_tree
 from megarl.config.trainer_layout import trainer_layout
-from megarl.models.read_config import load_info
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
-from tests.support.graphs import forget_last_graph
-from tests.support.ranks.layouts import use_layout
+from tests.support.ranks.policy import built_policy
 from tests.support.samples import train_sample
 
 # One micro-batch of ragged sequences, exactly full, and with only one way to pack several of them.
@@ -26,16 +24,12 @@ def measure(tree: dict[str, Any], micro_batches: int = 1) -> dict[str, float]:
     """Build the policy of a config, do one update, and return this rank's bytes (and its pipeline stage)."""
     config = config_from_tree(tree)
     layout = trainer_layout(config.trainer.parallel, config.trainer.gpus)
-    with use_layout(layout):
-        policy = Policy(config, layout, load_info(config.model.path))
-        try:
-            samples = [_sample(i, length) for i, length in enumerate(LENGTHS * micro_batches)]
-            with SavedBytes(policy) as saved:
-                policy.update(samples)
-            stage = torch.distributed.get_rank(parallel_state.get_pipeline_model_parallel_group())
-            return {"stage": stage, "activations": saved.peak, **_state(policy)}
-        finally:
-            forget_last_graph(policy)
+    with built_policy(config, layout) as policy:
+        samples = [_sample(i, length) for i, length in enumerate(LENGTHS * micro_batches)]
+        with SavedBytes(policy) as saved:
+            policy.update(samples)
+        stage = torch.distributed.get_rank(parallel_state.get_pipeline_model_parallel_group())
+        return {"stage": stage, "activations": saved.peak, **_state(policy)}
 
 
 def _sample(index: int, length: int) -> TrainSample:

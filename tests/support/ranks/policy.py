@@ -14,10 +14,13 @@ from unittest import mock
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.losses import LossFunction
+from megarl.config.schema import Config
 from megarl.models.export import HFExporter
+from megarl.models.layout import Layout
 from megarl.models.read_config import load_info
 from megarl.models.shards import table
 from megarl.trainer import parallel
@@ -25,23 +28,38 @@ from megarl.trainer import policy as policy_module
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.packing import assign_to_ranks
 from megarl.trainer.policy import Policy
-from tests.support.graphs import forget_last_graph
 from tests.support.ranks.layouts import make_layout, use_layout
 from tests.support.rl_problem import make_config
 from tests.support.samples import with_streams, without_stream
 
 
 @contextlib.contextmanager
-def policy_under(
-    model_dir: Path, layout: dict[str, Any], loss: LossFunction | None = None, **changes: Any
-) -> Iterator[Policy]:
-    """A policy in a fresh layout of all ranks of the world; torn down again."""
-    with use_layout(make_layout(**layout)) as full:
-        policy = Policy(make_config(model_dir, **changes), full, load_info(model_dir), loss)
+def built_policy(config: Config, layout: Layout, seed: int = 1, loss: LossFunction | None = None) -> Iterator[Policy]:
+    """The policy of a config in a fresh layout; torn down again, so that the next one finds nothing of it."""
+    with use_layout(layout, seed):
+        policy = Policy(config, layout, load_info(config.model.path), loss)
         try:
             yield policy
         finally:
-            forget_last_graph(policy)
+            _forget_last_graph(policy)
+
+
+def _forget_last_graph(policy: Policy) -> None:
+    """MoE layers keep tensors of the last forward pass. Their graph holds DDP's hooks where gc cannot see them.
+
+    Without this, each mixture of experts would leave a model and some 16 process groups of three threads behind.
+    """
+    for chunk in policy.module_chunks:
+        for module in chunk.modules():
+            if isinstance(module, MoELayer):
+                module.token_dispatcher.__dict__.clear()
+
+
+def policy_under(
+    model_dir: Path, layout: dict[str, Any], loss: LossFunction | None = None, **changes: Any
+) -> contextlib.AbstractContextManager[Policy]:
+    """The policy of a tiny model in a layout of all ranks; `changes` to its config have `__` for the dots."""
+    return built_policy(make_config(model_dir, **changes), make_layout(**layout), loss=loss)
 
 
 def own_share(samples: list[TrainSample]) -> tuple[list[int], list[TrainSample]]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from megarl.commands.replay import replay_steps
 from megarl.config.load import load_config
-from megarl.models.read_config import load_info
 from megarl.run.batch_metrics import record_batch
 from megarl.run.step import plan_step, train_step
 from megarl.telemetry.declarations import REGISTRY, step_metrics
 from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer.policy import Policy
-from tests.support.ranks.layouts import make_layout, use_layout
-from tests.support.ranks.policy import exported
+from tests.support.ranks.layouts import make_layout
+from tests.support.ranks.policy import built_policy, exported
 from tests.support.recorded_steps import make_batch
 
 
@@ -24,11 +22,8 @@ def _timeless(values: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if not REGISTRY.lookup(name).timing}
 
 
-@contextmanager
-def _policy(run_dir: Path, layout: dict[str, Any]) -> Iterator[Policy]:
-    with use_layout(make_layout(**layout), seed=0) as full:
-        config = load_config(run_dir / "config.yaml")
-        yield Policy(config, full, load_info(config.model.path))
+def _policy(run_dir: Path, layout: dict[str, Any]) -> AbstractContextManager[Policy]:
+    return built_policy(load_config(run_dir / "config.yaml"), make_layout(**layout), seed=0)
 
 
 def replay(run_dir: Path, steps: int, layout: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What each rank of a test world runs: train, save in the background while training goes on, load, train on."""
+"""What one rank of a test world does: train, save in the background while training goes on, load, train on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of a test world runs for test_step: one step on given trajectories, and what its updates saw."""
+"""One step on given trajectories, and what the updates of one rank saw of it."""
 
 from __future__ import annotations
 
