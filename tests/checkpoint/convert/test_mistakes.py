@@ -313,7 +313,7 @@ def test_a_file_on_a_full_disk_is_named(kind: str, workers: int, source: Path, t
         convert("import", "--hf", source, "--out", tmp_path / "m")
         command = ["export", "--megatron", tmp_path / "m", "--hf", out, "--workers", workers]
         full = files / "model.safetensors"
-    job = importing.ImportJob if kind == "import" else exporting.ExportJob
+    job = importing.HFToMegatron if kind == "import" else exporting.MegatronToHF
     prepare = job.prepare
 
     def prepare_with(self: Any, partial: Path) -> None:
@@ -383,7 +383,7 @@ def test_a_target_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
 def test_resume_of_something_else(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "m"
     assert "nothing to resume" in refused("import", "--hf", source, "--out", out, "--resume")
-    with mock.patch.object(importing.ImportJob, "finish", side_effect=OSError(errno.EIO, "I/O error")):
+    with mock.patch.object(importing.HFToMegatron, "finish", side_effect=OSError(errno.EIO, "I/O error")):
         assert "I/O error" in refused("import", "--hf", source, "--out", out)
     assert not out.exists()
     assert "holds an unfinished conversion" in refused("import", "--hf", source, "--out", out)
