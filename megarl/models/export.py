@@ -1,8 +1,8 @@
-"""Megatron shards back to Hugging Face tensors, one at a time, each on the rank that owns it.
+"""Exports Megatron shards as Hugging Face tensors, one at a time, each on the rank that owns it.
 
-The manifest is the same on every rank and in layer order; `stream` walks it with every rank taking part only
-in the gathers of its own shards. At most one Hugging Face tensor beyond the shard is alive (row-parallel
-tensors: plus one peer's shard).
+The manifest is the same on every rank and in layer order. `stream` follows it, and each rank takes part only in the
+gathers of its own shards. Besides the shards, a rank holds at most one Hugging Face tensor in memory (for row-parallel
+tensors also the shard of one peer).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.models.info import ModelInfo
 from megarl.models.mapping import Entry
 from megarl.models.safetensors_io import SafetensorsWriter, TensorHeader, write_index
 from megarl.models.shards import Shard, local_shards, table
-from megarl.models.source import hf_files
+from megarl.models.source import HF_SHARD_BYTES, hf_files
 
 logger = logging.getLogger(__name__)
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".index.json")
@@ -30,7 +30,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msg
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """One Hugging Face tensor; `owner` is the global trainer rank that ends up holding it whole."""
+    """A Hugging Face tensor of an export; `owner` is the global trainer rank that receives the full tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class ExportedTensor:
 
 
 class HFExporter:
-    """Streams a model out of its chunks (wrapped or bare) in dtype `dtype`, buffers in fp32. Build it on every rank."""
+    """Streams the model in `chunks` (wrapped or bare) in dtype `dtype`, buffers in fp32. Build it on every rank."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], info: ModelInfo, dtype: torch.dtype) -> None:
         self.info = info
@@ -55,7 +55,10 @@ class HFExporter:
         self._manifest: list[ExportedTensor] | None = None
 
     def manifest(self) -> list[ExportedTensor]:
-        """All tensors of the model in layer order, equal on all ranks. Collective (world) at first."""
+        """Return all tensors of the model in layer order, equal on all ranks. The first call is a world collective.
+
+        Raises RuntimeError if a Megatron parameter has no owner, or two.
+        """
         if self._manifest is None:
             owners = self._owners()
             self._manifest = [
@@ -66,10 +69,10 @@ class HFExporter:
         return self._manifest
 
     def stream(self) -> Iterator[tuple[ExportedTensor, torch.Tensor | None]]:
-        """(tensor's manifest entry, its full value on the owner, None elsewhere) for this rank's shards.
+        """Yield (manifest entry, the full tensor on its owner or None elsewhere) for this rank's shards.
 
-        Ranks of one tensor-parallel group must advance together: each step is a gather among them. Values may
-        share memory with the parameters: read them before the next step, do not write to them. Only ranks of
+        The ranks of one tensor-parallel group must advance together: each step is a gather among them. The tensors
+        may share memory with the parameters: read them before the next step, and do not write to them. Only ranks of
         data-parallel rank 0 take part; others yield nothing.
         """
         manifest = iter(self.manifest())
@@ -85,7 +88,7 @@ class HFExporter:
         return torch.float32 if entry.rule.buffer else self.dtype
 
     def _owners(self) -> dict[str, int]:
-        """Global owner rank of each Megatron parameter, agreed on by all ranks."""
+        """Return the global owner rank of each Megatron parameter, agreed on by all ranks."""
         mine = [name for name, shard in self._shards.items() if _is_sender(shard) and shard.rank == 0]
         everyone: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather_object(everyone, mine)
@@ -119,7 +122,7 @@ def _group(shard: Shard) -> torch.distributed.ProcessGroup:
 
 @torch.no_grad()
 def _gather(shard: Shard, source: int, item: ExportedTensor) -> torch.Tensor | None:
-    """The full tensor on rank 0 of the shard's group, None on its other ranks."""
+    """Return the full tensor on rank 0 of the shard's group, None on its other ranks."""
     axis = shard.entry.rule.axis
     own = _rows(shard, source).to(item.dtype)
     if axis is None or shard.size == 1:
@@ -153,7 +156,7 @@ def _gather(shard: Shard, source: int, item: ExportedTensor) -> torch.Tensor | N
 
 
 def _rows(shard: Shard, source: int) -> torch.Tensor:
-    """This rank's part of one Hugging Face tensor: a view where it is one piece of the shard."""
+    """Return this rank's part of one Hugging Face tensor: a view where it is one piece of the shard, else a copy."""
     axis = shard.entry.rule.axis or 0
     parts, offset = [], 0
     for piece in shard.entry.pieces(shard.rank, shard.size):
@@ -166,7 +169,7 @@ def _rows(shard: Shard, source: int) -> torch.Tensor:
 
 
 def _places(shard: Shard, source: int, rank: int) -> list[tuple[int, int]]:
-    """Where rank `rank`'s part goes in the Hugging Face tensor; adjoining ranges are merged."""
+    """Return the ranges of rank `rank`'s part within the Hugging Face tensor; adjoining ranges are merged."""
     ranges: list[tuple[int, int]] = []
     for piece in shard.entry.pieces(rank, shard.size):
         if piece.source != source:
@@ -182,16 +185,17 @@ def save_hf(
     exporter: HFExporter,
     hf_source_dir: Path | str,
     out_dir: Path | str,
-    shard_bytes: int = 5 * 2**30,
+    shard_bytes: int = HF_SHARD_BYTES,
     *,
     overwrite: bool = False,
-    group: Any = None,
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> None:
-    """Write a Hugging Face directory: safetensors, index, and everything of the source but its weights.
+    """Write a Hugging Face directory: safetensors, index, and all files of the source except its weights.
 
-    Collective over the world; `out_dir` must be on a file system that all ranks see. Each owner writes its
-    own files, one tensor in memory at a time; the directory appears by a rename when all are complete. Raises
-    ValueError if it exists and `overwrite` is false. `group`: all ranks, with a time-out for a slow disk.
+    Collective over the world; `out_dir` must be on a file system that all ranks see. Each owner writes its own files,
+    with one tensor in memory at a time; the directory appears by a rename when all are complete. Raises ValueError if
+    it exists and `overwrite` is false. `group`: a process group of all ranks for the barriers, with a timeout long
+    enough for a slow disk; None = the default group.
     """
     out, rank = Path(out_dir), torch.distributed.get_rank()
     if out.exists() and not overwrite:
@@ -225,10 +229,13 @@ def _spec(tensor: ExportedTensor) -> TensorHeader:
 
 
 def plan_files(manifest: Sequence[ExportedTensor], shard_bytes: int) -> list[tuple[str, list[ExportedTensor]]]:
-    """Group each owner's tensors, in order, into files of at most `shard_bytes` (or one tensor)."""
+    """Return (file name, tensors) pairs: each owner's tensors, in order, in files of at most `shard_bytes`.
+
+    A larger tensor has a file of its own.
+    """
     groups: list[list[ExportedTensor]] = []
     open_group: dict[int, list[ExportedTensor]] = {}
-    size: dict[int, int] = {}  # of each owner's open group; a running sum, for there are models of 20,000 tensors
+    size: dict[int, int] = {}  # bytes of each owner's open group; summed as it grows: there are up to 20,000 tensors
     for tensor in manifest:
         owner = tensor.owner
         if owner not in open_group or size[owner] + tensor.nbytes > shard_bytes:
@@ -262,7 +269,7 @@ def _write_own_files(
 
 
 def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Config, tokenizer, generation config, …; config.json gets the dtype of the new weights."""
+    """Copy config, tokenizer, generation config and so on; `config.json` gets the dtype of the new weights."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not file.name.startswith("."):
             shutil.copyfile(file, target / file.name)
@@ -273,7 +280,7 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
 
 
 def exported_config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """`config.json` of exported weights: their dtype, and none of the layers that are left out (MTP)."""
+    """Return the `config.json` of exported weights: with their dtype, without the layers that are left out (MTP)."""
     changed = dict(config)
     changed["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):

@@ -1,4 +1,4 @@
-"""What a Hugging Face `config.json` says about a model, in one shape for all families."""
+"""The architecture of a model, as its Hugging Face `config.json` gives it, in the same fields for all families."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Sizes of multi-head latent attention (MLA): ranks of the compressed query and key/value, channels per head."""
+    """The sizes of multi-head latent attention (MLA, arXiv 2405.04434).
+
+    They are the ranks of the compressed queries and keys/values, and channels per head.
+    """
 
     query_rank: int | None  # None: queries are not compressed
     kv_rank: int
-    plain: int  # channels of queries and keys without position ("nope")
-    rotated: int  # channels with rotary position ("rope"); a token's keys share one such vector
-    value: int
-    norm_eps: float  # of the two norms inside; the layers' own is ModelInfo.norm_eps
+    plain: int  # channels of queries and keys without a position (qk_nope_head_dim)
+    rotated: int  # channels with rotary position (qk_rope_head_dim); a token's key heads share one such vector
+    value: int  # channels of values (v_head_dim)
+    norm_eps: float  # of the two norms inside attention; the layers' norms have ModelInfo.norm_eps
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Architecture of one model. Sizes are of the whole model, never of a shard."""
+    """The architecture of one model. Sizes are those of the whole model, never of a shard."""
 
     family: str
     num_layers: int
@@ -42,25 +45,25 @@ class ModelInfo:
     topk: int = 0
     moe_ffn: int = 0
     norm_topk_prob: bool = True
-    moe_layers: tuple[bool, ...] = ()  # per layer: mixture of experts?
-    shared_ffn: int = 0  # width of the shared experts, which every token passes, together; 0 = none
+    moe_layers: tuple[bool, ...] = ()  # per layer: true for a mixture of experts; () = no such layer
+    shared_ffn: int = 0  # total width of the shared experts, which process every token; 0 = none
     router_score: Literal["softmax", "sigmoid"] = "softmax"
-    router_groups: tuple[int, int] | None = None  # (groups of experts, how many of them a token may use)
-    router_scale: float = 1.0  # of the chosen experts' weights
-    expert_bias: bool = False  # added to the scores when experts are chosen, not to their weights
-    mla: LatentAttention | None = None  # head_dim is then plain + rotated, kv_heads is heads
-    predict_layers: int = 0  # further layers of the files that predict later tokens (MTP); not part of the model
-    window: int | None = None  # sliding attention: keys a query sees, itself included; None = all before it
-    dtype: str = "float32"  # of the files, e.g. "bfloat16"
+    router_groups: tuple[int, int] | None = None  # (groups of experts, groups that a token may use); None = no groups
+    router_scale: float = 1.0  # factor on the chosen experts' weights
+    expert_bias: bool = False  # a bias is added to the scores that choose the experts, not to their weights
+    mla: LatentAttention | None = None  # if set, head_dim is plain + rotated and kv_heads equals heads
+    predict_layers: int = 0  # layers of the files that predict later tokens (MTP); not part of the model
+    window: int | None = None  # sliding window: keys that a query sees, its own included; None = all before it
+    dtype: str = "float32"  # dtype of the files, e.g. "bfloat16"
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether global layer `layer` (from 0) is a mixture of experts."""
+        """Tell whether global layer `layer` (counted from 0) is a mixture of experts."""
         return bool(self.moe_layers) and self.moe_layers[layer]
 
     @property
     def dims(self) -> dict[str, int]:
-        """Sizes by the symbols used in mapping rules (see mapping.Source)."""
+        """The sizes by the symbols that mapping rules use (see mapping.Source)."""
         return {
             "vocab": self.vocab_size,
             "hidden": self.hidden,
@@ -76,7 +79,7 @@ class ModelInfo:
 
     @property
     def value_dim(self) -> int:
-        """Channels per head of values and of attention's output."""
+        """Channels per head of the values and of attention's output."""
         return self.mla.value if self.mla else self.head_dim
 
     @property

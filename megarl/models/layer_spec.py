@@ -1,9 +1,11 @@
-"""Layer specs: Transformer Engine's on CUDA when it is installed, and Megatron's own modules otherwise.
+"""Layer specs: Transformer Engine's on CUDA if it is installed, else Megatron's own modules.
 
-Without Transformer Engine, Megatron-Core 0.16.1 has no norm that accepts sequence parallelism and no
-attention that accepts packed sequences; `RMSNorm` and `PackedAttention` are those two. Shapes: T packed
-tokens of a micro-batch, S sequence, B batch (1 when packed), N query heads, G key/value heads, D head size of
-queries and keys, V of values, all of this rank.
+Without Transformer Engine, Megatron-Core 0.16.1 has no norm that accepts sequence parallelism and no attention that
+accepts packed sequences; `RMSNorm` and `PackedAttention` fill these two gaps.
+
+Shapes: T packed tokens of a micro-batch, B sequences of equal length, S tokens of a sequence, R query rows of a block,
+K keys of a block, N query heads, G key/value heads, D channels per head of queries and keys, C channels per head of
+values; heads are those of this rank.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ from __future__ import annotations
 import importlib.util
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,21 +26,21 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl import platforms
 from megarl.models.info import ModelInfo
 
-WINDOW_BLOCK = 256  # rows per product of a sliding window
+WINDOW_BLOCK = 256  # query rows of a block, for attention in a sliding window
 
 
 def use_transformer_engine() -> bool:
-    """Whether models are built from Transformer Engine modules: on CUDA, when it is installed."""
+    """Tell whether models are built from Transformer Engine modules: on CUDA, if it is installed."""
     return platforms.current().is_cuda and importlib.util.find_spec("transformer_engine") is not None
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm computed in fp32, scaled in the input's dtype (as `transformers` and vLLM do).
+    """RMSNorm over the last axis, computed in fp32 and scaled in the input's dtype, as in `transformers` and vLLM.
 
     Its weight is tagged `sequence_parallel`, so Megatron sums its gradient over the tensor-parallel group.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         self.eps = eps
         device = platforms.current().device
@@ -51,14 +53,16 @@ class RMSNorm(torch.nn.Module):
 
 
 class _NormWithOwnEps(RMSNorm):
-    def __init__(self, config: TransformerConfig, hidden_size: int, own_eps: float, **_: Any) -> None:
+    """An RMSNorm that ignores the eps that Megatron-Core passes."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, own_eps: float, **_: object) -> None:
         super().__init__(config, hidden_size, own_eps)
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention by `scaled_dot_product_attention`, sequence by sequence of a packed micro-batch."""
+    """Causal attention with `scaled_dot_product_attention`, separate for each sequence of a packed micro-batch."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__()
         if config.context_parallel_size != 1:
             raise ValueError("context parallelism needs Transformer Engine")
@@ -67,71 +71,90 @@ class PackedAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale
         self.window = None if config.window_size is None else config.window_size[0] + 1
 
-    def forward(  # Megatron's signature
+    def forward(  # the names are Megatron's, which passes some of them by keyword
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
+        attn_mask_type: AttnMaskType | None = None,
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Packed (THD): query [T, N, D], key [T, G, D], value [T, G, V] -> [T, N * V]; the mask is causal per
-        sequence, and as wide as `config.window_size` says.
+        """Return attention's output, before the output projection, in the dtype of the inputs.
 
-        Not packed: [S, B, N, D] -> [S, B, N * V]. Tokens beyond the last sequence get zeros.
+        Packed (THD): query [T, N, D], key [T, G, D], value [T, G, C] -> [T, N * C]. Tokens beyond the last sequence
+        get zeros. Not packed: query [S, B, N, D], key [S, B, G, D], value [S, B, G, C] -> [S, B, N * C]. The mask is
+        causal within each sequence and limited to the window of `config.window_size`; `attention_mask` is ignored.
         """
         if packed_seq_params is None:
-            out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
-            return out.permute(2, 0, 1, 3).flatten(2)
+            out_BNSC = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
+            return out_BNSC.permute(2, 0, 1, 3).flatten(2)
         bounds = packed_seq_params.cu_seqlens_q_padded
         if bounds is None:
             bounds = packed_seq_params.cu_seqlens_q
         parts = []
         for start, count, length in _runs(bounds.tolist()):
             stop = start + count * length
-            q, k, v = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
-            parts.append(self._attend(q, k, v).transpose(1, 2).reshape(stop - start, -1))
+            q_BNSD, k_BGSD, v_BGSC = (
+                x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value)
+            )
+            parts.append(self._attend(q_BNSD, k_BGSD, v_BGSC).transpose(1, 2).reshape(stop - start, -1))
         tail = query.shape[0] - sum(part.shape[0] for part in parts)
         if tail:
             parts.append(query.new_zeros(tail, query.shape[1] * value.shape[2]))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        length, window = q.shape[2], self.window
+    def _attend(self, q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSC: torch.Tensor) -> torch.Tensor:
+        """Return the output [B, N, S, C] of causal attention within the window."""
+        length, window = q_BNSD.shape[2], self.window
         if window is None or length <= window:
-            return self._product(q, k, v, is_causal=True)
-        # Rows in blocks, each with the keys that any of them sees: neither time nor memory is quadratic.
+            return self._product(q_BNSD, k_BGSD, v_BGSC, None)
+        # Queries in blocks, each with only the keys that they see, so that neither time nor memory is quadratic.
         parts = []
+        band_RK = _band(window, q_BNSD.dtype, q_BNSD.device)
         for start in range(0, length, WINDOW_BLOCK):
             stop, first = min(start + WINDOW_BLOCK, length), max(0, start - window + 1)
-            mask = _band(window, q.dtype, q.device)[: stop - start, first - start + window - 1 :][:, : stop - first]
-            parts.append(self._product(q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], attn_mask=mask))
+            mask_RK = band_RK[: stop - start, first - start + window - 1 :][:, : stop - first]
+            q_BNRD = q_BNSD[:, :, start:stop]
+            k_BGKD, v_BGKC = k_BGSD[:, :, first:stop], v_BGSC[:, :, first:stop]
+            parts.append(self._product(q_BNRD, k_BGKD, v_BGKC, mask_RK))
         return torch.cat(parts, 2)
 
-    def _product(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **mask: Any) -> torch.Tensor:
-        # The fused kernels want one head size; the plain one that takes two keeps a matrix of all scores.
-        columns, width = v.shape[-1], q.shape[-1]
-        if columns < width:
-            v = torch.nn.functional.pad(v, (0, width - columns))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1], **mask
+    def _product(
+        self, q_BNRD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKC: torch.Tensor, mask_RK: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return softmax(q k + mask) v, [B, N, R, C]; without a mask the product is causal and R = K."""
+        # The fused kernels accept only one head size; the unfused one, which accepts two, stores all scores.
+        value_size, key_size = v_BGKC.shape[-1], q_BNRD.shape[-1]
+        if value_size < key_size:
+            v_BGKC = torch.nn.functional.pad(v_BGKC, (0, key_size - value_size))
+        out_BNRC = torch.nn.functional.scaled_dot_product_attention(
+            q_BNRD,
+            k_BGKD,
+            v_BGKC,
+            attn_mask=mask_RK,
+            is_causal=mask_RK is None,
+            scale=self.softmax_scale,
+            enable_gqa=q_BNRD.shape[1] != k_BGKD.shape[1],
         )
-        return out[..., :columns]
+        return out_BNRC[..., :value_size]
 
 
 @lru_cache(maxsize=2)
 def _band(window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Additive mask [rows, keys] of a block whose first row is key `window - 1`; made once, as backward keeps it."""
-    rows = torch.arange(WINDOW_BLOCK, device=device)[:, None]
-    keys = torch.arange(WINDOW_BLOCK + window - 1, device=device)[None]
-    seen = (keys >= rows) & (keys <= rows + window - 1)
-    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
+    """Return the additive mask [R, K] of a block whose first row is key `window - 1`.
+
+    It is cached because the backward pass keeps it: all layers then share one tensor.
+    """
+    rows_R1 = torch.arange(WINDOW_BLOCK, device=device)[:, None]
+    keys_1K = torch.arange(WINDOW_BLOCK + window - 1, device=device)[None]
+    seen_RK = (keys_1K >= rows_R1) & (keys_1K <= rows_R1 + window - 1)
+    return torch.zeros(seen_RK.shape, dtype=dtype, device=device).masked_fill(~seen_RK, -torch.inf)
 
 
 def _runs(bounds: list[int]) -> list[tuple[int, int, int]]:
-    """Neighbouring sequences of equal length as (start, count, length): each run is one batched attention."""
+    """Return neighbouring sequences of equal length as (start, count, length): each run is one batched attention."""
     runs: list[tuple[int, int, int]] = []
     for start, stop in pairwise(bounds):
         length = stop - start
@@ -146,7 +169,7 @@ def _runs(bounds: list[int]) -> list[tuple[int, int, int]]:
 
 
 def block_spec(info: ModelInfo, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline rank's chunk `vp_stage`, dense or mixture of experts, and final norm."""
+    """Return the layers of this pipeline rank's chunk `vp_stage`, dense or mixture of experts, and the final norm."""
     if use_transformer_engine():
         return _engine_block(info, config, vp_stage)
     dense = _local_layer(info, config, None)
@@ -154,8 +177,6 @@ def block_spec(info: ModelInfo, config: TransformerConfig, vp_stage: int | None)
     moe = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
     layers = [sparse if flag else dense for flag in moe]
     if config.pipeline_model_parallel_layout is not None:
-        from megatron.core.transformer.enums import LayerType
-
         ids = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
         return TransformerBlockSubmodules([layers[i] for i in ids], layer_norm=RMSNorm)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -170,11 +191,11 @@ def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | No
 
         if info.mla.norm_eps != info.norm_eps:
             raise ValueError(
-                f"rms_norm_eps={info.norm_eps}: Transformer Engine's latent attention has one eps for all norms, this "
-                f"family {info.mla.norm_eps} for those inside attention; uninstall transformer_engine"
+                f"rms_norm_eps={info.norm_eps} is not supported by Transformer Engine, whose latent attention has one "
+                f"eps for all norms; this family has {info.mla.norm_eps} inside attention; uninstall transformer_engine"
             )
         for layer in block.layer_specs:
-            # Sharded as in the local spec; Transformer Engine's own choice is a copy on every rank.
+            # Sharded as in the local spec; by default Transformer Engine has a copy on every rank.
             attention = layer.submodules.self_attention.submodules
             attention.linear_q_down_proj = attention.linear_kv_down_proj = TEColumnParallelLinear
     return block

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of Megatron's parallel groups; data parallelism is what remains of `world_size`.
+    """The sizes of Megatron's parallel groups; the data-parallel sizes follow from `world_size` (in ranks).
 
-    `expert_tensor=None` becomes `tensor`. Raises ValueError for a layout that Megatron-Core 0.16.1 cannot
-    run, or runs wrongly: with EP = 1 and ETP != TP the experts diverge silently between ranks.
+    `expert_tensor=None` becomes `tensor`. Raises ValueError for a layout that Megatron-Core 0.16.1 cannot run, or runs
+    with wrong results: with EP = 1 and ETP != TP the experts diverge silently between ranks.
     """
 
     tensor: int = 1
@@ -32,7 +32,7 @@ class Layout:
         dense, sparse = self.tensor * self.pipeline, self.etp * self.expert * self.pipeline
         for name, size in (("tensor x pipeline", dense), ("expert_tensor x expert x pipeline", sparse)):
             if self.world_size % size:
-                raise ValueError(f"{self.world_size} ranks do not divide into {name} = {size}")
+                raise ValueError(f"{self.world_size} ranks are not divisible by {name} = {size}")
         if self.sequence and self.tensor == 1:
             raise ValueError("sequence parallelism needs tensor > 1; set sequence: false")
         if self.virtual_pipeline is not None and self.pipeline == 1:
@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def etp(self) -> int:
-        """Expert tensor-parallel size, resolved."""
+        """Expert tensor-parallel size; `tensor` if `expert_tensor` was None."""
         return self.expert_tensor if self.expert_tensor is not None else self.tensor
 
     @property

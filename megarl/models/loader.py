@@ -1,7 +1,7 @@
-"""Hugging Face weights into Megatron chunks: each rank reads only the slices of its own shards.
+"""Loads Hugging Face weights into Megatron chunks: each rank reads only the slices of its own shards.
 
-Fails closed: every Megatron parameter and buffer is written exactly once, and the files hold exactly the tensors that
-the family's table names, with its shapes; otherwise nothing is loaded and the offenders are listed.
+A load writes every Megatron parameter and buffer exactly once, or nothing: if the files do not hold exactly the tensors
+that the family's table names, with its shapes, it raises an error that lists the differences.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from megarl.models.families import FAMILIES
 from megarl.models.info import ModelInfo
 from megarl.models.mapping import Entry
-from megarl.models.safetensors_io import DTYPES, SafetensorsDirectory
+from megarl.models.safetensors_io import DTYPES, SafetensorsDirectory, TensorRecords
 from megarl.models.shards import EMBEDDING, Shard, local_shards, table
 
 logger = logging.getLogger(__name__)
-_LISTED = 20
+LISTED = 20  # names that an error message lists at most
 
 
 def load_hf_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, hf_dir: Path | str) -> int:
-    """Fill this rank's chunks (wrapped or bare) from a Hugging Face directory. Returns the bytes read.
+    """Fill this rank's chunks (wrapped or bare) from a Hugging Face directory; return the number of bytes read.
 
     Values are converted to each parameter's dtype. Call it before the optimizer copies its master weights.
     Raises ValueError listing missing, unexpected and misshapen tensors, before anything is written.
@@ -42,8 +42,11 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, hf_dir: 
     return size
 
 
-def check_tensors(files: SafetensorsDirectory, entries: dict[str, Entry], info: ModelInfo) -> None:
-    """The files hold exactly the table's tensors, in floating point; ValueError lists what differs."""
+def check_tensors(files: TensorRecords, entries: dict[str, Entry], info: ModelInfo) -> None:
+    """Check that the files hold exactly the table's tensors, in floating point.
+
+    Raises ValueError listing the missing, unexpected and misshapen tensors.
+    """
     expected = {
         name: shape for entry in entries.values() for name, shape in zip(entry.names, entry.shapes, strict=True)
     }
@@ -57,7 +60,7 @@ def check_tensors(files: SafetensorsDirectory, entries: dict[str, Entry], info: 
             continue
         dtype = DTYPES.get(record.dtype)
         if record.shape != shape:
-            wrong.append(f"{name} in {record.file}: shape {list(record.shape)}, config.json means {list(shape)}")
+            wrong.append(f"{name} in {record.file}: shape {list(record.shape)}, config.json implies {list(shape)}")
         elif dtype is None or not dtype.is_floating_point:
             wrong.append(f"{name} in {record.file}: dtype {record.dtype} is not a supported floating-point type")
     problems = [
@@ -70,12 +73,12 @@ def check_tensors(files: SafetensorsDirectory, entries: dict[str, Entry], info: 
 
 
 def is_left_out(name: str, info: ModelInfo) -> bool:
-    """Whether a Hugging Face tensor belongs to a part that is neither trained nor exported (`Family.left_out`)."""
+    """Tell whether a Hugging Face tensor belongs to a part that is neither trained nor exported (`Family.left_out`)."""
     return name.startswith(FAMILIES[info.family].left_out(info))
 
 
 def left_out_note(names: Sequence[str], info: ModelInfo) -> str:
-    """One line for the user about the left-out tensors `names`; "" if there are none."""
+    """Return one line for the user about the left-out tensors `names`, or "" if there are none."""
     if not names:
         return ""
     layers = [prefix for prefix in FAMILIES[info.family].left_out(info) if any(n.startswith(prefix) for n in names)]
@@ -93,7 +96,7 @@ def _redundant_names(info: ModelInfo) -> set[str]:
 
 
 def _fill(shard: Shard, files: SafetensorsDirectory) -> int:
-    """Copy the shard's pieces in; returns the bytes read. Padding rows become zeros."""
+    """Copy the shard's pieces into its parameter and return the bytes read. Padding rows become zeros."""
     axis = shard.entry.rule.axis or 0
     target, offset, size = shard.parameter.data, 0, 0
     for piece in shard.entry.pieces(shard.rank, shard.size):
@@ -109,7 +112,10 @@ def _fill(shard: Shard, files: SafetensorsDirectory) -> int:
 
 
 def _check_redundant_head(shards: list[Shard], files: SafetensorsDirectory) -> None:
-    """A tied model's files may repeat the embedding as lm_head; it must be the same, for it is not loaded."""
+    """Check that `lm_head.weight`, which a tied model's files may contain, equals the embedding.
+
+    Only the embedding is loaded. Raises ValueError if they differ.
+    """
     for shard in shards:
         if shard.entry.megatron != EMBEDDING:
             continue
@@ -121,13 +127,13 @@ def _check_redundant_head(shards: list[Shard], files: SafetensorsDirectory) -> N
             ):
                 raise ValueError(
                     f"{files.directory}: the embeddings are tied, but lm_head.weight differs from {name}; "
-                    "set tie_word_embeddings to false or drop lm_head.weight"
+                    "set tie_word_embeddings to false or remove lm_head.weight"
                 )
 
 
 def listed(title: str, names: list[str]) -> list[str]:
-    """Lines of an error message: how many of `title`, and the first of them; none if there are none."""
+    """Return lines of an error message: the number of `names` with `title`, then the first names; [] without names."""
     if not names:
         return []
-    more = [f"    … and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
-    return [f"  {len(names)} {title}:", *(f"    {name}" for name in names[:_LISTED]), *more]
+    more = [f"    … and {len(names) - LISTED} more"] if len(names) > LISTED else []
+    return [f"  {len(names)} {title}:", *(f"    {name}" for name in names[:LISTED]), *more]

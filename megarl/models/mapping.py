@@ -1,12 +1,13 @@
-"""Hugging Face ↔ Megatron, declared once and used in both directions.
+"""The mapping between Hugging Face and Megatron tensors, declared once and used in both directions.
 
-A `Rule` says which Hugging Face tensors one Megatron parameter is made of, as a concatenation of slices along
-one axis, and how tensor parallelism cuts it. Everything else follows: a rank's shard is a list of `Piece`s,
-loading copies pieces from files into the shard, exporting copies them back, and a layout of one rank gives
-the full tensor (what a converter needs). No rule moves a single value, so round trips are exact; whether the
-rule is right, the log-probs against `transformers` decide.
+A `Rule` names the Hugging Face tensors that one Megatron parameter consists of, as a concatenation of slices along one
+axis, and how tensor parallelism cuts it. All else follows from it: a rank's shard is a list of `Piece`s, loading copies
+pieces from files into the shard, exporting copies them back, and a layout of one rank gives the full tensor, which the
+converter needs. A rule only copies values and never computes any, so round trips are exact. They cannot show that a
+rule is right; the comparison of log-probs with `transformers` does.
 
-Megatron names are canonical: the local (not Transformer Engine) spec's, with global layer and expert numbers.
+Megatron names are canonical: those of the local layer spec (not Transformer Engine's), with global layer and expert
+numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Where = Literal["model", "layer", "dense_layer", "moe_layer"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [start, stop) along the rule's axis of Hugging Face tensor `source`; None = zero padding."""
+    """Rows [start, stop) along the rule's axis of the Hugging Face tensor with index `source`; None = zero padding."""
 
     source: int | None
     start: int
@@ -36,24 +37,25 @@ class Piece:
 
 @dataclass(frozen=True)
 class Source:
-    """A Hugging Face tensor: name template and shape in symbols of `ModelInfo.dims`, e.g. "q hidden"."""
+    """A Hugging Face tensor: its name template, and its shape in symbols of `ModelInfo.dims`, e.g. "q hidden"."""
 
     name: str
     shape: str
 
 
-# The full Megatron tensor as pieces of its sources along the axis.
+# Returns the full Megatron tensor as pieces of its sources along the axis.
 Arrange = Callable[[ModelInfo], list[Piece]]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter (per layer, per expert) and where it comes from.
+    """A Megatron parameter (one per layer, one per expert) and the Hugging Face tensors that it consists of.
 
-    `axis`: the tensor-parallel axis; None = replicated. `arrange`: order of the sources' slices in the full
-    tensor; default: one source after the other. `per_source`: each rank holds its chunk of every source (gate
-    and up), instead of a chunk of the concatenation. `pad_to_tp`: zero rows make the axis divisible
-    (vocabulary). `buffer`: a persistent fp32 buffer instead of a parameter; it stays fp32 in every precision.
+    `axis`: the axis that tensor parallelism cuts; None = replicated. `where`: one parameter per model, or one per layer
+    of this kind. `arrange`: the order of the sources' slices in the full tensor; by default one source after the
+    other. `per_source`: each rank holds its chunk of every source (gate and up) instead of a chunk of the
+    concatenation. `pad_to_tp`: zero rows make the axis divisible (vocabulary). `buffer`: a persistent fp32 buffer
+    instead of a parameter; it stays fp32 in every precision. `when`: tells whether a model has the parameter.
     """
 
     megatron: str
@@ -69,7 +71,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule applied: one Megatron parameter and its Hugging Face tensors' `names` and full `shapes`."""
+    """A rule for one layer and expert: a Megatron parameter and its Hugging Face tensors' `names` and full `shapes`."""
 
     megatron: str
     names: tuple[str, ...]
@@ -80,7 +82,10 @@ class Entry:
     layer: int | None = None
 
     def pieces(self, rank: int, size: int) -> list[Piece]:
-        """The shard of tensor-parallel rank `rank` of `size`, in order along `rule.axis` (or 0)."""
+        """Return the shard of tensor-parallel rank `rank` of `size`, in order along `rule.axis` (or axis 0).
+
+        Raises ValueError if the rows are not divisible by `size`.
+        """
         full = self._full(size)
         if self.rule.axis is None:
             return full
@@ -88,11 +93,11 @@ class Entry:
             return [_chunk(piece, rank, size, self.megatron) for piece in full]
         total = sum(piece.size for piece in full)
         if total % size:
-            raise ValueError(f"{self.megatron}: {total} rows do not divide by tensor-parallel size {size}")
+            raise ValueError(f"{self.megatron}: {total} rows are not divisible by tensor-parallel size {size}")
         return cut(full, rank * total // size, (rank + 1) * total // size)
 
     def shard_shape(self, rank: int, size: int) -> tuple[int, ...]:
-        """Shape of that rank's Megatron parameter."""
+        """Return the shape of the Megatron parameter on that rank."""
         shape = list(self.shapes[0])
         shape[self.rule.axis or 0] = sum(piece.size for piece in self.pieces(rank, size))
         return tuple(shape)
@@ -107,9 +112,9 @@ class Entry:
 
 
 def expand(rules: tuple[Rule, ...], info: ModelInfo) -> Iterator[Entry]:
-    """All Megatron parameters of the model in layer order: embedding, layers, final norm, output layer.
+    """Yield all Megatron parameters of the model in layer order: embedding, layers, final norm, output layer.
 
-    The table lists the rules before the layers, those of a layer, and those after them in that order.
+    `rules` must be in this order: first those before the layers, then those of a layer, then those after the layers.
     """
     rules = tuple(rule for rule in rules if rule.when(info))
     first = next(i for i, rule in enumerate(rules) if rule.where != "model")
@@ -133,7 +138,7 @@ def expand(rules: tuple[Rule, ...], info: ModelInfo) -> Iterator[Entry]:
 
 
 def qkv(info: ModelInfo) -> list[Piece]:
-    """Megatron's fused QKV, group by group: the group's query heads, its key head, its value head."""
+    """Return Megatron's fused QKV: for each group its query heads, its key head and its value head."""
     per_group, d = info.heads // info.kv_heads * info.head_dim, info.head_dim
     return [
         piece
@@ -160,9 +165,9 @@ _TE_NAMES = (
 
 
 def canonical_name(name: str, layers: dict[int, int], first_expert: int) -> str:
-    """The canonical name of a rank's parameter.
+    """Return the canonical name of a rank's parameter.
 
-    `layers`: global layer of each rank-local layer index; `first_expert`: global number of local expert 0.
+    `layers`: the global layer of each rank-local layer index; `first_expert`: the global number of local expert 0.
     """
     for pattern, replacement in _TE_NAMES:
         name = pattern.sub(replacement, name)
@@ -186,13 +191,13 @@ def _entry(rule: Rule, info: ModelInfo, layer: int | None = None, expert: int | 
 
 def _chunk(piece: Piece, rank: int, size: int, name: str) -> Piece:
     if piece.size % size:
-        raise ValueError(f"{name}: {piece.size} rows do not divide by tensor-parallel size {size}")
+        raise ValueError(f"{name}: {piece.size} rows are not divisible by tensor-parallel size {size}")
     step = piece.size // size
     return Piece(piece.source, piece.start + rank * step, piece.start + (rank + 1) * step)
 
 
 def cut(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
-    """Rows [start, stop) of the concatenation of `pieces`; neighbours of one source become one piece."""
+    """Return rows [start, stop) of the concatenation of `pieces`, as pieces."""
     result: list[Piece] = []
     offset = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""From a model's shape and a layout to Megatron's TransformerConfig and this rank's GPTModel chunks."""
+"""Builds Megatron's TransformerConfig and this rank's GPTModel chunks from a model's shape and a layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Precision = Literal["bf16", "fp32"]
 
 
 def padded_vocab(info: ModelInfo, tp: int) -> int:
-    """Vocabulary rows of the model: the next multiple of `tp`. Log-probs must mask the padded columns."""
+    """Return the vocabulary rows of the model: the next multiple of `tp`. Log-probs must mask the padded columns."""
     return -(-info.vocab_size // tp) * tp
 
 
@@ -32,11 +32,11 @@ def transformer_config(
     *,
     initialize: bool = True,
 ) -> TransformerConfig:
-    """Megatron's config of this model under this layout.
+    """Return Megatron's config of this model under this layout.
 
-    `overrides` are named TransformerConfig fields (`megatron.transformer` of the config) and win over
-    everything. `initialize=False` leaves the weights uninitialised, for a load that writes all of them.
-    Raises ValueError when Megatron-Core refuses the combination.
+    `overrides`: TransformerConfig fields by name (`megatron.transformer` of the config), which replace all others.
+    `initialize=False` leaves the weights uninitialised, for a load that writes all of them. Raises ValueError when
+    Megatron-Core refuses the combination.
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     fields: dict[str, Any] = {
@@ -58,10 +58,10 @@ def transformer_config(
 
 
 def build_model(info: ModelInfo, tf_config: TransformerConfig, layout: Layout) -> list[GPTModel]:
-    """This rank's model chunks (one, or one per virtual pipeline stage), on the platform's device.
+    """Build this rank's model chunks (one, or one per virtual pipeline stage) on the platform's device.
 
-    Megatron's parallel_state must be initialised with `layout` and `model_parallel_cuda_manual_seed` called.
-    The chunks are bare: not in DDP or Float16Module; their parameters have `tf_config.params_dtype`.
+    Megatron's parallel_state must be initialised with `layout` and `model_parallel_cuda_manual_seed` called. The chunks
+    are bare (not wrapped in DDP or Float16Module); their parameters have dtype `tf_config.params_dtype`.
     """
     stages: list[int | None] = list(range(layout.virtual_pipeline)) if layout.virtual_pipeline else [None]
     return [_build_chunk(info, tf_config, layout, stage) for stage in stages]
@@ -85,8 +85,8 @@ def _build_chunk(info: ModelInfo, config: TransformerConfig, layout: Layout, sta
     )
     device = platforms.current().device
     if info.mla is None:
-        frequencies = inverse_frequencies(info.head_dim, info.rope_theta, info.rope_scaling)
-        model.rotary_pos_emb.inv_freq = frequencies.to(device)
+        frequencies_F = inverse_frequencies(info.head_dim, info.rope_theta, info.rope_scaling)
+        model.rotary_pos_emb.inv_freq = frequencies_F.to(device)
     if platforms.current().is_cuda:
         model = model.to(device)
     return model
@@ -110,7 +110,7 @@ def _architecture(info: ModelInfo) -> dict[str, Any]:
         "qk_layernorm": info.qk_norm,
         # A query sees itself and the window - 1 tokens before it.
         "window_size": None if info.window is None else (info.window - 1, 0),
-        # YaRN scales rotated queries and keys alike: the same as scaling their products.
+        # YaRN scales both rotated queries and keys, which equals scaling their products by the square.
         "softmax_scale": None if factor == 1.0 else factor**2 / info.head_dim**0.5,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -127,18 +127,18 @@ def _parallelism(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         "expert_tensor_parallel_size": layout.etp,
         "sequence_parallel": layout.sequence,
         "pipeline_dtype": dtype,
-        # Packed micro-batches are ragged. This refuses dense models under the default dispatcher, so that is
-        # set too.
+        # Packed micro-batches differ in length. With this setting Megatron-Core refuses its default dispatcher, even
+        # for dense models, so the dispatcher is set too.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # Without overlap, interleaved PP = 2 posts two sends to one peer: silently wrong gradients, or a dead
-        # run.
+        # Without overlap, the interleaved schedule with PP = 2 posts two sends to the same peer: the gradients are
+        # silently wrong, or the run fails.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # The interleaved schedule frees an output before its sending has been waited for. CUDA's streams keep the
-        # order; gloo reads the memory until the receiver has it all: wrong activations, rarely (schedules.py:1600).
+        # The interleaved schedule frees an output before its send is complete (schedules.py:1600). CUDA's streams keep
+        # the order; gloo reads the memory until the receiver has all of it, so activations are wrong in rare cases.
         "deallocate_pipeline_outputs": platforms.current().is_cuda or not interleaved,
-        # Losses are sums; the trainer divides by global counts. The default is a mean of micro-batch means.
+        # Losses are sums, which the trainer divides by global counts; the default is a mean of micro-batch means.
         "calculate_per_token_loss": True,
     }
 
@@ -146,7 +146,7 @@ def _parallelism(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
 def _platform_fields(initialize: bool) -> dict[str, Any]:
     cuda, engine = platforms.current().is_cuda, use_transformer_engine()
     fields: dict[str, Any] = {
-        # On the CPU: the same weights under every layout. Not needed when they are loaded.
+        # On the CPU this gives the same initial weights under every layout. Loaded weights do not need it.
         "use_cpu_initialization": not cuda and initialize,
         "bias_activation_fusion": cuda,
         "bias_dropout_fusion": cuda,
@@ -158,14 +158,14 @@ def _platform_fields(initialize: bool) -> dict[str, Any]:
         "moe_permute_fusion": engine,
     }
     if not initialize:
-        # Not perform_initialization=False: that also skips the tensor_model_parallel attributes on the
-        # weights, and the gradient norm would then count shards of rank 0 only.
+        # perform_initialization=False would also skip the tensor_model_parallel attributes of the weights, and the
+        # gradient norm would then count only the shards of rank 0.
         fields.update(init_method=_leave, output_layer_init_method=_leave, embedding_init_method=_leave)
     return fields
 
 
 def _latent_attention(info: ModelInfo, mla: LatentAttention) -> dict[str, Any]:
-    """Multi-head latent attention, which rotates by itself: plain RoPE or YaRN (families refuse the others)."""
+    """Return the fields of multi-head latent attention, which computes its own RoPE: plain or YaRN, no other kind."""
     yarn = info.rope_scaling or {"factor": 1.0}
     paired = yarn.get("mscale") and yarn.get("mscale_all_dim")
     return {
@@ -184,7 +184,7 @@ def _latent_attention(info: ModelInfo, mla: LatentAttention) -> dict[str, Any]:
         "original_max_position_embeddings": yarn.get("original_max_position_embeddings", info.max_positions),
         "beta_fast": yarn.get("beta_fast") or 32,
         "beta_slow": yarn.get("beta_slow") or 1,
-        # 1 and 0 are YaRN's own factor on rotated channels and none on the products.
+        # 1 and 0 mean: YaRN's own factor on the rotated channels, and no factor on the products of queries and keys.
         "mscale": float(yarn["mscale"]) if paired else 1.0,
         "mscale_all_dim": float(yarn["mscale_all_dim"]) if paired else 0.0,
         "apply_rope_fusion": False,
@@ -198,14 +198,14 @@ def _mixture(info: ModelInfo) -> dict[str, Any]:
         "moe_ffn_hidden_size": info.moe_ffn,
         "moe_router_topk": info.topk,
         "moe_layer_freq": [int(flag) for flag in info.moe_layers],
-        # transformers' norm_topk_prob=True is a softmax over the chosen ones; False is over all experts.
+        # In transformers, norm_topk_prob=True is a softmax over the chosen experts, False one over all experts.
         "moe_router_pre_softmax": not info.norm_topk_prob,
         "moe_router_score_function": info.router_score,
         "moe_router_num_groups": groups,
         "moe_router_group_topk": kept,
         "moe_router_topk_scaling_factor": None if info.router_scale == 1.0 else info.router_scale,
         "moe_router_enable_expert_bias": info.expert_bias,
-        # Balance belongs to pre-training: the bias stays as loaded unless megatron.transformer sets a rate.
+        # Load balancing belongs to pre-training: the bias stays as loaded unless megatron.transformer sets a rate.
         "moe_router_bias_update_rate": 0.0,
         "moe_shared_expert_intermediate_size": info.shared_ffn or None,
         "moe_router_load_balancing_type": "none",
@@ -215,4 +215,5 @@ def _mixture(info: ModelInfo) -> dict[str, Any]:
 
 
 def _leave(tensor: torch.Tensor) -> torch.Tensor:
+    """Leave `tensor` as it is, in place of an initialisation."""
     return tensor

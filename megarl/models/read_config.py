@@ -1,4 +1,4 @@
-"""A model's `config.json`, read into `ModelInfo`."""
+"""Reads a model's `config.json` into `ModelInfo`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megarl.models.source import hf_files
 
 
 def load_info(model_dir: Path | str) -> ModelInfo:
-    """Read `config.json` of a Hugging Face directory or a Megatron checkpoint (old and new key styles).
+    """Read the `config.json` of a Hugging Face directory or a Megatron checkpoint, with old or new key names.
 
-    Raises ValueError naming the file and the field for a missing directory, an unknown architecture, or a
-    feature that would be silently wrong if ignored.
+    Raises ValueError naming the file and the field for a missing directory, an unknown architecture, or a feature
+    that would give silently wrong results if it were ignored.
     """
     path = hf_files(model_dir) / "config.json"
     if not path.is_file():
@@ -30,13 +30,17 @@ def load_info(model_dir: Path | str) -> ModelInfo:
             raise ValueError("it must be a JSON object")
         return info_from_config(raw)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        # Beyond the first two: a field of another type, or a size of 0, wherever it happens to be used first.
+        # The others come from a field of the wrong type, or a size of 0, at the first place that uses it.
         what = f"missing key {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{path}: {what}") from error
 
 
 def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
-    """`load_info` on the parsed `config.json`."""
+    """Return the ModelInfo of a parsed `config.json`.
+
+    Raises ValueError for what is not supported, KeyError for a missing key, and whatever a field of the wrong type
+    causes; `load_info` turns all of them into a ValueError that names the file.
+    """
     names = raw.get("architectures") or []
     family = next((f for f in FAMILIES.values() if f.architecture in names), None)
     if family is None:
@@ -79,6 +83,6 @@ def _refuse(raw: Mapping[str, Any]) -> None:
         raise ValueError("mlp_bias=true is not supported")
     if raw.get("quantization_config"):
         raise ValueError(
-            "quantized checkpoints are not supported; use the bf16 or fp32 weights. If these are, cast from quantized "
-            "ones, delete quantization_config"
+            "quantized checkpoints are not supported; use the bf16 or fp32 weights. If these weights are bf16 or fp32 "
+            "already, delete quantization_config"
         )

@@ -1,8 +1,10 @@
-"""Rotary position embeddings as `config.json` states them: base, scaling, inverse frequencies, attention factor.
+"""Rotary position embeddings (RoPE) of a `config.json`: base, scaling, inverse frequencies, attention factor.
 
-Computed here, not by Megatron-Core: it hard-codes three of Llama 3's four scaling numbers
-(rotary_pos_embedding.py:96), and with packed sequences its fused RoPE drops YaRN's attention factor
-(rope_utils.py:296). Source of the formulas: `transformers` modeling_rope_utils; YaRN is arXiv 2309.00071.
+They are computed here and not by Megatron-Core because it hard-codes three of Llama 3's four scaling numbers
+(rotary_pos_embedding.py:96), and its fused RoPE drops YaRN's attention factor with packed sequences
+(rope_utils.py:296). The formulas are those of `transformers` modeling_rope_utils; YaRN is arXiv 2309.00071.
+
+Shapes: F frequencies, one for each pair of rotated channels of a head.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ _NEEDED = {
 
 
 def read_rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """RoPE base and scaling: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
+    """Read RoPE's base and scaling from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`.
 
-    The scaling is None for plain RoPE, else {"rope_type": …, "factor": …, …} with every number the formulas need.
-    Raises ValueError for an unknown kind, a missing number, or two keys that say different things.
+    The scaling is None for plain RoPE, else {"rope_type": …, "factor": …, …} with every number that the formulas need.
+    Raises ValueError for an unknown kind, a missing number, or two keys that contradict each other.
     """
     new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
     found = _read(new or old or {}, raw)
-    # transformers would take the old key; whoever added it to a new file may have meant either.
+    # transformers would use the old key, but which of the two a file means is not known.
     if new and old and _read(old, raw) != found:
-        raise ValueError("rope_parameters and rope_scaling say different things; keep one of them")
+        raise ValueError("rope_parameters and rope_scaling contradict each other; keep one of them")
     return found
 
 
@@ -40,7 +42,7 @@ def _read(given: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[float, dict
     parameters = dict(given)
     nested = [name for name, value in parameters.items() if isinstance(value, Mapping)]
     if nested:
-        raise ValueError(f"rope_parameters of each kind of attention ({', '.join(nested)}) are not supported")
+        raise ValueError(f"separate rope_parameters for each kind of attention ({', '.join(nested)}) are not supported")
     if parameters.pop("partial_rotary_factor", None) not in (None, 1.0):
         raise ValueError("partial_rotary_factor other than 1 is not supported")
     theta = float(parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
@@ -55,7 +57,7 @@ def _read(given: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[float, dict
         raise ValueError(f"RoPE scaling {kind!r} needs {', '.join(missing)}")
     if kind in ("llama3", "yarn"):
         original = int(parameters.get("original_max_position_embeddings") or raw["max_position_embeddings"])
-        # transformers reads it inside only; whoever wrote it outside meant it to be read.
+        # transformers ignores this key outside rope_parameters; a file that has it there expects it to be used.
         if raw.get("original_max_position_embeddings", original) not in (original, None):
             raise ValueError("original_max_position_embeddings must be inside rope_parameters (or rope_scaling)")
         parameters["original_max_position_embeddings"] = original
@@ -65,28 +67,31 @@ def _read(given: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[float, dict
 
 
 def inverse_frequencies(dim: int, theta: float, scaling: Mapping[str, Any] | None) -> torch.Tensor:
-    """RoPE inverse frequencies, fp32 [dim / 2], of `dim` rotated channels per head."""
-    import torch  # not at the top: the dry-run plan reads configs without it
+    """Return RoPE's inverse frequencies, fp32 [F = dim / 2].
 
-    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    frequencies = 1.0 / (theta**exponents)
+    `dim`: rotated channels per head; `theta` and `scaling`: what `read_rope` returns.
+    """
+    import torch  # here, because the dry-run plan reads configs without torch
+
+    exponents_F = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    frequencies_F = 1.0 / (theta**exponents_F)
     if scaling is None:
-        return frequencies
+        return frequencies_F
     factor = float(scaling["factor"])
     if scaling["rope_type"] == "linear":
-        return frequencies / factor
+        return frequencies_F / factor
     if scaling["rope_type"] == "yarn":
-        kept = _yarn_kept(dim, theta, scaling)
-        return frequencies / factor * (1 - kept) + frequencies * kept
+        kept_F = _yarn_kept(dim, theta, scaling)
+        return frequencies_F / factor * (1 - kept_F) + frequencies_F * kept_F
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     original = float(scaling["original_max_position_embeddings"])
-    wavelengths = 2 * math.pi / frequencies
-    smooth = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - smooth) * frequencies / factor + smooth * frequencies
+    wavelengths_F = 2 * math.pi / frequencies_F
+    smooth_F = ((original / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth_F) * frequencies_F / factor + smooth_F * frequencies_F
 
 
 def _yarn_kept(dim: int, theta: float, scaling: Mapping[str, Any]) -> torch.Tensor:
-    """Per frequency, 1 where YaRN leaves it as it is, 0 where it interpolates; a ramp between. fp32 [dim / 2]."""
+    """Return for each frequency 1 where YaRN keeps it, 0 where YaRN interpolates it, a ramp between. fp32 [F]."""
     import torch
 
     original = scaling["original_max_position_embeddings"]
@@ -98,17 +103,17 @@ def _yarn_kept(dim: int, theta: float, scaling: Mapping[str, Any]) -> torch.Tens
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
-    return 1 - ramp.clamp(0.0, 1.0)
+    ramp_F = (torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
+    return 1 - ramp_F.clamp(0.0, 1.0)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's growth of attention with the context, 0.1 · mscale · ln(factor) + 1."""
+    """Return YaRN's factor on attention for a context longer by `factor`: 0.1 · mscale · ln(factor) + 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def attention_factor(scaling: Mapping[str, Any] | None) -> float:
-    """What YaRN multiplies rotated queries and keys by; 1 for every other kind."""
+    """Return the number by which YaRN multiplies rotated queries and keys; 1 for every other kind."""
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
     if scaling.get("attention_factor") is not None:

@@ -1,14 +1,15 @@
-"""Reading slices of, and streaming into, Hugging Face safetensors directories."""
+"""Reads slices of the tensors of Hugging Face safetensors directories, and streams tensors into new files."""
 
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,7 +30,7 @@ HF_INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """What a file's header says of one tensor; `begin`, `end` are bytes after the header."""
+    """A tensor as its file's header describes it; `begin` and `end` are byte offsets after the header."""
 
     file: Path
     dtype: str
@@ -38,18 +39,24 @@ class TensorRecord:
     end: int
 
 
-class SafetensorsDirectory:
-    """All tensors of a directory by name, from the headers alone; `read` maps files and copies only the
-    slice.
+class TensorRecords(Protocol):
+    """The tensors of a Hugging Face directory by name."""
 
-    Raises ValueError naming file and tensor for: no safetensors, a truncated file, a tensor in two files, an
-    index that disagrees with the files.
+    directory: Path
+    records: dict[str, TensorRecord]
+
+
+class SafetensorsDirectory:
+    """All tensors of a directory by name, from the headers alone; `read` maps files and copies only the slice.
+
+    Raises ValueError naming file and tensor for a directory without safetensors, a truncated file, a tensor in two
+    files, or an index that contradicts the files.
     """
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
         self.records: dict[str, TensorRecord] = {}
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, safe_open] = {}
         for file in self._files():
             for name, record in _read_header(file).items():
                 if name in self.records:
@@ -58,7 +65,7 @@ class SafetensorsDirectory:
         self._check_index()
 
     def read(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) along `axis` (0 or 1) of a tensor, on the CPU, in the file's dtype."""
+        """Return rows [start, stop) along `axis` (0 or 1) of a tensor, on the CPU, in the file's dtype."""
         record = self.records[name]
         if record.file not in self._open:
             self._open[record.file] = safe_open(record.file, framework="pt")
@@ -107,21 +114,21 @@ class SafetensorsDirectory:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """File name by tensor, from a Hugging Face index. ValueError naming `path` if it holds anything else."""
+    """Return the file name of each tensor, from the Hugging Face index `path`. Raises ValueError if it is no index."""
     try:
         found = json.loads(path.read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         what = "it has no weight_map" if isinstance(error, (KeyError, TypeError)) else str(error)
         raise ValueError(f"{path} is not an index of weight files: {what}") from error
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
-        raise ValueError(f"{path} is not an index of weight files: its weight_map names no file for each tensor")
+        raise ValueError(f"{path} is not an index of weight files: its weight_map does not name a file for each tensor")
     return found
 
 
 def _read_header(path: Path) -> dict[str, TensorRecord]:
     try:
         with safe_open(path, framework="pt"):
-            pass  # checks the header, and that the file is as long as it says
+            pass  # checks the header, and that the file is as long as the header says
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
@@ -136,7 +143,7 @@ def _read_header(path: Path) -> dict[str, TensorRecord]:
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor to be written."""
+    """A tensor that a safetensors file will contain."""
 
     name: str
     shape: tuple[int, ...]
@@ -148,7 +155,7 @@ class TensorHeader:
 
 
 def encode_header(specs: Sequence[TensorHeader]) -> bytes:
-    """What a safetensors file begins with; the tensors' bytes follow in the order of `specs`, without gaps."""
+    """Return the beginning of a safetensors file; the tensors' bytes follow in the order of `specs`, without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:
@@ -164,7 +171,7 @@ def encode_header(specs: Sequence[TensorHeader]) -> bytes:
 
 
 class SafetensorsWriter:
-    """Streams tensors into one safetensors file in the announced order: one tensor in memory at a time."""
+    """Streams tensors into one safetensors file, in the order of `specs`, with one tensor in memory at a time."""
 
     def __init__(self, path: Path, specs: Sequence[TensorHeader]) -> None:
         self.path = path
@@ -173,17 +180,15 @@ class SafetensorsWriter:
         self._file.write(encode_header(specs))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Append the next announced tensor. Raises ValueError if it is another one."""
+        """Append the next tensor of `specs`. Raises ValueError if this is another one."""
         spec = self._left.pop(0) if self._left else None
         if spec is None or (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, spec.dtype):
             raise ValueError(f"{self.path}: expected {spec}, got {name} {tuple(tensor.shape)} {tensor.dtype}")
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        self._file.write(flat.view(torch.uint8).numpy().data)
+        bytes_B = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._file.write(bytes_B.numpy().data)
 
     def close(self) -> None:
-        """Flush to the disk. Raises ValueError if announced tensors are missing."""
-        import os
-
+        """Flush the file to the disk. Raises ValueError if tensors of `specs` are missing."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -192,7 +197,7 @@ class SafetensorsWriter:
 
 
 def write_index(directory: Path, files: Iterable[tuple[str, Sequence[TensorHeader]]]) -> None:
-    """`model.safetensors.index.json` for these files."""
+    """Write `model.safetensors.index.json` for these files."""
     files = list(files)
     weight_map = {spec.name: file for file, specs in files for spec in specs}
     total = sum(spec.nbytes for _, specs in files for spec in specs)

@@ -1,10 +1,10 @@
-"""This rank's Megatron parameters and buffers by canonical name, each with its mapping entry and its place in TP."""
+"""This rank's Megatron parameters and buffers by canonical name, with mapping entries and tensor-parallel ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -12,19 +12,19 @@ from megarl.models.families import FAMILIES
 from megarl.models.info import ModelInfo
 from megarl.models.mapping import Entry, canonical_name, expand
 
-# Megatron-Core is imported where a model is there: the converter needs only `table`, and not to wait seconds for it.
+# Megatron-Core, whose import takes seconds, is imported where a model exists: the converter needs only `table`.
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-TIED_COPY = "output_layer.weight"  # of a tied model's last pipeline stage: a copy of
 EMBEDDING = "embedding.word_embeddings.weight"
+TIED_COPY = "output_layer.weight"  # in the last pipeline stage of a tied model, a copy of EMBEDDING
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter of this rank: shard `rank` of `size` in its tensor- or expert-tensor-parallel group.
+    """A parameter of this rank: shard `rank` of `size` in its tensor- or expert-tensor-parallel group.
 
-    `parameter` is a plain tensor where the rule says `buffer`.
+    `parameter` is a plain tensor where the rule has `buffer`.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Shard:
 
 
 def table(info: ModelInfo) -> dict[str, Entry]:
-    """Every Megatron parameter and mapped buffer of the whole model by canonical name, in layer order.
+    """Return every Megatron parameter and mapped buffer of the whole model by canonical name, in layer order.
 
-    Raises ValueError naming what the family's rules map twice, on either side. A tied model's embedding is no such
-    case: its table has no output layer.
+    Raises ValueError naming a Megatron parameter or a Hugging Face tensor that the family's rules map twice. This does
+    not concern the embedding of a tied model, whose table has no output layer.
     """
     entries: dict[str, Entry] = {}
     readers: dict[str, str] = {}  # Hugging Face name -> the Megatron name made of it
@@ -56,10 +56,11 @@ def table(info: ModelInfo) -> dict[str, Entry]:
 
 
 def local_shards(chunks: Sequence[torch.nn.Module], info: ModelInfo, entries: dict[str, Entry]) -> list[Shard]:
-    """This rank's parameters and persistent buffers, in model order. `chunks` may be wrapped (DDP, Float16Module).
+    """Return this rank's parameters and persistent buffers, in model order.
 
-    Raises ValueError listing those that no rule covers, that appear twice, or whose shape is not the rule's, and the
-    entries of this rank's layers and experts that the model does not have.
+    `chunks` may be wrapped (DDP, Float16Module). Raises ValueError listing those that no rule covers, that appear
+    twice, or whose shape differs from the rule's, and the entries of this rank's layers and experts that the model does
+    not have.
     """
     shards: dict[str, Shard] = {}
     wrong: list[str] = []
@@ -87,7 +88,7 @@ def local_shards(chunks: Sequence[torch.nn.Module], info: ModelInfo, entries: di
 
 
 def tensor_place(entry: Entry) -> tuple[int, int]:
-    """(rank, size) in the group that shards `entry`: expert-tensor parallel for experts, else TP."""
+    """Return (rank, size) in the group that shards `entry`: tensor parallel, or expert-tensor parallel for experts."""
     from megatron.core import parallel_state
 
     if entry.expert is not None:
@@ -102,18 +103,17 @@ def tensor_place(entry: Entry) -> tuple[int, int]:
 
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside DDP and Float16Module."""
+    """Return the GPTModel inside DDP and Float16Module."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    inner: Any = chunk
-    while not isinstance(inner, GPTModel):
-        inner = inner.module
-    return inner
+    while not isinstance(chunk, GPTModel):
+        chunk = cast("torch.nn.Module", chunk.module)
+    return chunk
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Which part of the model this rank holds; `layers`: per chunk, the global layer of each local one."""
+    """The part of the model that this rank holds; `layers`: for each chunk, the global layer of each local layer."""
 
     layers: tuple[dict[int, int], ...]
     experts: range
@@ -148,7 +148,7 @@ def _named_tensors(chunks: Sequence[torch.nn.Module], place: _Place) -> Iterator
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that belong to a model's state (`register_buffer(persistent=True)`), by name."""
+    """Yield the buffers that belong to a model's state (`register_buffer(persistent=True)`), with their names."""
     for prefix, each in module.named_modules():
         for name, buffer in each.named_buffers(recurse=False):
             if name not in each._non_persistent_buffers_set:

@@ -1,8 +1,8 @@
-"""Where a model's files are: `model.path` may be a Hugging Face directory or a Megatron checkpoint.
+"""Finds a model's files: `model.path` may be a Hugging Face directory or a Megatron checkpoint.
 
-A Megatron checkpoint is `ROOT/latest_checkpointed_iteration.txt` beside `ROOT/release/` or `ROOT/iter_0000005/`; each
-of these step directories is whole in itself: Megatron-Core's shards and, under `hf/`, config, tokenizer and generation
-config. ROOT and a step directory are accepted alike. Nothing here imports torch.
+A Megatron checkpoint is a directory ROOT with `latest_checkpointed_iteration.txt` and step directories, `release/` or
+`iter_0000005/`. Each step directory is complete in itself: Megatron-Core's shards and, under `hf/`, config, tokenizer
+and generation config. A path may name ROOT or a step directory. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from pathlib import Path
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 HF_FILES = "hf"
-FORMAT_FILE = "metadata.json"  # Megatron-Core's, written by it after all shards
-SHARD_INDEX = ".metadata"  # torch.distributed.checkpoint's
+FORMAT_FILE = "metadata.json"  # Megatron-Core writes it after all shards
+COMMON_FILE = "common.pt"  # Megatron-Core's state that is not sharded
+SHARD_INDEX = ".metadata"  # the index of torch.distributed.checkpoint
+HF_SHARD_BYTES = 5 * 2**30  # largest weight file of an exported Hugging Face directory
 
 
 def step_name(iteration: int | None) -> str:
-    """Name of a step directory: `iter_0000005`, or `release` (None) for converted weights."""
+    """Return the name of a step directory: `iter_0000005`, or `release` (None) for converted weights."""
     return RELEASE if iteration is None else f"iter_{iteration:07d}"
 
 
 def megatron_step(path: Path | str) -> Path | None:
-    """The step directory that `path` is or whose tracker file names; None if `path` is no Megatron checkpoint.
+    """Return the step directory that `path` is or that its tracker file names; None if it is no Megatron checkpoint.
 
-    Raises ValueError for one that is not whole: its tracker names a directory that is not there, its tracker file is
-    unreadable, or the step directory lacks Megatron-Core's own files.
+    Raises ValueError for an incomplete checkpoint: its tracker file is unreadable or names a directory that does not
+    exist, or the step directory lacks Megatron-Core's own files.
     """
     path = Path(path)
     if (path / TRACKER).is_file():
@@ -47,17 +49,17 @@ def megatron_step(path: Path | str) -> Path | None:
 
 
 def hf_files(path: Path | str) -> Path:
-    """Directory with `config.json`, tokenizer and generation config of a model path, be it Hugging Face or Megatron.
+    """Return the directory with `config.json`, tokenizer and generation config of a model path of either format.
 
-    Raises ValueError for a Megatron checkpoint that came without them.
+    Raises ValueError for a Megatron checkpoint that does not contain them.
     """
     step = megatron_step(path)
     if step is None:
         return Path(path)
     if not (step / HF_FILES / "config.json").is_file():
         raise ValueError(
-            f"{step / HF_FILES / 'config.json'} not found: this Megatron checkpoint came without the model's Hugging "
-            f"Face files; copy config.json and the tokenizer into {step / HF_FILES}"
+            f"{step / HF_FILES / 'config.json'} not found: this Megatron checkpoint does not contain the model's "
+            f"Hugging Face files; copy config.json and the tokenizer into {step / HF_FILES}"
         )
     return step / HF_FILES
 

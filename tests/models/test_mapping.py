@@ -76,7 +76,7 @@ def test_shards_partition_every_source(kv_heads: int, per_group: int, head_dim: 
         try:
             shards = [entry.pieces(rank, size) for rank in range(size)]
         except ValueError as error:
-            assert "do not divide" in str(error)
+            assert "not divisible" in str(error)
             continue
         for rank, pieces in enumerate(shards):
             assert sum(piece.size for piece in pieces) == entry.shard_shape(rank, size)[axis or 0]
@@ -117,7 +117,7 @@ def test_vocabulary_is_padded_at_its_end_only() -> None:
 
 def test_a_shape_that_does_not_divide_names_the_parameter() -> None:
     info = replace(INFO, ffn=9)
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.linear_fc1\.weight: 9 rows do not divide"):
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.linear_fc1\.weight: 9 rows are not divisible"):
         _entries(info)["decoder.layers.1.mlp.linear_fc1.weight"].pieces(0, 2)
 
 

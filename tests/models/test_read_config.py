@@ -135,11 +135,11 @@ def test_default_rope_is_no_scaling() -> None:
         (LLAMA | {"rope_scaling": {"rope_type": "llama3"}}, "needs factor, low_freq_factor, high_freq_factor"),
         (
             LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": YARN},
-            "rope_parameters and rope_scaling say different things",
+            "rope_parameters and rope_scaling contradict each other",
         ),
         (
             LLAMA | {"rope_parameters": {**YARN, "rope_theta": 1e6}, "rope_scaling": YARN},
-            "rope_parameters and rope_scaling say different things",
+            "rope_parameters and rope_scaling contradict each other",
         ),
         (
             LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}}},

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Hugging Face <-> Megatron-Core checkpoints.
+"""Convert, compare and inspect Hugging Face and Megatron-Core checkpoints.
 
 convert.py import --hf DIR --out DIR           # Hugging Face -> Megatron
 convert.py export --megatron DIR --hf DIR      # Megatron -> Hugging Face
-convert.py verify A B [--logits]               # tensor by tensor
-convert.py inspect DIR
+convert.py verify A B [--logits]               # compare tensor by tensor
+convert.py inspect DIR                         # show the content
 torchrun --nproc-per-node 8 convert.py import ...
 """
 

@@ -1,4 +1,4 @@
-"""How far a conversion is: one live line on a terminal, a plain line now and then elsewhere."""
+"""The progress of a conversion in bytes: one live line on a terminal, elsewhere a plain line every 10 s."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TextIO
 
 from megarl.telemetry.progress import duration
 
-_LIVE_S, _PLAIN_S = 0.2, 10.0
+_LIVE_S, _PLAIN_S = 0.2, 10.0  # seconds between two lines
 
 
 def size(count: float) -> str:
-    """Bytes as 1.5 GB (powers of ten)."""
+    """Format a number of bytes, e.g. as 1.50 GB (powers of ten)."""
     for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= limit:
             return f"{count / limit:.2f} {unit}"
@@ -19,20 +19,20 @@ def size(count: float) -> str:
 
 
 class ByteProgress:
-    """`done` bytes of `total`, with speed and the time left; `start` of them were there before."""
+    """Writes how many bytes of `total` are done, with speed and remaining time; `start` bytes were done before."""
 
     def __init__(self, stream: TextIO, title: str, total: int, start: int = 0) -> None:
         self._stream, self._title, self._total = stream, title, total
         self._done = self._start = start
-        self._began = self._said = time.monotonic()
+        self._began = self._written = time.monotonic()
         self._tty = stream.isatty()
 
     def add(self, count: int) -> None:
-        """`count` more bytes are done."""
+        """Count `count` more bytes as done."""
         self._done += count
         now = time.monotonic()
-        if now - self._said >= (_LIVE_S if self._tty else _PLAIN_S):
-            self._said = now
+        if now - self._written >= (_LIVE_S if self._tty else _PLAIN_S):
+            self._written = now
             self._stream.write(f"\r\x1b[2K{self._line(now)}" if self._tty else f"{self._line(now)}\n")
             self._stream.flush()
 

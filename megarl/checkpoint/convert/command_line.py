@@ -8,29 +8,41 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from megarl.common.errors import ConversionError
+from megarl.models.source import HF_SHARD_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+    from megarl.checkpoint.convert.job import Options
+    from megarl.checkpoint.format.hf_files import HFDirectory
+    from megarl.checkpoint.format.megatron_files import MegatronDirectory
 
 PROGRAM = "convert.py"
-_SPEAK_S = 5.0  # torchrun ends all ranks when the first one exits: rank 0 must have told its message by then
+_EXIT_DELAY_S = 5.0  # torchrun ends all ranks when the first one exits: by then rank 0 must have written its message
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. 0: done, or equal; 1: failed, or not equal; 2: a mistake on the command line."""
+    """Run one command and return its exit status.
+
+    It is 0 for done or equal, 1 for failed or not equal, 130 for interrupted; a mistake on the command line raises
+    SystemExit(2).
+    """
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace, TextIO], int] = options.command
     try:
         return command(options, sys.stdout)
     except (ValueError, OSError) as error:
         if int(os.environ.get("RANK", "0")) and "WORLD_SIZE" in os.environ:
-            time.sleep(_SPEAK_S)
+            time.sleep(_EXIT_DELAY_S)
             return 1
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 1
     except KeyboardInterrupt:
-        remedy = "; go on with --resume" if options.resumable else ""
+        remedy = "; continue with --resume" if options.resumable else ""
         sys.stderr.write(f"{PROGRAM}: interrupted{remedy}\n")
         return 130
 
@@ -65,7 +77,7 @@ def _import_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         _import,
     )
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face directory")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the checkpoint goes")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the checkpoint to write")
     _pickle_argument(parser)
     _conversion_arguments(parser)
 
@@ -79,12 +91,16 @@ def _export_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         _export,
     )
     parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="checkpoint root or step directory")
-    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="where the Hugging Face directory goes")
+    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="the Hugging Face directory to write")
     parser.add_argument(
-        "--shard-gb", type=_gigabytes, default=5 * 2**30, metavar="N", help="largest file (default: 5 GiB)"
+        "--shard-gb",
+        type=_gigabytes,
+        default=HF_SHARD_BYTES,
+        metavar="N",
+        help=f"largest file in GB (default: {HF_SHARD_BYTES // 2**30} GiB)",
     )
     parser.add_argument(
-        "--check-digests", action="store_true", help="first hold all files against the manifest (reads them twice)"
+        "--check-digests", action="store_true", help="first check all files against the manifest (reads them twice)"
     )
     _conversion_arguments(parser)
 
@@ -99,12 +115,18 @@ def _verify_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument("a", type=Path, metavar="A", help="Hugging Face or Megatron directory")
     parser.add_argument("b", type=Path, metavar="B", help="Hugging Face or Megatron directory")
-    parser.add_argument("--logits", action="store_true", help="also run both models in fp32 on a text, by transformers "
-                        "or Megatron-Core; differing log-probs fail")  # fmt: skip
-    parser.add_argument("--text", action="append", metavar="TEXT", help="for --logits; may be given several times")
-    parser.add_argument("--text-file", type=Path, metavar="FILE", help="for --logits: one text per line")
+    parser.add_argument("--logits", action="store_true", help="also run both models in fp32 on a text, with "
+                        "transformers or Megatron-Core; fail if log-probs differ by more than --tolerance")  # fmt: skip
     parser.add_argument(
-        "--tolerance", type=float, default=1e-4, metavar="X", help="max |Δ log-prob| (default: %(default)s)"
+        "--text", action="append", metavar="TEXT", help="a text for --logits; may be given several times"
+    )
+    parser.add_argument("--text-file", type=Path, metavar="FILE", help="texts for --logits, one per line")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        metavar="X",
+        help="largest accepted |Δ log-prob| (default: %(default)s)",
     )
     _pickle_argument(parser)
 
@@ -113,7 +135,7 @@ def _inspect_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
     parser = _command(
         commands,
         "inspect",
-        "What a Hugging Face or Megatron directory holds: family, parameters, dtypes, layers, shards, sizes.",
+        "Show the family, parameters, dtypes, layers, shards and sizes of a Hugging Face or Megatron directory.",
         "inspect Qwen3-8B-megatron",
         _inspect,
     )
@@ -122,27 +144,29 @@ def _inspect_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def _conversion_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, help="convert to it (default: as stored)")
-    parser.add_argument("--workers", type=_positive, metavar="N", help="processes (default: 4; 1 under torchrun)")
+    parser.add_argument("--dtype", choices=DTYPES, help="convert to this dtype (default: as stored)")
+    parser.add_argument(
+        "--workers", type=_positive, metavar="N", help="number of processes (default: 4; 1 under torchrun)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--resume", action="store_true", help="continue a conversion that was interrupted")
-    either.add_argument("--force", action="store_true", help="start again, and overwrite what is there")
+    either.add_argument("--force", action="store_true", help="start again, and replace an existing output")
     parser.set_defaults(resumable=True)
 
 
 def _pickle_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--allow-pickle", action="store_true", help="read pytorch_model*.bin too, with weights_only")
+    parser.add_argument("--allow-pickle", action="store_true", help="also read pytorch_model*.bin, with weights_only")
 
 
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
 def _gigabytes(text: str) -> int:
-    """In bytes."""
+    """Return the bytes of a size given in GB (10**9 bytes)."""
     try:
         count = int(float(text) * 1e9)
     except (ValueError, OverflowError):  # not a number, nan or inf
@@ -208,24 +232,27 @@ def _verify(options: argparse.Namespace, stream: TextIO) -> int:
     return 0 if same else 1
 
 
-def _check_manifest(model: Any, stream: TextIO) -> None:
-    """A side that has a manifest is held against it: a comparison of what is damaged says nothing of its maker."""
+def _check_manifest(model: HFDirectory | MegatronDirectory, stream: TextIO) -> None:
+    """Check a Megatron checkpoint against its manifest, if it has one.
+
+    With damaged files the comparison would show nothing about the program that wrote them.
+    """
     from megarl.checkpoint.format.digests import check_digests, has_manifest
     from megarl.checkpoint.format.megatron_files import MegatronDirectory
 
     if isinstance(model, MegatronDirectory) and has_manifest(model):
-        stream.write(f"{model.step}: {check_digests(model)} files as its manifest says\n")
+        stream.write(f"{model.step}: {check_digests(model)} files match its manifest\n")
 
 
 def _texts(options: argparse.Namespace) -> list[str]:
-    """What to run both models on; empty without --logits."""
+    """Return the texts to run both models on; [] without --logits. Raises ConversionError if the options do not fit."""
     texts = [*(options.text or [])]
     if options.text_file is not None:
         texts += [line for line in options.text_file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if options.logits and not texts:
-        raise ConversionError("--logits needs something to run on: --text TEXT or --text-file FILE")
+        raise ConversionError("--logits needs a text: add --text TEXT or --text-file FILE")
     if texts and not options.logits:
-        raise ConversionError("--text and --text-file are for --logits; add it")
+        raise ConversionError("--text and --text-file have no effect without --logits; add --logits")
     return texts
 
 
@@ -237,15 +264,15 @@ def _inspect(options: argparse.Namespace, stream: TextIO) -> int:
     return 0
 
 
-def _dtype(options: argparse.Namespace) -> Any:
+def _dtype(options: argparse.Namespace) -> torch.dtype | None:
     import torch
 
     return getattr(torch, options.dtype) if options.dtype else None
 
 
-def _run_options(options: argparse.Namespace) -> Any:
+def _run_options(options: argparse.Namespace) -> Options:
     from megarl.checkpoint.convert.job import Options
 
-    # More than two cores can run: while some wait for the disk, others compute. Memory grows with each.
+    # More workers than cores are useful, because some wait for the disk while others compute. Each one needs memory.
     workers = options.workers or (1 if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 4)
     return Options(workers=workers, force=options.force, resume=options.resume, dry_run=options.dry_run)

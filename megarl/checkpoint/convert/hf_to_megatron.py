@@ -1,4 +1,7 @@
-"""Hugging Face -> Megatron: a `torch_dist` checkpoint, written by FileSystemWriter from a lazy plan, no model built."""
+"""Converts Hugging Face to Megatron: FileSystemWriter writes a `torch_dist` checkpoint from a lazy plan.
+
+No model is built.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from blake3 import blake3
@@ -32,15 +35,31 @@ from megarl.checkpoint.format.os_errors import writing
 from megarl.common.errors import ConversionError
 from megarl.models.export import copy_side_files
 from megarl.models.loader import left_out_note
-from megarl.models.source import FORMAT_FILE, HF_FILES, RELEASE, SHARD_INDEX, TRACKER
+from megarl.models.source import COMMON_FILE, FORMAT_FILE, HF_FILES, RELEASE, SHARD_INDEX, TRACKER
 
-_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
-_FORMAT |= {"common_backend_version": 1}
-_COMMON = "common.pt"
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+Place = tuple[str, list[int], int, int]  # of an item: key, offset in its tensor, bytes, first byte in the file
+
+
+class UnitFile(TypedDict):
+    """The `.distcp` file of a unit, in JSON."""
+
+    file: str
+    bytes: int
+    blake3: str
+    places: list[Place]
 
 
 class HFToMegatron:
-    """The conversion of one Hugging Face directory; `dtype` None keeps each tensor's own. Buffers become fp32."""
+    """The conversion of one Hugging Face directory; with `dtype` None tensors keep theirs. Buffers become fp32."""
 
     kind = "import"
 
@@ -59,13 +78,13 @@ class HFToMegatron:
         )
         self.sizes = [sum(item.nbytes for item in unit) for unit in self.units]
         self.tensors = len(source.names())
-        # Made here and not when it is needed: every worker would make it again.
+        # Made here, before the workers are forked; otherwise every worker would make it again.
         self._planner = LazySavePlanner(source, self.units, self._dtypes)
         plans, self._metadata = self._planner.create_global_plan(self._planner.local_plans())
         self._plans: list[SavePlan] = _Writer(source.path).prepare_global_plan(plans)
 
-    def plan(self) -> dict[str, Any]:
-        """What a resumed conversion must have in common with the one that began it."""
+    def plan(self) -> dict[str, object]:
+        """Return, in JSON, what a resumed conversion must have in common with the interrupted one."""
         return {
             "kind": self.kind,
             "source": str(self.source.path.absolute()),
@@ -76,11 +95,11 @@ class HFToMegatron:
         }
 
     def prepare(self, partial: Path) -> None:
-        """Make the directories."""
+        """Make the step directory."""
         (partial / RELEASE).mkdir(exist_ok=True)
 
-    def write_unit(self, partial: Path, number: int, report: Report) -> Any:
-        """Write one `.distcp` file, fsynced. Returns where each item is in it, and the file's digest."""
+    def write_unit(self, partial: Path, number: int, report: Report) -> UnitFile:
+        """Write and fsync one `.distcp` file; return where each item is in it, and the file's digest."""
         unit = self.units[number]
         for item in unit:
             self._will_need(item)
@@ -90,12 +109,12 @@ class HFToMegatron:
         with writing(path, lambda: self._planner.last):
             results = writer.write_data(self._plans[number], self._planner).wait()
         ((name, digest),) = writer.fs.digests.items()
-        places = [[r.index.fqn, list(r.index.offset or ()), r.size_in_bytes, r.storage_data.offset] for r in results]
+        places = [(r.index.fqn, list(r.index.offset or ()), r.size_in_bytes, r.storage_data.offset) for r in results]
         size = os.stat(partial / RELEASE / name).st_size
         return {"file": name, "bytes": size, "blake3": digest, "places": places}
 
-    def finish(self, partial: Path, results: dict[int, Any]) -> None:
-        """Index, common state, Hugging Face files, manifest and tracker, in this order."""
+    def finish(self, partial: Path, results: dict[int, UnitFile]) -> None:
+        """Write index, common state, Hugging Face files, manifest and tracker, in this order."""
         step = partial / RELEASE
         faults.reached("metadata")
         written = [[_write_result(result, place) for place in result["places"]] for result in results.values()]
@@ -103,7 +122,7 @@ class HFToMegatron:
             _Writer(step).finish(self._metadata, written)
         common = io.BytesIO()
         torch.save({"content_metadata": content_metadata(), "iteration": 0, "checkpoint_version": 3.0}, common)
-        write_durably(step / _COMMON, common.getvalue())
+        write_durably(step / COMMON_FILE, common.getvalue())
         shutil.rmtree(step / HF_FILES, ignore_errors=True)
         (step / HF_FILES).mkdir()
         with writing(step / HF_FILES):
@@ -112,13 +131,13 @@ class HFToMegatron:
         write_durably(step / FORMAT_FILE, json.dumps(_FORMAT).encode())
         faults.reached("manifest")
         files = {result["file"]: FileEntry(result["bytes"], result["blake3"]) for result in results.values()}
-        others = [step / name for name in (SHARD_INDEX, _COMMON, FORMAT_FILE)] + sorted((step / HF_FILES).iterdir())
+        others = [step / name for name in (SHARD_INDEX, COMMON_FILE, FORMAT_FILE)] + sorted((step / HF_FILES).iterdir())
         files |= {str(path.relative_to(step)): FileEntry.of(path) for path in others}
         Manifest(0, files).write(step)
         write_durably(partial / TRACKER, f"{RELEASE}\n".encode())
 
     def summary(self) -> str:
-        """What was written where."""
+        """Return the number of keys and shards, in words, and what was left out."""
         note = left_out_note(self.source.left_out, self.source.info)
         return f"{len(self.stored)} keys in {len(self.units)} shards{note and f' ({note})'}"
 
@@ -128,7 +147,7 @@ class HFToMegatron:
         if len(dtypes) > 1:
             mixed = ", ".join(f"{name} in {self.source.file(name)} is {dtype}" for dtype, name in dtypes.items())
             raise ConversionError(
-                f"one Megatron tensor would be made of several dtypes: {mixed}; choose one by --dtype"
+                f"one Megatron tensor would be made of several dtypes: {mixed}; choose one with --dtype"
             )
         return next(iter(dtypes))
 
@@ -140,13 +159,13 @@ class HFToMegatron:
 
 
 class _HashingFile(io.FileIO):
-    """A file that knows the digest of what was written to it, from its beginning to its end."""
+    """A file that computes the digest of all bytes that are written to it, in their order."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "wb")
         self.hasher = blake3()
 
-    def write(self, data: Any) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         left = memoryview(data).cast("B")
         while left:
             count = super().write(left) or 0
@@ -156,11 +175,13 @@ class _HashingFile(io.FileIO):
 
 
 class _HashingFileSystem(FileSystem):
+    """A file system that keeps the digest of each file written in it, by name."""
+
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -172,7 +193,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class _Writer(FileSystemWriter):
-    """One file per unit, fsynced, with its digest in `fs.digests`."""
+    """Writes and fsyncs one file per unit; its digest is in `fs.digests`."""
 
     fs: _HashingFileSystem
 
@@ -180,10 +201,10 @@ class _Writer(FileSystemWriter):
         super().__init__(step, single_file_per_rank=True, sync_files=True, thread_count=1)
         self.set_up_storage_writer(True)
         self.fs = _HashingFileSystem()
-        # torch.load does not look at them, and they cost more than all the rest; the manifest has a digest per file.
+        # torch.load ignores the CRCs, which take longer than all the rest; the manifest has a digest of each file.
         torch.serialization.set_crc32_options(False)
 
 
-def _write_result(result: dict[str, Any], place: list[Any]) -> WriteResult:
+def _write_result(result: UnitFile, place: Place) -> WriteResult:
     key, offset, size, begin = place
     return WriteResult(MetadataIndex(key, torch.Size(offset)), size, _StorageInfo(result["file"], begin, size))

@@ -1,4 +1,4 @@
-"""What is in a model directory, as a table."""
+"""Describes the content of a model directory in a table."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from megarl.checkpoint.convert.byte_progress import size
 from megarl.checkpoint.format.hf_files import HFDirectory
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.models.loader import left_out_note
+from megarl.models.source import COMMON_FILE
 
 
 def describe(model: HFDirectory | MegatronDirectory) -> str:
-    """Family, parameters, dtypes, layers, experts, shards and sizes, one fact per line."""
+    """Return a table of family, parameters, dtypes, layers, experts, shards and sizes, one fact per line."""
     info, names = model.info, model.names()
     counts: Counter[torch.dtype] = Counter()
     for name in names:
@@ -48,13 +49,13 @@ def _format(model: HFDirectory | MegatronDirectory) -> str:
 
 
 def content_metadata_of(step: Path) -> dict[str, object]:
-    """The content metadata in `common.pt`; empty if it holds none. ValueError if it is not plain data."""
-    path = step / "common.pt"
+    """Return the content metadata in `common.pt`, {} if there is none. Raises ValueError if it is not plain data."""
+    path = step / COMMON_FILE
     try:
         common = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
-    except Exception as error:  # a trainer's common state may hold more than plain data; it is not run to look at it
+    except Exception as error:  # a trainer's common state may hold other objects, whose code must not run here
         raise ValueError(f"{path} cannot be read as plain data: {str(error).splitlines()[0]}") from error
     found: dict[str, object] = common.get("content_metadata") or {}
     return found

@@ -1,4 +1,4 @@
-"""One conversion from its plan to its summary: checks, disk space, units over workers and ranks, commit."""
+"""Runs a conversion from its plan to its summary: checks, disk space, units over workers and ranks, commit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO, TypeVar
 
 from megarl.checkpoint.convert.byte_progress import ByteProgress, size
 from megarl.checkpoint.convert.ranks import Ranks
@@ -20,26 +20,27 @@ from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.os_errors import from_os_error
 from megarl.common.errors import ConversionError
 
-RESERVE = 64 * 2**20  # index, configs, tokenizer, file system overhead
+RESERVE = 64 * 2**20  # bytes for index, configs, tokenizer, file system overhead
+R = TypeVar("R")  # the result of a unit, a JSON value
 
 
-class Job(Protocol):
-    """What importing and exporting have in common."""
+class Job(Protocol[R]):
+    """The part that differs between import and export: the units of a conversion, and how each is written."""
 
     kind: str
     tensors: int
     sizes: list[int]  # bytes of each unit
 
-    def plan(self) -> dict[str, Any]: ...
+    def plan(self) -> dict[str, object]: ...
     def prepare(self, partial: Path) -> None: ...
-    def write_unit(self, partial: Path, number: int, report: Report) -> Any: ...
-    def finish(self, partial: Path, results: dict[int, Any]) -> None: ...
+    def write_unit(self, partial: Path, number: int, report: Report) -> R: ...
+    def finish(self, partial: Path, results: dict[int, R]) -> None: ...
     def summary(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to convert."""
+    """The options of a conversion; see the help texts of the command line."""
 
     workers: int = 1
     force: bool = False
@@ -47,8 +48,8 @@ class Options:
     dry_run: bool = False
 
 
-def convert(make: Callable[[Ranks], Job], source: Path, out: Path, options: Options, stream: TextIO) -> None:
-    """Build the job and run it. ConversionError or ValueError with one message for whatever stands in its way."""
+def convert(make: Callable[[Ranks], Job[R]], source: Path, out: Path, options: Options, stream: TextIO) -> None:
+    """Make the job and run it. Raises ConversionError or ValueError with one message for whatever prevents it."""
     output = Output(out)
     output.refuse_overlap(source)
     try:
@@ -58,10 +59,10 @@ def convert(make: Callable[[Ranks], Job], source: Path, out: Path, options: Opti
         gc.unfreeze()
 
 
-def _convert(make: Callable[[Ranks], Job], output: Output, options: Options, ranks: Ranks, stream: TextIO) -> None:
+def _convert(make: Callable[[Ranks], Job[R]], output: Output, options: Options, ranks: Ranks, stream: TextIO) -> None:
     began = time.monotonic()
 
-    def check() -> Job:
+    def check() -> Job[R]:
         if ranks.rank == 0:
             output.refuse_existing(force=options.force, resume=options.resume)
         job = make(ranks)
@@ -90,10 +91,10 @@ def _convert(make: Callable[[Ranks], Job], output: Output, options: Options, ran
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Plans and indices are small objects by the hundred thousand that live to the end.
+    """Suspend garbage collection, and exclude all objects that exist at the end from later collections.
 
-    Looking for garbage among them took two thirds of the time of making them (18,867 tensors: 1.4 of 2.1 s), and in
-    every worker a copy of the pages that they are in. So they are never looked at again either.
+    Plans and indices consist of several hundred thousand small objects that live until the end. Collections took two
+    thirds of the time of making them (18,867 tensors: 1.4 of 2.1 s), and later ones make each worker copy their pages.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -105,7 +106,7 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _begin(job: Job, output: Output, options: Options) -> bool:
+def _begin(job: Job[R], output: Output, options: Options) -> bool:
     try:
         output.lock()
         unfinished = True
@@ -120,7 +121,7 @@ def _begin(job: Job, output: Output, options: Options) -> bool:
         raise from_os_error(error, f"preparing {output.work}") from error
 
 
-def _write(job: Job, output: Output, options: Options, ranks: Ranks, done: Mapping[int, Any], stream: TextIO) -> None:
+def _write(job: Job[R], output: Output, options: Options, ranks: Ranks, done: Mapping[int, R], stream: TextIO) -> None:
     units = ranks.share(range(len(job.sizes)))
     left = [number for number in units if number not in done]
     total = sum(job.sizes[number] for number in units)
@@ -138,11 +139,11 @@ def _write(job: Job, output: Output, options: Options, ranks: Ranks, done: Mappi
         progress.close()
 
 
-def _finish(job: Job, output: Output) -> None:
+def _finish(job: Job[R], output: Output) -> None:
     results = output.finished()
     missing = sorted(set(range(len(job.sizes))) - set(results))
     if missing:
-        raise ConversionError(f"units {missing[:5]} left no result in {output.work}; go on with --resume")
+        raise ConversionError(f"units {missing[:5]} left no result in {output.work}; continue with --resume")
     try:
         job.finish(output.partial, {number: results[number] for number in range(len(job.sizes))})
         output.commit()
@@ -150,28 +151,30 @@ def _finish(job: Job, output: Output) -> None:
         raise from_os_error(error, f"completing {output.out}") from error
 
 
-def needed_bytes(job: Job) -> int:
-    """Disk space of the whole output."""
+def needed_bytes(job: Job[R]) -> int:
+    """Return the disk space that the whole output needs, in bytes."""
     return sum(job.sizes) + RESERVE
 
 
-def _check_target(job: Job, output: Output) -> None:
-    """That it can be made, and that the disk has room for it, before anything is written.
+def _check_target(job: Job[R], output: Output) -> None:
+    """Check that the output can be created and that the disk has room for it, before anything is written.
 
-    What an unfinished conversion has written already counts as there.
+    Bytes that an unfinished conversion has written count as free. Raises ConversionError.
     """
     parent = next(path for path in output.out.parents if path.exists())
     if not parent.is_dir():
-        raise ConversionError(f"{output.out} cannot be made: {parent} is not a directory")
+        raise ConversionError(f"{output.out} cannot be created: {parent} is not a directory")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConversionError(f"{output.out} cannot be made: {parent} is not writable")
+        raise ConversionError(f"{output.out} cannot be created: {parent} is not writable")
     there = sum(path.stat().st_blocks * 512 for path in output.work.rglob("*") if path.is_file())
     free, needed = shutil.disk_usage(parent).free + there, needed_bytes(job)
     if free < needed:
-        raise ConversionError(f"{output.out} needs {size(needed)}, but {parent} has {size(free)} free; make room first")
+        raise ConversionError(
+            f"{output.out} needs {size(needed)}, but {parent} has {size(free)} free; free some space first"
+        )
 
 
-def _describe(job: Job, output: Output, options: Options, ranks: Ranks, stream: TextIO) -> None:
+def _describe(job: Job[R], output: Output, options: Options, ranks: Ranks, stream: TextIO) -> None:
     parent = next(path for path in output.out.parents if path.exists())
     stream.write(
         f"{job.kind} to {output.out}\n"
@@ -182,7 +185,7 @@ def _describe(job: Job, output: Output, options: Options, ranks: Ranks, stream: 
     )
 
 
-def _summarise(job: Job, output: Output, done: Mapping[int, Any], seconds: float, stream: TextIO) -> None:
+def _summarise(job: Job[R], output: Output, done: Mapping[int, R], seconds: float, stream: TextIO) -> None:
     written = sum(count for number, count in enumerate(job.sizes) if number not in done)
     resumed = f", {size(sum(job.sizes) - written)} of it before the resume" if done else ""
     stream.write(

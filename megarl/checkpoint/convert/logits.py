@@ -1,6 +1,7 @@
-"""Both models on the same texts: a round trip cannot see a mistake that undoes itself, log-probs can.
+"""Compares the log-probs of two models on the same texts: they show mistakes that a round trip undoes.
 
-A Hugging Face directory is run by `transformers`, a Megatron checkpoint by Megatron-Core, each in fp32 on one device.
+A Hugging Face directory is run with `transformers`, a Megatron checkpoint with Megatron-Core, each in fp32 on one
+device. Shapes: T tokens of a text, V vocabulary rows.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ from megarl.models.source import hf_files, megatron_step
 
 @dataclass(frozen=True)
 class Agreement:
-    """max |Δ log-prob| over all tokens and the whole vocabulary; positions whose likeliest token is the same."""
+    """The largest |Δ log-prob| over all tokens and the whole vocabulary, and the tokens with the same top-1 token."""
 
     max_delta: float
     same_top: int
     tokens: int
 
     def render(self, tolerance: float) -> str:
-        """One line."""
-        verdict = "within" if self.max_delta <= tolerance else "ABOVE"
+        """Return one line that tells whether the difference is within `tolerance`."""
+        relation = "within" if self.max_delta <= tolerance else "ABOVE"
         return (
-            f"log-probs: max |Δ| {self.max_delta:.3e} ({verdict} {tolerance:.0e}), top-1 agreement "
+            f"log-probs: max |Δ| {self.max_delta:.3e} ({relation} {tolerance:.0e}), top-1 agreement "
             f"{self.same_top} of {self.tokens} tokens\n"
         )
 
 
 def agreement(one: Path, other: Path, texts: Sequence[str]) -> Agreement:
-    """Run both; tokens are those of the first model's tokenizer.
+    """Run both models on the texts, tokenized by the first model's tokenizer, and compare their log-probs.
 
-    ValueError if a text gives no tokens, or the vocabularies differ in size.
+    Raises ValueError if a text gives no tokens, or the vocabularies differ in size.
     """
     sizes = [load_info(path).vocab_size for path in (one, other)]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"log-probs cannot be compared: the vocabulary of {one} is {sizes[0]:,}, that of {other} {sizes[1]:,}"
+            f"log-probs cannot be compared: the vocabulary of {one} has {sizes[0]:,} rows, that of {other} {sizes[1]:,}"
         )
     tokenizer = load_tokenizer(one)
     ids = [list(tokenizer(text)["input_ids"]) for text in texts]
@@ -54,14 +55,15 @@ def agreement(one: Path, other: Path, texts: Sequence[str]) -> Agreement:
 
 
 def compare_logprobs(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> Agreement:
-    """Log-probs [tokens, vocabulary] of each text by both models; NaN counts as infinitely far."""
-    deltas = [(a - b).abs().nan_to_num(nan=float("inf")).max() for a, b in zip(one, other, strict=True)]
-    same = [(a.argmax(-1) == b.argmax(-1)).sum() for a, b in zip(one, other, strict=True)]
-    return Agreement(float(max(deltas)), int(sum(same)), sum(len(a) for a in one))
+    """Compare the log-probs [T, V] of each text by two models; NaN counts as an infinite difference."""
+    pairs = list(zip(one, other, strict=True))
+    deltas = [(a_TV - b_TV).abs().nan_to_num(nan=float("inf")).max() for a_TV, b_TV in pairs]
+    same = [(a_TV.argmax(-1) == b_TV.argmax(-1)).sum() for a_TV, b_TV in pairs]
+    return Agreement(float(max(deltas)), int(sum(same)), sum(len(a_TV) for a_TV in one))
 
 
 def logprobs(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Log-softmax [tokens, vocabulary] of each text, fp32 on the CPU."""
+    """Return the log-probs [T, V] of each text (token ids), fp32 on the CPU."""
     with torch.inference_mode():
         return _by_transformers(path, ids) if megatron_step(path) is None else _by_megatron(path, ids)
 
@@ -100,19 +102,19 @@ def _by_megatron(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]
                 max_seqlen_q=len(each),
                 max_seqlen_kv=len(each),
             )
-            logits = chunk(
+            logits_1TV = chunk(
                 input_ids=torch.tensor([each], device=device),
                 position_ids=torch.arange(len(each), device=device)[None],
                 attention_mask=None,
                 packed_seq_params=packed,
             )
-            results.append(logits[0, :, : info.vocab_size].float().log_softmax(-1).cpu())
+            results.append(logits_1TV[0, :, : info.vocab_size].float().log_softmax(-1).cpu())
         return results
 
 
 @contextmanager
 def _single_rank() -> Iterator[None]:
-    """torch.distributed and Megatron's groups for this process alone."""
+    """Initialise torch.distributed and Megatron's groups for this process alone."""
     from megarl.models.layout import Layout
     from megarl.trainer import parallel
 

@@ -1,11 +1,11 @@
-"""Megatron -> Hugging Face: the files that the weight sync's exporter would write, straight from the shards."""
+"""Converts Megatron to Hugging Face: writes the tensors that `HFExporter` would export, directly from the shards."""
 
 from __future__ import annotations
 
 import os
 import struct
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from blake3 import blake3
@@ -19,17 +19,18 @@ from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.checkpoint.format.os_errors import writing
 from megarl.models.export import ExportedTensor, copy_side_files, plan_files
 from megarl.models.safetensors_io import HF_INDEX, TensorHeader, encode_header, write_index
-from megarl.models.source import HF_FILES
+from megarl.models.source import HF_FILES, HF_SHARD_BYTES
 
-SHARD_BYTES = 5 * 2**30  # as transformers, and as the weight sync's export
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 class MegatronToHF:
-    """The conversion of one step directory; `dtype` None keeps each tensor's own, as buffers always do."""
+    """The conversion of one step directory; with `dtype` None tensors keep theirs, as buffers always do."""
 
     kind = "export"
 
-    def __init__(self, source: MegatronDirectory, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(self, source: MegatronDirectory, dtype: torch.dtype | None, shard_bytes: int = HF_SHARD_BYTES) -> None:
         self.source = source
         self.dtype = dtype
 
@@ -57,20 +58,20 @@ class MegatronToHF:
         self.sizes = [sum(item.nbytes for item in unit) for unit in self.units]
         self.tensors = len(specs)
 
-    def plan(self) -> dict[str, Any]:
-        """What a resumed conversion must have in common with the one that began it."""
+    def plan(self) -> dict[str, object]:
+        """Return, in JSON, what a resumed conversion must have in common with the interrupted one."""
         return {
             "kind": self.kind,
             "source": str(self.source.step.absolute()),
             "files": fingerprint([*self.source.files(), self.source.step / HF_FILES / "config.json"]),
             "dtype": str(self.dtype),
             "units": len(self.units),
-            # Their headers too: another --shard-gb may give as many files with other tensors in them.
+            # With digests of the headers: another --shard-gb may give as many files, but with other tensors in them.
             "outputs": {name: blake3(self._headers[name]).hexdigest() for name, _ in self.files},
         }
 
     def prepare(self, partial: Path) -> None:
-        """Every file in its full size, with its header; the tensors' bytes are holes."""
+        """Create every file in its full size, with its header; the tensors' bytes are holes."""
         for name, tensors in self.files:
             size = len(self._headers[name]) + sum(spec.nbytes for spec in tensors)
             with writing(partial / name):
@@ -82,8 +83,8 @@ class MegatronToHF:
                 finally:
                     os.close(descriptor)
 
-    def write_unit(self, partial: Path, number: int, report: Report) -> Any:
-        """Write neighbouring tensors, or rows of one, into their place; they are on the disk when it returns."""
+    def write_unit(self, partial: Path, number: int, report: Report) -> None:
+        """Write neighbouring tensors, or rows of one, into their places; they are on the disk when it returns."""
         unit = self.units[number]
         for item in unit:
             self.source.will_need(item.what, item.start, item.stop)
@@ -97,10 +98,9 @@ class MegatronToHF:
                 os.fdatasync(descriptor)
             finally:
                 os.close(descriptor)
-        return None
 
-    def finish(self, partial: Path, results: dict[int, Any]) -> None:
-        """Config, tokenizer and index."""
+    def finish(self, partial: Path, results: dict[int, None]) -> None:
+        """Check the files' sizes; write config, tokenizer and index."""
         for name, tensors in self.files:
             _check(partial / name, self._headers[name], tensors)
         faults.reached("metadata")
@@ -114,7 +114,7 @@ class MegatronToHF:
         Output.sync(partial.iterdir())
 
     def summary(self) -> str:
-        """What was written where."""
+        """Return the number of tensors and files, in words."""
         return f"{self.tensors} tensors in {len(self.files)} files"
 
     def _write(self, descriptor: int, item: Item[str]) -> None:
@@ -123,11 +123,11 @@ class MegatronToHF:
         if rows.numel() == 0:
             return
         position = offset + item.start * (item.nbytes // (item.stop - item.start))
-        _write_at(descriptor, rows.reshape(-1).view(torch.uint8).numpy(), position)
+        _write_at(descriptor, rows.reshape(-1).view(torch.uint8).numpy().data, position)
 
 
-def _write_at(descriptor: int, data: Any, position: int) -> None:
-    """All of it; one call may write a part."""
+def _write_at(descriptor: int, data: ReadableBuffer, position: int) -> None:
+    """Write all of `data`; one call of `pwrite` may write only a part."""
     left = memoryview(data)
     while left:
         count = os.pwrite(descriptor, left, position)

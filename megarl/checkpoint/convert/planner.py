@@ -1,8 +1,8 @@
-"""A save planner that has no state dict: what is saved is read from Hugging Face files when the writer asks for it."""
+"""A save planner without a state dict: tensors are read from Hugging Face files when the writer asks for them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
@@ -15,29 +15,34 @@ from megarl.checkpoint.format.hf_files import HFDirectory
 from megarl.checkpoint.format.keys import StoredTensor
 from megarl.checkpoint.format.megatron_files import source_pieces
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, StorageMeta
+
 
 class LazySavePlanner(SavePlanner):
     """Plans the units of one checkpoint as if each were a rank; `resolve_data` builds one item's tensor.
 
-    The tensor is a view of the mapped source where its rows lie together there, and a copy of its rows where they are
+    The tensor is a view of the memory-mapped source where its rows are contiguous there, and a copy where they are
     interleaved (QKV) or converted to another dtype.
     """
 
     def __init__(self, source: HFDirectory, units: list[list[Item[StoredTensor]]], dtypes: dict[str, torch.dtype]):
         self._source, self._units, self._dtypes = source, units, dtypes
-        self.report: Report = lambda count: None  # gets the bytes of each item that the writer asks for
+        self.report: Report = lambda count: None  # is called with the bytes of each item that the writer asks for
         self.last = ""  # the key that the writer asked for last
         self._items = {(item.what.key, item.start): item for unit in units for item in unit}
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """There is no state dict."""
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Do nothing, because there is no state dict."""
 
     def create_local_plan(self) -> SavePlan:
-        """All items as one plan."""
+        """Return all items as one plan."""
         return SavePlan([self._write_item(item) for unit in self._units for item in unit])
 
     def local_plans(self) -> list[SavePlan]:
-        """One plan per unit."""
+        """Return one plan per unit."""
         return [SavePlan([self._write_item(item) for item in unit]) for unit in self._units]
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -47,7 +52,7 @@ class LazySavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The rows of one item, on the CPU."""
+        """Return the rows of one item, on the CPU."""
         offset = write_item.index.offset
         item = self._items[write_item.index.fqn, offset[0] if offset else 0]
         self.last = item.what.key
@@ -65,14 +70,14 @@ class LazySavePlanner(SavePlanner):
 
 
 def stored_rows(source: HFDirectory, stored: StoredTensor, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [start, stop) along axis 0 of a stored tensor, out of the Hugging Face files.
+    """Return rows [start, stop) along axis 0 of a stored tensor, in dtype `dtype`, from the Hugging Face files.
 
-    Raises ValueError for a rule that puts several tensors side by side along axis 1.
+    Raises ValueError for a rule that joins several tensors along axis 1.
     """
     entry = stored.entry
     if entry.rule.axis == 1 and stored.half is None:
         if len(entry.names) > 1:
-            raise ValueError(f"{entry.megatron}: several tensors side by side are not supported by the converter")
+            raise ValueError(f"{entry.megatron}: several tensors joined along axis 1 are not supported")
         return convert(source.rows(entry.names[0], start, stop), dtype)
     pieces = source_pieces(stored, start, stop)
     if len(pieces) == 1 and pieces[0].source is not None:

@@ -1,7 +1,8 @@
-"""An output directory that appears by one rename when it is whole, and can be continued until then.
+"""An output directory that appears by one rename when it is complete, and can be resumed until then.
 
-Beside OUT, `.OUT.converting/` holds `output/` (what becomes OUT), `plan.json` (what is being converted) and a file
-per finished unit. Killed before the rename, it is continued; killed after it, only the leftovers are removed.
+Beside OUT, `.OUT.converting/` holds `output/` (which becomes OUT), `plan.json` (which describes the conversion) and a
+file per finished unit. A conversion that is killed before the rename can be resumed; after the rename, a resume only
+removes the leftovers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PLAN, _LOCK = "plan.json", "lock"
 
 
 class Output:
-    """`out` and the work on it. Only one process at a time may hold it (`lock`); forked workers share the lock."""
+    """The output `out` and its work directory. One process and its forked workers may use them at a time (`lock`)."""
 
     def __init__(self, out: Path) -> None:
         self.out = out.absolute()
@@ -33,18 +34,24 @@ class Output:
         self._force = False
 
     def refuse_overlap(self, source: Path) -> None:
-        """ConversionError if OUT is the source, holds a file of it or lies in it: to replace it would delete these."""
+        """Raise ConversionError if OUT is, contains or lies in the source.
+
+        Replacing OUT would then delete files of the source.
+        """
         root, out, work = source.resolve(), self.out.resolve(), self.work.resolve()
-        # The entries too: what is linked into the source may lie elsewhere.
+        # The entries too, because links in the source may point to files elsewhere.
         inputs = [root, *(path.resolve() for path in (root.iterdir() if root.is_dir() else ()))]
         if root in out.parents or any(place in (path, *path.parents) for place in (out, work) for path in inputs):
             raise ConversionError(
-                f"{self.out} and the source {source} overlap: the one must not be, hold or lie in the other; "
-                "choose a directory beside it"
+                f"{self.out} and the source {source} overlap: neither may be, contain or lie in the other; "
+                "choose a directory beside the source"
             )
 
     def refuse_existing(self, *, force: bool, resume: bool) -> None:
-        """ConversionError if OUT exists, or an unfinished conversion does, and no option says what to do with it."""
+        """Raise ConversionError if OUT or an unfinished conversion exists, and no option tells how to treat it.
+
+        Also raised if `resume` is true and there is no unfinished conversion.
+        """
         if self._occupied() and not force and not (resume and self.work.exists()):
             raise ConversionError(f"{self.out} exists already; choose another directory, or overwrite it with --force")
         if self.work.exists() and not (force or resume):
@@ -55,31 +62,36 @@ class Output:
             raise ConversionError(f"there is nothing to resume: {self.work} does not exist")
 
     def lock(self) -> None:
-        """ConversionError if another process is writing here."""
+        """Take the lock. Raises ConversionError if another process holds it."""
         self.work.mkdir(parents=True, exist_ok=True)
         self._lock = (self.work / _LOCK).open("wb")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConversionError(f"another process is converting into {self.out}; wait for it or end it") from None
+            raise ConversionError(
+                f"another process is converting into {self.out}; wait until it ends, or end it"
+            ) from None
 
     def release(self) -> None:
-        """Let go of the lock, if it is held."""
+        """Release the lock, if it is held."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
-    def begin(self, plan: dict[str, Any], *, force: bool = False) -> None:
-        """Start afresh: forget whatever is there. `force`: what OUT is may be replaced, after a resume too."""
-        # First: a plan without its output means that this is complete already.
+    def begin(self, plan: dict[str, object], *, force: bool = False) -> None:
+        """Start again and remove all unfinished work. `force`: OUT may be replaced, also by a resumed conversion."""
+        # Removed first, because a plan without its output means that the conversion is complete.
         (self.work / _PLAN).unlink(missing_ok=True)
         self._clear()
         self.partial.mkdir()
         self._force = force
         write_durably(self.work / _PLAN, json.dumps({"force": force, "plan": plan}).encode())
 
-    def resume(self, plan: dict[str, Any]) -> bool:
-        """Check that the unfinished work is of the same plan. False if it is complete but for its leftovers."""
+    def resume(self, plan: dict[str, object]) -> bool:
+        """Check that the unfinished work has the same plan. Returns False if only leftovers have to be removed.
+
+        Raises ConversionError if the plan differs, or OUT has appeared and may not be replaced.
+        """
         path = self.work / _PLAN
         if not path.is_file():
             if any(self.partial.glob("*")) or self._occupied():
@@ -98,20 +110,20 @@ class Output:
         return unfinished
 
     def finished(self) -> dict[int, Any]:
-        """Results of the finished units by number."""
+        """Return the results of the finished units, JSON values, by number."""
         found = {}
         for path in self.work.glob("unit-*.json"):
-            # One that was cut off by a crash of the machine is not finished.
+            # A file that a crash of the machine has cut off stands for an unfinished unit.
             with contextlib.suppress(ValueError):
                 found[int(path.stem.removeprefix("unit-"))] = json.loads(path.read_text())
         return found
 
-    def finish_unit(self, number: int, result: Any) -> None:
-        """Called by the worker when the unit's bytes are on the disk."""
+    def finish_unit(self, number: int, result: object) -> None:
+        """Record the result of a unit, a JSON value. The unit's bytes must be on the disk."""
         write_durably(self.work / f"unit-{number}.json", json.dumps(result).encode())
 
     def commit(self) -> None:
-        """OUT appears; what was there before goes. ConversionError if that may not be replaced."""
+        """Rename the output to OUT and delete an old OUT. Raises ConversionError if that may not be replaced."""
         for directory, _, _ in os.walk(self.partial):
             fsync_directory(Path(directory))
         faults.reached("rename")
@@ -127,20 +139,24 @@ class Output:
         return self.work / "old"
 
     def _occupied(self) -> bool:
-        """Whether OUT is anything, a dangling symbolic link included."""
+        """Tell whether OUT exists, be it only as a dangling symbolic link."""
         return os.path.lexists(self.out)
 
     def _refuse_replacing(self) -> None:
-        """With --force what OUT was at the beginning goes, once; what appeared since then is somebody's."""
+        """Raise ConversionError if OUT exists and may not be replaced.
+
+        With --force, what OUT held when the conversion began is replaced, once. Files that appeared later belong to
+        somebody else and are kept.
+        """
         if self._occupied() and (not self._force or self._old.exists()):
             raise ConversionError(
-                f"{self.out} has appeared since the conversion began; move it away and go on with --resume, or start "
-                "again with --force to replace it"
+                f"{self.out} has appeared since the conversion began; move it away and continue with --resume, or "
+                "start again with --force to replace it"
             )
 
     @staticmethod
     def sync(paths: Iterable[Path]) -> None:
-        """Files that were written without it reach the disk."""
+        """Flush files to the disk that were written without an fsync."""
         for path in paths:
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -149,9 +165,9 @@ class Output:
                 os.close(descriptor)
 
     def clean(self) -> None:
-        """Remove the work directory; killed meanwhile, a resume goes on with that."""
+        """Remove the work directory; if the process is killed meanwhile, a resume removes the rest."""
         self._clear()
-        # What still says that this was complete goes by one rename; killed behind it, two small files are left.
+        # The plan marks a complete conversion; the rename removes it. A kill after the rename leaves two small files.
         done = self.work.with_name(f".{self.out.name}.converted")
         shutil.rmtree(done, ignore_errors=True)
         os.replace(self.work, done)

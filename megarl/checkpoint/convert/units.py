@@ -1,4 +1,4 @@
-"""How a conversion is cut: into items of bounded size, and those into units, each written and resumed whole."""
+"""Splits a conversion into items of bounded size, and packs these into units, each written and resumed as a whole."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Generic, TypeVar
 
 import torch
 
-ITEM_BYTES = 128 * 2**20  # rows of a tensor beyond this are an item of their own: bounds what is in memory
+ITEM_BYTES = 128 * 2**20  # largest size of an item; limits the memory of a worker
 UNIT_BYTES = (32 * 2**20, 1024 * 2**20)  # smallest and largest size of a unit
-UNITS = 48  # units aimed at, between these sizes
+UNITS = 48  # number of units, if their size is within these limits
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Item(Generic[T]):
-    """Rows [start, stop) of `what`, `nbytes` of output."""
+    """Rows [start, stop) of the tensor `what`; they are `nbytes` bytes of output."""
 
     what: T
     start: int
@@ -26,7 +26,7 @@ class Item(Generic[T]):
 
 
 def split(what: T, shape: Sequence[int], dtype: torch.dtype, limit: int = ITEM_BYTES) -> Iterator[Item[T]]:
-    """A tensor's rows (axis 0) in items of at most `limit` bytes, at least one row each."""
+    """Yield a tensor's rows (axis 0) in items of at most `limit` bytes, but at least one row each."""
     row = dtype.itemsize * torch.Size(shape[1:]).numel()
     rows = shape[0] if shape else 1
     step = max(1, limit // row) if row else max(1, rows)
@@ -38,7 +38,10 @@ def split(what: T, shape: Sequence[int], dtype: torch.dtype, limit: int = ITEM_B
 def pack(
     items: Iterable[Item[T]], limit: int, apart: Callable[[Item[T]], object] = lambda _: None
 ) -> list[list[Item[T]]]:
-    """Items in order, in units of at most `limit` bytes (or one item); a change of `apart` begins another unit."""
+    """Pack items, in order, into units of at most `limit` bytes (or one larger item).
+
+    An item whose `apart` value differs from that of the item before it begins another unit.
+    """
     units: list[list[Item[T]]] = []
     size, last = 0, object()
     for item in items:
@@ -51,11 +54,11 @@ def pack(
 
 
 def unit_bytes(total: int) -> int:
-    """The size of units for `total` bytes; it depends on nothing else, so that any number of workers can resume."""
+    """Return the size of a unit for `total` bytes. It depends on nothing else: any number of workers can resume."""
     low, high = UNIT_BYTES
     return min(max(total // UNITS, low), high)
 
 
 def convert(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` in `dtype`: itself where it has it already."""
+    """Return `tensor` in `dtype`, without a copy if it has that dtype already."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)

@@ -1,4 +1,4 @@
-"""Two model directories, tensor by tensor."""
+"""Compares two model directories tensor by tensor."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ import torch
 
 from megarl.checkpoint.convert.units import split
 from megarl.checkpoint.format.hf_files import HFDirectory, HFTensors
-from megarl.models.loader import left_out_note
-
-_LISTED = 20
+from megarl.models.loader import LISTED, left_out_note
 
 
 @dataclass
 class Comparison:
-    """Hugging Face names: bit-equal ones (buffers: of equal values) are counted, others listed.
+    """The outcome by Hugging Face names: bit-equal tensors (buffers: of equal values) are counted, others are listed.
 
-    `unexpected`: only in the second model.
+    `missing`: only in the first model; `unexpected`: only in the second.
     """
 
     equal: int = 0
@@ -34,7 +32,7 @@ class Comparison:
         return not (self.differing or self.mismatched or self.missing or self.unexpected)
 
     def render(self) -> str:
-        """One line of counts, then what is not equal."""
+        """Return one line of counts, then lines with the tensors that differ."""
         lines = [
             f"{self.equal:,} equal, {len(self.differing):,} differing, {len(self.mismatched):,} of another shape or "
             f"dtype, {len(self.missing):,} missing, {len(self.unexpected):,} unexpected"
@@ -47,11 +45,11 @@ class Comparison:
 
 
 def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = lambda count: None) -> Comparison:
-    """Every tensor of both, in blocks of rows. `report` gets the bytes compared."""
+    """Compare every tensor of both models, in blocks of rows. `report` is called with the bytes of each block."""
     names, own, others = one.names(), set(one.names()), set(other.names())
     result = Comparison(missing=[name for name in names if name not in others])
     result.unexpected = [name for name in other.names() if name not in own]
-    # A checkpoint has them in fp32 whatever the files have: their values count.
+    # A checkpoint stores buffers in fp32, whatever dtype the files have, so only their values are compared.
     buffers = {name for entry in one.entries.values() if entry.rule.buffer for name in entry.names}
     for model in (one, other):
         if isinstance(model, HFDirectory) and model.left_out:
@@ -74,7 +72,10 @@ def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = la
 
 
 def _deltas(one: HFTensors, other: HFTensors, name: str, report: Callable[[int], None]) -> Iterator[float]:
-    """max |Δ| of each block of rows; 0 only for equal bits (NaN payloads and signs of zero count: then it is NaN)."""
+    """Yield max |Δ| of each block of rows; it is 0 only for equal bits.
+
+    It is NaN for blocks of equal values whose bits differ (NaN payloads, signs of zero).
+    """
     for item in split(name, one.shape(name), one.dtype(name)):
         a, b = (model.rows(name, item.start, item.stop) for model in (one, other))
         report(item.nbytes)
@@ -86,16 +87,17 @@ def _deltas(one: HFTensors, other: HFTensors, name: str, report: Callable[[int],
 
 
 def _worst(deltas: list[float]) -> float:
-    """The greatest; NaN if one is (`max` keeps whichever comes first). 0 for a tensor without elements."""
+    """Return the largest delta, NaN if any is NaN (unlike `max`), 0 for a tensor without elements."""
     return math.nan if any(map(math.isnan, deltas)) else max(deltas, default=0.0)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of `tensor`, uint8 [B]."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _listed(title: str, lines: list[str]) -> list[str]:
     if not lines:
         return []
-    more = [f"    … and {len(lines) - _LISTED:,} more"] if len(lines) > _LISTED else []
-    return [f"  {title}:", *(f"    {line}" for line in lines[:_LISTED]), *more]
+    more = [f"    … and {len(lines) - LISTED:,} more"] if len(lines) > LISTED else []
+    return [f"  {title}:", *(f"    {line}" for line in lines[:LISTED]), *more]

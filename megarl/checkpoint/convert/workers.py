@@ -1,7 +1,7 @@
-"""Units of work over forked processes: handed out one by one, counted in bytes, and never left behind.
+"""Runs units of work in forked processes, which get one unit at a time and report the bytes done.
 
-Workers are forked once, from a process without threads, and die with it (PR_SET_PDEATHSIG). With one worker the units
-run in the calling process.
+Workers are forked once, from a process without threads, and are killed when it ends (PR_SET_PDEATHSIG). With one worker
+the units run in the calling process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from typing import cast
 from megarl.checkpoint.format.os_errors import from_os_error
 from megarl.common.errors import ConversionError
 
-Report = Callable[[int], None]  # bytes done since the last call
-Work = Callable[[int, Report], None]  # do unit `number`
+Report = Callable[[int], None]  # is called with the bytes done since the last call
+Work = Callable[[int, Report], None]  # does the unit with this number
 _SILENCE_S = 3600.0
 
 
 def run_units(units: Sequence[int], work: Work, workers: int, report: Report) -> None:
-    """Do every unit once. ConversionError (or what `work` raised, as text) on the first failure; the rest is ended.
+    """Do every unit once; the first failure ends all workers.
 
-    A worker that says nothing for an hour is an error naming its unit.
+    Raises ConversionError for an OSError, or if no worker reports for an hour. Of a worker process, a ValueError and a
+    premature end become a ConversionError too, and other exceptions a RuntimeError with the traceback.
     """
     if workers <= 1 or len(units) <= 1:
         for number in units:
@@ -44,6 +45,8 @@ def _do(work: Work, number: int, report: Report) -> None:
 
 
 class _Pool:
+    """Forked workers; `_busy` has the unit of each, or None."""
+
     def __init__(self, work: Work, workers: int, report: Report) -> None:
         self._report = report
         self._busy: dict[Connection, int | None] = {}
@@ -82,7 +85,7 @@ class _Pool:
             process = self._processes[connection]
             process.join(timeout=10)
             raise ConversionError(
-                f"the worker of unit {self._busy[connection]} died ({_cause(process.exitcode)}); go on with --resume"
+                f"the worker of unit {self._busy[connection]} died ({_cause(process.exitcode)}); continue with --resume"
             ) from None
         if kind == "bytes":
             self._report(value)
@@ -103,7 +106,7 @@ def _serve(work: Work, connection: Connection, others: list[Connection], parent:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     for other in others:
         other.close()
 

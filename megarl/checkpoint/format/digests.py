@@ -1,4 +1,4 @@
-"""Whether a Megatron checkpoint still is what was written: what a conversion reads of it, against its manifest."""
+"""Checks the files of a Megatron checkpoint that a conversion reads against the checkpoint's manifest."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from megarl.models.source import HF_FILES
 
 
 def has_manifest(model: MegatronDirectory) -> bool:
-    """A checkpoint that Megatron-LM wrote has none."""
+    """Tell whether the checkpoint has a manifest; one written by Megatron-LM has none."""
     return (model.step / MANIFEST).is_file()
 
 
 def check_digests(model: MegatronDirectory, rank: int = 0, ranks: int = 1) -> int:
-    """Read what `rank` of `ranks` has to check of the weights' files, their index and `hf/`; how many files that were.
+    """Check the share of `rank` of `ranks` of the weights' files, their index and `hf/`; return the number of files.
 
-    Raises DamagedCheckpointError naming each file that is not what the manifest says, or that it does not know.
+    Every byte is read. Raises DamagedCheckpointError naming each file that differs from its entry in the manifest, or
+    that has no entry.
     """
     manifest = Manifest.read(model.step)
     weights = {str(path.relative_to(model.step)) for path in model.files()}
     unknown = sorted(weights - manifest.files.keys())
     if unknown:
-        raise DamagedCheckpointError(f"{model.step / MANIFEST} does not know {', '.join(unknown)}")
+        raise DamagedCheckpointError(f"{model.step / MANIFEST} has no entry for {', '.join(unknown)}")
     wanted = {
         name: entry for name, entry in manifest.files.items() if name in weights or name.startswith(f"{HF_FILES}/")
     }

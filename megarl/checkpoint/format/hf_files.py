@@ -1,4 +1,4 @@
-"""Rows of Hugging Face tensors as views of mapped files: nothing is read before it is used, nothing is copied."""
+"""Rows of Hugging Face tensors as views of memory-mapped files: nothing is copied, or read before it is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BIN_INDEX = "pytorch_model.bin.index.json"
 
 
 class MappedFile:
-    """A file's bytes as tensors that share its pages. Never write to them."""
+    """A memory-mapped file, whose bytes become tensors that share its pages. Never write to them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,20 +38,20 @@ class MappedFile:
         return self._map[start:stop]
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
-        """A contiguous tensor that begins at byte `offset`. ValueError if the file ends before it does."""
+        """Return the contiguous tensor that begins at byte `offset`. Raises ValueError if it ends beyond the file."""
         count = torch.Size(shape).numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         if offset + count * dtype.itemsize > len(self):
-            raise ValueError(f"{self.path} is truncated: {len(self)} bytes, a tensor ends beyond that")
+            raise ValueError(f"{self.path} is truncated: {len(self)} bytes, but a tensor ends beyond that")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
 
     def will_need(self, start: int, stop: int) -> None:
-        """Ask the kernel to read these bytes ahead.
+        """Ask the kernel to read bytes [start, stop) ahead.
 
-        In small steps: of what one call asks for, Linux reads no more than the device's readahead.
+        The requests are small, because of each one Linux reads no more than the device's readahead.
         """
         stop = min(stop, len(self))
         for position in range(start - start % mmap.PAGESIZE, stop, READAHEAD_BYTES):
@@ -59,7 +59,7 @@ class MappedFile:
 
 
 class HFTensors(Protocol):
-    """A model's Hugging Face tensors, wherever they come from."""
+    """A model's Hugging Face tensors, read from files of either format."""
 
     path: Path
     info: ModelInfo
@@ -69,17 +69,17 @@ class HFTensors(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> torch.dtype: ...
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of a tensor along axis 0, in the files' dtype. Do not write to them."""
+        """Return rows [start, stop) of a tensor along axis 0, in the files' dtype. Do not write to them."""
         ...
 
 
 class HFDirectory:
-    """A Hugging Face directory with safetensors (or, if `allow_pickle`, `pytorch_model*.bin` read with `weights_only`).
+    """A Hugging Face directory with safetensors or, if `allow_pickle`, `pytorch_model*.bin` (read with `weights_only`).
 
-    `left_out`: its tensors of parts that are not trained; they are no part of the model, but the user is told of them.
+    `left_out`: its tensors that belong to untrained parts. They are not part of the model, but are reported to users.
 
-    Raises ValueError naming file and tensor for whatever does not match config.json: a truncated file, a missing,
-    unexpected or misshapen tensor, an index that disagrees.
+    Raises ValueError naming file and tensor for everything that does not match config.json: a truncated file; a
+    missing, unexpected or misshapen tensor; an index that contradicts the files.
     """
 
     def __init__(self, path: Path | str, *, allow_pickle: bool = False) -> None:
@@ -90,14 +90,14 @@ class HFDirectory:
         self._files: SafetensorsDirectory | _PickledDirectory = (
             _PickledDirectory(self.path) if pickled else _safetensors(self.path)
         )
-        check_tensors(self._files, self.entries, self.info)  # type: ignore[arg-type]
+        check_tensors(self._files, self.entries, self.info)
         self.left_out = [name for name in self._files.records if is_left_out(name, self.info)]
         self._maps: dict[Path, tuple[MappedFile, int]] = {}
         if self.info.tied and "lm_head.weight" in self._files.records:
             self._check_redundant_head()
 
     def names(self) -> list[str]:
-        """In the order of the family's table; redundant tensors of old files are left out."""
+        """Return the tensors' names in the order of the family's table, without the redundant tensors of old files."""
         return [name for entry in self.entries.values() for name in entry.names]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -110,11 +110,11 @@ class HFDirectory:
         return self._files.records[name].file
 
     def files(self) -> list[Path]:
-        """The weight files, for a fingerprint."""
+        """Return the weight files, for `fingerprint`."""
         return sorted({record.file for record in self._files.records.values()})
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) along axis 0, a view of the mapped file. ValueError if the file is truncated."""
+        """Return rows [start, stop) along axis 0, a view of the file. Raises ValueError if the file is truncated."""
         if isinstance(self._files, _PickledDirectory):
             return self._files.tensors[name][start:stop]
         file, dtype, shape, offset = self._place(name)
@@ -143,7 +143,7 @@ class HFDirectory:
         if not torch.equal(self.rows(name, 0, stop), self.rows("lm_head.weight", 0, stop)):
             raise ValueError(
                 f"{self.path}: the embeddings are tied, but lm_head.weight differs from {name}; "
-                "set tie_word_embeddings to false or drop lm_head.weight"
+                "set tie_word_embeddings to false or remove lm_head.weight"
             )
 
     def __enter__(self) -> Self:
@@ -165,7 +165,7 @@ def _safetensors(path: Path) -> SafetensorsDirectory:
 
 
 class _PickledDirectory:
-    """`pytorch_model.bin` or its sharded form, mapped; only tensors are unpickled."""
+    """The tensors of `pytorch_model.bin` or its sharded form, memory-mapped; nothing but tensors is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.directory = path
@@ -185,7 +185,7 @@ class _PickledDirectory:
     def _read(self, file: Path) -> None:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch raises what the damage happens to cause
+        except Exception as error:  # the error that torch raises depends on the damage
             raise ValueError(f"{file} cannot be read as plain tensors: {str(error).splitlines()[0]}") from error
         if not isinstance(content, dict) or not all(isinstance(each, torch.Tensor) for each in content.values()):
             raise ValueError(f"{file} cannot be read as plain tensors: it must be a dict of tensors by name")
@@ -198,5 +198,8 @@ class _PickledDirectory:
 
 
 def fingerprint(files: list[Path]) -> list[tuple[str, int, int]]:
-    """Name, size and modification time of each file: whether a source is still the one that was begun with."""
+    """Return name, size in bytes and modification time in ns of each file.
+
+    A resumed conversion compares them to detect that its source has changed.
+    """
     return [(file.name, status.st_size, status.st_mtime_ns) for file in files if (status := os.stat(file))]

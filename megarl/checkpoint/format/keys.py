@@ -1,9 +1,10 @@
-"""Which key of a checkpoint holds which Megatron parameter; pure, from a family's mapping table alone.
+"""The keys of a checkpoint and the Megatron parameter that each holds, computed from a family's mapping table alone.
 
-Keys are those that a Transformer Engine model under Megatron-Core's `singleton_local_shards` writes: one per layer and
-per expert, the norm before a column-parallel layer fused into that layer's name, gate and up apart. They do not depend
-on layout or layer spec, so local, Transformer Engine, sequential and grouped models share one checkpoint. A key's
-tensor is the whole Megatron parameter, vocabulary unpadded or padded (rows beyond the vocabulary mean nothing).
+The keys are those that a Transformer Engine model writes under Megatron-Core's `singleton_local_shards`: one per layer
+and per expert; the norm before a column-parallel layer is fused into that layer's name; gate and up are separate. They
+do not depend on the layout or the layer spec, so local, Transformer Engine, sequential and grouped models share one
+checkpoint. A key's tensor is the whole Megatron parameter, with the vocabulary unpadded or padded (rows beyond the
+vocabulary have no meaning).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megarl.models.loader import listed
 from megarl.models.mapping import Entry
 
 _LAYER = re.compile(r"^(decoder\.layers\.\d+\.)(.*)$")
-# A norm's name, the layer it is fused into by Transformer Engine (if the model has that layer), the fused name.
+# A norm's name, and the layer that Transformer Engine fuses it into if the model has that layer.
 _FUSED_NORMS = (
     ("input_layernorm.weight", "self_attention.linear_qkv"),
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1"),
@@ -30,10 +31,10 @@ SCHEME_VERSION = 1
 
 
 def content_metadata() -> dict[str, Any]:
-    """What `dist_checkpointing.save(content_metadata=)` and every `sharded_state_dict(metadata=)` call must get.
+    """Return the metadata for `dist_checkpointing.save(content_metadata=)` and `sharded_state_dict(metadata=)`.
 
-    A fresh dict: Megatron-Core adds process groups to the one it is given. The optimizer's entries are for the
-    distributed optimizer: any TP, PP, VPP, DP and EP may load what another one saved.
+    Every such call must get it. It is a fresh dict each time, because Megatron-Core adds process groups to the one it
+    gets. The optimizer's entries let any TP, PP, VPP, DP and EP load the distributed optimizer of any other.
     """
     return {
         "singleton_local_shards": True,
@@ -45,10 +46,10 @@ def content_metadata() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One key of a checkpoint: rows of the full (one-rank) Megatron parameter `entry`.
+    """A key of a checkpoint, which holds rows of the full (one-rank) Megatron parameter `entry`.
 
-    `half`: 0 or 1 for the gate or up rows of a gated layer (each a Hugging Face tensor of its own), None for the
-    whole parameter.
+    `half`: 0 for the gate rows and 1 for the up rows of a gated layer (each is a Hugging Face tensor of its own), None
+    for the whole parameter.
     """
 
     key: str
@@ -58,7 +59,7 @@ class StoredTensor:
 
 
 def stored_tensors(entries: dict[str, Entry]) -> dict[str, list[StoredTensor]]:
-    """The keys of every parameter of a family's table, by canonical name, in layer order."""
+    """Return the keys of every parameter of a family's table, by canonical name, in layer order."""
     stored: dict[str, list[StoredTensor]] = {}
     for name, entry in entries.items():
         key = _key(name, entries)
@@ -73,20 +74,20 @@ def stored_tensors(entries: dict[str, Entry]) -> dict[str, list[StoredTensor]]:
 
 
 def is_gated(entry: Entry) -> bool:
-    """Whether the parameter is stored as two tensors, gate and up."""
+    """Tell whether the parameter is stored as two tensors, gate and up."""
     return entry.rule.per_source and len(entry.names) == 2
 
 
 def is_model_key(key: str) -> bool:
-    """Whether a key belongs to the model's weights (not to optimizer, RNG or Transformer Engine's extra state)."""
+    """Tell whether a key belongs to the model's weights (not to optimizer, RNG or Transformer Engine's extra state)."""
     return key.startswith(("decoder.", "embedding.", "output_layer.")) and "_extra_state" not in key
 
 
 def resolve(found: Collection[str], wanted: Sequence[StoredTensor]) -> dict[str, str]:
-    """The checkpoint's key of each wanted key that it has under another name of Megatron-Core's own.
+    """Return the checkpoint's own key for each wanted key that it has under another of Megatron-Core's names.
 
-    Its local layer spec fuses norms that Transformer Engine does not (before a mixture of experts), or leaves those
-    apart that Transformer Engine fuses (multi-latent attention).
+    Megatron-Core's local layer spec fuses the norm before a mixture of experts, which Transformer Engine does not, and
+    keeps separate the norms of multi-latent attention, which Transformer Engine fuses.
     """
     renamed = {}
     for stored in wanted:
@@ -108,16 +109,16 @@ def _other_names(name: str) -> list[str]:
 
 
 def problems_of(found: Mapping[str, tuple[int, ...]], wanted: Sequence[StoredTensor]) -> list[str]:
-    """What a checkpoint's model keys and shapes have against the model's; empty if nothing.
+    """Return lines on how a checkpoint's model keys and shapes differ from the model's; [] if they do not.
 
-    More vocabulary rows than the model has are padding.
+    Vocabulary rows beyond the model's are padding and count as no difference.
     """
     wrong = []
     for stored in wanted:
         shape = found.get(stored.key, stored.shape)
         padded = stored.entry.rule.pad_to_tp and shape[0] >= stored.shape[0] and shape[1:] == stored.shape[1:]
         if shape != stored.shape and not padded:
-            wrong.append(f"{stored.key}: shape {list(shape)}, config.json means {list(stored.shape)}")
+            wrong.append(f"{stored.key}: shape {list(shape)}, config.json implies {list(stored.shape)}")
     keys = {stored.key for stored in wanted}
     return [
         *listed("missing keys", [stored.key for stored in wanted if stored.key not in found]),

@@ -1,4 +1,4 @@
-"""A Megatron checkpoint's weights into the chunks of any layout, by Megatron-Core's own `dist_checkpointing.load`."""
+"""Loads a Megatron checkpoint's weights into chunks of any layout, with Megatron-Core's `dist_checkpointing.load`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def load_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, path: Path 
     """Fill this rank's chunks (wrapped or bare) from a Hugging Face directory or a Megatron checkpoint.
 
     Collective over the world for a Megatron checkpoint. Values are converted to each parameter's dtype. Returns the
-    bytes of this rank's parameters, or of what it read from Hugging Face files. Raises ValueError listing what the
-    files miss, hold beyond the model, or hold in another shape, before anything is written.
+    bytes of this rank's parameters or, for Hugging Face files, the bytes that it read. Raises ValueError listing
+    missing, unexpected and misshapen tensors, before anything is written.
     """
     if megatron_step(path) is None:
         return load_hf_weights(chunks, info, path)
@@ -35,13 +35,13 @@ def load_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, path: Path 
 
 
 def load_megatron_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, path: Path | str) -> int:
-    """`load_weights` from a Megatron checkpoint, its root or a step directory."""
+    """Fill this rank's chunks from a Megatron checkpoint, its root or a step directory; see `load_weights`."""
     step = megatron_step(path)
     if step is None:
         raise ValueError(f"{path} is not a Megatron checkpoint: it has neither a tracker file nor shards")
     renamed = check_keys(step, info)
     state = model_sharded_state_dict(chunks, info)
-    apply_factories(state)  # the halves are views of the parameters: nothing is to be merged after the load
+    apply_factories(state)  # the halves are views of the parameters, so that nothing has to be merged after the load
     for each in nested_values(state):
         each.key = renamed.get(each.key, each.key)
     try:
@@ -54,9 +54,10 @@ def load_megatron_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, pa
 
 
 def check_keys(step: Path, info: ModelInfo) -> dict[str, str]:
-    """The checkpoint holds exactly the model's keys (and whatever is not a weight), in its shapes.
+    """Check that the checkpoint holds exactly the model's keys, in its shapes; keys that are no weights are ignored.
 
-    Returns those that it has under another name (see `resolve`). Raises ValueError listing what differs.
+    Returns the checkpoint's own key for each key that it has under another name (see `resolve`). Raises ValueError
+    listing the differences.
     """
     metadata = dist_checkpointing.load_tensors_metadata(str(step))
     found = {key: tuple(value.global_shape) for key, value in metadata.items() if is_model_key(key)}

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: every file with its size and digest. Written last; without it there is no checkpoint.
+"""The manifest of a checkpoint: every file with its size and digest. It is written last and completes the checkpoint.
 
-Digests are BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), several times as fast as SHA-2 where that has no
-hardware of its own.
+Digests are BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), several times as fast as SHA-2 on a processor without
+instructions for the latter.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from blake3 import blake3
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_CHUNK = 2**18  # stays in the cache of the core that read it
-_CHECKERS = 4  # files read at once
+_CHUNK = 2**18  # bytes; few enough to stay in the cache of the core that reads them
+_CHECKERS = 4  # files that are read at the same time
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint is not what its manifest says; the message names the file."""
+    """A checkpoint differs from its manifest; the message names the file."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size in bytes and digest (hexadecimal) of one file."""
+    """The size in bytes and the digest (hexadecimal) of one file."""
 
     bytes: int
     blake3: str
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
-        """Read `path` once. OSError if it cannot be read."""
+        """Return the entry of `path`, which is read once. Raises OSError if it cannot be read."""
         hasher, size = blake3(), 0
-        buffer = memoryview(bytearray(_CHUNK))  # one for all: fresh memory costs as much as reading it
+        buffer = memoryview(bytearray(_CHUNK))  # one for all chunks: allocating memory costs as much as reading
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 hasher.update(buffer[:count])
@@ -46,7 +46,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`files` by path relative to the checkpoint's directory; `step`: training steps done."""
+    """The files of a checkpoint by path relative to its directory; `step`: the number of training steps done."""
 
     step: int
     files: dict[str, FileEntry]
@@ -56,18 +56,21 @@ class Manifest:
         return sum(entry.bytes for entry in self.files.values())
 
     def write(self, directory: Path) -> None:
-        """Write and fsync `directory`/manifest.json; it appears whole, by a rename."""
+        """Write and fsync `directory`/manifest.json; it appears complete, by a rename."""
         content = {"format": FORMAT, "step": self.step, "files": {k: asdict(v) for k, v in sorted(self.files.items())}}
         write_durably(directory / MANIFEST, json.dumps(content, indent=1).encode() + b"\n")
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Raises DamagedCheckpointError if there is none, it is not readable, or another version wrote it."""
+        """Read the manifest of `directory`.
+
+        Raises DamagedCheckpointError if it does not exist, is unreadable or has another format version.
+        """
         path = directory / MANIFEST
         try:
             content = json.loads(path.read_bytes())
             if content["format"] != FORMAT:
-                raise DamagedCheckpointError(f"{path}: format {content['format']}, this version reads {FORMAT}")
+                raise DamagedCheckpointError(f"{path}: format {content['format']}, but this version reads {FORMAT}")
             return cls(int(content["step"]), {name: FileEntry(**entry) for name, entry in content["files"].items()})
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{directory} has no {MANIFEST}: it was never completed") from None
@@ -77,7 +80,7 @@ class Manifest:
             raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
 
     def share(self, rank: int, ranks: int) -> list[str]:
-        """The files that `rank` of `ranks` looks at, balanced by size; every file belongs to exactly one."""
+        """Return the files that `rank` of `ranks` checks, balanced by size; every file belongs to exactly one rank."""
         loads = [0] * ranks
         mine = []
         for name, entry in sorted(self.files.items(), key=lambda item: (-item[1].bytes, item[0])):
@@ -89,7 +92,7 @@ class Manifest:
 
 
 def check_files(directory: Path, files: Mapping[str, FileEntry], names: Iterable[str]) -> list[str]:
-    """What is wrong with the named files, one line for each; empty if nothing is."""
+    """Compare the named files with their entries; return one line for each that is damaged, [] if none is."""
 
     def check(name: str) -> str | None:
         path, expected = directory / name, files[name]
@@ -104,13 +107,13 @@ def check_files(directory: Path, files: Mapping[str, FileEntry], names: Iterable
             return None
         return f"{path}: digest {found.blake3[:16]}…, the manifest says {expected.blake3[:16]}…"
 
-    # Reading and hashing release the interpreter: files side by side take half the time of a load off it.
+    # Reading and hashing release the GIL; checking several files at a time halves the duration of a load.
     with ThreadPoolExecutor(min(_CHECKERS, os.cpu_count() or 1), thread_name_prefix="checkpoint-digest") as pool:
         return [problem for problem in pool.map(check, names) if problem is not None]
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write `path` so that after a crash it is the old file or the new one: fsync, rename, fsync of the directory."""
+    """Write `path` so that a crash leaves either the old or the new file: fsync, rename, fsync of the directory."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -119,7 +122,7 @@ def write_durably(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a write that fails does not know it
+        error.filename = error.filename or str(path)  # a failed write does not set it
         raise
     finally:
         temporary.unlink(missing_ok=True)

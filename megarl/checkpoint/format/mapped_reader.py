@@ -1,16 +1,16 @@
-"""Loading a run's checkpoint out of mapped files: each tensor is copied once, to where it is wanted.
+"""Loads a run's checkpoint from memory-mapped files: each tensor is copied once, to its destination.
 
-torch's own reader (filesystem.py:861 of 2.13) makes a private copy of every stored tensor first, in fresh memory; at
-this machine's speeds that took as long as the reading.
+torch's own reader (filesystem.py:861 of 2.13) first makes a private copy of every stored tensor in newly allocated
+memory, which can take as long as the reading.
 """
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
@@ -21,10 +21,10 @@ from megarl.checkpoint.format.megatron_files import Chunk, archived_tensor
 
 
 class MappedReader(CachedMetadataFileSystemReader):
-    """`FileSystemReader` without copies. ValueError for a damaged archive."""
+    """A `FileSystemReader` without private copies. Raises ValueError for a damaged archive."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As in the base class."""
+        """Read the items of `plan` into the tensors that `planner` names, as the base class does."""
         files: dict[str, MappedFile] = {}
         for item in plan.items:
             place = self.storage_data[item.storage_index]
@@ -47,10 +47,10 @@ class MappedReader(CachedMetadataFileSystemReader):
 
 
 class MappedLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
-    """Megatron-Core's strategy with `MappedReader`; it makes its reader by a function of its module."""
+    """Megatron-Core's load strategy with `MappedReader`; the function of its module that makes a reader is replaced."""
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
-        """As in the base class."""
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
+        """Load the tensors of `sharded_state_dict`, as the base class does."""
 
         def make_reader(directory: str | Path, cache_metadata: bool = False) -> MappedReader:
             return MappedReader(directory)

@@ -1,7 +1,7 @@
-"""Rows of a Megatron checkpoint's tensors, read lazily from the mapped shards of torch.distributed.checkpoint.
+"""Rows of a Megatron checkpoint's tensors, read lazily from memory-mapped shards of torch.distributed.checkpoint.
 
-Each stored chunk is a `torch.save` archive somewhere in a `.distcp` file: an uncompressed zip whose entry `data/0`
-holds the tensor's bytes. Only its headers are parsed here; the bytes are used where they lie.
+Each stored chunk is a `torch.save` archive inside a `.distcp` file: an uncompressed zip whose entry `data/0` holds the
+tensor's bytes. Only its headers are parsed here; the bytes are used in place.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import io
 import pickle
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +25,11 @@ from megarl.models.read_config import load_info
 from megarl.models.shards import table
 from megarl.models.source import SHARD_INDEX, megatron_step
 
-# PKWARE's APPNOTE, 4.3.12, 4.3.14 to 4.3.16: a directory entry, and the records at an archive's end.
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+# A directory entry, and the records at an archive's end: PKWARE's APPNOTE, 4.3.12 and 4.3.14 to 4.3.16.
 _DIRECTORY = struct.Struct("<4s6H3I5H2I")
 _END, _LOCATOR64, _END64 = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI"), struct.Struct("<4sQ2H2I4Q")
 # The class names under which torch.save stores untyped bytes together with their dtype.
@@ -45,7 +49,7 @@ _METADATA_NAMES = {("torch", "Size"), ("collections", "OrderedDict"), ("collecti
 
 @dataclass(frozen=True)
 class Chunk:
-    """Where a part of a tensor is: its place in the tensor, its file, its archive's bytes there."""
+    """A stored part of a tensor: its place there (`offsets`, `sizes`), and the file and the bytes of its archive."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -56,7 +60,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """One key of the index."""
+    """A key of the index: its tensor's dtype and shape, and the chunks that hold it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -64,7 +68,10 @@ class TensorMeta:
 
 
 def read_index(step: Path) -> dict[str, TensorMeta]:
-    """Every tensor of a checkpoint by key, from `.metadata`. ValueError if it is damaged or holds foreign objects."""
+    """Return every tensor of a checkpoint by key, from `.metadata`.
+
+    Raises ValueError if the file is damaged or holds objects of other classes than an index.
+    """
     path = step / SHARD_INDEX
     content = path.read_bytes()
     try:
@@ -79,12 +86,12 @@ def read_index(step: Path) -> dict[str, TensorMeta]:
             for key, value in metadata.state_dict_metadata.items()
             if hasattr(value, "chunks")
         }
-    except Exception as error:  # pickle raises what the damage happens to cause
+    except Exception as error:  # the error that pickle raises depends on the damage
         raise ValueError(f"{path} is not a readable index of torch.distributed.checkpoint: {error}") from error
 
 
 class MegatronDirectory:
-    """A Megatron checkpoint as its model's Hugging Face tensors (`HFTensors`), and by key.
+    """A Megatron checkpoint, read by its model's Hugging Face tensors (`HFTensors`) or by key.
 
     Raises ValueError naming what is missing, unexpected, misshapen or truncated.
     """
@@ -115,7 +122,7 @@ class MegatronDirectory:
         self._check_files()
 
     def names(self) -> list[str]:
-        """Hugging Face names in the order of the family's table."""
+        """Return the Hugging Face names in the order of the family's table."""
         return list(self._sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -126,24 +133,24 @@ class MegatronDirectory:
         return self.index[self.stored(name).key].dtype
 
     def stored(self, name: str) -> StoredTensor:
-        """The stored tensor that a Hugging Face tensor is part of."""
+        """Return the stored tensor that a Hugging Face tensor is part of."""
         _, source, parts = self._sources[name]
         return parts[source] if len(parts) > 1 else parts[0]
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) along axis 0 of a Hugging Face tensor; a view where they lie together in a file."""
+        """Return rows [start, stop) along axis 0 of a Hugging Face tensor; a view if they are contiguous in a file."""
         stored = self.stored(name)
         entry, source, _ = self._sources[name]
         places = [(0, start, stop)] if stored.half is not None else _inverse(entry.pieces(0, 1), source, start, stop)
         if entry.rule.axis == 1 and stored.half is None:
             if len(entry.names) > 1:
-                raise ValueError(f"{entry.megatron}: several tensors side by side are not supported by the converter")
+                raise ValueError(f"{entry.megatron}: several tensors joined along axis 1 are not supported")
             places = [(0, start, stop)]
         parts = [self.stored_rows(stored.key, low, high) for _, low, high in places]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def stored_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) along axis 0 of a key's tensor; a view where one chunk holds them whole."""
+        """Return rows [start, stop) along axis 0 of a key's tensor; a view if one chunk holds all of them."""
         meta = self.index[key]
         touching = [c for c in meta.chunks if c.offsets[0] < stop and c.offsets[0] + c.sizes[0] > start]
         if len(touching) == 1 and touching[0].sizes[1:] == meta.shape[1:]:
@@ -157,7 +164,7 @@ class MegatronDirectory:
         return out
 
     def will_need(self, name: str, start: int, stop: int) -> None:
-        """Ask the kernel to read the chunks of these rows ahead, if they are the rows of a whole stored tensor."""
+        """Ask the kernel to read the chunks of these rows ahead; does nothing for parts of fused tensors (QKV)."""
         stored = self.stored(name)
         if len(stored.entry.names) == 1 or stored.half is not None:
             for chunk in self.index[stored.key].chunks:
@@ -165,7 +172,7 @@ class MegatronDirectory:
                     self._file(chunk.file).will_need(chunk.begin, chunk.begin + chunk.length)
 
     def files(self) -> list[Path]:
-        """The shards that hold weights, and the index."""
+        """Return the shards that hold weights, and the index."""
         used = {c.file for key, meta in self.index.items() if is_model_key(key) for c in meta.chunks}
         return [self.step / SHARD_INDEX, *(self.step / file for file in sorted(used))]
 
@@ -175,7 +182,7 @@ class MegatronDirectory:
         self._archives[chunk] = archive
         if (archive.dtype, archive.shape) != (meta.dtype, chunk.sizes):
             raise ValueError(
-                f"{file.path}: {key} is {list(archive.shape)} {archive.dtype}, the index says "
+                f"{file.path}: {key} is {list(archive.shape)} {archive.dtype}, but the index says "
                 f"{list(chunk.sizes)} {meta.dtype}"
             )
         if archive.contiguous:
@@ -202,7 +209,7 @@ class MegatronDirectory:
                 raise ValueError(f"{path} is truncated: {path.stat().st_size} bytes, {key} ends at {end}")
 
 
-def _chunk(info: Any, chunk: Any) -> Chunk:
+def _chunk(info: _StorageInfo, chunk: ChunkStorageMetadata) -> Chunk:
     if getattr(info, "transform_descriptors", None):
         raise pickle.UnpicklingError("its shards are compressed, which is not supported")
     return Chunk(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length)
@@ -213,7 +220,10 @@ def _span(offset: int, size: int) -> slice:
 
 
 def _inverse(pieces: list[Piece], source: int, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Where rows [start, stop) of a source are in the concatenation of `pieces`: (row, low, high), in order."""
+    """Return where rows [start, stop) of a source are in the concatenation of `pieces`.
+
+    Each item is (first row of the source, first row there, end row there), in the order of the source.
+    """
     found, offset = [], 0
     for piece in pieces:
         low, high = max(start, piece.start), min(stop, piece.stop)
@@ -224,7 +234,7 @@ def _inverse(pieces: list[Piece], source: int, start: int, stop: int) -> list[tu
 
 
 def source_pieces(stored: StoredTensor, start: int, stop: int) -> list[Piece]:
-    """The Hugging Face rows that rows [start, stop) of a stored tensor are made of."""
+    """Return the Hugging Face rows that make up rows [start, stop) of a stored tensor."""
     if stored.half is not None:
         return [Piece(stored.half, start, stop)]
     return cut(stored.entry.pieces(0, 1), start, stop)
@@ -232,9 +242,11 @@ def source_pieces(stored: StoredTensor, start: int, stop: int) -> list[Piece]:
 
 @dataclass(frozen=True)
 class _Archive:
+    """A tensor in a `torch.save` archive."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements
     data: int  # the tensor's first byte in the file
 
     @property
@@ -247,7 +259,7 @@ class _Archive:
         return True
 
     def tensor(self, file: MappedFile) -> torch.Tensor:
-        """All of it, where it lies."""
+        """Return the whole tensor, a view of the mapped file."""
         if self.contiguous:
             return file.tensor(self.dtype, self.shape, self.data)
         span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
@@ -255,7 +267,10 @@ class _Archive:
 
 
 def archived_tensor(file: MappedFile, chunk: Chunk, key: str) -> torch.Tensor:
-    """The tensor of one archive of torch.save, a view of the mapped file. ValueError naming `key` if it is damaged."""
+    """Return the tensor of a `torch.save` archive, a view of the mapped file.
+
+    Raises ValueError naming `key` if the archive is damaged.
+    """
     return _open_archive(file, chunk, key).tensor(file)
 
 
@@ -267,7 +282,7 @@ def _open_archive(file: MappedFile, chunk: Chunk, key: str) -> _Archive:
 
 
 def _parse_archive(file: MappedFile, chunk: Chunk) -> _Archive:
-    """From the zip's directory at its end to the tensor's bytes; `data.pkl` gives dtype, shape and stride."""
+    """Find the tensor's bytes through the directory at the zip's end; `data.pkl` gives dtype, shape and stride."""
     entries = dict(_zip_entries(file, chunk))
     pickled = next(
         (file.bytes(data, data + size) for name, (data, size) in entries.items() if name.endswith(b"/data.pkl")), None
@@ -282,7 +297,7 @@ def _parse_archive(file: MappedFile, chunk: Chunk) -> _Archive:
 
 
 def _zip_entries(file: MappedFile, chunk: Chunk) -> Iterator[tuple[bytes, tuple[int, int]]]:
-    """(name, (position of its bytes in the file, their number)) of each entry; none may be compressed."""
+    """Yield (name, (first byte in the file, number of bytes)) of each entry. Raises ValueError if one is compressed."""
     end = chunk.begin + chunk.length
     signature, *_, count, _, start, _ = _END.unpack(file.bytes(end - _END.size, end))
     if signature != b"PK\x05\x06":
@@ -308,7 +323,10 @@ def _zip_entries(file: MappedFile, chunk: Chunk) -> Iterator[tuple[bytes, tuple[
 
 
 def _far_offset(extra: bytes, whole: int, size: int) -> int:
-    """The local header's offset from the zip64 field: after the sizes, of which those that fit are not in it."""
+    """Return the local header's offset, in bytes, from the zip64 field `extra`.
+
+    In the field it follows the two sizes, each of which is there only if it does not fit into 32 bits.
+    """
     kind, _ = struct.unpack("<2H", extra[:4])
     if kind != 1:
         raise ValueError("its zip64 field is not where torch.save writes it")
@@ -318,9 +336,9 @@ def _far_offset(extra: bytes, whole: int, size: int) -> int:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """`data.pkl` of a saved tensor -> (dtype, storage offset, shape, stride); builds and calls nothing else."""
+    """Unpickles a tensor's `data.pkl` as (dtype, storage offset, shape, stride); builds and calls nothing else."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_parameter"):
             return _rebuild if name == "_rebuild_tensor_v2" else lambda data, *_: data
         if module == "torch" and name in _STORAGES:
@@ -329,19 +347,22 @@ class _TensorUnpickler(pickle.Unpickler):
             return dict
         raise pickle.UnpicklingError(f"{module}.{name} is not part of a plain tensor")
 
-    def persistent_load(self, pid: Any) -> torch.dtype:
-        dtype: torch.dtype = pid[1]
-        return dtype
+    def persistent_load(self, pid: tuple[str, torch.dtype, str, str, int]) -> torch.dtype:
+        """Return the dtype of a storage, given as ("storage", dtype, key, device, number of elements)."""
+        return pid[1]
 
 
-def _rebuild(dtype: Any, offset: int, shape: Any, stride: Any, *_: Any) -> tuple[Any, int, tuple[int, ...], Any]:
+def _rebuild(
+    dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int], *_: object
+) -> tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
+    """Take the arguments of `torch._utils._rebuild_tensor_v2`; return those that describe the tensor."""
     return dtype, offset, tuple(shape), tuple(stride)
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """`.metadata`, with nothing in it but the index's own classes."""
+    """Unpickles `.metadata` and refuses everything in it but the index's own classes."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         allowed = module.startswith(_METADATA_MODULES) or (module, name) in _METADATA_NAMES
         if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
             allowed = True
@@ -350,8 +371,8 @@ class _IndexUnpickler(pickle.Unpickler):
         if not allowed:
             raise pickle.UnpicklingError(f"it holds a {module}.{name}")
         if module.startswith("megatron."):
-            return type(name, (), {})  # Megatron-Core's own additions are not looked at
-        found: Callable[..., Any] = super().find_class(module, name)
+            return type(name, (), {})  # an empty class, because Megatron-Core's own additions are not used
+        found: object = super().find_class(module, name)
         if module.startswith("torch.distributed.") and not isinstance(found, type):
             raise pickle.UnpicklingError(f"it holds a {module}.{name}")
         return found

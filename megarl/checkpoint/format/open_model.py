@@ -1,4 +1,4 @@
-"""A path as a model's Hugging Face tensors, whichever of the two formats it is in."""
+"""Opens a path as a model's Hugging Face tensors, in whichever of the two formats it is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from megarl.models.source import megatron_step
 
 
 def open_model(path: Path, *, allow_pickle: bool = False) -> HFDirectory | MegatronDirectory:
-    """ConversionError if it is neither; ValueError naming file and tensor if it is damaged."""
+    """Open a Hugging Face directory or a Megatron checkpoint.
+
+    Raises ConversionError if `path` is neither, ValueError naming file and tensor if it is damaged.
+    """
     if not path.is_dir():
         raise ConversionError(f"{path} is not a directory")
     if step := megatron_step(path):
@@ -24,13 +27,16 @@ def open_model(path: Path, *, allow_pickle: bool = False) -> HFDirectory | Megat
 
 
 def open_hf(path: Path, *, allow_pickle: bool = False) -> HFDirectory:
-    """What `--hf` names. ConversionError if it is no Hugging Face directory; ValueError if it is damaged."""
+    """Open the Hugging Face directory that `--hf` names.
+
+    Raises ConversionError if `path` is none, ValueError naming file and tensor if it is damaged.
+    """
     if not path.is_dir():
         raise ConversionError(f"--hf {path} {'is not a directory' if path.exists() else 'does not exist'}")
     if step := megatron_step(path):
         raise ConversionError(
-            f"--hf {path} is a Megatron checkpoint already ({step.name}); training starts from it as it "
-            "is, and export makes a Hugging Face directory of it"
+            f"--hf {path} is a Megatron checkpoint already ({step.name}); training can start from it without a "
+            "conversion, and export converts it to a Hugging Face directory"
         )
     if not (path / "config.json").is_file():
         raise ConversionError(f"--hf {path} is not a Hugging Face directory: it has no config.json")

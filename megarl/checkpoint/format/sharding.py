@@ -1,9 +1,8 @@
-"""The one checkpoint scheme, for Megatron-Core's `torch_dist` format: keys.py gives the keys, this a rank's shards."""
+"""A rank's shards of a model in Megatron-Core's `torch_dist` format, under the keys of keys.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -20,11 +19,11 @@ __all__ = ["content_metadata", "is_model_key", "model_sharded_state_dict", "stor
 def model_sharded_state_dict(
     chunks: Sequence[torch.nn.Module], info: ModelInfo
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """This rank's parameters for `megatron.core.dist_checkpointing.save` and `load`, by canonical name.
+    """Return this rank's parameters for `megatron.core.dist_checkpointing.save` and `load`, by canonical name.
 
     `chunks` may be wrapped in DDP and Float16Module. `.data` of each value is the parameter itself, as Megatron's
-    optimizers need; gated layers are factories. `load` writes into the parameters in place.
-    Raises ValueError for a parameter that the family's table does not cover.
+    optimizers need; gated layers are factories. `load` writes into the parameters in place. Raises ValueError for a
+    parameter that the family's table does not cover.
     """
     entries = table(info)
     stored = stored_tensors(entries)
@@ -37,7 +36,9 @@ def _sharded(shard: Shard, stored: list[StoredTensor]) -> ShardedTensor | Sharde
         return _sharded_tensor(stored[0].key, shard.parameter, shard, replica)
     base = stored[0].key.removesuffix(GATE_UP[0])
 
-    def build(key: str, data: torch.Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
+    def build(
+        key: str, data: torch.Tensor, replica_id: ReplicaId, flattened_range: slice | None
+    ) -> list[ShardedTensor]:
         halves = torch.chunk(data.detach(), 2)
         return [
             _sharded_tensor(key + suffix, half, shard, replica_id) for suffix, half in zip(GATE_UP, halves, strict=True)
@@ -54,13 +55,13 @@ def _sharded_tensor(key: str, data: torch.Tensor, shard: Shard, replica: Replica
         data,
         *place,
         replica_id=replica,
-        # The number of padding rows differs between tensor-parallel sizes; loading zeroes them first.
+        # The number of padding rows depends on the tensor-parallel size; loading zeroes them first.
         allow_shape_mismatch=rule.pad_to_tp,
     )
 
 
 def _replica(shard: Shard) -> tuple[int, int, int]:
-    """(pipeline, tensor, data) replica of a shard; only (0, 0, 0) is written."""
+    """Return the (pipeline, tensor, data) replica id of a shard; only (0, 0, 0) is written."""
     if shard.entry.expert is not None:
         data = parallel_state.get_expert_data_parallel_rank()
     else:

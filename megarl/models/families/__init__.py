@@ -1,4 +1,4 @@
-"""The supported families. A new one is one file of declarations, listed here; docs/families.md shows how."""
+"""The supported model families. A new family is one file of declarations, listed here; docs/families.md shows how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a family file declares, and the rules that most decoder-only families share."""
+"""The declaration of a model family, and the mapping rules that most decoder-only families share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megarl.models.mapping import Rule, Source, qkv
 
 @dataclass(frozen=True)
 class Family:
-    """One model family: its Hugging Face architecture, what its config means, and the mapping table.
+    """A model family: its Hugging Face architecture, the reader of its config, and its mapping table.
 
-    `read(raw)` gives the ModelInfo fields that are the family's own. `defaults`: what a key means that `config.json`
-    leaves out, where `transformers`' config class of the family has another default than `info_from_config`.
+    `read(raw)` returns the ModelInfo fields that the family itself sets. `defaults`: the values of keys that
+    `config.json` omits, where `transformers`' config class of the family has another default than `info_from_config`.
 
-    Two kinds of names, and only those, may stay unread: `redundant` ones (templates) that old files carry although
-    they are recomputed, and those of parts that are not trained (`left_out`: prefixes), which an export does not have
-    either.
+    Only two kinds of tensors in the files may stay unread. `redundant`: name templates of tensors that old files
+    contain although they are recomputed. `left_out`: name prefixes of parts that are not trained; an export does not
+    contain them either.
     """
 
     name: str
@@ -122,7 +122,10 @@ def expert_rules(
     up: str = "up_proj",
     down: str = "down_proj",
 ) -> tuple[Rule, ...]:
-    """Router and experts under a layer's names for them: `router`.weight, `experts`.{number}.`gate`.weight, …"""
+    """Return the rules of a layer's router and experts.
+
+    Their Hugging Face names are `router`.weight, `experts`.{number}.`gate`.weight and so on.
+    """
     hf, mg = f"{HF}.{experts}.{{expert}}", f"{MEGATRON}.mlp.experts.local_experts.{{expert}}"
     return (
         Rule(f"{MEGATRON}.mlp.router.weight", (Source(f"{HF}.{router}.weight", "experts hidden"),), where="moe_layer"),
@@ -144,7 +147,7 @@ def expert_rules(
 
 EXPERTS = expert_rules()
 
-# A tied model's last pipeline stage holds a copy of the embedding as its output layer; see `tied_copy`.
+# The last pipeline stage of a tied model holds a copy of the embedding as its output layer; see `shards.TIED_COPY`.
 HEAD = (
     Rule("decoder.final_layernorm.weight", (Source("model.norm.weight", "hidden"),)),
     Rule(
@@ -161,13 +164,13 @@ MOE = EMBEDDING + NORMS + ATTENTION + DENSE_MLP + EXPERTS + HEAD
 
 
 def no_attention_bias(raw: Mapping[str, Any]) -> None:
-    """Refuse `attention_bias: true`, which in these families also means an o_proj bias. Raises ValueError."""
+    """Raise ValueError for `attention_bias: true`, which in these families also means a bias on o_proj."""
     if raw.get("attention_bias"):
         raise ValueError("attention_bias=true (a bias on o_proj) is not supported")
 
 
 def sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """Width of the sliding attention window, None for full attention.
+    """Return the width of the sliding attention window in tokens, None for full attention.
 
     Raises ValueError where `layer_types` gives some layers another kind of attention.
     """

@@ -1,7 +1,8 @@
 """DeepSeek-V3 (also R1, V3.1, Moonlight): multi-head latent attention, shared experts, sigmoid router with a bias.
 
-Rotated channels are stored in interleaved pairs, and so does Megatron's MLA read them (rope_utils.py,
-`multi_latent_attention`): no row moves. The layers that predict later tokens (MTP) are neither trained nor exported.
+The files store rotated channels in interleaved pairs, and Megatron's MLA reads them in this order (rope_utils.py,
+`multi_latent_attention`), so no row is moved. The layers that predict later tokens (MTP) are neither trained nor
+exported.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megarl.models.info import LatentAttention, ModelInfo
 from megarl.models.mapping import Rule, Source
 from megarl.models.rope import read_rope
 
-LATENT_NORM_EPS = 1e-6  # in every implementation's code, whatever rms_norm_eps is; vLLM takes rms_norm_eps
+LATENT_NORM_EPS = 1e-6  # transformers ignores rms_norm_eps in these norms; vLLM uses it
 
 _ATT, _MG_ATT = f"{HF}.self_attn", f"{MEGATRON}.self_attention"
 
@@ -146,21 +147,24 @@ def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _groups(raw: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(groups, groups per token); None where every token may use every group."""
+    """Return (groups, groups per token), or None where every token may use every group.
+
+    Raises ValueError where Megatron-Core would rank the groups by another number of experts than the model does.
+    """
     groups, kept = int(raw.get("n_group") or 1), int(raw.get("topk_group") or 1)
     if kept >= groups:
         return None
     if int(raw["num_experts_per_tok"]) // kept != 2:
         raise ValueError(
-            f"num_experts_per_tok={raw['num_experts_per_tok']} with topk_group={kept}: groups are ranked by their two "
-            "best experts, Megatron-Core ranks them by num_experts_per_tok // topk_group; supported: 2"
+            f"num_experts_per_tok={raw['num_experts_per_tok']} with topk_group={kept} is not supported: the model "
+            "ranks groups by their 2 best experts, Megatron-Core by num_experts_per_tok // topk_group; supported: 2"
         )
     return groups, kept
 
 
 def _refuse(raw: Mapping[str, Any]) -> None:
-    """What Megatron-Core's latent attention and router cannot express. Raises ValueError."""
-    supported: dict[str, tuple[Any, ...]] = {
+    """Raise ValueError for settings that Megatron-Core's latent attention and router cannot express."""
+    supported: dict[str, tuple[object, ...]] = {
         "scoring_func": ("sigmoid", None),
         "topk_method": ("noaux_tc", None),
         "norm_topk_prob": (True, None),

@@ -1,4 +1,4 @@
-"""Mistral 7B: Llama's layers; the first release attends in a sliding window."""
+"""Mistral 7B: Llama's layers; the first release has sliding-window attention."""
 
 from __future__ import annotations
 

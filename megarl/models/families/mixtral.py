@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, a mixture of experts in every layer, the files' own names for it."""
+"""Mixtral: Mistral's attention and a mixture of experts in every layer, under names of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# transformers 5 calls the modules `mlp.gate` and `mlp.experts` but reads and writes these names, as published.
+# The published names. transformers 5 reads and writes them, though its modules are `mlp.gate` and `mlp.experts`.
 _EXPERTS = expert_rules(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
 )

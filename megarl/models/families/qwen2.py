@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v; small ones tie their embeddings."""
+"""Qwen2 and Qwen2.5: biases on q, k and v; the small models tie their embeddings."""
 
 from __future__ import annotations
 

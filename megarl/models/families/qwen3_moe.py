@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention; dense and mixture-of-experts layers may mix."""
+"""Qwen3-MoE: Qwen3's attention; a model may have both dense and mixture-of-experts layers."""
 
 from __future__ import annotations
 

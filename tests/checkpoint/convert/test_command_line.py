@@ -176,7 +176,7 @@ def test_a_flipped_byte_is_found(name: str, imported: Callable[[str], Path], tmp
     """By verify always, by export on demand; both name the file."""
     shutil.copytree(imported("qwen3"), tmp_path / "m")
     step = tmp_path / "m/release"
-    assert convert("verify", step, imported("qwen3")).count("files as its manifest says") == 2
+    assert convert("verify", step, imported("qwen3")).count("files match its manifest") == 2
     export = ("export", "--megatron", tmp_path / "m", "--hf", tmp_path / "hf")
     convert(*export, "--check-digests")
     file = sorted(step.glob("*.distcp"))[1] if name == "shard" else step / name
@@ -193,7 +193,7 @@ def test_a_checkpoint_without_a_manifest(imported: Callable[[str], Path], tmp_pa
     """As Megatron-LM writes it: there is nothing to check, and who asks for it is told."""
     shutil.copytree(imported("qwen3"), tmp_path / "m")
     (tmp_path / "m/release/manifest.json").unlink()
-    assert convert("verify", tmp_path / "m", imported("qwen3")).count("files as its manifest says") == 1
+    assert convert("verify", tmp_path / "m", imported("qwen3")).count("files match its manifest") == 1
     code, _, err = run("export", "--megatron", tmp_path / "m", "--hf", tmp_path / "hf", "--check-digests")
     assert code == 1 and "has no manifest.json" in err
 
@@ -205,4 +205,4 @@ def test_a_shard_that_the_manifest_does_not_know(imported: Callable[[str], Path]
     del manifest["files"]["__1_0.distcp"]
     path.write_text(json.dumps(manifest))
     code, _, err = run("verify", tmp_path / "m", imported("qwen3"))
-    assert code == 1 and f"{path} does not know __1_0.distcp" in err
+    assert code == 1 and f"{path} has no entry for __1_0.distcp" in err

@@ -52,7 +52,7 @@ def truncate(path: Path, by: int = 100) -> None:
     [
         (lambda t: t.pop(Q), ["1 missing tensors", Q]),
         (lambda t: t.update({"model.layers.0.extra.weight": torch.zeros(2)}), ["1 tensors that the family", "extra"]),
-        (lambda t: t.update({Q: t[Q][:-1]}), [Q, "shape [127, 64], config.json means [128, 64]"]),
+        (lambda t: t.update({Q: t[Q][:-1]}), [Q, "shape [127, 64], config.json implies [128, 64]"]),
         (lambda t: t.update({Q: t[Q].to(torch.int32)}), [Q, "model.safetensors", "I32 is not a supported"]),
         (lambda t: t.update({Q: t[Q].half()}), [Q, "several dtypes", "model.safetensors is torch.float16", "--dtype"]),
     ],
@@ -253,7 +253,7 @@ def test_binary_files_where_text_is_read(source: Path, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         *((["export", "--shard-gb", value], "is not a size in GB above 0") for value in ("0", "-1", "nan", "inf", "x")),
-        *((["import", "--workers", value], "is not a whole number from 1 on") for value in ("0", "-1", "x", "1.5")),
+        *((["import", "--workers", value], "is not a positive whole number") for value in ("0", "-1", "x", "1.5")),
         (["import", "--resume", "--force"], "--force: not allowed with argument --resume"),
         (["export", "--resume", "--force"], "--force: not allowed with argument --resume"),
     ],
@@ -268,7 +268,7 @@ def test_options_that_make_no_sense(arguments: list[str], words: str, capsys: py
 def test_an_interrupt_speaks_of_resume_only_where_there_is_one(source: Path, tmp_path: Path) -> None:
     with mock.patch("megarl.checkpoint.convert.job.run_units", side_effect=KeyboardInterrupt):
         code, _, err = run("import", "--hf", source, "--out", tmp_path / "m")
-    assert (code, err) == (130, "convert.py: interrupted; go on with --resume\n")
+    assert (code, err) == (130, "convert.py: interrupted; continue with --resume\n")
     with mock.patch("megarl.checkpoint.convert.verify.compare", side_effect=KeyboardInterrupt):
         code, _, err = run("verify", source, source)
     assert (code, err) == (130, "convert.py: interrupted\n")
@@ -313,7 +313,7 @@ def test_a_file_on_a_full_disk_is_named(kind: str, workers: int, source: Path, t
         convert("import", "--hf", source, "--out", tmp_path / "m")
         command = ["export", "--megatron", tmp_path / "m", "--hf", out, "--workers", workers]
         full = files / "model.safetensors"
-    job = importing.ImportJob if kind == "import" else exporting.ExportJob
+    job = importing.HFToMegatron if kind == "import" else exporting.MegatronToHF
     prepare = job.prepare
 
     def prepare_with(self: Any, partial: Path) -> None:
@@ -323,7 +323,7 @@ def test_a_file_on_a_full_disk_is_named(kind: str, workers: int, source: Path, t
 
     with mock.patch.object(job, "prepare", prepare_with):
         err = refused(*command)
-    assert f"the disk is full (writing {full}, at " in err and "go on with --resume" in err
+    assert f"the disk is full (writing {full}, at " in err and "continue with --resume" in err
     assert ("at decoder.layers." if kind == "import" else "at model.") in err and ".weight" in err
     assert not out.exists()
     full.unlink()
@@ -371,19 +371,19 @@ def test_a_small_file_on_a_full_disk_is_named(kind: str, name: str, source: Path
 def test_a_target_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     err = refused("import", "--hf", source, "--out", tmp_path / "file/m")
-    assert err == f"convert.py: {tmp_path}/file/m cannot be made: {tmp_path}/file is not a directory\n"
+    assert err == f"convert.py: {tmp_path}/file/m cannot be created: {tmp_path}/file is not a directory\n"
     assert refused("import", "--hf", source, "--out", tmp_path / "file/m", "--dry-run") == err
     # root may write anywhere, whatever the mode says
     with mock.patch("os.access", lambda path, mode: path != tmp_path):
         for options in ([], ["--dry-run"]):
             err = refused("import", "--hf", source, "--out", tmp_path / "sub/m", *options)
-            assert err == f"convert.py: {tmp_path}/sub/m cannot be made: {tmp_path} is not writable\n"
+            assert err == f"convert.py: {tmp_path}/sub/m cannot be created: {tmp_path} is not writable\n"
 
 
 def test_resume_of_something_else(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "m"
     assert "nothing to resume" in refused("import", "--hf", source, "--out", out, "--resume")
-    with mock.patch.object(importing.ImportJob, "finish", side_effect=OSError(errno.EIO, "I/O error")):
+    with mock.patch.object(importing.HFToMegatron, "finish", side_effect=OSError(errno.EIO, "I/O error")):
         assert "I/O error" in refused("import", "--hf", source, "--out", out)
     assert not out.exists()
     assert "holds an unfinished conversion" in refused("import", "--hf", source, "--out", out)

@@ -89,13 +89,13 @@ def test_an_output_that_appears_during_the_conversion(source: Path, tmp_path: Pa
 
 
 def test_an_output_that_appears_just_before_the_commit(source: Path, tmp_path: Path) -> None:
-    out, finish = tmp_path / "out", importing.ImportJob.finish
+    out, finish = tmp_path / "out", importing.HFToMegatron.finish
 
     def slow(job: Any, *arguments: Any) -> None:
         finish(job, *arguments)
         out.write_text("mine")
 
-    with mock.patch.object(importing.ImportJob, "finish", slow):
+    with mock.patch.object(importing.HFToMegatron, "finish", slow):
         assert "has appeared" in refused("import", "--hf", source, "--out", out)
     assert out.read_text() == "mine"
 

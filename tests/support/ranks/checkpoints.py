@@ -146,5 +146,5 @@ def convert_on_ranks(arguments: list[str], attempt: str, failing_rank: int | Non
 
     broken = mock.patch("megarl.checkpoint.convert.target.Output.finish_unit", fail)
     with broken if failing_rank == torch.distributed.get_rank() else contextlib.nullcontext():
-        with mock.patch("megarl.checkpoint.convert.command_line._SPEAK_S", 0.0):
+        with mock.patch("megarl.checkpoint.convert.command_line._EXIT_DELAY_S", 0.0):
             return run(*arguments, TORCHELASTIC_RESTART_COUNT=attempt)
