@@ -29,7 +29,7 @@ from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE
 logger = logging.getLogger(__name__)
 
 TOKEN_FILE = "ray_token"
-# Environment: this node's address, given by its agent (megarl/launch) where the job has several nodes.
+# Environment: this node's address, given by its agent (megarl/cluster/nodes) where the job has several nodes.
 NODE_ADDRESS_VARIABLE = "MEGARL_NODE_ADDRESS"
 OBJECT_STORE_BYTES = 256 * 2**20
 ATTEMPT_S = 30

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,16 @@ from megarl.queue.dump import read_batch, write_batch
 from megarl.queue.streams import STREAMS, Stream, StreamRegistry
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.queue.transfer import decode, encode
-from tests.support.ranks.streams import WEIGHT
+from tests.support.ranks.streams import WEIGHT, declared
 from tests.support.tensors import merge, worst
 
 CASE = "tests.support.ranks.streams:gradients_of_weighted_likelihood"
+
+
+@pytest.fixture(autouse=True)
+def _declared() -> Iterator[None]:
+    with declared():
+        yield
 
 
 def trajectories(*, zero: bool = False) -> list[Trajectory]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,17 @@ from megarl.queue.trajectory import Trajectory
 from megarl.trainer.batch import TrainSample
 from tests.support.ranks.policy import exported_gradients, own_share, policy_under
 
-WEIGHT = STREAMS.declare(Stream("test_weight", "A weight of each token, made up by the tests.", fill=1.0))
+WEIGHT = Stream("test_weight", "A weight of each token, made up by the tests.", fill=1.0)
+
+
+@contextmanager
+def declared(stream: Stream = WEIGHT) -> Iterator[None]:
+    """The stream is declared inside the block only: other tests' queues do not know it."""
+    STREAMS.declare(stream)
+    try:
+        yield
+    finally:
+        del STREAMS._streams[stream.name]
 
 
 def weighted_likelihood(inputs: LossInputs) -> MicroBatchLoss:
@@ -31,8 +43,8 @@ def gradients_of_weighted_likelihood(
     model_dir: Path, rows: list[Trajectory], layout: dict[str, Any], **changes: Any
 ) -> dict[str, Any]:
     """Loss and gradients of `weighted_likelihood` of trajectories, split over the replicas of a layout."""
-    samples = [TrainSample.of(row) for row in rows]
-    with policy_under(model_dir, layout, loss=weighted_likelihood, **changes) as policy:
+    with declared(), policy_under(model_dir, layout, loss=weighted_likelihood, **changes) as policy:
+        samples = [TrainSample.of(row) for row in rows]
         _, mine = own_share(samples)
         loss = policy.compute_gradients(mine)["loss"]
         return {"loss": loss, "gradients": exported_gradients(policy)}
