@@ -35,7 +35,7 @@ class Counters:
 
     @property
     def balanced(self) -> bool:
-        """Whether the invariant of the module's docstring holds."""
+        """True if the invariant of the module's docstring holds."""
         return self.admitted == self.in_flight + self.ready + self.taken + self.settled
 
 

@@ -49,7 +49,7 @@ class Peers:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the only rank that calls the rollout controller and writes result files."""
+        """True on rank 0, the only rank that calls the rollout controller and writes result files."""
         return self.rank == 0
 
     def on_first_rank(self, function: Callable[[], T]) -> T:
