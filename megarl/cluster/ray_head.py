@@ -40,7 +40,7 @@ MAX_ATTEMPTS = 5
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` ports that were free when they were looked up; another process may take one since."""
+    """Return `count` ports that were free when they were looked up. Another process may take one meanwhile."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -99,7 +99,7 @@ def ray_environment() -> dict[str, str]:
 
 
 def make_temp_dir() -> Path:
-    """Make Ray's temporary directory in /tmp: a Unix socket path inside the run directory could exceed 107 bytes."""
+    """Make Ray's temporary directory, outside the run directory: a Unix socket path may have 107 bytes at most."""
     return Path(tempfile.mkdtemp(prefix="megarl-", dir="/tmp"))
 
 

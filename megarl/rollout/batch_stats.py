@@ -82,5 +82,5 @@ class BatchStats:
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """Return the nearest-rank quantile of a sorted, non-empty sequence."""
+    """Return the element at index floor(q n), or the last one, of a sorted sequence of n > 0 elements."""
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]

@@ -55,8 +55,8 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
 def _whole_prompts(max_model_len: int | None) -> dict[str, Any]:
     """Return arguments that keep each prompt within one engine step. CPU only.
 
-    A seeded request whose prompt spans two steps kills the engine: vLLM 0.32 undoes the draw of a request whose prompt
-    is not fully read by `Generator.set_offset`, which CPU generators lack (gpu_model_runner.py, `_bookkeeping_sync`).
+    A seeded request whose prompt spans two steps kills the engine: until the prompt is fully read, vLLM 0.32 undoes the
+    request's draws with `Generator.set_offset`, which CPU generators lack (gpu_model_runner.py, `_bookkeeping_sync`).
     """
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len or 0, CPU_BATCHED_TOKENS)}
 

@@ -171,7 +171,7 @@ def _set_arguments(overrides: Sequence[str]) -> str:
 
 
 def _signal_line(stop_s: int) -> str:
-    """Return the line that sets `signal_s`. A job cannot query its own --signal, so the user repeats it there."""
+    """Return the line that sets `signal_s`. A job cannot query its --signal, so MEGARL_SIGNAL_S overrides it."""
     return f"signal_s=${{MEGARL_SIGNAL_S:-{stop_s}}}"
 
 

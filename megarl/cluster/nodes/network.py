@@ -10,7 +10,7 @@ import psutil
 
 
 def own_address(hosts: Sequence[str], interface: str | None = None) -> str:
-    """Return the IPv4 address of `interface`, or of the route to the first of `hosts` that is not this machine.
+    """Return this node's IPv4 address on `interface`, or on the route to the first of `hosts` that is another machine.
 
     Without another host or a network the address is 127.0.0.1. Raises ValueError if there is no such interface.
     """
