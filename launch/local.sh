@@ -17,7 +17,7 @@ trap 'stop SIGINT' INT
 
 "$PYTHON" -m megarl.cluster.nodes.agent "$launch" 0 &
 agent=$!
-# A trapped signal ends a wait early.
+# A trapped signal interrupts `wait`.
 while kill -0 "$agent" 2>/dev/null; do wait "$agent" || true; done
 
 status=$("$PYTHON" -m megarl.cluster.nodes status "$launch")

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Any config on several machines without a scheduler: launch/multinode.sh HOST,HOST,... CONFIG [section.key=value ...]
 # Run it on a machine that reaches all hosts by ssh without a password. The repository, the Python environment and the
-# run directory lie on a shared file system, at the same place on every host. The order of the hosts: trainer nodes
-# first, then rollout nodes (`megarl launch --config CONFIG --scheduler slurm --dry-run` shows who is who).
+# run directory must be at the same path on every host, on a shared file system. Name the trainer nodes first, then the
+# rollout nodes (`megarl launch --config CONFIG --scheduler slurm --dry-run` shows what each node runs).
 # MEGARL_RSH replaces ssh: a command that takes a host and one shell command line.
 set -euo pipefail
 hosts=${1:?usage: launch/multinode.sh HOST,HOST,... CONFIG [section.key=value ...]}
@@ -20,14 +20,14 @@ trap 'stop SIGUSR1' USR1
 trap 'stop SIGTERM' TERM
 trap 'stop SIGINT' INT
 
-# A remote shell starts with an environment of its own: what this one has set goes along.
+# A remote shell starts with an environment of its own: pass these variables of this one.
 environment=$("$PYTHON" -c 'import os, shlex
 names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME")
 prefixes = ("MEGARL_", "NCCL_", "GLOO_", "OMP_", "RAY_", "VLLM_")
 print(shlex.join(f"{k}={v}" for k, v in os.environ.items() if k in names or k.startswith(prefixes)))')
 
-# One agent per host; it starts the host's share and ends all of it (megarl/cluster/nodes/agent.py). Agents tell each other
-# through the run directory when one of them fails or falls silent, so all of them end.
+# One agent per host starts the host's share and ends all of it (megarl/cluster/nodes/agent.py). Agents report failures
+# to each other through the run directory and notice when one of them is silent, so all of them end.
 start() { # HOST INDEX
   local code=0 remote
   $MEGARL_RSH "$1" "cd '$PWD' && exec env $environment '$PYTHON' -m megarl.cluster.nodes.agent '$launch' $2" </dev/null &
@@ -46,15 +46,15 @@ for host in ${hosts//,/ }; do
   index=$((index + 1))
 done
 
-# The connection to a host that is gone may hang for ever: once the job has failed, it is waited for no longer than this.
-patience=90
+# The connection to a lost host may hang for ever: once the job has failed, wait this many seconds and end it.
+failed_wait_s=90
 living() { for agent in "${agents[@]}"; do kill -0 "$agent" 2>/dev/null && return; done; return 1; }
 while living; do
   sleep 1 &
-  wait "$!" || true # a trapped signal ends the wait early
+  wait "$!" || true # a trapped signal interrupts `wait`
   if [ -e "$(dirname "$launch")/failed.json" ]; then
-    patience=$((patience - 1))
-    [ "$patience" -gt 0 ] || kill "${agents[@]}" 2>/dev/null || true
+    failed_wait_s=$((failed_wait_s - 1))
+    [ "$failed_wait_s" -gt 0 ] || kill "${agents[@]}" 2>/dev/null || true
   fi
 done
 

@@ -1,4 +1,7 @@
-"""The trainer's side of the pool: synchronous calls with bounded waits. Used by rank 0; other leaders only connect."""
+"""The trainer's side of the pool: synchronous calls with bounded waits.
+
+Rank 0 makes the calls; the first ranks of the other data-parallel replicas only connect to Ray.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.handle import SupervisorHandle, read_state, stop_supervisor, wait_ready
 from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, access_environment
@@ -23,14 +26,21 @@ from megarl.rollout.devices import HeldDevices
 from megarl.rollout.pool import as_replica_failure
 from megarl.rollout.replica import replica_name
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from ray.exceptions import RayTaskError
+
 logger = logging.getLogger(__name__)
 
-# What a call may take beyond the bound that the controller itself keeps, so that its own message wins.
-GRACE_S = 15.0
+# Extra time for a call whose bound the controller itself keeps, so that the controller's message comes first.
+CALL_MARGIN_S = 15.0
 
 
 def connect_ray(handle: SupervisorHandle, timeout_s: float) -> None:
-    """Connect this process, by address, to the raylet of its host. Idempotent; bounded by `timeout_s`."""
+    """Connect this process, by address, to the raylet of its host. Idempotent; bounded by `timeout_s`.
+
+    Raises RolloutError if the connection fails.
+    """
     os.environ.update(access_environment(Path(handle.run_dir)))
     os.environ.setdefault("RAY_py_gcs_connect_timeout_s", str(max(1, int(timeout_s))))
     import ray
@@ -52,21 +62,25 @@ def connect_ray(handle: SupervisorHandle, timeout_s: float) -> None:
         raise RolloutError(f"process {os.getpid()} could not connect to Ray at {handle.address}: {error}") from error
     finally:
         if in_main:
-            # Ray replaces the handler; torchrun ends ranks by SIGTERM.
+            # Ray has replaced the handler, but torchrun ends ranks by SIGTERM.
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 class ReplicaClient:
-    """One replica as the weight sync sees it; thread-safe."""
+    """One replica as the weight sync calls it; thread-safe."""
 
-    def __init__(self, index: int, actor: Any, log: Path) -> None:
+    def __init__(self, index: int, actor: ActorHandle, log: Path) -> None:
+        """`actor`: the replica's EngineReplica; `log`: its log file, named in errors."""
         self.index = index
         self.name = f"replica {index}"
         self._actor = actor
         self._log = log
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Blocking. ReplicaFailed naming it if it failed or died, TimeoutError after `timeout_s`."""
+        """Call one method of the replica and wait for its result, whose type is the method's.
+
+        Raises ReplicaFailed, naming the replica, if it failed or died, and TimeoutError after `timeout_s`.
+        """
         import ray
 
         reference = getattr(self._actor, method).remote(*args)
@@ -79,7 +93,7 @@ class ReplicaClient:
 
 
 class PoolHandles:
-    """The pool as the weight sync sees it: replicas by name, which can be replaced."""
+    """The pool as the weight sync uses it: replicas that can be called and replaced by name."""
 
     def __init__(self, client: PoolClient) -> None:
         self._client = client
@@ -95,40 +109,43 @@ class PoolHandles:
         ]
 
     def restart(self, names: Sequence[str], timeout_s: float) -> None:
-        """Replace the named replicas by fresh ones. RolloutError if one does not come up."""
+        """Replace the named replicas by new ones. Raises RolloutError if one does not start."""
         indices = [int(name.removeprefix("replica ")) for name in names]
         self._client.call("restart_replicas", indices, timeout_s=timeout_s)
 
 
 class PoolClient:
-    """Mirrors the controller's methods. Every call ends within its bound from `config.timeouts`."""
+    """Offers the controller's methods as blocking calls. Each ends within its bound from `config.timeouts`."""
 
-    def __init__(self, handle: SupervisorHandle, config: Config) -> None:
+    def __init__(self, handle: SupervisorHandle, config: Config, controller: ActorHandle) -> None:
         self.handle = handle
         self.config = config
-        self._controller: Any = None
-        self._tokenizer: Any = None
+        self._controller = controller
 
     @classmethod
     def connect(cls, handle: SupervisorHandle, config: Config) -> PoolClient:
-        """Wait until the pool is ready (engines started) and connect. SupervisorFailed naming what did not start."""
+        """Wait until the pool is ready (engines started) and connect.
+
+        Raises SupervisorFailed naming the part that did not start.
+        """
         wait_ready(handle, config.timeouts.engine_start_s + config.timeouts.ray_start_s)
         connect_ray(handle, config.timeouts.ray_start_s)
         import ray
 
-        client = cls(handle, config)
-        client._controller = ray.get_actor(CONTROLLER, namespace=handle.namespace)
-        return client
+        return cls(handle, config, ray.get_actor(CONTROLLER, namespace=handle.namespace))
 
     def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
-        """One controller method. RolloutError with the controller's own cause, or saying that it did not answer."""
+        """Call one method of the controller and wait for its result, whose type is the method's.
+
+        Raises RolloutError with the controller's own cause, or if it does not answer within `timeout_s`.
+        """
         import ray
 
         reference = getattr(self._controller, method).remote(*args, **kwargs)
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                # In slices: an ended supervisor is noticed at once, not at the end of the bound.
+                # Wait in slices, to notice at once that the supervisor has ended.
                 return ray.get(reference, timeout=min(2.0, max(0.0, deadline - time.monotonic())))
             except ray.exceptions.GetTimeoutError:
                 self._check_supervisor()
@@ -146,75 +163,64 @@ class PoolClient:
         state = read_state(Path(self.handle.run_dir)) or {}
         if self.handle.is_alive() and state.get("state") == "ready":
             return
-        said = state.get("error")
-        raise RolloutError(f"the rollout pool has ended: {said or 'its supervisor was killed'}; see {self._logs}")
+        reason = state.get("error") or "its supervisor was killed"
+        raise RolloutError(f"the rollout pool has ended: {reason}; see {self._logs}")
 
     @property
     def _logs(self) -> Path:
         return Path(self.handle.run_dir) / "logs"
 
     def members(self) -> list[int]:
-        """Indices of all replicas, lost and joining ones included."""
+        """Return the indices of all replicas, lost and joining ones included."""
         return self.call("members", timeout_s=self.config.timeouts.rpc_s)
 
     def devices(self) -> list[HeldDevices]:
-        """What every replica holds."""
+        """Return the devices that each serving replica holds."""
         return self.call("devices", timeout_s=self.config.timeouts.rpc_s)
 
     def engine_handles(self) -> PoolHandles:
-        """For the weight sync."""
+        """Return the handles by which the weight sync calls the engines."""
         return PoolHandles(self)
 
     def set_version(self, version: int, admit: bool = True) -> Counters:
-        """The engines serve `version`; with `admit` start what it allows."""
+        """Report that the engines serve `version`; with `admit`, also start the groups that it allows."""
         return self.call("set_version", version, admit, timeout_s=self.config.timeouts.rpc_s)
 
     def admit(self) -> Counters:
-        """Start every group that the version allows."""
+        """Start every group that the published version allows."""
         return self.call("admit", timeout_s=self.config.timeouts.rpc_s)
 
     def wait_batch(self, step: int, timeout_s: float | None = None) -> BatchReady:
-        """The batch of `step` when all its groups are in the queue."""
+        """Wait until all groups of `step` are in the queue and return its batch."""
         bound = timeout_s or self.config.timeouts.generate_s
-        return self.call("wait_batch", step, bound, timeout_s=bound + GRACE_S)
+        return self.call("wait_batch", step, bound, timeout_s=bound + CALL_MARGIN_S)
 
     def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> Counters:
-        """What became of every group of `step`."""
+        """Settle every group of `step`: report how many were trained, filtered, dropped as stale, and failed."""
         return self.call(
             "commit", step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed,
             timeout_s=self.config.timeouts.rpc_s,
         )  # fmt: skip
 
-    def counters(self) -> Counters:
-        return self.call("counters", timeout_s=self.config.timeouts.rpc_s)
-
     def evaluate(self, version: int, label: str = "") -> list[SetReport]:
-        """Every held-out set, greedy and sampled; with `label` also RUN_DIR/eval_{label}.jsonl."""
-        return self.call("evaluate", version, label, timeout_s=self.config.timeouts.generate_s + GRACE_S)
+        """Evaluate every held-out set, greedy and sampled; with `label`, also write RUN_DIR/eval_{label}.jsonl."""
+        return self.call("evaluate", version, label, timeout_s=self.config.timeouts.generate_s + CALL_MARGIN_S)
 
     def references(self, group_ids: Sequence[int]) -> dict[int, str]:
-        """Reference answers of groups."""
+        """Return the reference answers of groups, by group id."""
         return self.call("references", list(group_ids), timeout_s=self.config.timeouts.rpc_s)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens kept. In this process."""
-        if self._tokenizer is None:
-            from megarl.data.tokenize import load_tokenizer
-
-            self._tokenizer = load_tokenizer(self.config.model.path)
-        text: str = self._tokenizer.decode(list(ids))
-        return text
-
     def state_dict(self) -> dict[str, Any]:
+        """Return the committed history of the rollout side as JSON content."""
         return self.call("state_dict", timeout_s=self.config.timeouts.rpc_s)
 
     def begin(self, state: dict[str, Any] | None) -> Counters:
-        """Go back to a committed history, or to its beginning; the first call of every trainer."""
+        """Go back to a committed history (None: to its beginning). Every trainer calls this first."""
         timeouts = self.config.timeouts
         return self.call("begin", state, timeout_s=timeouts.engine_start_s + 3 * timeouts.rpc_s)
 
     def close(self) -> None:
-        """End the pool: supervisor, Ray, engines. Bounded by timeouts.shutdown_s."""
+        """End the pool: supervisor, Ray, engines. Bounded by `timeouts.shutdown_s`."""
         import ray
 
         ray.shutdown()
@@ -224,8 +230,8 @@ class PoolClient:
         )  # fmt: skip
 
 
-def _own_error(error: Any) -> Exception:
-    """The controller's own exception, if it is one of ours; Ray's otherwise."""
+def _own_error(error: RayTaskError) -> Exception:
+    """Return the controller's own exception if its type is known, else a RolloutError that names the cause."""
     cause = error.cause
     if isinstance(cause, ReplicaFailed):
         return ReplicaFailed(cause.replica, str(cause))

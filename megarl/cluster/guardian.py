@@ -1,8 +1,8 @@
-"""Outlives the supervisor by a moment, to end what an unexpectedly killed one leaves behind.
+"""The guardian: a process that outlives the supervisor briefly and kills what a killed supervisor leaves behind.
 
-`python -m megarl.cluster.guardian STATE_FILE PID START_TIME`: waits until that process is gone, then kills every child
-that it has recorded in STATE_FILE, by pid and start time. After an orderly tear-down there is none left. Ray's own
-processes usually go by themselves, but not all of them do at once, and not one that hangs.
+`python -m megarl.cluster.guardian STATE_FILE PID START_TIME` waits until that process is gone, then kills every child
+that the process has recorded in STATE_FILE, by pid and start time. After an orderly tear-down no child is left. Ray's
+own processes usually end by themselves, but some take a while, and one that hangs does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from megarl.common.processes import ProcessId, is_alive, sweep
 
 POLL_S = 0.5
-GRACE_S = 1.0
+TERMINATE_S = 1.0  # between SIGTERM and SIGKILL
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     # A later launch may have replaced the file.
     if ProcessId(**state["process"]) == supervisor:
         children = {ProcessId(**child) for child in state["children"]}
-        sweep({child for child in children if child.pid != os.getpid()}, grace_s=GRACE_S)
+        sweep({child for child in children if child.pid != os.getpid()}, grace_s=TERMINATE_S)
 
 
 if __name__ == "__main__":

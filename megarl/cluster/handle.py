@@ -1,6 +1,6 @@
-"""The launcher's side of the supervisor: start it in a session of its own, learn its address, stop it.
+"""The launcher's side of the supervisor: start it in a session of its own, get its address, stop it.
 
-Called by the first rank of a bare torchrun (or by a launch script). Imports neither Ray nor vLLM.
+Called by rank 0 of a bare torchrun, by a node's agent, and by `megarl eval`. Imports neither Ray nor vLLM.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPEC_FILE = "supervisor_spec.json"
 
 @dataclass(frozen=True)
 class SupervisorHandle:
-    """Everything a rank needs to connect; plain data, may be broadcast."""
+    """Holds everything that a rank needs to connect; plain data that can be broadcast."""
 
     run_dir: str
     address: str
@@ -44,13 +44,16 @@ class SupervisorHandle:
     host: str
 
     def is_alive(self) -> bool:
-        """False once it is known to be gone. One on another node is watched there; its end ends the job."""
+        """Return False once the supervisor is known to be gone.
+
+        A supervisor on another node counts as alive: the agent of its node watches it and ends the job with it.
+        """
         return self.host != platform.node() or is_alive(self.process)
 
 
 @dataclass(frozen=True)
 class SupervisorSpec:
-    """What the launcher tells the supervisor."""
+    """Holds what the launcher passes to the supervisor; `agent` is the process whose end ends the pool."""
 
     config_json: str
     run_dir: str
@@ -62,10 +65,12 @@ class SupervisorSpec:
 
     @property
     def namespace(self) -> str:
+        """Ray namespace of the run's actors."""
         return f"megarl-{self.launch_id}"
 
     @property
     def partition(self) -> str:
+        """Name of the run's queue partition, unique to this launch and attempt."""
         return f"{Path(self.run_dir).name}-{self.launch_id}.{self.attempt}"
 
     def save(self, path: Path) -> None:
@@ -78,7 +83,7 @@ class SupervisorSpec:
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:
-    """RUN_DIR/supervisor.json, or None if there is none (it is replaced atomically, so never half a file)."""
+    """Read RUN_DIR/supervisor.json; None if there is none. It is replaced atomically, so it is never half a file."""
     try:
         return json.loads((run_dir / STATE_FILE).read_text())
     except FileNotFoundError:
@@ -100,11 +105,12 @@ def launch_supervisor(
     cuda: bool = False,
     timeout_s: float | None = None,
 ) -> SupervisorHandle:
-    """Start the supervisor here and wait until its Ray head is up (engines go on starting in the background).
+    """Start the supervisor here and wait until its Ray head is up; engines continue to start in the background.
 
-    One that the same agent's last attempt has left running is used again, if it was started with the same config.
-    `agent_pid`: the process whose end ends the pool (torchrun's agent). `timeout_s`: default timeouts.ray_start_s.
-    SupervisorFailed if it does not come up; ValueError if another run is using `run_dir`.
+    A supervisor that the previous attempt of the same agent left running is reused if it was started with the same
+    config. `agent_pid`: the process whose end ends the pool (torchrun's agent). `timeout_s`: default
+    timeouts.ray_start_s. Raises SupervisorFailed if the head does not start, ValueError if another run is using
+    `run_dir`.
     """
     run_dir = Path(run_dir).resolve()
     timeout_s = timeout_s or Config.model_validate_json(config_json).timeouts.ray_start_s
@@ -114,12 +120,12 @@ def launch_supervisor(
         launch_id = uuid.uuid4().hex[:8]
         start_supervisor(config_json, run_dir, agent_pid, launch_id, cuda=cuda)
     else:
-        logger.info("the pool of the last attempt is still up")
+        logger.info("reusing the pool of the previous attempt")
     return attach_supervisor(run_dir, launch_id, timeout_s)
 
 
 def _kept_supervisor(run_dir: Path, agent_pid: int, config_json: str) -> str | None:
-    """Launch id of the ready pool that `agent_pid` (the process, not only its number) has already, or None."""
+    """Return the launch id of a ready pool that the process `agent_pid` itself has started, or None."""
     state = read_state(run_dir)
     if state is None or state["state"] != "ready" or (run_dir / STOP_FILE).exists():
         return None
@@ -133,7 +139,7 @@ def _kept_supervisor(run_dir: Path, agent_pid: int, config_json: str) -> str | N
 def start_supervisor(
     config_json: str, run_dir: Path, agent_pid: int, launch_id: str, *, cuda: bool
 ) -> subprocess.Popen[bytes]:
-    """Start the supervisor's process in a session of its own; ValueError if another run is using `run_dir`."""
+    """Start the supervisor's process in a session of its own. Raises ValueError if another run is using `run_dir`."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     previous = _retire_previous(run_dir, agent_pid)
     spec = SupervisorSpec(
@@ -157,7 +163,10 @@ def start_supervisor(
 
 
 def attach_supervisor(run_dir: Path | str, launch_id: str, timeout_s: float) -> SupervisorHandle:
-    """The supervisor of this launch, started here or on another node, once its Ray head is up. SupervisorFailed."""
+    """Wait for the Ray head of this launch's supervisor, which was started here or on another node.
+
+    Raises SupervisorFailed if it is not up within `timeout_s`.
+    """
     run_dir = Path(run_dir).resolve()
     state = _await_state(run_dir, launch_id, lambda state: bool(state["address"]), timeout_s)
     return SupervisorHandle(
@@ -172,25 +181,28 @@ def attach_supervisor(run_dir: Path | str, launch_id: str, timeout_s: float) -> 
     )
 
 
-# Supervisors started by this process, by launch id: polled, so that an ended one does not stay a zombie.
+# Supervisors started by this process, by launch id. They are polled, so that none stays a zombie after its end.
 _STARTED: dict[str, subprocess.Popen[bytes]] = {}
 
 
 def clean_environment() -> dict[str, str]:
-    """Without torchrun's variables, which vLLM and torch would take for their own."""
+    """Return this environment without torchrun's variables, which vLLM and torch would take for their own."""
     torchrun = ("TORCHELASTIC_", "GROUP_", "ROLE_")
     exact = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     return {k: v for k, v in os.environ.items() if k not in exact and not k.startswith(torchrun)}
 
 
 def _retire_previous(run_dir: Path, agent_pid: int) -> int:
-    """End a supervisor that an earlier attempt of the same run left; returns its attempt number (-1: none)."""
+    """End a supervisor that an earlier attempt of the same run left, and return its attempt number (-1: none).
+
+    Raises ValueError if another run is using `run_dir`.
+    """
     state = read_state(run_dir)
     (run_dir / STOP_FILE).unlink(missing_ok=True)
     if state is None:
         return -1
     process, agent = ProcessId(**state["process"]), ProcessId(**state["agent"])
-    # One that ran on another node is the launch board's business: pids mean nothing here.
+    # Pids of another node mean nothing here: there the node's agent ends the supervisor.
     if state["host"] == platform.node() and is_alive(process):
         if is_alive(agent) and agent.pid != agent_pid:
             raise ValueError(
@@ -202,7 +214,7 @@ def _retire_previous(run_dir: Path, agent_pid: int) -> int:
 
 
 def wait_ready(handle: SupervisorHandle, timeout_s: float) -> None:
-    """Until engines, controller and queue are up. SupervisorFailed with the cause if one of them failed."""
+    """Wait until engines, controller and queue are up. Raises SupervisorFailed with the cause if one of them fails."""
     _await_state(Path(handle.run_dir), handle.launch_id, lambda state: state["state"] == "ready", timeout_s)
 
 
@@ -233,9 +245,9 @@ def _await_state(
 def stop_supervisor(
     run_dir: Path, process: ProcessId, launch_id: str, timeout_s: float, host: str | None = None
 ) -> None:
-    """Ask it to tear everything down and wait; after `timeout_s` kill it (which takes Ray and the engines along).
+    """Ask the supervisor to tear down the pool and wait; after `timeout_s` kill it and its recorded children.
 
-    On another `host` (default: this one) it is not killed: the agent of its node does that.
+    A supervisor on another `host` (default: this one) is not killed: the agent of its node does that.
     """
     (run_dir / STOP_FILE).write_text(launch_id)
     here = host in {None, platform.node()}

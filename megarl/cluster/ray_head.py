@@ -1,7 +1,7 @@
-"""A Ray cluster of one run's own: own ports, own short temporary directories, own access token.
+"""The Ray cluster of one run, with ports, short temporary directories and an access token of its own.
 
-The head is started by `ray.init()` in the supervisor's main thread, so that Ray's processes die with the supervisor;
-further nodes' raylets by megarl/cluster/nodes/raylet.py.
+The head is started by `ray.init()` in the supervisor's main thread, so that Ray's processes die with the supervisor.
+The raylets of further nodes are started by megarl/cluster/nodes/raylet.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megarl.common.errors import SupervisorFailed
 from megarl.common.processes import descendants, sweep
@@ -26,10 +26,13 @@ from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
 from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE
 
+if TYPE_CHECKING:
+    from ray._private.node import Node
+
 logger = logging.getLogger(__name__)
 
 TOKEN_FILE = "ray_token"
-# Environment: this node's address, given by its agent (megarl/cluster/nodes) where the job has several nodes.
+# Environment variable with this node's address, set by the node's agent (megarl/cluster/nodes/agent.py).
 NODE_ADDRESS_VARIABLE = "MEGARL_NODE_ADDRESS"
 OBJECT_STORE_BYTES = 256 * 2**20
 ATTEMPT_S = 30
@@ -37,7 +40,7 @@ MAX_ATTEMPTS = 5
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
+    """Return `count` ports that were free when they were looked up. Another process may take one meanwhile."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -46,7 +49,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def access_environment(run_dir: Path, create: bool = False) -> dict[str, str]:
-    """How the processes of a run prove to its Ray that they belong to it; what the user has set is kept."""
+    """Return the environment by which a run's processes authenticate to its Ray; empty if the user has set their own.
+
+    `create`: write a new token to RUN_DIR/ray_token first.
+    """
     if any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         return {}
     path = run_dir.resolve() / TOKEN_FILE
@@ -59,7 +65,7 @@ def access_environment(run_dir: Path, create: bool = False) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RayShare:
-    """What one node offers to Ray."""
+    """Holds the resources that one node offers to Ray."""
 
     num_cpus: int
     num_gpus: int
@@ -67,7 +73,7 @@ class RayShare:
 
 
 def rollout_share(config: Config, *, cuda: bool) -> RayShare:
-    """Of a rollout node: its engines, and room for controller, queue controller and storage units."""
+    """Return the share of a rollout node: its engines, and room for controller, queue controller and storage units."""
     per_node = resolve_pools(config).rollout.gpus_per_node
     engines = per_node // config.rollout.tensor_parallel
     cpus = config.ray.num_cpus or engines + 1 + 1 + config.queue.storage_units + 2
@@ -75,16 +81,16 @@ def rollout_share(config: Config, *, cuda: bool) -> RayShare:
     return RayShare(cpus, per_node if cuda else 0, {ROLLOUT_RESOURCE: 10000, ENGINE_RESOURCE: engines})
 
 
-# Of a trainer node: its ranks connect to it, nothing is scheduled on it.
+# The share of a trainer node: its ranks connect to its raylet, nothing is scheduled on it.
 TRAINER_SHARE = RayShare(0, 0, {})
 
 
 def ray_environment() -> dict[str, str]:
-    """Of every process that starts a part of a Ray cluster; read when Ray is imported."""
+    """Return the environment of a process that starts a part of a Ray cluster. Ray reads it at import."""
     return {
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
-        # Ray starts workers at nice 15 otherwise: with the trainer on the same cores the engines would starve.
+        # Ray's default is nice 15: with the trainer on the same cores the engines would get too little time.
         "RAY_worker_niceness": "0",
         "RAY_worker_register_timeout_seconds": "300",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -93,12 +99,12 @@ def ray_environment() -> dict[str, str]:
 
 
 def make_temp_dir() -> Path:
-    """Unix socket paths are limited to 107 bytes, so not inside the run directory."""
+    """Make Ray's temporary directory, outside the run directory: a Unix socket path may have 107 bytes at most."""
     return Path(tempfile.mkdtemp(prefix="megarl-", dir="/tmp"))
 
 
 def keep_logs(temp_dir: Path, target: Path) -> None:
-    """Move a node's own Ray logs to `target` and remove its temporary directory."""
+    """Move the Ray logs of a node to `target` and remove its temporary directory."""
     shutil.rmtree(target, ignore_errors=True)
     for session in sorted(temp_dir.glob("session_2*/logs")):
         shutil.copytree(session, target, dirs_exist_ok=True, symlinks=True, ignore_dangling_symlinks=True)
@@ -106,7 +112,7 @@ def keep_logs(temp_dir: Path, target: Path) -> None:
 
 
 class RayHead:
-    """`start` ... `stop`; `address` is what ranks connect to. Must be used in the main thread."""
+    """The Ray head of a run: `start` it, use `address` to connect, `stop` it. Use it in the main thread only."""
 
     def __init__(self, share: RayShare, namespace: str, log_dir: Path, start_timeout_s: float) -> None:
         self.share = share
@@ -117,7 +123,7 @@ class RayHead:
         self.temp_dir = make_temp_dir()
 
     def start(self) -> None:
-        """SupervisorFailed with Ray's reason if no attempt succeeds within `start_timeout_s`."""
+        """Start Ray. Raises SupervisorFailed with Ray's reason if no attempt succeeds within `start_timeout_s`."""
         deadline = time.monotonic() + self.start_timeout_s
         for attempt in itertools.count(1):
             before = descendants(os.getpid())
@@ -153,18 +159,18 @@ class RayHead:
         self.address = context.address_info["gcs_address"]
 
     def stop(self) -> None:
-        """Keep Ray's own logs in the run directory and remove the temporary one; after `ray.shutdown()`."""
+        """Move Ray's logs to the run directory and remove the temporary one. Call it after `ray.shutdown()`."""
         keep_logs(self.temp_dir, self.log_dir / "ray")
 
 
 @contextmanager
 def patched_start() -> Iterator[None]:
-    """Patch of ray.init and of Ray's Node, Ray 2.60.0, for what they have no arguments.
+    """Patch ray.init and Ray's Node (Ray 2.60.0) where they have no arguments for what is needed.
 
-    The raylet aborts if its dashboard agent has not written its ports to files within a hard-coded 15 s, which a busy
-    host exceeds (https://github.com/ray-project/ray/issues/65983): ports that are given are not waited for, and for
-    the one that cannot be given, of an HTTP service unused here, the file is there beforehand and says "none" (-1).
-    The dashboard, the autoscaler's monitor and the log monitor have no use here.
+    The raylet aborts if its dashboard agent has not written its ports to files within a hard-coded 15 s, which is too
+    short on a busy host (https://github.com/ray-project/ray/issues/65983). The raylet does not wait for ports that are
+    given. One port, of an HTTP service that is not used here, cannot be given: its file is written beforehand with the
+    value -1 ("none"). The dashboard, the autoscaler's monitor and the log monitor are not needed and not started.
     """
     from ray._private import node, parameter
     from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port  # type: ignore[attr-defined]
@@ -180,12 +186,12 @@ def patched_start() -> Iterator[None]:
         "include_log_monitor": False,
     }
 
-    def start(self: Any) -> None:
+    def start(self: Node) -> None:
         persist_port(self.get_session_dir_path(), self.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, -1)
         start_processes(self)
 
-    def no_dashboard(self: Any, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
-        """`include_dashboard=False` would still start its process."""
+    def no_dashboard(self: Node, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        """Start nothing; Ray would start the process even with `include_dashboard=False`."""
 
     parameter.RayParams = lambda **fields: params(**{**fields, **ours})
     node.Node.start_ray_processes = start

@@ -1,10 +1,10 @@
-"""The supervisor: owns the Ray head, the replicas, the controller and the queue of one run, and their end.
+"""The supervisor: owns the Ray head, the replicas, the controller and the queue of one run, and ends them.
 
-`python -m megarl.cluster.supervisor SPEC`, started in a session of its own by `launch.py`, so that neither a killed
-rank nor a Ctrl-C takes the pool along unasked. It tears everything down when the torchrun agent (pid and start time)
+`python -m megarl.cluster.supervisor SPEC` is started in a session of its own by `megarl/cluster/handle.py`, so that
+neither a killed rank nor a Ctrl-C ends the pool. It tears down the pool when the torchrun agent (pid and start time)
 is gone, when RUN_DIR/supervisor.stop names this launch, on SIGTERM, and when the Ray head dies.
 
-Its actors are named but not `lifetime="detached"`: they belong to this process, so that even its SIGKILL ends them.
+Its actors are named but not `lifetime="detached"`: this process owns them, so that even its SIGKILL ends them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.handle import STATE_FILE, STOP_FILE, SupervisorSpec, write_state
 from megarl.cluster.ray_head import RayHead, access_environment, ray_environment, rollout_share
@@ -34,6 +34,10 @@ from megarl.models.read_config import load_info
 from megarl.rollout.devices import refuse_split_replica, visible_devices
 from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE, ReplicaSpec, create_replica
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
 logger = logging.getLogger(__name__)
 
 CONTROLLER = "controller"
@@ -41,6 +45,8 @@ HEARTBEAT_S = 5.0
 
 
 class Supervisor:
+    """Runs one pool from its start to its end; writes its state to RUN_DIR/supervisor.json."""
+
     def __init__(self, spec: SupervisorSpec) -> None:
         self.spec = spec
         self.config = Config.model_validate_json(spec.config_json)
@@ -62,13 +68,13 @@ class Supervisor:
             "agent": asdict(spec.agent),
         }
         self._head: RayHead | None = None
-        self._actors: list[Any] = []
+        self._actors: list[ActorHandle] = []  # the controller last
         self._ending_since: float | None = None
-        # Half of what the launcher grants, so that the orderly way and the forced one both fit.
-        self._patience_s = self.config.timeouts.shutdown_s / 2
+        # Half of the time that the launcher waits, so that an orderly and a forced tear-down both fit.
+        self._orderly_s = self.config.timeouts.shutdown_s / 2
 
     def run(self) -> int:
-        """Start, watch, tear down. 0 if it was asked to stop, 1 if something failed."""
+        """Start the pool, watch it and tear it down. Return 0 if it was asked to stop, 1 if something failed."""
         self._publish()
         self._start_guardian()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -95,21 +101,22 @@ class Supervisor:
         self._guardian = ProcessId.of(process.pid)
 
     def _descendants(self) -> set[ProcessId]:
-        """All but the guardian, which ends by itself when this process has."""
+        """Return all descendants except the guardian, which ends by itself after this process."""
         return descendants(os.getpid()) - {self._guardian}
 
     def _serve(self) -> None:
-        """Until asked to stop; RolloutError if Ray or the controller goes first."""
+        """Call the controller at intervals until asked to stop. Raises RolloutError if it, or Ray, does not answer."""
         import ray
 
-        beat = self._actors[-1].counters
+        heartbeat = self._actors[-1].counters
         while not self._stop.wait(HEARTBEAT_S):
             try:
-                ray.get(beat.remote(), timeout=self.config.timeouts.rpc_s)
+                ray.get(heartbeat.remote(), timeout=self.config.timeouts.rpc_s)
             except Exception as error:
                 raise RolloutError(f"the rollout controller does not answer: {_cause(error)}") from error
 
     def request_stop(self, reason: str) -> None:
+        """Make `run` tear down the pool and end. The first reason is kept."""
         if not self._stop.is_set():
             self.stop_reason = reason
             self._ending_since = self._ending_since or time.monotonic()
@@ -117,8 +124,8 @@ class Supervisor:
             self._stop.set()
 
     def _force_exit(self) -> None:
-        """The main thread is stuck in a library's call: end everything from the watch thread."""
-        logger.error("the orderly tear-down took more than %.0f s: killing what is left", self._patience_s)
+        """End everything from the watch thread, because the main thread is stuck in a library's call."""
+        logger.error("the orderly tear-down took more than %.0f s: killing what is left", self._orderly_s)
         left = sweep(self._children | self._descendants(), grace_s=0.0)
         self._publish(state="stopped" if self.stop_reason else "failed", error=self.stop_reason or "tear-down hung")
         logger.error("still alive: %s", sorted(process.pid for process in left))
@@ -132,12 +139,12 @@ class Supervisor:
             write_state(self.run_dir, self._state)
 
     def _watch(self) -> None:
-        """Every half second: agent, stop file, Ray head; and remember every descendant, orphans included."""
+        """Check agent, stop file and deadline every half second, and record every descendant, orphans included."""
         stop_file = self.run_dir / STOP_FILE
         recorded: set[ProcessId] = set()
         while True:
             self._children |= self._descendants()
-            if self._ending_since is not None and time.monotonic() > self._ending_since + self._patience_s:
+            if self._ending_since is not None and time.monotonic() > self._ending_since + self._orderly_s:
                 self._force_exit()
             if not is_alive(self.spec.agent):
                 self.request_stop(f"the launcher (pid {self.spec.agent.pid}) is gone")
@@ -165,7 +172,7 @@ class Supervisor:
 
             address = config.ray.address
             ray.init(address=address, namespace=self.spec.namespace, log_to_driver=False, configure_logging=False)
-        # Ray has installed its own SIGTERM handler by now.
+        # After ray.init, which installs a SIGTERM handler of its own.
         signal.signal(signal.SIGTERM, lambda *_: self.request_stop("SIGTERM"))
         self._publish(address=address)
         logger.info("Ray at %s", address)
@@ -173,7 +180,10 @@ class Supervisor:
             self._await_nodes(pool.nodes, config.timeouts.ray_start_s)
 
     def _await_nodes(self, count: int, timeout_s: float) -> None:
-        """Until all rollout nodes are in the cluster: engines and storage go to those that are there."""
+        """Wait until all rollout nodes have joined: Ray places engines and storage on the nodes that it knows.
+
+        Raises RolloutError when `timeout_s` has passed or a stop is requested.
+        """
         import ray
 
         deadline = time.monotonic() + timeout_s
@@ -192,7 +202,10 @@ class Supervisor:
             time.sleep(0.2)
 
     def _start_actors(self) -> None:
-        """Replicas and controller (it starts the queue), all at once; RolloutError naming the first that failed."""
+        """Start the replicas and the controller (which starts the queue) at once.
+
+        Raises RolloutError naming the first that failed.
+        """
         import ray
 
         from megarl.rollout.controller import RolloutController
@@ -207,7 +220,7 @@ class Supervisor:
             supervisor=ProcessId.own() if self._head is not None else None,
             host=platform.node(),
         )
-        pending: dict[Any, str] = {}
+        pending: dict[ObjectRef, str] = {}
         replicas = [create_replica(replica_spec, index) for index in range(config.rollout.replicas)]
         for index, replica in enumerate(replicas):
             pending[replica.start.remote()] = f"engine replica {index}"
@@ -221,7 +234,8 @@ class Supervisor:
         pending[controller.start.remote()] = "the rollout controller"
         self._await_actors(pending, config.timeouts.engine_start_s)
 
-    def _await_actors(self, pending: dict[Any, str], timeout_s: float) -> None:
+    def _await_actors(self, pending: dict[ObjectRef, str], timeout_s: float) -> None:
+        """Wait for every start call in `pending` (reference -> name of the part). Raises RolloutError."""
         import ray
 
         deadline = time.monotonic() + timeout_s
@@ -240,16 +254,15 @@ class Supervisor:
                     raise RolloutError(f"{name}: {_cause(error)}; see {self.run_dir / 'logs'}") from error
 
     def _tear_down(self, failure: BaseException | None) -> None:
-        """Engines first (bounded), then Ray, then whatever is left by pid and start time."""
+        """End the engines first (bounded), then Ray, then every process that is left, by pid and start time."""
         started = time.monotonic()
         self._ending_since = self._ending_since or started
         state = "failed" if failure is not None and self.stop_reason is None else "stopped"
         if state == "failed":
-            # Said before the clean-up: the launcher is waiting for it.
+            # Published before the clean-up, because the launcher is waiting for it.
             self._publish(state=state, error=_cause(failure) if failure else None)
         self._children |= self._descendants()
-        grace = min(5.0, self.config.timeouts.shutdown_s / 3)
-        self._close_actors(grace)
+        self._close_actors(min(5.0, self.config.timeouts.shutdown_s / 3))
         self._children |= self._descendants()
         left = sweep(self._children, grace_s=1.0)
         if self._head is not None:
@@ -259,13 +272,14 @@ class Supervisor:
         self._publish(state=state, error=_cause(failure) if failure else self.stop_reason)
         logger.info("torn down in %.1f s", time.monotonic() - started)
 
-    def _close_actors(self, grace_s: float) -> None:
+    def _close_actors(self, timeout_s: float) -> None:
+        """Shut the actors down, kill them after `timeout_s` at the latest, and disconnect from Ray."""
         import ray
 
         if not ray.is_initialized():
             return
         try:
-            ray.wait([a.shutdown.remote() for a in self._actors], num_returns=len(self._actors) or 1, timeout=grace_s)
+            ray.wait([a.shutdown.remote() for a in self._actors], num_returns=len(self._actors) or 1, timeout=timeout_s)
             for actor in self._actors:
                 ray.kill(actor)
         except Exception as error:
@@ -274,7 +288,7 @@ class Supervisor:
 
 
 def _cause(error: BaseException) -> str:
-    """One line: what an actor raised, without Ray's wrapping."""
+    """Return one line with what an actor raised, without Ray's wrapping."""
     cause = getattr(error, "cause", None)
     inner = cause if isinstance(cause, BaseException) else error
     lines = [line for line in str(inner).strip().splitlines() if line.strip()]
@@ -296,7 +310,7 @@ def main() -> int:
     logger.info("supervisor of %s: %s", spec.run_dir, json.dumps({"attempt": spec.attempt, "launch": spec.launch_id}))
     code = Supervisor(spec).run()
     logging.shutdown()
-    # Not sys.exit: a library's non-daemon thread or exit hook must not keep a supervisor alive that has nothing left.
+    # Not sys.exit: a library's non-daemon thread or exit hook could keep this process alive.
     os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""The `megarl` command. Each subcommand is a small function; heavy modules are imported only by the one that runs."""
+"""The `megarl` command. Each subcommand is a small function that alone imports the heavy modules it needs."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status (2 for a mistake of the user's, told in one message)."""
+    """Run one subcommand and return the exit status: 2 for a mistake of the user, reported in one message."""
     options = build_parser().parse_args(arguments)
     command: Command = options.run
     try:
         return command(options)
     except (ConfigError, FileNotFoundError) as error:
-        if os.environ.get("RANK", "0") == "0":  # under torchrun (megarl replay) every rank meets the same mistake
+        if os.environ.get("RANK", "0") == "0":  # under torchrun (megarl replay) every rank gets the same error
             sys.stderr.write(f"megarl: {error}\n")
         return 2
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="megarl",
         description="Reinforcement learning of language models: Megatron-Core trainer, vLLM rollout pool.",
         epilog="A run on one machine is started by torchrun (torchrun --nproc-per-node N examples/rl/train_rl.py "
-        "--config C) or by `megarl launch`, one on several by `megarl launch`.",
+        "--config C) or by `megarl launch`; a run on several machines by `megarl launch`.",
     )
     parser.add_argument("--version", action="version", version=f"megarl {version('megarl')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     plan = commands.add_parser(
         "plan",
-        help="check a config and print it resolved, with ranks, devices and memory; nothing starts",
+        help="check a config and print it resolved, with ranks, devices and memory; start nothing",
         description="Check a config and print it resolved, with its plan: ranks, layout, replicas, devices, samples "
         "per step, memory per GPU. Nothing starts. Exit status 2 names every problem, its key and the fix.",
     )
@@ -56,9 +57,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser(
         "doctor",
-        help="what is installed, which device path a run would take, what is missing",
-        description="What is installed against the lock file, which device path a run would take, limits and memory "
-        "of this machine. Exit status 1 if a run could not start.",
+        help="show what is installed, which device path a run would use and what is missing",
+        description="Compare the installed packages with the lock file; show which device path a run would use, and "
+        "the limits and memory of this machine. Exit status 1 if a run could not start.",
     )
     doctor.add_argument("--json", action="store_true", help="machine-readable")
     doctor.set_defaults(run=_doctor)

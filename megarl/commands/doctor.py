@@ -1,4 +1,4 @@
-"""`megarl doctor`: could a run start here, on which device path, and what differs from the lock file."""
+"""`megarl doctor`: tells whether a run could start here, on which device path, and what differs from the lock file."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megarl.config.hardware import local_gpus
 
 Level = Literal["ok", "warn", "fail"]
 GIB = 2**30
-LOCKS = Path(__file__).resolve().parents[1] / "requirements"
-# Packages without which no run starts; torch and vLLM depend on the device path.
+LOCKS = Path(__file__).resolve().parents[2] / "requirements"
+# Packages that every run needs; torch and vLLM depend on the device path and are checked separately.
 ESSENTIAL = ("megatron-core", "ray", "TransferQueue", "transformers", "tokenizers", "tensordict", "math-verify")
 MIN_OPEN_FILES = 4096
 MIN_SHM = 1 * GIB
@@ -32,7 +32,7 @@ MIN_MEMORY = 6 * GIB
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `fail` means that a run could not start."""
+    """One line of the report. `fail` means that a run could not start; `fix` says what to do."""
 
     level: Level
     what: str
@@ -42,22 +42,24 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """`device`: the path a run would take, by what torch sees."""
+    """All findings. `device`: the device path that a run would use, from what torch finds."""
 
     device: Literal["cuda", "cpu"]
     findings: tuple[Finding, ...]
 
     @property
     def can_start(self) -> bool:
+        """True if a run could start here."""
         return not any(finding.level == "fail" for finding in self.findings)
 
     def to_json(self) -> str:
+        """Return the report as JSON text."""
         content = {"device": self.device, "can_start": self.can_start, "findings": list(map(asdict, self.findings))}
         return json.dumps(content, indent=2) + "\n"
 
 
 def examine() -> Report:
-    """Look at packages, devices and limits. Imports torch, starts nothing."""
+    """Examine packages, devices and limits. Imports torch, starts nothing."""
     findings: list[Finding] = []
     cuda = False
     try:
@@ -136,7 +138,10 @@ def _package_findings(cuda: bool) -> Iterator[Finding]:
 
 
 def compare_lock(text: str) -> tuple[list[str], list[str]]:
-    """(`name have != locked`, names missing) of the pinned lines `name==version` of a lock file."""
+    """Compare the lines `name==version` of a lock file with what is installed.
+
+    Returns a list of `name installed != locked` and a list of the names that are missing.
+    """
     wrong, missing = [], []
     for line in text.splitlines():
         name, pinned, locked = line.partition("#")[0].strip().partition("==")
@@ -188,13 +193,13 @@ def _version(name: str) -> str | None:
 
 
 def render(report: Report) -> str:
-    """The report as a table, then a verdict."""
+    """Return the report as a table, followed by one line that says whether a run can start."""
     stream = StringIO()
     console = Console(file=stream, width=110, highlight=False)
     table = Table.grid(padding=(0, 2))
     for finding in report.findings:
         table.add_row(finding.level, finding.what, finding.detail + (f" -> {finding.fix}" if finding.fix else ""))
     console.print(table)
-    verdict = "a run can start" if report.can_start else "a run cannot start: fix what is marked fail"
-    console.print(f"\n{verdict} (device path: {report.device})")
+    conclusion = "a run can start" if report.can_start else "a run cannot start: fix what is marked fail"
+    console.print(f"\n{conclusion} (device path: {report.device})")
     return stream.getvalue()

@@ -1,7 +1,7 @@
-"""`megarl eval`: evaluate a Hugging Face checkpoint on held-out files, by the pool and the code of a training run.
+"""`megarl eval`: evaluate a Hugging Face checkpoint on held-out files, with the pool and code of a training run.
 
-A pool is started without a trainer (supervisor, engines with the checkpoint's own weights, controller, reward
-processes) and asked for the evaluation that a run makes before its first step; then it is torn down.
+It starts a pool without a trainer (supervisor, engines with the checkpoint's own weights, controller, reward
+processes), requests the evaluation that a run makes before its first step, and tears the pool down.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from megarl.evaluation.harness import SetReport
 
 LABEL = "standalone"
-# The trainer of this run does not exist; its checks must not refuse an evaluation.
+# Larger than any batch: there is no trainer here, so its limits must not refuse an evaluation.
 NO_LIMIT = 1 << 40
 DEFAULT_MAX_TOKENS = 1024
-# What the user gave for these keys came by an option.
+# The options by which the user sets these keys, for error messages.
 OPTION_OF = {
     "model.path": "--model",
     "data.path": "--data",
@@ -57,25 +57,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="Hugging Face directory")
     add("--data", required=True, action="append", metavar="FILE", help="JSONL or Parquet; may be given several times")
-    add("--reward", default="math", metavar="NAME", help="gsm8k, math or package.module:function (default: math)")
-    add("--samples", type=int, default=4, metavar="K", help="sampled responses per problem (default: 4)")
-    add("--temperature", type=float, default=1.0, metavar="T", help="of the sampled responses (default: 1)")
+    add(
+        "--reward", default="math", metavar="NAME", help="gsm8k, math or package.module:function (default: %(default)s)"
+    )
+    add("--samples", type=int, default=4, metavar="K", help="sampled responses per problem (default: %(default)s)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="temperature of the sampled responses (default: 1)")
     add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (default: 1)")
     add("--top-k", type=int, default=-1, metavar="K", help="top-k sampling (default: off)")
     add(
         "--max-tokens",
         type=int,
         metavar="N",
-        help="response tokens at most (default: 1024, or half the model's positions)",
+        help=f"response tokens at most (default: {DEFAULT_MAX_TOKENS}, or half the model's positions)",
     )
     add("--max-model-len", type=int, metavar="N", help="prompt + response tokens (default: the model's positions)")
     add("--limit", type=int, metavar="N", help="only the first N problems of each file")
     add("--system-prompt", metavar="TEXT", help="prepended as a system message")
     add("--suffix", default="", metavar="TEXT", help="appended to every problem, e.g. an answer-format instruction")
-    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="default: the checkpoint's own")
-    add("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs per engine (default: 1)")
-    add("--replicas", type=int, default=1, metavar="N", help="number of engines (default: 1)")
-    add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="default: that of the checkpoint")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs per engine (default: %(default)s)")
+    add("--replicas", type=int, default=1, metavar="N", help="number of engines (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: %(default)s)")
     add("--run-dir", type=Path, metavar="DIR", help="logs and responses (default: runs/eval-TIME)")
     add("--json", type=Path, metavar="FILE", help="write the report as JSON")
     add("overrides", nargs="*", metavar="section.key=value", help="anything else, e.g. reward.timeout_s=30")
@@ -83,9 +85,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Evaluate and report: 0, or one message and 1 if the pool or every response of a set failed, 130 after Ctrl-C.
+    """Evaluate and report; return the exit status.
 
-    ConfigError for a mistake.
+    It is 0 on success, 1 (with one message) if the pool or every response of a set failed, 130 after Ctrl-C. Raises
+    ConfigError for a mistake in options, model or data.
     """
     from megarl.common.errors import RolloutError
 
@@ -97,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         sys.stderr.write(f"megarl: {error}\n")
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write("megarl: interrupted; the engine is gone\n")
+        sys.stderr.write("megarl: interrupted; the engines were shut down\n")
         return 130
     _show(reports, config)
     if options.json is not None:
@@ -111,22 +114,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 def eval_config(options: argparse.Namespace) -> Config:
-    """The config of a run that has no trainer, only this evaluation. ConfigError naming the options at fault."""
+    """Return the config of a run without a trainer, for this evaluation. Raises ConfigError naming wrong options."""
     from megarl.config.load import apply_overrides, config_from_tree
 
     run_dir = options.run_dir or Path("runs") / f"eval-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    names, own = _names(options.data), _own(Path(options.model))
+    names, model_config = _names(options.data), _model_config(Path(options.model))
     tree: dict[str, Any] = {
         "run": {"name": "eval", "dir": str(run_dir), "steps": 1, "seed": options.seed},
         "model": {"path": options.model},
         "trainer": {"precision": "fp32", "micro_batch_tokens": NO_LIMIT},
         "batch": {"groups": 1, "samples_per_group": 2},
-        "sampling": {"max_tokens": _max_tokens(options.max_tokens, options.max_model_len, own)},
+        "sampling": {"max_tokens": _max_tokens(options.max_tokens, options.max_model_len, model_config)},
         "data": {
             "path": options.data[0],
             "system_prompt": options.system_prompt,
             "suffix": options.suffix,
-            # Prompts that are not evaluated (beyond --limit) may be too long; an evaluated one is an error.
+            # Problems beyond --limit may be too long; a problem that is evaluated may not.
             "overlong_prompts": "skip",
         },
         "reward": {"function": options.reward, "workers": os.cpu_count() or 1},
@@ -146,8 +149,8 @@ def eval_config(options: argparse.Namespace) -> Config:
             "replicas": options.replicas,
             "tensor_parallel": options.tensor_parallel,
             "max_model_len": options.max_model_len,
-            "dtype": _dtype(options.dtype, own),
-            # Every GPU may be the pool's: there is no trainer beside it.
+            "dtype": _dtype(options.dtype, model_config),
+            # The pool may use every GPU, because there is no trainer.
             "nodes": "separate",
         },
     }
@@ -158,7 +161,7 @@ def eval_config(options: argparse.Namespace) -> Config:
 
 
 def report_content(reports: Sequence[SetReport], config: Config) -> dict[str, Any]:
-    """What `--json` writes: every set's figures with intervals, and how the responses were sampled."""
+    """Return what `--json` writes: the figures of every set with intervals, and the sampling parameters."""
     return {
         "model": str(config.model.path),
         "reward": config.reward.function,
@@ -171,12 +174,12 @@ def report_content(reports: Sequence[SetReport], config: Config) -> dict[str, An
 
 
 def responses_file(config: Config) -> Path:
-    """Where the controller writes every response of the evaluation."""
+    """Return the file to which the controller writes every response of the evaluation."""
     return config.run_dir / f"eval_{LABEL}.jsonl"
 
 
 def _evaluate(config: Config) -> list[SetReport]:
-    """Start a pool, evaluate, tear it down. RolloutError naming what failed."""
+    """Start a pool, evaluate and tear it down. Raises RolloutError naming what failed."""
     from megarl.cluster.client import PoolClient
     from megarl.cluster.handle import launch_supervisor, stop_supervisor
     from megarl.config.checks import detect_device
@@ -196,7 +199,7 @@ def _evaluate(config: Config) -> list[SetReport]:
 
 
 def _check(config: Config) -> None:
-    """Everything that can be wrong with model, tokenizer and data, before any process starts. ConfigError."""
+    """Check model, tokenizer and data before any process starts. Raises ConfigError naming what is wrong."""
     from megarl.config.checks import check
     from megarl.models.source import megatron_step
 
@@ -234,7 +237,7 @@ def _show(reports: Sequence[SetReport], config: Config) -> None:
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """One name per file: its stem, with its folder (or a number) where stems repeat."""
+    """Return one name per file: its stem, with its folder or a number where stems repeat."""
     names: list[str] = []
     for path in map(Path, paths):
         candidates = [path.stem, f"{path.parent.name}-{path.stem}", *(f"{path.stem}-{i}" for i in range(2, 1000))]
@@ -242,8 +245,8 @@ def _names(paths: Sequence[str]) -> list[str]:
     return names
 
 
-def _own(model: Path) -> dict[str, Any]:
-    """The checkpoint's config.json; empty if it cannot be read (`check` says what is wrong with the directory)."""
+def _model_config(model: Path) -> dict[str, Any]:
+    """Return the content of config.json; empty if it cannot be read (`check` reports what is wrong)."""
     import json
 
     try:
@@ -253,23 +256,23 @@ def _own(model: Path) -> dict[str, Any]:
     return raw if isinstance(raw, dict) else {}
 
 
-def _dtype(wanted: str, own: dict[str, Any]) -> str:
-    """The engine's dtype; `auto`: the checkpoint's own, bfloat16 unless it says float32."""
+def _dtype(wanted: str, model_config: dict[str, Any]) -> str:
+    """Return the engines' dtype. `auto` is that of the checkpoint: float32, or bfloat16 for any other."""
     if wanted != "auto":
         return wanted
-    return "float32" if (own.get("dtype") or own.get("torch_dtype")) == "float32" else "bfloat16"
+    return "float32" if (model_config.get("dtype") or model_config.get("torch_dtype")) == "float32" else "bfloat16"
 
 
-def _max_tokens(wanted: int | None, max_model_len: int | None, own: dict[str, Any]) -> int:
-    """1024 response tokens, or half of what the engine takes if that is less."""
+def _max_tokens(wanted: int | None, max_model_len: int | None, model_config: dict[str, Any]) -> int:
+    """Return the most response tokens: `wanted`, else DEFAULT_MAX_TOKENS or half the model's length if that is less."""
     if wanted is not None:
         return wanted
-    room = max_model_len or own.get("max_position_embeddings")
+    room = max_model_len or model_config.get("max_position_embeddings")
     return min(DEFAULT_MAX_TOKENS, max(1, room // 2)) if isinstance(room, int) else DEFAULT_MAX_TOKENS
 
 
 def _by_option(error: ConfigError) -> ConfigError:
-    """The same problems, each key replaced by the option that gave it."""
+    """Return the same problems, each key replaced by the option that sets it."""
     problems = []
     for problem in error.problems:
         key, _, text = problem.partition(": ")

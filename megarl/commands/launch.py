@@ -1,4 +1,4 @@
-"""`megarl launch`: render the script that runs a config on a cluster or on this machine, and run or submit it."""
+"""`megarl launch`: render the script that runs a config on a SLURM cluster or this machine, and submit or run it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from megarl.common.errors import ConfigError
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `launch` to the `megarl` command."""
     parser = commands.add_parser(
         "launch",
@@ -33,7 +32,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status 2 for a config that cannot run; otherwise that of sbatch or of the run."""
+    """Launch as the options say; return the exit status of sbatch or of the run, 130 after Ctrl-C.
+
+    Raises ConfigError for a config that cannot run, or if sbatch is not installed.
+    """
     from rich.console import Console
 
     from megarl.cluster.nodes.batch_script import local_script, slurm_script
@@ -46,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     slurm = options.scheduler == "slurm"
     device = options.device or ("cuda" if slurm else detect_device())
-    # Files are looked for where the run will be: in the job, before anything starts.
+    # With SLURM the job checks the files, on the nodes where the run will be, before anything starts.
     plan = make_plan(config, device=device, files=not (options.dry_run or slurm))
     user_environment(config)
     if plan.pools.nodes > 1 and not slurm:

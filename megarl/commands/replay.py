@@ -1,9 +1,8 @@
 """`megarl replay`: train on the batches that a run recorded (`telemetry.dump_batches`), without a pool, Ray or vLLM.
 
-The same plan and the same step as in the training loop, on the trajectories as they were: what it changes is only what
-is overridden (learning rate, loss, layout, number of ranks, ...). Training starts from `model.path`, so replaying a
-run from its first step repeats it, or from a checkpoint with the step after it; old log-probs are those of the
-recorded engine.
+It uses the plan and the step of the training loop on the recorded trajectories; only what the user overrides differs
+(learning rate, loss, layout, number of ranks, ...). Training starts from `model.path`, so that a replay from the first
+step repeats the run, or from a checkpoint, with the step after it. Old log-probs are those of the recorded engine.
 
     megarl replay --run-dir runs/quickstart trainer.gpus=1 trainer.parallel.tensor=1
     torchrun --nproc-per-node 2 -m megarl replay --run-dir runs/quickstart --steps 5
@@ -47,7 +46,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--out", type=Path, metavar="DIR", help="where metrics go (default: RUN_DIR/replay)")
     parser.add_argument("--batches", type=Path, metavar="DIR", help="recorded batches (default: RUN_DIR/batches)")
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="go on from this checkpoint (any layout), with the step after it"
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="resume from this checkpoint (of any layout), with the step after it",
     )
     parser.add_argument("--export", action="store_true", help="export the final policy to OUT/hf")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run's config")
@@ -55,7 +57,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replay as the options say; 0 on success, 1 if training failed (told once); ConfigError for a mistake."""
+    """Replay as the options say; return 0. Raises ConfigError for a mistake.
+
+    If training fails, the process ends with exit status 1 and the first failed rank reports once.
+    """
     try:
         return _run(options)
     except DumpError as error:
@@ -75,7 +80,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> Config:
-    """The recorded run's config, writing to `out`, with overrides. ConfigError if there is none or it is wrong."""
+    """Return the recorded run's config with `overrides` and `out` as its directory (default: RUN_DIR/replay).
+
+    Raises ConfigError if the run has no config or an override is wrong.
+    """
     from megarl.config.load import load_config
 
     path = run_dir / "config.yaml"
@@ -86,7 +94,7 @@ def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> 
 
 
 def _refuse_inputs_inside(out: Path, run_dir: Path, batches: Path, checkpoint: Path | None) -> None:
-    """What lies in the output directory is set aside, as the results of an earlier replay."""
+    """Raise ConfigError if an input is in the output directory, whose content is moved aside at the start."""
     if out.resolve() == run_dir.resolve():
         raise ConfigError([f"--out: {out} is the recorded run itself; choose another directory"])
     for option, path in (("--batches", batches), ("--checkpoint", checkpoint)):
@@ -95,7 +103,7 @@ def _refuse_inputs_inside(out: Path, run_dir: Path, batches: Path, checkpoint: P
 
 
 def _checkpoint_step(path: Path | None) -> int:
-    """Steps done by a checkpoint (None: 0). ConfigError if it is none."""
+    """Return the steps done by a checkpoint; 0 without one. Raises ConfigError if `path` is no checkpoint."""
     from megarl.checkpoint.format.manifest import Manifest
 
     try:
@@ -105,7 +113,10 @@ def _checkpoint_step(path: Path | None) -> int:
 
 
 def choose_steps(batches: Path, limit: int | None, first: int = 0) -> list[int]:
-    """The first `limit` recorded steps from `first` on. DumpError if there are none or one is missing in between."""
+    """Return the first `limit` recorded steps from step `first` on.
+
+    Raises DumpError if there are none, if one is missing in between, or if `limit` is below 1.
+    """
     recorded = [step for step in recorded_steps(batches) if step >= first]
     if not recorded:
         raise DumpError(f"{batches}: no recorded batch; run the training with telemetry.dump_batches=true")
@@ -154,7 +165,7 @@ def replay_steps(
 
 
 def _run_rank(config: Config, batches: Path, steps: Sequence[int], checkpoint: Path | None, *, export: bool) -> int:
-    """One rank's whole replay: process group, policy, steps, export."""
+    """Run the whole replay of one rank: process group, policy, steps, export."""
     from megarl.common.output import redirect_output
     from megarl.run.failure import FailureReport, set_aside
 
@@ -169,7 +180,7 @@ def _run_rank(config: Config, batches: Path, steps: Sequence[int], checkpoint: P
     except Exception as error:
         failure.claim(error, terminal, log_file)
         terminal.flush()
-        # Not through the interpreter's end: peers may hang in a collective that this rank has left.
+        # Not sys.exit, which could hang: peers may be waiting in a collective that this rank has left.
         os._exit(1)
     return 0
 
@@ -244,6 +255,6 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
 
 def _wrong_world(world: int, gpus: int, run_dir: Path) -> str:
     return (
-        f"trainer.gpus: the run used {gpus} ranks, here are {world}; start torchrun --nproc-per-node {gpus} "
+        f"trainer.gpus: the run used {gpus} ranks, but {world} were started; use torchrun --nproc-per-node {gpus} "
         f"-m megarl replay --run-dir {run_dir}, or override trainer.gpus={world} and the layout (trainer.parallel.*)"
     )

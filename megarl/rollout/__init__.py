@@ -1,1 +1,1 @@
-"""The rollout pool: a supervisor that owns everything, engine replicas, the controller, and the trainer's client."""
+"""The rollout pool: engine replicas, their fleet, the controller that fills the queue, and the agent loops."""

@@ -1,47 +1,49 @@
-"""Admission of prompt groups and their exact bookkeeping. Pure: no clock, no tasks, no processes.
+"""Admission of prompt groups and the exact count of how each of them ends. Pure: no clock, no tasks, no processes.
 
 Invariant: every admitted group ends as exactly one of trained, filtered, dropped_stale, failed; at every moment
 `admitted == in_flight + ready + taken + trained + filtered + dropped_stale + failed`.
 
-Group g belongs to no step until it is taken; with staleness 0 (synchronous) the groups admitted for version v are
-exactly [v * groups, (v + 1) * groups). `failed` groups count towards their step: they are not redrawn.
+A group belongs to no step until it is taken. With staleness 0 (synchronous training) the groups admitted for version v
+are exactly [v * groups, (v + 1) * groups). `failed` groups count towards their step: they are not redrawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Prompt groups since the start of the committed history."""
+    """Numbers of prompt groups since the start of the committed history."""
 
     admitted: int = 0
     in_flight: int = 0
-    ready: int = 0
-    taken: int = 0
+    ready: int = 0  # in the queue, not yet taken
+    taken: int = 0  # by a step that is not committed
     trained: int = 0
     filtered: int = 0
     dropped_stale: int = 0
     failed: int = 0
-    rolled_back: int = 0  # attempts that a resume has discarded: beside the history, not part of it
+    rolled_back: int = 0  # attempts that a resume has discarded; not part of the history
 
     @property
     def settled(self) -> int:
+        """Groups whose end is committed."""
         return self.trained + self.filtered + self.dropped_stale + self.failed
 
     @property
     def balanced(self) -> bool:
+        """True if the invariant of the module's docstring holds."""
         return self.admitted == self.in_flight + self.ready + self.taken + self.settled
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 class Admission:
-    """`groups` per step; `max_staleness` versions ahead of the weights."""
+    """The state machine that decides which prompt groups may start, and counts how they end.
+
+    `groups`: groups per step (>= 1). `max_staleness`: versions by which sampling may be ahead of training (>= 0).
+    """
 
     def __init__(self, groups: int, max_staleness: int = 0) -> None:
         if groups < 1 or max_staleness < 0:
@@ -50,24 +52,24 @@ class Admission:
         self.max_staleness = max_staleness
         self.version = -1
         self._next_group = 0
-        self._redraw: list[int] = []  # rolled back: admitted again before any new group
+        self._redraw: list[int] = []  # rolled back; admitted again before any new group
         self._in_flight: set[int] = set()
         self._finished: dict[int, bool] = {}  # group -> ok, in order of completion, not yet taken
         self._taken: dict[int, tuple[list[int], list[int]]] = {}  # step -> (ok groups, failed groups)
         self._done: dict[str, int] = {"trained": 0, "filtered": 0, "dropped_stale": 0, "failed": 0}
         self._committed_steps: int = 0
-        self._attempts = 0  # groups ever started, also those that a resume has discarded
+        self._attempts = 0  # groups ever started, those that a resume has discarded included
         self._base = (0, 0)  # (version, groups admitted) from which capacity counts
 
     def set_version(self, version: int) -> None:
-        """The engines now serve `version`; versions only grow."""
+        """Record that the engines serve `version`. Raises ValueError if it is lower than the last one."""
         if version < self.version:
             raise ValueError(f"weight version went back from {self.version} to {version}")
         self.version = version
 
     @property
     def capacity(self) -> int:
-        """How many groups may have been admitted in all, at this version."""
+        """The number of groups that may have been admitted in total at this version."""
         if self.version < 0:
             return 0
         version, admitted = self._base
@@ -75,11 +77,11 @@ class Admission:
 
     @property
     def attempts(self) -> int:
-        """Groups ever started: `admitted + rolled_back`."""
+        """The number of groups ever started: `admitted + rolled_back`."""
         return self._attempts
 
     def admit(self) -> list[int]:
-        """Ids of the groups that may start now; they are in flight from here on."""
+        """Return the ids of the groups that may start now, and count them as in flight."""
         room = max(0, self.capacity - self.counters.admitted)
         redrawn, self._redraw = self._redraw[:room], self._redraw[room:]
         fresh = list(range(self._next_group, self._next_group + room - len(redrawn)))
@@ -89,22 +91,28 @@ class Admission:
         return redrawn + fresh
 
     def finish(self, group: int, ok: bool) -> None:
-        """`group` has left the engines and its rewards are known; not `ok` = nothing of it can be trained on."""
+        """Record that `group` has been sampled and scored. `ok` is False if it cannot be trained on.
+
+        Raises ValueError if it is not in flight.
+        """
         if group not in self._in_flight:
             raise ValueError(f"group {group} is not in flight")
         self._in_flight.remove(group)
         self._finished[group] = ok
 
     def batch(self, step: int) -> tuple[list[int], list[int]] | None:
-        """(trainable, failed) groups of `step`, sorted, once there are enough; the same again when asked again."""
+        """Take the groups of `step`: (trainable, failed), each sorted; None while too few are ready.
+
+        A second call for the same step returns the same groups. Raises ValueError for a step out of order.
+        """
         if step in self._taken:
             return self._taken[step]
         if step != self._committed_steps + len(self._taken):
             expected = self._committed_steps + len(self._taken)
-            raise ValueError(f"batches are taken in order: step {step} asked for, {expected} is next")
+            raise ValueError(f"batches are taken in order: step {step} was requested, but {expected} is next")
         if len(self._finished) < self.groups:
             return None
-        # The first finished ones; with staleness 0 these are all there are, so order of completion cannot matter.
+        # The first that finished. With staleness 0 there are no others, so the order of completion cannot matter.
         chosen = list(self._finished)[: self.groups]
         taken = (sorted(g for g in chosen if self._finished[g]), sorted(g for g in chosen if not self._finished[g]))
         for group in chosen:
@@ -113,7 +121,7 @@ class Admission:
         return taken
 
     def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> None:
-        """Settle every group of `step`; ValueError unless the numbers account for each of them once.
+        """Settle every group of `step`. Raises ValueError unless the numbers account for each of them once.
 
         `failed` includes the groups that `batch` already reported as failed.
         """
@@ -133,6 +141,7 @@ class Admission:
 
     @property
     def counters(self) -> Counters:
+        """The numbers of groups in each state."""
         admitted = self._next_group - len(self._redraw)
         return Counters(
             admitted=admitted,
@@ -145,16 +154,17 @@ class Admission:
 
     @property
     def in_flight(self) -> frozenset[int]:
+        """Ids of the groups that have started and not finished."""
         return frozenset(self._in_flight)
 
     @property
     def unsettled(self) -> list[int]:
-        """Groups that were started but whose end is not committed, sorted."""
+        """Ids of the groups that have started but whose end is not committed, sorted."""
         taken = [group for ok, bad in self._taken.values() for group in ok + bad]
         return sorted([*self._in_flight, *self._finished, *taken, *self._redraw])
 
     def state_dict(self) -> dict[str, Any]:
-        """The committed history; whatever is unsettled is redrawn under the same ids."""
+        """Return the committed history as JSON content. Unsettled groups are redrawn under the same ids."""
         return {
             "steps": self._committed_steps,
             "done": dict(self._done),
@@ -165,10 +175,10 @@ class Admission:
         }
 
     def load_state_dict(self, state: dict[str, Any], attempts: int = 0) -> None:
-        """Go back to a committed history; the groups that were unsettled then are admitted again first.
+        """Go back to a committed history; its unsettled groups are admitted again before new ones.
 
-        `attempts`: groups that were started up to now, by whichever process; what the history does not hold of them
-        is rolled back. The batch size may have changed: capacity counts from here.
+        `attempts`: number of groups that any process has started so far; those that the history does not contain
+        count as rolled back. The batch size may differ from the saved one: capacity counts from here.
         """
         self._done = dict(state["done"])
         self._committed_steps = int(state["steps"])
@@ -181,5 +191,5 @@ class Admission:
 
 
 def usable_samples(statuses: Iterable[str], minimum: int = 2) -> bool:
-    """A group can be trained on if at least `minimum` of its samples are ok: an advantage compares samples."""
+    """Tell whether a group can be trained on: at least `minimum` samples are ok, as an advantage compares samples."""
     return sum(status == "ok" for status in statuses) >= minimum

@@ -1,4 +1,4 @@
-"""What the rollout side measures of a batch: pure bookkeeping, the clock is passed in."""
+"""The measurements of the rollout side for one batch. Pure: times are passed in."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 
 class BusyClock:
-    """Wall time during which an engine ran, by intervals that are known when they are over.
+    """Measures the wall time during which at least one engine ran.
 
-    A request's way to the engine and back is not engine time: only its length there is told, and it is taken to have
-    ended when the answer came.
+    The way of a request to the engine and back is not engine time. An answer reports how long the engine worked on the
+    request; that interval is assumed to end when the answer arrives.
     """
 
     def __init__(self) -> None:
@@ -20,16 +20,16 @@ class BusyClock:
         self._taken_until = float("-inf")
 
     def enter(self, key: int, now: float) -> None:
-        """A request leaves for an engine."""
+        """Record that request `key` is sent to an engine."""
         self._running[key] = now
 
     def leave(self, key: int, now: float, seconds: float) -> None:
-        """It is back; `seconds` of that the engine worked on it. KeyError without `enter`."""
+        """Record that request `key` is answered after `seconds` of engine time. Raises KeyError without `enter`."""
         left = self._running.pop(key)
         self._add(max(left, now - seconds), now)
 
     def take(self, now: float) -> float:
-        """Seconds since the last `take` in which at least one ran; what is still under way counts from its leaving."""
+        """Return the seconds since the last `take` in which an engine ran; open requests count from their sending."""
         if self._running:
             self._add(min(self._running.values()), now)
         total = sum(end - begin for begin, end in self._intervals)
@@ -47,7 +47,7 @@ class BusyClock:
 
 @dataclass
 class BatchStats:
-    """Of the samples that finished since the last batch was taken."""
+    """Statistics of the samples that finished since the last batch was taken. Times in seconds."""
 
     generate_seconds: list[float] = field(default_factory=list)
     reward_seconds: list[float] = field(default_factory=list)
@@ -57,7 +57,7 @@ class BatchStats:
     engine_seconds: float = 0.0
 
     def metrics(self, *, queue_depth: int, replicas_alive: int) -> dict[str, float]:
-        """The declared `rollout/*` metrics that only this side knows."""
+        """Return the declared `rollout/*` and `reward/*` metrics that only the rollout side can measure."""
         values: dict[str, float] = {
             "rollout/skipped_prompts": self.skipped_prompts,
             "rollout/queue_depth": queue_depth,
@@ -82,5 +82,5 @@ class BatchStats:
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """Nearest-rank quantile of a sorted, non-empty sequence."""
+    """Return the element at index floor(q n), or the last one, of a sorted sequence of n > 0 elements."""
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]

@@ -1,4 +1,7 @@
-"""Requests that come at once travel to a replica together: a Ray call costs as much as 50 short tokens."""
+"""Batching of requests: those made in one turn of the event loop share one Ray call.
+
+A Ray call costs as much time as 50 short tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,7 @@ class _Waiting:
 
 
 class Batcher:
-    """`generate` one request; those of one turn of the event loop that share a prefix are sent in one call.
-
-    `chunk`: at most so many in one call (None: no bound). `in_turn`: calls without a home go to the replicas in turn
-    instead of by load. `clock`: told when calls leave and come back.
-    """
+    """Takes single requests and sends those that share a turn of the event loop and a prefix in one call."""
 
     def __init__(
         self,
@@ -36,6 +35,10 @@ class Batcher:
         clock: BusyClock | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`chunk`: the most requests in one call (None: no bound). `clock` records when calls are sent and answered.
+
+        `in_turn`: calls without a home go to the replicas in turn instead of by load.
+        """
         self._pool, self._chunk, self._in_turn, self._clock, self._now = pool, chunk, in_turn, clock, now
         self._waiting: list[_Waiting] = []
         self._flush: asyncio.Handle | None = None
@@ -45,10 +48,10 @@ class Batcher:
     async def generate(
         self, request: GenerateRequest, prefix: Hashable = None, home: int | None = None
     ) -> GenerateResult:
-        """One response; raises what the pool raised for the call that carried the request.
+        """Return the response to one request. Raises what the pool raised for the call that carried the request.
 
-        `prefix`: requests that share it share a prompt, and go to one replica; None shares nothing. `home`: a number
-        that alone decides which replica takes them.
+        `prefix`: requests with the same prefix share a prompt and go to one replica; None shares nothing. `home`: a
+        number that alone determines the replica (see `Router.assign`).
         """
         loop = asyncio.get_running_loop()
         waiting = _Waiting(request, prefix, home, loop.create_future())
@@ -58,7 +61,13 @@ class Batcher:
         return await waiting.future
 
     async def cancel(self) -> None:
-        """Give up every call that is under way; whoever waits for one is cancelled."""
+        """Cancel every open call, and every `generate` that waits for one."""
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.future.cancel()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

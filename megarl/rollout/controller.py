@@ -1,9 +1,10 @@
-"""RolloutController: decides what is generated, and hands finished groups to the queue. One per run, an async actor.
+"""RolloutController: decides what is generated and writes finished groups to the queue. One async actor per run.
 
-A facade over its parts: admission (which groups may start), the fleet (which replicas serve), the group runner (how a
-group becomes trajectories), the queue, and evaluation. A trainer that (re)starts says which history it goes on from
-(`begin`), then the version that the engines serve (`set_version`), takes batches (`wait_batch`) and says what became of
-them (`commit`). Once something failed for good, every waiting and later call raises that failure.
+It joins its parts: admission (which groups may start), the fleet (which replicas serve), the group runner (how a group
+becomes trajectories), the failure policy (whether a failed group ends the run), the queue, and evaluation. A trainer
+that starts or restarts calls `begin` with the history that it resumes and `set_version` with the version that the
+engines serve; then, for each step, `wait_batch` and `commit`. After a failure that ends the run, every waiting and
+every later call raises it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +48,10 @@ ATTEMPTS_FILE = "attempts.json"
 
 @dataclass(frozen=True)
 class BatchReady:
-    """A batch the trainer may take: `keys` of all its samples, failed ones included, in (group, sample) order.
+    """A batch that the trainer may take.
 
-    `timings`: declared `rollout/*` and `reward/errors` metrics of this batch.
+    `keys`: all its samples, failed ones included, in (group, sample) order. `timings`: the declared `rollout/*`,
+    `reward/errors` and `total/groups_rolled_back` metrics of this batch.
     """
 
     step: int
@@ -58,10 +61,10 @@ class BatchReady:
 
 
 class RolloutController:
-    """Created by the supervisor; see the module's docstring."""
+    """The actor that the supervisor creates; see the module's docstring."""
 
     def __init__(self, spec: ReplicaSpec, partition: str, *, cwd: str = "") -> None:
-        """`cwd`: the launcher's; relative paths of the config and user modules are seen from there."""
+        """`cwd`: the launcher's working directory, to which the config's paths and the user's modules are relative."""
         self.spec, self.partition = spec, partition
         self.config = Config.model_validate_json(spec.config_json)
         self.run_dir = Path(spec.run_dir)
@@ -75,11 +78,14 @@ class RolloutController:
         self._failures = FailurePolicy(self.config.rollout.on_group_failure, self.config.batch.groups)
         self._engine_time = BusyClock()
         self._failure: RolloutError | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
     async def start(self) -> dict[str, float]:
-        """Start queue and reward processes, load prompts and tokenizer, attach to the replicas; seconds it took."""
+        """Start queue and reward processes, load prompts and tokenizer, attach to the replicas.
+
+        Returns the seconds that this took, as `start_s`.
+        """
         started = time.monotonic()
         config, timeouts = self.config, self.config.timeouts
         self._rewards = RewardPool(
@@ -90,7 +96,7 @@ class RolloutController:
             on_error=config.reward.on_error,
             start_timeout_s=timeouts.engine_start_s,
         )
-        # What takes long and imports much is not done in the event loop.
+        # Slow calls run in threads, outside the event loop.
         self._queue, self._source, self._fleet, _ = await asyncio.gather(
             asyncio.to_thread(self._start_queue),
             asyncio.to_thread(PromptSource, config),
@@ -106,11 +112,11 @@ class RolloutController:
             QueueWriter.attach, self.partition, namespace=self.spec.namespace, timeout_s=timeouts.queue_s
         )
         gc.collect()
-        gc.freeze()  # as in the trainer: a collection that walks all imported modules halts generation for 0.3 s
+        gc.freeze()  # as in the trainer: a collection that visits all imported modules stops generation for 0.3 s
         return {"start_s": time.monotonic() - started}
 
     def _start_queue(self) -> QueueServer:
-        """The queue's actors belong to this one, in a process that needs the library anyhow."""
+        """Start the queue's actors, which this actor owns because its process imports the library in any case."""
         return start_queue(
             self.partition,
             namespace=self.spec.namespace,
@@ -120,7 +126,10 @@ class RolloutController:
         )
 
     async def set_version(self, version: int, admit: bool = True) -> Counters:
-        """The engines serve `version` from now on, restarted ones too. Repeating it is harmless."""
+        """Record that all engines, restarted ones included, serve `version`; with `admit`, start what it allows.
+
+        Idempotent.
+        """
         self._check()
         self._fleet.admit_joining()
         self._admission.set_version(version)
@@ -131,16 +140,16 @@ class RolloutController:
         self._check()
         groups = self._admission.admit()
         if groups:
-            # Before any of them starts: whoever resumes can tell how many were started for nothing.
+            # Written before any of them starts, so that a resume can count the groups that were started in vain.
             write_json(self.run_dir / ATTEMPTS_FILE, {"attempts": self._admission.attempts})
         for group_id in groups:
             self._spawn(self._group(group_id))
         return self._admission.counters
 
     async def wait_batch(self, step: int, timeout_s: float) -> BatchReady:
-        """The batch of `step`, once its groups are in the queue; the same again when asked again before `commit`.
+        """Wait until the groups of `step` are in the queue and return its batch; the same one until `commit`.
 
-        RolloutError naming the cause if rollout failed or `timeout_s` ran out.
+        Raises RolloutError naming the cause if rollout failed or `timeout_s` has passed.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -161,6 +170,7 @@ class RolloutController:
                 ) from None
 
     def _take(self, step: int) -> None:
+        """Put the batch of `step` into `_batches`, if its groups are ready."""
         taken = self._admission.batch(step)
         if taken is None:
             return
@@ -177,7 +187,10 @@ class RolloutController:
         )
 
     async def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> Counters:
-        """What became of the groups of `step`; their rows leave the queue. ValueError if the numbers do not add up."""
+        """Settle the groups of `step` and remove their rows from the queue.
+
+        Raises ValueError if the numbers do not account for every group once.
+        """
         self._check()
         self._admission.commit(step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed)
         batch = self._batches.pop(step)
@@ -188,10 +201,11 @@ class RolloutController:
         return counters
 
     async def counters(self) -> Counters:
+        """Return the numbers of groups in each state."""
         return self._admission.counters
 
     async def evaluate(self, version: int, label: str = "") -> list[SetReport]:
-        """Every configured set, greedy and sampled. With `label`, all answers go to RUN_DIR/eval_{label}.jsonl."""
+        """Evaluate every configured set, greedy and sampled; with `label`, write RUN_DIR/eval_{label}.jsonl."""
         self._check()
         eval_sets = await asyncio.to_thread(self._source.eval_sets)
         reports = []
@@ -211,19 +225,20 @@ class RolloutController:
         return reports
 
     async def references(self, group_ids: list[int]) -> dict[int, str]:
-        """Reference answers of groups, for `samples.jsonl`."""
+        """Return the reference answers of groups, for `samples.jsonl`."""
         return {group: self._source.reference(group) for group in group_ids}
 
     async def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: committed history and what the prompts' order depends on."""
+        """Return what a checkpoint keeps: the committed history and what the order of the prompts depends on."""
         admission = self._admission.state_dict()
         return {"admission": admission, "source": self._source.state_dict()}
 
     async def begin(self, state: dict[str, Any] | None) -> Counters:
-        """Go back to a committed history (None: its beginning); the trainer has started, or started again.
+        """Go back to a committed history (None: to its beginning), because the trainer has started or restarted.
 
-        Groups in flight, in the queue or at the last trainer are dropped, and counted as rolled back. An engine that
-        the last trainer left in the middle of a sync is replaced. ValueError if the prompts are not the saved ones.
+        Groups in flight, in the queue or taken by the previous trainer are dropped and counted as rolled back. An
+        engine that the previous trainer left in the middle of a weight sync is replaced. Raises ValueError if the
+        prompts are not the saved ones.
         """
         await self._drop_everything()
         batch, attempts = self.config.batch, self._admission.attempts
@@ -234,7 +249,7 @@ class RolloutController:
         if state is not None:
             self._source.load_state_dict(state["source"])
         self._admission.load_state_dict(state["admission"] if state else self._admission.state_dict(), attempts)
-        # Belongs to the first batch of the history.
+        # Prompts are skipped once per history: the number belongs to its first batch.
         self._runner.stats.skipped_prompts = 0 if state else self._source.skipped
         await self._fleet.reset()
         return self._admission.counters
@@ -250,19 +265,19 @@ class RolloutController:
         self._failure, self._runner.stats = None, BatchStats()
 
     async def members(self) -> list[int]:
-        """Indices of all replicas."""
+        """Return the indices of all replicas, lost and joining ones included."""
         return self._fleet.members
 
     async def devices(self) -> list[HeldDevices]:
-        """What every replica that serves holds."""
+        """Return the devices that each serving replica holds."""
         return await self._fleet.devices()
 
     async def restart_replicas(self, indices: list[int]) -> None:
-        """Replace replicas by fresh ones; they serve after the next `set_version`. RolloutError if one fails."""
+        """Replace replicas by new ones, which serve after the next `set_version`. Raises RolloutError if one fails."""
         await self._fleet.restart(indices)
 
     async def shutdown(self) -> None:
-        """Cancel what is in flight and end the reward processes."""
+        """Cancel the groups in flight, end the reward processes and close the queue."""
         for task in self._tasks:
             task.cancel()
         await asyncio.to_thread(self._rewards.close)
@@ -272,25 +287,26 @@ class RolloutController:
         if self._failure is not None:
             raise self._failure
 
-    def _spawn(self, coroutine: Any) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine as a task; its failure ends the run."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or task.exception() is None:
             return
         error = task.exception()
         logger.error("rollout failed", exc_info=error)
         if self._failure is None:
-            known = isinstance(error, (RolloutError, TimeoutError, ValueError))
-            text = str(error) if known else f"{type(error).__name__}: {error}"
+            clear = isinstance(error, (RolloutError, TimeoutError, ValueError))
+            text = str(error) if clear else f"{type(error).__name__}: {error}"
             self._failure = error if isinstance(error, RolloutError) else RolloutError(f"rollout failed: {text}")
         self._changed.set()
 
     async def _group(self, group_id: int) -> None:
-        """One prompt group from prompt to queue; one that fails is counted, unless its failure ends the run."""
+        """Run one prompt group and write it to the queue. Raises RolloutError if its failure ends the run."""
         try:
             rows = await self._runner.run(group_id)
             self._failures.succeeded()

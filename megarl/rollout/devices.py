@@ -1,4 +1,4 @@
-"""Who holds which device. The trainer's and the pool's sets must be disjoint; both report what they really hold."""
+"""The devices that ranks and replicas hold. The two sets must be disjoint; both sides report what they really hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from megarl.common.errors import RolloutError
 
 @dataclass(frozen=True)
 class HeldDevices:
-    """`devices`: GPU UUIDs, which no renumbering by CUDA_VISIBLE_DEVICES changes; empty without GPUs."""
+    """The devices of one owner on one host.
+
+    `devices`: GPU UUIDs, which CUDA_VISIBLE_DEVICES does not renumber; empty without GPUs.
+    """
 
     owner: str
     host: str
@@ -20,7 +23,7 @@ class HeldDevices:
 
 
 def held_devices(owner: str, cuda: bool) -> HeldDevices:
-    """What this process can see. Without `cuda` it initialises nothing."""
+    """Return all devices that this process sees. Without `cuda` nothing is initialised."""
     if not cuda:
         return HeldDevices(owner, platform.node(), ())
     import torch
@@ -30,7 +33,7 @@ def held_devices(owner: str, cuda: bool) -> HeldDevices:
 
 
 def own_device(rank: int) -> HeldDevices:
-    """What a trainer rank holds: the one GPU it has set as current, not all it could see."""
+    """Return the device of a trainer rank: the one GPU that it has set as current, not all that it sees."""
     import torch
 
     if not torch.cuda.is_available():
@@ -40,7 +43,7 @@ def own_device(rank: int) -> HeldDevices:
 
 
 def refuse_overlap(trainer: Iterable[HeldDevices], pool: Iterable[HeldDevices]) -> None:
-    """RolloutError naming every device that a trainer rank and a replica both hold."""
+    """Raise RolloutError naming every device that a trainer rank and a replica both hold."""
     taken = {(held.host, device): held.owner for held in trainer for device in held.devices}
     clashes = [
         f"{device} on {held.host} (by {taken[held.host, device]} and {held.owner})"
@@ -57,7 +60,7 @@ def refuse_overlap(trainer: Iterable[HeldDevices], pool: Iterable[HeldDevices]) 
 
 
 def refuse_split_replica(tensor_parallel: int, gpus_per_node: int) -> None:
-    """ValueError if one engine would need more GPUs than a node has: TP runs over NVLink, never between nodes."""
+    """Raise ValueError if an engine needs more GPUs than a node has: TP uses NVLink and never spans nodes."""
     if tensor_parallel > gpus_per_node:
         raise ValueError(
             f"rollout.tensor_parallel={tensor_parallel} does not fit into a node with {gpus_per_node} rollout GPUs; "
@@ -66,7 +69,10 @@ def refuse_split_replica(tensor_parallel: int, gpus_per_node: int) -> None:
 
 
 def visible_devices(indices: Iterable[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for `indices`, which count within what this process was given."""
+    """Return CUDA_VISIBLE_DEVICES for `indices`, which count within this process's own CUDA_VISIBLE_DEVICES.
+
+    Raises ValueError if there is no such device.
+    """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else None
     try:

@@ -1,4 +1,4 @@
-"""From the config to vLLM's arguments and environment. Pure."""
+"""vLLM's arguments and environment, derived from the config. Pure."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ CPU_BATCHED_TOKENS = 8192
 
 
 def engine_dtype(config: Config) -> str:
-    """`rollout.dtype`, or the trainer's precision."""
+    """Return the dtype of the engines: `rollout.dtype`, or the trainer's precision for `auto`."""
     if config.rollout.dtype != "auto":
         return config.rollout.dtype
     return {"bf16": "bfloat16", "fp32": "float32"}[config.trainer.precision]
 
 
 def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs. ValueError if `rollout.engine_kwargs` touches what megarl sets."""
+    """Return the keyword arguments of AsyncEngineArgs.
+
+    Raises ValueError if `rollout.engine_kwargs` names an argument that megarl sets.
+    """
     rollout = config.rollout
     for key in rollout.engine_kwargs:
         if key in RESERVED:
             raise ValueError(f"rollout.engine_kwargs.{key}: not for the user: {RESERVED[key]}")
-    # CPU, one worker: the engine process runs the model itself (see `engine_environment`).
+    # On CPU with one worker the engine process runs the model itself (see `engine_environment`).
     single = "uni" if not cuda else None
     arguments: dict[str, Any] = {
         "model": str(hf_files(config.model.path)),
@@ -42,7 +45,7 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         "seed": config.run.seed,
     }
     if megatron_step(config.model.path) is not None:
-        # There are no weights beside the config: version 0 brings them, before the first prompt.
+        # vLLM cannot read the checkpoint: version 0 of the weight sync brings the weights before the first prompt.
         arguments["load_format"] = "dummy"
     if not cuda:
         arguments |= _whole_prompts(max_model_len or rollout.max_model_len)
@@ -50,16 +53,16 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
 
 
 def _whole_prompts(max_model_len: int | None) -> dict[str, Any]:
-    """CPU only: prompts are never cut over two steps.
+    """Return arguments that keep each prompt within one engine step. CPU only.
 
-    vLLM 0.32 takes the draw of a request that is not fully read back by `Generator.set_offset`, which a CPU generator
-    does not have: a seeded request whose prompt is cut kills the engine (gpu_model_runner.py, `_bookkeeping_sync`).
+    A seeded request whose prompt spans two steps kills the engine: until the prompt is fully read, vLLM 0.32 undoes the
+    request's draws with `Generator.set_offset`, which CPU generators lack (gpu_model_runner.py, `_bookkeeping_sync`).
     """
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len or 0, CPU_BATCHED_TOKENS)}
 
 
 def engine_environment(config: Config, *, cuda: bool) -> dict[str, str]:
-    """Environment of a replica's processes; must be set before vLLM is imported."""
+    """Return the environment of a replica's processes, to be set before vLLM is imported."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
@@ -73,14 +76,14 @@ def engine_environment(config: Config, *, cuda: bool) -> dict[str, str]:
     environment |= {
         "VLLM_CPU_KVCACHE_SPACE": str(config.rollout.cpu_kv_cache_gib),
         "OMP_NUM_THREADS": "1",
-        # Compiling the sampler's helpers would cost 25 s at the first token and gain nothing at this size.
+        # Compiling the sampler's helpers takes 25 s at the first token and saves nothing on models of this size.
         "TORCHDYNAMO_DISABLE": "1",
     }
     if threads > 1:
-        # One core per worker; vLLM would otherwise ask for one NUMA node per worker.
+        # One core per worker; by default vLLM requires one NUMA node per worker.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(threads))
     else:
-        # Lets the engine process run the model itself instead of a worker process of its own: vLLM refuses the "uni"
-        # executor on CPU unless this is set. Saves one interpreter start (15 s of CPU) and an RPC per token.
+        # vLLM refuses the "uni" executor on CPU unless this is set. With it the engine process runs the model itself
+        # instead of a worker process, which saves one interpreter start (15 s of CPU) and an RPC per token.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return environment

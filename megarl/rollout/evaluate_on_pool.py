@@ -1,9 +1,9 @@
-"""Held-out evaluation on the pool: prompts of one set in, judged responses and their report out."""
+"""Held-out evaluation on the pool: samples and scores responses to the prompts of one set and reports on them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ CHUNK = 32
 
 @dataclass(frozen=True)
 class EvalProblem:
-    """One held-out problem, tokenized. `judge` makes the reward's input from (text, token ids, finish reason)."""
+    """One held-out problem, tokenized. `judge(text, token ids, finish reason)` makes the reward function's input."""
 
     prompt_ids: list[int]
     judge: Callable[[str, list[int], str], RewardInput]
@@ -33,7 +33,10 @@ class EvalProblem:
 
 @dataclass
 class EvalSet:
-    """A held-out set and how its responses are sampled; `samples` sampled ones per problem beside the greedy one."""
+    """A held-out set and how its responses are sampled.
+
+    Each problem gets one greedy response and `samples` sampled ones. `records`: one JSON object per response.
+    """
 
     name: str
     problems: Sequence[EvalProblem]
@@ -47,18 +50,17 @@ class EvalSet:
 async def evaluate_on_pool(
     eval_set: EvalSet,
     pool: RolloutPool,
-    score: Callable[[RewardInput], Any],
+    score: Callable[[RewardInput], Awaitable[RewardOutcome]],
     decode: Callable[[Sequence[int]], str],
     *,
     version: int,
     tag: str,
     in_turn: bool = False,
 ) -> SetReport:
-    """Greedy and sampled responses to every problem, judged. `score` is awaited; fills `eval_set.records`.
+    """Sample greedy and sampled responses to every problem, score them, and fill `eval_set.records`.
 
-    `in_turn`: requests go to the replicas in turn instead of by load.
-
-    Seeds depend on (seed, problem, sample) only: the same problems are sampled alike before and after training.
+    `tag` makes the request ids unique. `in_turn`: requests go to the replicas in turn instead of by load. Seeds depend
+    on (seed, problem, sample) only, so the same problems are sampled with the same seeds before and after training.
     """
     batcher = Batcher(pool, chunk=CHUNK, in_turn=in_turn)
     eval_set.records.clear()
@@ -88,9 +90,10 @@ async def evaluate_on_pool(
 
 
 def answer_of(text: str, outcome: RewardOutcome) -> str | None:
-    """The final answer as a string for voting: what the reward function judged.
+    """Return the final answer as a string for voting; None if there is none.
 
-    None if nothing parsed or nothing was judged. For a function that does not say: what is boxed, else the last number.
+    It is the answer that the reward function judged; for a function that does not return its answer, what is boxed,
+    else the last number. None if the function failed or could not parse an answer.
     """
     if outcome.answer is not None:
         return outcome.answer
@@ -104,7 +107,7 @@ def answer_of(text: str, outcome: RewardOutcome) -> str | None:
 
 
 def _failure(result: GenerateResult, outcome: RewardOutcome) -> SampleFailure | None:
-    """A generation that failed is not also its reward's error."""
+    """Return why a response has failed: its generation, else its reward function; None if neither has."""
     if message := generation_failure(result):
         return SampleFailure("generation", message)
     return None if outcome.error is None else SampleFailure("reward", outcome.error)
@@ -130,7 +133,7 @@ def _record(
 
 
 def write_records(path: Path, eval_sets: Sequence[EvalSet]) -> None:
-    """One line per response, for looking at."""
+    """Write one JSON line per response, for people to read."""
     with path.open("w") as file:
         for eval_set in eval_sets:
             for record in eval_set.records:

@@ -1,4 +1,4 @@
-"""When a failed prompt group ends the run, and when it is only counted. Pure."""
+"""The rule that decides whether a failed prompt group ends the run or is counted. Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ OnGroupFailure = Literal["count", "stop"]
 
 
 class FailurePolicy:
-    """`judge` every failure, `succeeded` every group that came through.
+    """Decides for each failed group; the controller reports every failure and every success to it.
 
-    A failure ends the run if the policy is `stop`, if nothing is left to generate or judge with, or if `limit` groups
-    in a row have failed: what fails every time is not one group's misfortune.
+    A failure ends the run if the policy is `stop`, if no replica or reward process is left, or if `limit` groups in a
+    row have failed, because then the cause is not in one group.
     """
 
     def __init__(self, on_group_failure: OnGroupFailure, limit: int) -> None:
-        """`limit` >= 1."""
+        """`on_group_failure`: `rollout.on_group_failure` of the config. `limit` >= 1."""
         self._on_group_failure, self._limit = on_group_failure, limit
         self._in_a_row = 0
 
     def succeeded(self) -> None:
-        """A group has been generated and judged."""
+        """Record that a group has been sampled and scored."""
         self._in_a_row = 0
 
     def judge(self, group_id: int, error: Exception) -> RolloutError | None:
-        """The error that ends the run; None if the group is to be counted as failed."""
+        """Return the error that ends the run; None if the group is to be counted as failed."""
         self._in_a_row += 1
         if isinstance(error, NoReplicaLeft | RewardPoolError) or self._on_group_failure == "stop":
             return error if isinstance(error, RolloutError) else RolloutError(f"rollout failed: {_text(error)}")
@@ -39,5 +39,5 @@ class FailurePolicy:
 
 
 def _text(error: Exception) -> str:
-    known = isinstance(error, RolloutError | TimeoutError | ValueError | RewardPoolError)
-    return str(error) if known else f"{type(error).__name__}: {error}"
+    clear = isinstance(error, RolloutError | TimeoutError | ValueError | RewardPoolError)
+    return str(error) if clear else f"{type(error).__name__}: {error}"

@@ -1,6 +1,6 @@
-"""The replicas of a run: which there are, which serve, and how lost ones are replaced.
+"""The replicas of a run: which exist, which serve, and how lost ones are replaced.
 
-The config says how many replicas a run starts with. From then on this is the only place that knows how many there are.
+The config gives the number of replicas at the start. After that only the fleet knows how many there are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megarl.common.errors import RolloutError
 from megarl.config.schema import TimeoutsConfig
@@ -18,14 +18,17 @@ from megarl.rollout.devices import HeldDevices
 from megarl.rollout.pool import RolloutPool
 from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
 logger = logging.getLogger(__name__)
 
 
 class Fleet:
-    """`pool` generates on the replicas that serve; `members` are all of them, lost and joining ones included."""
+    """Holds all replicas (`members`), lost and joining ones included, and the `pool` of those that serve."""
 
-    def __init__(self, spec: ReplicaSpec, replicas: dict[int, Any], timeouts: TimeoutsConfig) -> None:
-        """`replicas`: index -> actor handle, all of them started."""
+    def __init__(self, spec: ReplicaSpec, replicas: dict[int, ActorHandle], timeouts: TimeoutsConfig) -> None:
+        """`replicas`: started EngineReplica actors by index."""
         self._spec, self._timeouts = spec, timeouts
         self._joining: set[int] = set()
         self._members = set(replicas)
@@ -33,10 +36,13 @@ class Fleet:
 
     @classmethod
     async def attach(cls, spec: ReplicaSpec, count: int, timeouts: TimeoutsConfig) -> Fleet:
-        """Wait for the `count` replicas with which the run starts. RolloutError if one is not there in time."""
+        """Wait until the `count` replicas of the run's start exist.
+
+        Raises RolloutError naming the first that does not within `timeouts.engine_start_s`.
+        """
         import ray
 
-        replicas: dict[int, Any] = {}
+        replicas: dict[int, ActorHandle] = {}
         deadline = time.monotonic() + timeouts.engine_start_s
         while len(replicas) < count:
             index = len(replicas)
@@ -52,31 +58,31 @@ class Fleet:
 
     @property
     def members(self) -> list[int]:
-        """Indices of all replicas."""
+        """The indices of all replicas, sorted."""
         return sorted(self._members)
 
     def admit_joining(self) -> None:
-        """Replicas that were restarted hold the current weights now: let them serve."""
+        """Let the restarted replicas serve. Call it when they hold the current weights."""
         for index in sorted(self._joining):
             self.pool.admit(index)
         self._joining.clear()
 
     async def restart(self, indices: Sequence[int]) -> None:
-        """Replace replicas by fresh ones under the same names; they serve after `admit_joining`.
+        """Replace replicas by new ones under the same names; they serve after `admit_joining`.
 
-        RolloutError if one does not come up. (The controller is their owner: a rank's actors would end with the rank.)
+        Raises RolloutError if one does not start. The controller owns them: actors of a rank would end with the rank.
         """
 
         async def restart_one(index: int) -> None:
             old = self.pool.handle(index)
-            fresh = await restart_replica(self._spec, index, old, self._timeouts.engine_start_s)
-            self.pool.replace(index, fresh)
+            new = await restart_replica(self._spec, index, old, self._timeouts.engine_start_s)
+            self.pool.replace(index, new)
             self._joining.add(index)
 
         await asyncio.gather(*(restart_one(index) for index in indices))
 
     async def reset(self) -> None:
-        """Make every engine idle and whole; those that cannot be are replaced."""
+        """Drop all requests of every engine, and replace engines that fail to do so or are in the middle of a sync."""
         broken = []
 
         async def reset_one(index: int) -> None:
@@ -90,7 +96,7 @@ class Fleet:
         await self.restart(sorted(broken))
 
     async def devices(self) -> list[HeldDevices]:
-        """What every replica that serves holds."""
+        """Return the devices that each serving replica holds."""
         return [await self.pool.call(index, "devices", timeout_s=self._timeouts.rpc_s) for index in self.pool.alive]
 
     def _where_its_log_is(self, index: int) -> str:

@@ -1,4 +1,4 @@
-"""Runs the samples of one prompt group, each by the agent loop, and measures them."""
+"""The group runner: runs the agent loop for each sample of a prompt group and measures it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupRunner:
-    """`run` a group from its prompt to its trajectories. `stats` receives what is measured on the way."""
+    """Turns a group's prompt into its trajectories; `stats` collects the measurements of the current batch."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class GroupRunner:
         *,
         partition: str,
     ) -> None:
-        """`partition`: makes the request ids of this run's attempt unique."""
+        """`partition` makes the request ids of this attempt of the run unique."""
         self.config = config
         self.loop = loop
         self.source = source
@@ -46,11 +46,11 @@ class GroupRunner:
         self.sampling = SamplingSpec.training(config.sampling, source.stop_token_ids)
 
     async def run(self, group_id: int) -> list[Trajectory]:
-        """The group's trajectories in the order of their samples. Raises what the first loop to fail raised."""
+        """Return the group's trajectories in sample order. Raises the exception of the first loop that fails."""
         prompt = self.source.draw(group_id)
         samples = range(self.config.batch.samples_per_group)
         try:
-            async with asyncio.TaskGroup() as tasks:  # the others end with the first that fails
+            async with asyncio.TaskGroup() as tasks:  # the first failure cancels the others
                 running = [
                     tasks.create_task(self.loop.run(SampleContext(self, prompt, group_id, index))) for index in samples
                 ]
@@ -59,13 +59,13 @@ class GroupRunner:
         return [task.result() for task in running]
 
     def failed(self, group_id: int, reason: str) -> list[Trajectory]:
-        """The trajectories of a group that could not be run: without a token, counted and never trained on."""
+        """Return the trajectories of a group that could not be run: without tokens, counted, never trained on."""
         self.stats.sample_failures[reason] += self.config.batch.samples_per_group
         return [failed_trajectory(group_id, index, reason) for index in range(self.config.batch.samples_per_group)]
 
 
 class SampleContext:
-    """The `AgentContext` of one sample."""
+    """Implements `AgentContext` for one sample."""
 
     def __init__(self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int) -> None:
         self.prompt, self.group_id, self.sample_index = prompt, group_id, sample_index
@@ -91,9 +91,9 @@ class SampleContext:
             return None
         text = self._runner.source.decode(result.response_ids)
         started = time.monotonic()
-        wanted = self.prompt.judge(text, result.response_ids, result.finish_reason)
-        outcome: RewardOutcome = await self._runner.rewards.score(wanted)
-        stats = self._runner.stats  # a batch may have been taken, and its statistics with it, in the meantime
+        reward_input = self.prompt.judge(text, result.response_ids, result.finish_reason)
+        outcome: RewardOutcome = await self._runner.rewards.score(reward_input)
+        stats = self._runner.stats  # read here: meanwhile a batch may have been taken, and its statistics replaced
         stats.reward_seconds.append(time.monotonic() - started)
         if outcome.error is not None:
             stats.reward_errors[outcome.reason or "error"] += 1

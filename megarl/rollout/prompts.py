@@ -1,6 +1,6 @@
-"""Prompts by group id: which problem a group works on, its token ids, and what its reward needs.
+"""Prompts by group id: the problem of a group, its token ids, and the input of its reward function.
 
-Group g takes draw number g of the cursor, so a group that is redrawn after a resume gets the problem it had.
+Group g takes draw number g of the cursor, so a group that is redrawn after a resume gets the same problem.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Drawn:
         return self.prompt.answer
 
     def judge(self, response: str, token_ids: list[int], finish_reason: str) -> RewardInput:
-        """What the reward function sees of one response."""
+        """Return the reward function's input for one response."""
         return RewardInput(
             prompt=self.prompt.text,
             response=response,
@@ -44,7 +44,10 @@ class Drawn:
 
 
 class PromptSource:
-    """Training prompts, evaluation sets and the tokenizer of a run. ValueError for anything the user got wrong."""
+    """Holds the training prompts, evaluation sets and tokenizer of a run.
+
+    Raises ValueError for mistakes in data, tokenizer or prompt lengths.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -59,39 +62,39 @@ class PromptSource:
 
     @property
     def skipped(self) -> int:
-        """Prompts left out because they are too long."""
+        """The number of prompts that are left out because they are too long."""
         return self._encoder.skipped
 
     def draw(self, group_id: int) -> Drawn:
-        """The problem of a group; the same at every call."""
+        """Return the problem of a group, the same one at every call."""
         _, index = self._cursor.at(group_id)
         prompt = self._prompts[self._valid[index]]
         return Drawn(prompt, self._encoder.encode(prompt))
 
     def reference(self, group_id: int) -> str:
-        """The reference answer of a group's problem."""
+        """Return the reference answer of a group's problem."""
         return self._prompts[self._valid[self._cursor.at(group_id)[1]]].answer
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens: what a reward function judges."""
+        """Return the text of token ids without special tokens, as reward functions get it."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def eval_sets(self) -> list[EvalSet]:
-        """The configured held-out sets, tokenized. Prompts too long for the model are an error."""
+        """Return the configured held-out sets, tokenized. Raises ValueError for a prompt that is too long."""
         return [self._eval_set(each) for each in self.config.evaluation.sets]
 
-    def _eval_set(self, wanted: EvalSetConfig) -> EvalSet:
+    def _eval_set(self, chosen: EvalSetConfig) -> EvalSet:
         config = self.config
         limit = self._evaluation_limit
         encoder = PromptEncoder(self.tokenizer, limit.tokens, setting=limit.setting)
         problems = []
-        for prompt in load_prompts(wanted.path, config.data, wanted.limit):
+        for prompt in load_prompts(chosen.path, config.data, chosen.limit):
             drawn = Drawn(prompt, encoder.encode(prompt))
             problems.append(EvalProblem(drawn.ids, drawn.judge, prompt.answer))
         max_tokens = config.evaluation.max_tokens or config.sampling.max_tokens
         return EvalSet(
-            name=wanted.name,
+            name=chosen.name,
             problems=problems,
             greedy=SamplingSpec.greedy(max_tokens, self.stop_token_ids),
             sampled=SamplingSpec.evaluation(config.evaluation.sampling, max_tokens, self.stop_token_ids),
@@ -100,9 +103,9 @@ class PromptSource:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order of the prompts depends on; the position is the group id."""
+        """Return what the order of the prompts depends on; the position in it is the group id."""
         return self._cursor.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError if the data set, seed or order is another one."""
+        """Check a saved state. Raises ValueError if the data set, seed or order is a different one."""
         self._cursor.load_state_dict(state)

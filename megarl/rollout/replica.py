@@ -1,7 +1,8 @@
 """EngineReplica: one vLLM engine inside an async Ray actor. Token ids in; token ids, log-probs and versions out.
 
-It knows nothing of prompts' texts, groups or rewards. Every engine failure leaves as `ReplicaFailed` with this
-replica's index; a replica that failed once refuses everything afterwards, so that a half-updated engine never serves.
+It handles no text, groups or rewards. Every engine failure is raised as `ReplicaFailed` with this replica's index. A
+replica whose engine is dead or did not start, or that was told to `fail`, refuses every later call, so that an engine
+with partly updated weights never serves.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import os
 import platform
 import re
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.common.errors import ReplicaFailed
 from megarl.common.output import redirect_output
@@ -26,17 +28,27 @@ from megarl.rollout.devices import HeldDevices, held_devices
 from megarl.rollout.engine_args import engine_args, engine_environment
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 UNKNOWN_VERSION = -1
-# Custom Ray resources of rollout nodes: the first says that one is, the second counts the engines it is to hold.
+# Custom Ray resources of rollout nodes: the first marks such a node, the second counts the engines that it can hold.
 ROLLOUT_RESOURCE = "megarl_rollout"
 ENGINE_RESOURCE = "megarl_engine"
 
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What every replica of a run is made from; `supervisor`: on `host`, None if nobody there has to be watched."""
+    """Holds what the replicas and the controller of a run are made from.
+
+    `supervisor` runs on `host`; None if the run uses a Ray cluster that the supervisor has not started.
+    """
 
     config_json: str
     run_dir: str
@@ -47,21 +59,21 @@ class ReplicaSpec:
     host: str = ""
 
     def watch_supervisor(self) -> None:
-        """Die with the supervisor, in its own processes on its host; on other nodes the node's agent does that."""
+        """End this process when the supervisor ends, if it runs on this host; on other nodes the agent does that."""
         if self.supervisor is not None and self.host == platform.node():
             die_with(self.supervisor, "supervisor")
 
 
 def replica_name(index: int) -> str:
-    """Ray name of a replica inside the run's namespace."""
+    """Return the Ray name of a replica inside the run's namespace."""
     return f"replica-{index}"
 
 
-def create_replica(spec: ReplicaSpec, index: int) -> Any:
-    """Actor handle of a new replica, not started. The calling process owns it: the supervisor or one of its actors.
+def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
+    """Create the EngineReplica actor of a new replica, not started. The calling process owns it.
 
-    `num_gpus` = TP and no placement group: inside one vLLM would silently choose its Ray executor, which wants GPUs
-    outside the actor.
+    The actor gets `num_gpus` = TP and no placement group: inside one, vLLM would silently choose its Ray executor,
+    which asks for GPUs outside the actor.
     """
     import ray
 
@@ -74,15 +86,15 @@ def create_replica(spec: ReplicaSpec, index: int) -> Any:
     )
 
 
-async def restart_replica(spec: ReplicaSpec, index: int, old: Any, timeout_s: float) -> Any:
-    """Kill `old` and start a fresh replica under its name. ReplicaFailed if it does not come up in time."""
+async def restart_replica(spec: ReplicaSpec, index: int, old: ActorHandle, timeout_s: float) -> ActorHandle:
+    """Kill `old` and start a new replica under its name. Raises ReplicaFailed if it is not up in `timeout_s`."""
     import ray
 
     deadline = time.monotonic() + timeout_s
     ray.kill(old)
     while True:
         try:
-            # The old name is free only once Ray has seen the death.
+            # The name becomes free only when Ray has noticed the death of the old actor.
             handle = create_replica(spec, index)
             break
         except ValueError:
@@ -97,14 +109,14 @@ async def restart_replica(spec: ReplicaSpec, index: int, old: Any, timeout_s: fl
 
 
 class EngineReplica:
-    """Created by `create_replica`; see the module's docstring."""
+    """The actor that `create_replica` creates; see the module's docstring."""
 
     def __init__(self, spec: ReplicaSpec, index: int) -> None:
         self.index = index
         self.config = Config.model_validate_json(spec.config_json)
         self.cuda = spec.cuda
         self.max_model_len = spec.max_model_len
-        self._engine: Any = None
+        self._engine: AsyncLLM | None = None
         self._failed: str | None = None
         self._served = 0
         self._in_sync = False  # between the start of a weight sync (or of joining its group) and its end
@@ -115,19 +127,22 @@ class EngineReplica:
         spec.watch_supervisor()
 
     async def start(self) -> dict[str, float]:
-        """Build the engine and let it produce one token; seconds of both. ReplicaFailed with the engine's reason."""
+        """Build the engine and generate one token; return the seconds that each took.
+
+        Raises ReplicaFailed with the engine's reason.
+        """
         started = time.monotonic()
         try:
             self._engine = self._build()
             built = time.monotonic()
-            await self._probe()
+            await self._probe(self._engine)
         except Exception as error:
             self._fail(f"failed to start: {root_cause(self._log_file, self._log_start) or _reason(error)}")
         return {"build_s": built - started, "probe_s": time.monotonic() - built}
 
-    def _build(self) -> Any:
-        # Built in the event loop's own thread, which lives as long as this actor: the engine process is tied to the
-        # thread that forks it (PR_SET_PDEATHSIG).
+    def _build(self) -> AsyncLLM:
+        # Built in the event loop's thread, which lives as long as this actor: the engine process dies with the thread
+        # that forks it (PR_SET_PDEATHSIG).
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -137,24 +152,25 @@ class EngineReplica:
             AsyncEngineArgs(**arguments, weight_transfer_config=WeightTransferConfig(backend="megarl"))
         )
 
-    async def _probe(self) -> None:
+    async def _probe(self, engine: AsyncLLM) -> None:
+        """Generate one token."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, detokenize=False)
-        async for _ in self._engine.generate({"prompt_token_ids": [0]}, parameters, request_id="probe"):
+        async for _ in engine.generate({"prompt_token_ids": [0]}, parameters, request_id="probe"):
             pass
 
     async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
-        """All responses, in the order of `requests`. ReplicaFailed if the engine died."""
-        self._check()
+        """Return the responses in the order of `requests`. Raises ReplicaFailed if the engine died."""
+        engine = self._check()
         try:
-            return await asyncio.gather(*(self._generate(request) for request in requests))
+            return await asyncio.gather(*(self._generate(engine, request) for request in requests))
         except ReplicaFailed:
             raise
         except Exception as error:
             raise self._failure(f"generation failed: {_reason(error)}", error) from error
 
-    async def _generate(self, request: GenerateRequest) -> GenerateResult:
+    async def _generate(self, engine: AsyncLLM, request: GenerateRequest) -> GenerateResult:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -174,7 +190,7 @@ class EngineReplica:
         )
         final, started = None, time.monotonic()
         prompt = {"prompt_token_ids": request.prompt_ids}
-        async for output in self._engine.generate(prompt, parameters, request_id=request.request_id):
+        async for output in engine.generate(prompt, parameters, request_id=request.request_id):
             final = output
         if final is None:
             raise ReplicaFailed(self.index, f"replica {self.index} ended request {request.request_id} without output")
@@ -182,98 +198,102 @@ class EngineReplica:
         return _result(request, final.outputs[0], self.index, time.monotonic() - started)
 
     async def pause(self, clear_cache: bool = True) -> None:
-        """Freeze generation; requests in flight stay. `clear_cache`: recompute their KV cache after `resume`."""
-        self._check()
-        await self._guard(self._engine.pause_generation(mode="keep", clear_cache=clear_cache), "pause")
+        """Pause generation and keep the requests in flight. `clear_cache`: recompute their KV cache after `resume`."""
+        engine = self._check()
+        await self._guard(engine.pause_generation(mode="keep", clear_cache=clear_cache), "pause")
 
     async def resume(self) -> None:
-        self._check()
-        await self._guard(self._engine.resume_generation(), "resume")
+        """Resume generation after `pause`."""
+        engine = self._check()
+        await self._guard(engine.resume_generation(), "resume")
 
     async def reset(self) -> None:
-        """Drop every request and be ready to serve. ReplicaFailed if a weight sync was cut off in the middle."""
-        self._check()
+        """Drop every request and be ready to serve. Raises ReplicaFailed if a weight sync was interrupted."""
+        engine = self._check()
         if self._in_sync:
             raise ReplicaFailed(self.index, f"replica {self.index} was left in the middle of a weight sync")
-        await self._guard(self._engine.pause_generation(mode="abort", clear_cache=True), "reset")
+        await self._guard(engine.pause_generation(mode="abort", clear_cache=True), "reset")
         await self.resume()
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Have the engine's workers join the weight-sync group. `init_info`: fields of `MegarlInitInfo`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        self._check()
+        engine = self._check()
         self._in_sync = True
         request = WeightTransferInitRequest(init_info=init_info)
-        await self._guard(self._engine.init_weight_transfer_engine(request), "init_weight_transfer")
+        await self._guard(engine.init_weight_transfer_engine(request), "init_weight_transfer")
         self._in_sync = False
 
     async def start_weight_update(self) -> None:
-        self._check()
+        """Prepare the engine's model for new weights."""
+        engine = self._check()
         self._in_sync = True
-        await self._guard(self._engine.start_weight_update(), "start_weight_update")
+        await self._guard(engine.start_weight_update(), "start_weight_update")
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load all buckets of one sync. `update_info`: fields of `MegarlUpdateInfo`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        self._check()
+        engine = self._check()
         request = WeightTransferUpdateRequest(update_info=update_info)
-        await self._guard(self._engine.update_weights(request), "update_weights")
+        await self._guard(engine.update_weights(request), "update_weights")
 
     async def finish_weight_update(self, version: str | None = None) -> None:
-        self._check()
-        await self._guard(self._engine.finish_weight_update(version), "finish_weight_update")
+        """Complete the new weights and label what is generated from then on with `version`."""
+        engine = self._check()
+        await self._guard(engine.finish_weight_update(version), "finish_weight_update")
         self._in_sync = False
 
     async def set_weight_version(self, version: str) -> None:
-        """Label what is produced from now on, without touching the weights."""
-        self._check()
-        await self._guard(self._engine.update_weight_version(version), "set_weight_version")
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Call a method of every engine worker; results in worker order."""
-        self._check()
-        return await self._guard(self._engine.collective_rpc(method, args=args), method)
+        """Label what is generated from then on with `version`, without a change of the weights."""
+        engine = self._check()
+        await self._guard(engine.update_weight_version(version), "set_weight_version")
 
     async def world_size(self) -> int:
-        """Engine workers of this replica (TP)."""
+        """Return the number of engine workers of this replica (its TP size)."""
         return self.config.rollout.tensor_parallel
 
     async def health(self) -> dict[str, Any]:
-        """ReplicaFailed if the engine is dead or was never started."""
-        self._check()
-        await self._guard(self._engine.check_health(), "health")
+        """Return index, number of responses and pid. Raises ReplicaFailed if the engine is dead or not started."""
+        engine = self._check()
+        await self._guard(engine.check_health(), "health")
         return {"replica": self.index, "served": self._served, "pid": os.getpid()}
 
     async def devices(self) -> HeldDevices:
-        """What this replica holds."""
+        """Return the devices that this replica holds."""
         return held_devices(f"replica {self.index}", self.cuda)
 
     async def fail(self, reason: str) -> None:
-        """Refuse everything from now on (e.g. after a failed weight sync)."""
+        """Refuse every later call, for example after a failed weight sync."""
         self._failed = f"replica {self.index} {reason}"
 
     async def shutdown(self) -> None:
         """Stop the engine's processes."""
         if self._engine is not None:
-            # On SIGTERM the engine process takes its full 5 s and is killed after all; it has nothing to save.
+            # The engine process has nothing to save, and does not end on SIGTERM within its default time-out (5 s).
             self._engine.shutdown(timeout=0.5)
             self._engine = None
 
-    def _check(self) -> None:
+    def _check(self) -> AsyncLLM:
+        """Return the engine. Raises ReplicaFailed if it has failed or is not started."""
         if self._failed is not None:
             raise ReplicaFailed(self.index, self._failed)
         if self._engine is None:
             raise ReplicaFailed(
-                self.index, f"replica {self.index} has no engine: start() was not called or has not ended"
+                self.index, f"replica {self.index} has no engine: start() was not called or has not returned"
             )
+        return self._engine
 
-    async def _guard(self, call: Any, what: str) -> Any:
+    async def _guard(self, call: Awaitable[T], what: str) -> T:
+        """Await an engine call; convert its exception to ReplicaFailed."""
         try:
             return await call
         except Exception as error:
             raise self._failure(f"{what} failed: {_reason(error)}", error) from error
 
     def _failure(self, message: str, cause: Exception) -> ReplicaFailed:
+        """Return the error to raise, and refuse every later call if the engine is dead."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if isinstance(cause, EngineDeadError):
@@ -281,12 +301,14 @@ class EngineReplica:
         return ReplicaFailed(self.index, f"replica {self.index}: {message}")
 
     def _fail(self, message: str) -> None:
+        """Log the active exception, refuse every later call and raise ReplicaFailed."""
         logger.exception("replica %d %s", self.index, message)
         self._failed = f"replica {self.index} {message}"
         raise ReplicaFailed(self.index, self._failed)
 
 
-def _result(request: GenerateRequest, output: Any, replica: int, seconds: float) -> GenerateResult:
+def _result(request: GenerateRequest, output: CompletionOutput, replica: int, seconds: float) -> GenerateResult:
+    """Convert vLLM's output. Raises ReplicaFailed unless there is one log-prob per token."""
     ids = list(output.token_ids)
     logprobs = [math.nan if value is None else float(value) for value in output.logprobs.logprobs]
     if len(logprobs) != len(ids) or list(output.logprobs.token_ids) != ids:
@@ -299,12 +321,12 @@ def _result(request: GenerateRequest, output: Any, replica: int, seconds: float)
 
 
 def _version(label: str) -> int:
-    """vLLM's label is free text, "default" until the first sync."""
+    """Convert vLLM's label of a weight version, which is "default" until the first sync."""
     return int(label) if label.isdecimal() else UNKNOWN_VERSION
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause in one line: vLLM wraps the engine's own error in several layers."""
+    """Return the innermost cause in one line: vLLM wraps the engine's own error in several layers."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -313,9 +335,9 @@ def _reason(error: BaseException) -> str:
 
 
 def root_cause(log_file: Path, start: int = 0) -> str:
-    """The error that vLLM's engine or worker process has logged last after byte `start`; "" if there is none.
+    """Return the last error that vLLM's engine or worker process has logged after byte `start`; "" if there is none.
 
-    The front end's own error only says "see above". The lines look like
+    The front end's own error only refers to that log. The lines look like
     `(EngineCore pid=7) ERROR 11-21 01:26:19 [core.py:1510] ValueError: ...`.
     """
     logged = re.compile(r"^\((?:EngineCore|Worker)[^)]*\) ERROR \S+ \S+ \[[^\]]*\] ([\w.]*(?:Error|Exception)\b.*)$")

@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out: token ids, never text."""
+"""Requests to an engine and their results: token ids, never text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.queue.trajectory import FinishReason, VersionSpan
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """Sampling of one request; the names are vLLM's. `temperature` 0 is greedy."""
+    """Sampling parameters of one request, named as in vLLM. `temperature` 0 is greedy; `top_k` -1 is off."""
 
     max_tokens: int
     temperature: float
@@ -22,14 +22,17 @@ class SamplingSpec:
 
     @classmethod
     def training(cls, sampling: SamplingConfig, stop_token_ids: tuple[int, ...]) -> SamplingSpec:
+        """Return the parameters of training samples."""
         return cls(sampling.max_tokens, sampling.temperature, stop_token_ids)
 
     @classmethod
     def greedy(cls, max_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingSpec:
+        """Return the parameters of greedy evaluation responses."""
         return cls(max_tokens, 0.0, stop_token_ids)
 
     @classmethod
     def evaluation(cls, sampling: EvalSamplingConfig, max_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingSpec:
+        """Return the parameters of sampled evaluation responses."""
         return cls(
             max_tokens,
             sampling.temperature,
@@ -42,7 +45,7 @@ class SamplingSpec:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One response to sample. `request_id` must be unique among the requests in flight."""
+    """A request for one response. `request_id` must be unique among the requests in flight."""
 
     request_id: str
     prompt_ids: list[int]
@@ -52,9 +55,10 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """`logprobs` are processed (temperature applied), one float32 value per response token, EOS included.
+    """The response to one request, produced by replica number `replica`.
 
-    `seconds` from the request's arrival at the replica to its last token.
+    `logprobs` are processed (temperature applied), one float32 value per response token, EOS included. `seconds`: time
+    from the request's arrival at the replica to its last token.
     """
 
     request_id: str
@@ -67,6 +71,9 @@ class GenerateResult:
 
 
 def request_seed(run_seed: int, group_id: int, sample_index: int) -> int:
-    """63-bit seed of one sample: depends on these three only, so a redrawn group repeats. Stable across machines."""
+    """Return the 63-bit seed of one sample, the same on every machine.
+
+    It depends on these three numbers only, so a redrawn group is sampled with the same seeds.
+    """
     digest = hashlib.blake2b(f"{run_seed}/{group_id}/{sample_index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

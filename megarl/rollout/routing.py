@@ -1,7 +1,8 @@
-"""Which replica takes the next group. Pure: no clock, no processes.
+"""The choice of the replica for the next requests. Pure: no clock, no processes.
 
-Least-loaded by outstanding samples, with prefix affinity: requests of one group (one prompt) go where its first went,
-because the prompt's KV cache is there, unless that replica is ahead of the least loaded one by more than `slack`.
+The replica with the fewest outstanding samples is chosen, with prefix affinity: requests of one group (one prompt) go
+to the replica of the group's first request, which has the prompt in its KV cache, unless that replica has more than
+`slack` outstanding samples above the least loaded one.
 """
 
 from __future__ import annotations
@@ -10,8 +11,13 @@ from collections.abc import Hashable, Iterable
 
 
 class Router:
+    """Counts outstanding samples per replica and assigns requests."""
+
     def __init__(self, replicas: Iterable[int], slack: int = 64) -> None:
-        """`slack`: samples by which an affine replica may be ahead before affinity gives way (>= 0)."""
+        """`slack`: outstanding samples above the least loaded replica up to which affinity holds (>= 0).
+
+        Raises ValueError without a replica.
+        """
         self._load: dict[int, int] = dict.fromkeys(sorted(replicas), 0)
         self._home: dict[Hashable, int] = {}
         self._open: dict[Hashable, int] = {}
@@ -21,13 +27,13 @@ class Router:
 
     @property
     def load(self) -> dict[int, int]:
-        """Outstanding samples per living replica."""
+        """The number of outstanding samples per serving replica."""
         return dict(self._load)
 
     def assign(self, prefix: Hashable, samples: int, number: int | None = None) -> int:
         """Choose a replica for `samples` requests that share `prefix`, and count them as outstanding.
 
-        With `number` the choice is that number modulo the replicas, and nothing else.
+        With `number` the choice depends on nothing but that number modulo the number of serving replicas.
         """
         least = min(self._load, key=lambda replica: (self._load[replica], replica))
         home = self._home.get(prefix)
@@ -41,7 +47,10 @@ class Router:
         return chosen
 
     def finish(self, prefix: Hashable, replica: int, samples: int) -> None:
-        """`samples` of what `assign` gave to `replica` are done. A removed replica is accepted."""
+        """Record that `samples` requests, which `assign` gave to `replica`, are done. A removed replica is accepted.
+
+        Raises ValueError if the replica has fewer outstanding samples.
+        """
         if replica in self._load:
             if samples > self._load[replica]:
                 raise ValueError(f"replica {replica} has {self._load[replica]} outstanding samples, not {samples}")
@@ -52,14 +61,14 @@ class Router:
             self._home.pop(prefix, None)
 
     def remove(self, replica: int) -> None:
-        """The replica is gone; ValueError if it was the last."""
+        """Remove a replica that is lost. Raises ValueError if it is the last one."""
         if set(self._load) == {replica}:
             raise ValueError(f"replica {replica} was the last one")
         self._load.pop(replica, None)
         self._home = {prefix: home for prefix, home in self._home.items() if home != replica}
 
     def add(self, replica: int) -> None:
-        """A new or restarted replica, idle."""
+        """Add a new or restarted replica, which is idle. Raises ValueError if it is in the pool already."""
         if replica in self._load:
             raise ValueError(f"replica {replica} is already in the pool")
         self._load[replica] = 0

@@ -1,4 +1,4 @@
-"""From engine output to trajectories. Pure."""
+"""Trajectories made from engine results. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome
 from megarl.rollout.requests import GenerateResult
 
+# vLLM's value for a log-prob that is NaN or missing. It must never be averaged.
 MISSING_LOGPROB = -9999.0
-"""What vLLM puts where a log-prob is NaN or missing; it must never be averaged."""
 
 
 def generation_failure(result: GenerateResult) -> str:
-    """Why a response is not what the model says; empty if it is."""
+    """Return why the engine failed to produce a valid response; empty if it did not."""
     if not result.response_ids:
         return "empty response"
     if result.finish_reason == "abort":
@@ -25,7 +25,10 @@ def generation_failure(result: GenerateResult) -> str:
 
 
 def defect(result: GenerateResult) -> str:
-    """Why a sample cannot be trained on; empty if it can."""
+    """Return why a sample cannot be trained on; empty if it can.
+
+    Besides a failed generation this is a response whose weight versions do not cover every token.
+    """
     if failure := generation_failure(result):
         return failure
     covered = 0
@@ -39,7 +42,7 @@ def defect(result: GenerateResult) -> str:
 
 
 def failed_trajectory(group_id: int, sample_index: int, reason: str) -> Trajectory:
-    """A sample of which nothing was generated."""
+    """Return the trajectory of a sample of which nothing was generated."""
     return Trajectory(
         group_id=group_id,
         sample_index=sample_index,
@@ -57,10 +60,13 @@ def failed_trajectory(group_id: int, sample_index: int, reason: str) -> Trajecto
 def trajectory(
     group_id: int, sample_index: int, prompt_ids: list[int], result: GenerateResult, outcome: RewardOutcome | None
 ) -> Trajectory:
-    """`outcome` None: the sample failed before it could be judged."""
+    """Return the trajectory of one response. `outcome` is None if the sample failed and was not scored.
+
+    Raises ValueError if a sample that did not fail has no outcome.
+    """
     failure = defect(result)
     if outcome is None and not failure:
-        raise ValueError(f"sample {group_id}:{sample_index} is sound but was not judged")
+        raise ValueError(f"sample {group_id}:{sample_index} is valid but was not judged")
     return Trajectory(
         group_id=group_id,
         sample_index=sample_index,

@@ -1,4 +1,4 @@
-"""What a batch looks like, as declared metrics: from tags alone, so that every rank knows it."""
+"""The declared metrics of a batch, computed from tags alone, so that every rank has them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where output goes: a rank's own lines to the terminal, everything the libraries print to RUN_DIR/logs.
-
-File descriptors 1 and 2 are redirected, not only `sys.stdout`, because NCCL, gloo and vLLM write from C++.
-"""
+"""The report of a failed run (one message on the terminal, error.txt, summary.json, exit.json), and earlier results."""
 
 from __future__ import annotations
 
@@ -21,7 +18,10 @@ RESULTS = ("metrics.jsonl", "samples.jsonl", "summary.json", "error.txt", "tenso
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Move the results of an earlier run in the same directory to RUN_DIR/previous/N; called by one rank at start."""
+    """Move the results of an earlier run in the same directory to RUN_DIR/previous/N; None if there are none.
+
+    One rank calls it at the start.
+    """
     found = [path for path in (*(run_dir / name for name in RESULTS), *run_dir.glob("eval_*.jsonl")) if path.exists()]
     if not found:
         return None
@@ -34,11 +34,11 @@ def set_aside(run_dir: Path) -> Path | None:
 
 
 class PeerFailedError(RuntimeError):
-    """Another rank failed, and tells the user itself: this one only logs."""
+    """Another rank has failed and reports the cause; the rank that raises this error only logs."""
 
 
 class FailureReport:
-    """The first rank that fails tells the user; the others only log, so that one cause gives one message."""
+    """Makes the first rank that fails report to the user and the others only log: one cause gives one message."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.path = run_dir / "error.txt"
@@ -61,7 +61,7 @@ class FailureReport:
         return True
 
     def _mark_failed(self, message: str) -> None:
-        """In exit.json, and in summary.json as rank 0 last wrote it: rank 0 may be killed before it can."""
+        """Record the failure in exit.json and summary.json, in place of rank 0, which may be killed before it can."""
         path = self.path.with_name("summary.json")
         content = json.loads(path.read_text()) if path.is_file() else RunSummary().as_dict("failed")
         write_json(path, {**content, "exit": "failed", "error": message})
@@ -69,7 +69,7 @@ class FailureReport:
 
 
 def describe(error: BaseException) -> str:
-    """A message for people: ours as they are, a library's with its type in front."""
+    """Return an error's message for the user: megarl's own unchanged, a library's with its type in front."""
     ours = type(error).__module__.startswith("megarl.") or type(error) in (
         ValueError,
         FileNotFoundError,

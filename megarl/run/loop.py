@@ -1,4 +1,4 @@
-"""The training loop. Synchronous, one-step-off and fully asynchronous training differ in the admission policy only."""
+"""The training loop, the same however far sampling may run ahead of training: the admission policy decides that."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megarl.trainer import parallel
 
 
 def train(session: Session) -> None:
-    """Publish the weights, then: take a batch, update, publish, until `run.steps` are done. Collective.
+    """Publish the weights, then take a batch, update and publish until `run.steps` are done. Collective.
 
-    A resumed run starts with the step after its checkpoint; one that is asked to stop saves and ends between two
+    A resumed run starts with the step after its checkpoint. A run that is asked to stop saves and ends between two
     steps, with `session.stopped` set.
     """
     config, policy, pool, recorder = session.config, session.policy, session.pool, session.recorder
@@ -37,7 +37,7 @@ def train(session: Session) -> None:
 
 
 def publish(session: Session, version: int) -> None:
-    """Every engine serves the policy's weights, as `version`, from here on. Collective."""
+    """Send the policy's weights to every engine, which then serves them as `version`. Collective."""
     with session.recorder.phase("sync", f"publishing version {version}"):
         session.recorder.sync(version, session.sender.publish(version))
     session.pool.set_version(version)
@@ -45,13 +45,13 @@ def publish(session: Session, version: int) -> None:
 
 
 def evaluation_due(session: Session, steps_done: int) -> bool:
-    """Every `evaluation.every` steps; the last one is left out, because the run ends with an evaluation."""
+    """Tell whether an evaluation is due: every `evaluation.every` steps, except the last, which always has one."""
     every = session.config.evaluation.every
     return bool(every) and steps_done % every == 0 and steps_done < session.config.run.steps
 
 
 def evaluate(session: Session, label: str) -> None:
-    """Evaluate the published weights on all sets, on the pool; answers go to RUN_DIR/eval_{label}.jsonl. Collective."""
+    """Evaluate the published weights on all sets; responses go to RUN_DIR/eval_{label}.jsonl. Collective."""
     if not session.config.evaluation.sets:
         return
     with session.recorder.phase("eval", f"evaluating ({label})"):

@@ -1,8 +1,8 @@
 """A trainer rank from its command line to its exit code.
 
-Mistakes of the user end with one message and exit code 2 before anything starts; failures of the run with one message
-(of the first rank that failed), exit code 1 and "failed" in RUN_DIR/summary.json and RUN_DIR/exit.json. A run that was
-asked to stop (megarl/common/run_files.py) exits 0.
+A mistake of the user ends with one message and exit code 2 before anything starts. A failure of the run ends with one
+message (of the first rank that failed), exit code 1 and "failed" in RUN_DIR/summary.json and RUN_DIR/exit.json. A run
+that was asked to stop (megarl/common/run_files.py) exits with 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 from megarl.checkpoint.save.directory import continues_history
 from megarl.checkpoint.save.same_launch import config_of_this_start
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
-from megarl.common import run_files as stopping
+from megarl.common import run_files
 from megarl.common.errors import ConfigError
 from megarl.common.output import redirect_output
 from megarl.config.arguments import add_config_arguments
@@ -31,11 +31,11 @@ from megarl.run.failure import FailureReport, set_aside
 if TYPE_CHECKING:
     from megarl.cluster.handle import SupervisorHandle
 
-SPEAK_S = 20.0
+RANK_0_EXITS_S = 20.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of `examples/rl/train_rl.py`; ends the process."""
+    """Run a trainer rank; the entry point of `examples/rl/train_rl.py`. Ends the process unless it is a dry run."""
     options = _parser().parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _check_launch(config)
     except (ConfigError, ValueError, FileNotFoundError) as error:
         if rank != 0:
-            # Rank 0 says it. torchrun ends all ranks when the first one exits: that must not be this one.
-            time.sleep(SPEAK_S)
+            # Rank 0 reports the mistake. torchrun ends all ranks when the first one exits, so rank 0 must exit first.
+            time.sleep(RANK_0_EXITS_S)
             sys.exit(2)
         sys.stderr.write(f"megarl: {error}\n")
         sys.exit(2)
@@ -68,14 +68,14 @@ def _parser() -> argparse.ArgumentParser:
     add_config_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan; start nothing")
     parser.add_argument(
-        "--resume", metavar="auto|PATH|never", help="which checkpoint to go on from (default: checkpoint.resume)"
+        "--resume", metavar="auto|PATH|never", help="which checkpoint to resume from (default: checkpoint.resume)"
     )
     parser.add_argument("--dump-batches", action="store_true", help="keep whole batches for `megarl replay`")
     return parser
 
 
 def _check_launch(config: Config) -> None:
-    """ValueError unless as many ranks were started as the config has trainer GPUs, on as many nodes."""
+    """Raise ValueError unless the number of ranks and nodes that were started is that of the config."""
     nodes = resolve_pools(config).nodes
     if nodes > 1 and LAUNCH_ID_VARIABLE not in os.environ:
         raise ValueError(
@@ -97,7 +97,7 @@ def _check_launch(config: Config) -> None:
 
 
 def run(config: Config, plan: RunPlan) -> int:
-    """Train as this rank; returns 0, or ends the process with 1."""
+    """Train as this rank; return 0, or end the process with 1."""
     rank = int(os.environ["RANK"])
     log_file = config.run_dir / "logs" / f"trainer-rank-{rank}.log"
     failures = FailureReport(config.run_dir, rank)
@@ -111,27 +111,31 @@ def run(config: Config, plan: RunPlan) -> int:
     except Exception as error:
         failures.claim(error, terminal, log_file)
         terminal.flush()
-        # Not through the interpreter's end: peers may hang in a collective that this rank has left.
+        # Not sys.exit, which could hang: peers may be waiting in a collective that this rank has left.
         os._exit(1)
     return 0
 
 
 def _take_over(config: Config) -> None:
-    """Set aside what an earlier run left, unless this one continues it; remove its record of how it ended."""
+    """Move the results of an earlier run aside, unless this run continues it, and remove its exit record."""
     if continues_history(config):
         (config.run_dir / "error.txt").unlink(missing_ok=True)
     else:
         set_aside(config.run_dir)
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if restarted or LAUNCH_ID_VARIABLE in os.environ:
-        # The wish to stop is this run's: torchrun has restarted it, or a launch script has looked already.
-        (config.run_dir / stopping.EXIT_FILE).unlink(missing_ok=True)
+        # A stop request that exists is for this run: torchrun has restarted it, or its launch script has checked.
+        (config.run_dir / run_files.EXIT_FILE).unlink(missing_ok=True)
     else:
-        stopping.forget(config.run_dir)
+        run_files.forget(config.run_dir)
 
 
 def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) -> None:
-    """`this_start`: the config for this start of the ranks. The pool has the launch's own, and is kept for it."""
+    """Build the session and train.
+
+    `this_start`: the config of this start of the ranks. The pool gets `config`, that of the launch, so that a restart
+    of the ranks finds it unchanged and keeps the pool.
+    """
     from megarl.common.processes import die_with_parent
 
     die_with_parent()
@@ -163,12 +167,12 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
 
 
 def _own_device(plan: RunPlan, local_rank: int) -> int:
-    """Index of this rank's GPU among those it sees: a node's agent shows its ranks the trainer's GPUs only."""
+    """Return the index of this rank's GPU among those it sees. A node's agent shows its ranks the trainer's only."""
     return local_rank if LAUNCH_ID_VARIABLE in os.environ else plan.pools.trainer.devices[local_rank]
 
 
 def _restarts_left() -> bool:
-    """Whether torchrun (--max-restarts) will start the ranks again; they go on with the pool as it is."""
+    """Tell whether torchrun (--max-restarts) will start the ranks again, which then continue with the same pool."""
     count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return count < most
 
@@ -185,9 +189,9 @@ def _headline(config: Config, plan: RunPlan) -> str:
 
 
 def _launch_pool(config: Config) -> Future[SupervisorHandle]:
-    """The supervisor, while the policy is built: engines take longest to come up.
+    """Start the supervisor in a thread while the policy is built, because engines take longest to start.
 
-    Started here, or attached to where the job's launcher has started it.
+    If a node's agent has started the ranks, attach to the supervisor that an agent has started instead.
     """
     from megarl.cluster.handle import attach_supervisor, launch_supervisor
 

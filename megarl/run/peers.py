@@ -1,11 +1,11 @@
-"""What trainer ranks tell each other besides tensors: small objects over a gloo group of their own."""
+"""Communication between trainer ranks besides tensors: small objects over a separate gloo group."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -17,11 +17,12 @@ T = TypeVar("T")
 
 
 def join_peers(backend: str, timeout_s: float) -> None:
-    """`init_process_group` of a torchrun rank, also of one that torchrun has started again.
+    """Call `init_process_group` for a torchrun rank, including one that torchrun has restarted.
 
-    torch 2.13 (rendezvous.py:189) counts on a new store for every restart, but torchrun shares its rendezvous' store
-    with the ranks: a restarted one finds the addresses of the dead. Here every restart has keys of its own. On several
-    nodes, whose agents count restarts apart, `megarl launch` has torchrun make a new store each time.
+    torch 2.13 (rendezvous.py:189) assumes a new store for every restart, but torchrun shares its rendezvous' store
+    with the ranks, so a restarted rank would find the addresses of killed ones. Here every restart has keys of its
+    own. On several nodes, whose agents count restarts separately, `megarl launch` makes torchrun use a new store each
+    time.
     """
     from torch.distributed.rendezvous import rendezvous
 
@@ -33,13 +34,13 @@ def join_peers(backend: str, timeout_s: float) -> None:
 
 
 class Peers:
-    """All trainer ranks, and a gloo group of their own for small objects.
+    """All trainer ranks, joined by a gloo group for small objects.
 
-    The time-out of the group covers the longest thing that rank 0 does while the others wait.
+    The time-out of the group covers the longest action of rank 0 for which the others wait.
     """
 
     def __init__(self, timeouts: TimeoutsConfig) -> None:
-        # Starting an engine, and replacing one that the last trainer left in the middle of a sync.
+        # The start of an engine, and the replacement of one that was left in the middle of a weight sync.
         start = timeouts.node_s + timeouts.ray_start_s + 2 * timeouts.engine_start_s + 3 * timeouts.rpc_s
         longest = max(timeouts.generate_s, start, timeouts.weight_sync_s, timeouts.save_s)
         self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=longest + GRACE_S))
@@ -48,43 +49,40 @@ class Peers:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which alone talks to the rollout controller and writes result files."""
+        """True on rank 0, the only rank that calls the rollout controller and writes result files."""
         return self.rank == 0
 
     def on_first_rank(self, function: Callable[[], T]) -> T:
-        """Run `function` on rank 0; every rank gets its result, or an error naming its failure."""
-        return on_first_rank(self.group, function)
+        """Run `function` on rank 0 and return its result on every rank.
+
+        Raises what `function` raised on rank 0, and PeerFailedError naming it on every other rank.
+        """
+        outcome: list[Any] = [None, None]  # the result, which may be of any type, and the failure's text
+        failure: BaseException | None = None
+        if self.is_first:
+            try:
+                outcome[0] = function()
+            except Exception as error:
+                failure, outcome[1] = error, f"{type(error).__name__}: {error}"
+        torch.distributed.broadcast_object_list(outcome, src=0, group=self.group)
+        if failure is not None:
+            raise failure
+        if outcome[1] is not None:
+            raise PeerFailedError(f"trainer rank 0 failed: {outcome[1]}")
+        return cast(T, outcome[0])
 
     def any(self, mine: bool) -> bool:
-        """True on every rank if it is true on one."""
+        """Return True on every rank if `mine` is true on one."""
         flag = torch.tensor([int(mine)])
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.group)
         return bool(flag.item())
 
     def gather(self, mine: T) -> list[T]:
-        """What every rank brings, in rank order, on every rank."""
-        everyone: list[Any] = [None] * self.world
+        """Return the objects of all ranks, in rank order, on every rank."""
+        everyone: list[T | None] = [None] * self.world
         torch.distributed.all_gather_object(everyone, mine, group=self.group)
-        return everyone
+        return cast(list[T], everyone)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         torch.distributed.barrier(self.group)
-
-
-def on_first_rank(group: Any, function: Callable[[], T]) -> T:
-    """Run `function` on rank 0; every rank gets its result, or an error naming its failure."""
-    outcome: list[Any] = [None, None]
-    failure: BaseException | None = None
-    if torch.distributed.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except Exception as error:
-            failure, outcome[1] = error, f"{type(error).__name__}: {error}"
-    torch.distributed.broadcast_object_list(outcome, src=0, group=group)
-    if failure is not None:
-        raise failure
-    if outcome[1] is not None:
-        raise PeerFailedError(f"trainer rank 0 failed: {outcome[1]}")
-    result: T = outcome[0]
-    return result

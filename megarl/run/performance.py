@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
-from typing import Any
 
 import psutil
 import torch
@@ -16,26 +15,26 @@ from megarl.models.info import ModelInfo
 
 KIB, GIB = 2**10, 2**30
 
-# Dense bf16 peak without sparsity, TFLOP/s (vendor data sheets). An unknown device has no MFU.
+# Peak bf16 TFLOP/s for dense matrices, from the vendor's data sheets. No MFU is reported for other devices.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "H20": 148.0, "B200": 2250.0}
 
 
-def peak_memory_gib(group: Any) -> float:
-    """The most memory that any rank has held so far: device memory, or resident memory on CPU. Collective."""
+def peak_memory_gib(group: torch.distributed.ProcessGroup | None) -> float:
+    """Return the highest memory of any rank so far in GiB: device memory, or resident memory on CPU. Collective."""
     peak_B = torch.tensor([_own_peak()], dtype=torch.int64)
     torch.distributed.all_reduce(peak_B, torch.distributed.ReduceOp.MAX, group=group)
     return int(peak_B.item()) / GIB
 
 
 def _own_peak() -> int:
-    """Bytes."""
+    """Return the highest memory of this rank so far, in bytes."""
     if platforms.current().is_cuda:
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB  # Linux counts it in KiB
 
 
 class Performance:
-    """Built once per run; `of_step` is pure in the step's values."""
+    """Computes speed metrics from the values of a step; built once per run."""
 
     def __init__(self, config: Config, info: ModelInfo) -> None:
         self._config = config
@@ -46,13 +45,16 @@ class Performance:
         self._peak = self._peak_tflops()
 
     def flops_per_token(self, context: float) -> float:
-        """Forward FLOPs of one token that attends to `context` tokens on average: 2 per weight, 4 per key and dim."""
+        """Return the forward FLOPs of one token that attends to `context` tokens on average.
+
+        They are 2 per active weight, and 4 per attended token and attention dimension.
+        """
         return 2.0 * self._active + 4.0 * self._attention * context
 
     def of_step(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The `perf/*` metrics that follow from the step's values.
+        """Return the `perf/*` metrics that follow from the values of a step.
 
-        Forward counts once, backward twice; recomputation is not counted (MFU, not HFU).
+        A forward pass counts once, a backward pass twice. Recomputation is not counted (MFU, not HFU).
         """
         tokens = values["batch/trained_tokens"]
         seconds = values["time/logprobs"] + values["time/update"]
@@ -78,10 +80,12 @@ class Performance:
         return result
 
     def _extra_passes(self) -> float:
+        """Return the number of forward passes besides the update's own."""
         algorithm = self._config.algorithm
         return float(algorithm.old_logprobs == "trainer") + float(self._config.needs_reference)
 
     def _peak_tflops(self) -> float | None:
+        """Return the device's peak; None if it is unknown or the precision is not bf16."""
         if not platforms.current().is_cuda or self._config.trainer.precision != "bf16":
             return None
         name = torch.cuda.get_device_name()

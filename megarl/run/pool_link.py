@@ -1,7 +1,7 @@
-"""The rollout pool and its queue as all trainer ranks see them.
+"""The connection of all trainer ranks to the rollout pool and its queue.
 
-Rank 0 alone talks to the rollout controller; the first rank of each data-parallel replica (a leader) reads the queue;
-what they learn is broadcast. Every public method is collective over the trainer ranks unless it says otherwise.
+Only rank 0 calls the rollout controller, and the first rank of each data-parallel replica (its leader) reads the
+queue; both broadcast what they get. Every public method is collective over the trainer ranks unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.evaluation.harness import SetReport
 from megarl.queue.dump import write_batch
 from megarl.queue.trajectory import Trajectory
 from megarl.queue.transfer import QueueReader
-from megarl.rollout.devices import own_device, refuse_overlap
+from megarl.rollout.devices import HeldDevices, own_device, refuse_overlap
 from megarl.run.peers import Peers
 from megarl.run.recorder import Recorder
 from megarl.run.step import StepPlan
@@ -33,11 +33,11 @@ T = TypeVar("T")
 
 
 class DisagreementError(RuntimeError):
-    """Ranks computed different plans from the same tags: a bug, and nothing may be trained on it."""
+    """Ranks computed different plans from the same tags. This is a bug; the batch must not be trained on."""
 
 
 class PoolLink:
-    """Connected by `attach`; a part of the run's checkpoints by the rollout side's committed history."""
+    """Talks to the pool once `attach` has connected it. As a `Stateful` part it keeps the committed rollout history."""
 
     key = "rollout"
 
@@ -48,13 +48,14 @@ class PoolLink:
         self._history: dict[str, Any] | None = None
 
     def attach(self, launch: Future[SupervisorHandle] | None) -> None:
-        """Wait for the pool, have it begin from this run's history, and connect the leaders to the queue.
+        """Wait for the pool, make it resume this run's history, and connect the leaders to the queue.
 
-        `launch`: the supervisor being started, on rank 0 only. ValueError if an engine and a rank hold the same GPU.
+        `launch`: the supervisor that is being started, on rank 0 only. Raises RolloutError if an engine and a rank
+        hold the same GPU.
         """
         timeouts = self._config.timeouts
 
-        def connect() -> tuple[SupervisorHandle, list[Any]]:
+        def connect() -> tuple[SupervisorHandle, list[HeldDevices]]:
             assert launch is not None
             handle = launch.result(timeout=timeouts.ray_start_s + timeouts.node_s + GRACE_S / 2)
             self._client = PoolClient.connect(handle, self._config)
@@ -68,19 +69,19 @@ class PoolLink:
             self._reader = QueueReader.attach(handle.partition, namespace=handle.namespace, timeout_s=timeouts.queue_s)
 
     def engine_handles(self) -> EngineHandles | None:
-        """The engines for the weight sync, on rank 0; None elsewhere. Not collective."""
+        """Return the handles that the weight sync calls the engines by, on rank 0; None elsewhere. Not collective."""
         return self._client.engine_handles() if self._client is not None else None
 
     def set_version(self, version: int) -> None:
-        """Every engine serves `version` from here on. No rank waits for another."""
+        """Tell the controller that every engine serves `version`. Not collective: only rank 0 acts."""
         self._tell(lambda pool: pool.set_version(version, admit=False))
 
     def admit(self) -> None:
-        """Start every group that the published version allows. No rank waits for another."""
+        """Start every group that the published version allows. Not collective: only rank 0 acts."""
         self._tell(lambda pool: pool.admit())
 
     def take_batch(self, step: int, version: int) -> StepBatch:
-        """The finished groups of `step`, which updates the weights of `version`; every rank knows their tags."""
+        """Wait for the groups of `step`, which updates the weights of `version`; return keys and tags on every rank."""
         name = f"step {step + 1}/{self._config.run.steps}"
         with self._recorder.phase("generate", f"{name}: generating"):
             ready = self._ask(lambda pool: pool.wait_batch(step))
@@ -90,7 +91,7 @@ class PoolLink:
         return StepBatch(step, version, ready.keys, tags, ready.timings)
 
     def fetch(self, batch: StepBatch, plan: StepPlan) -> dict[str, Trajectory]:
-        """This replica's rows by key. Raises DisagreementError if the replicas do not share one plan."""
+        """Return this replica's rows by key. Raises DisagreementError if the replicas' plans differ."""
         with self._recorder.phase("queue"):
             hashes = set(parallel.dp_all_gather_object(plan.hash))
             if len(hashes) != 1:
@@ -102,18 +103,18 @@ class PoolLink:
 
     @contextmanager
     def keep_batch_on_failure(self, batch: StepBatch) -> Iterator[None]:
-        """A loss or gradient that is not finite stops the run; the batch that did it is kept for `megarl replay`."""
+        """Write the batch to RUN_DIR/failed_batch, for `megarl replay`, if the block raises NonFiniteError."""
         try:
             yield
         except NonFiniteError as error:
             directory = self._config.run_dir / "failed_batch"
             self._dump(directory, batch)
-            # All ranks raise it. The first one to end has torchrun end the others: not before their part is written.
+            # All ranks get here. torchrun ends the others when the first one exits, so wait until all have written.
             self._peers.barrier()
             raise NonFiniteError(f"step {batch.step}: {error}; the batch is kept in {directory}") from error
 
     def commit(self, batch: StepBatch, plan: StepPlan) -> None:
-        """Tell the controller what became of every group; it frees the rows. No rank waits for another."""
+        """Tell the controller how every group ended; it then frees the rows. Not collective: only rank 0 acts."""
         outcome = plan.outcome
         self._write_samples(batch)  # while the rows are still in the queue
         self._tell(
@@ -127,23 +128,23 @@ class PoolLink:
         )
 
     def _write_samples(self, batch: StepBatch) -> None:
-        """A few trajectories of the step, with their reference answers, for people to read. Rank 0."""
+        """Write a few trajectories of the step, with their reference answers, to samples.jsonl. On rank 0."""
         if self._client is not None and self._reader is not None:
             rows = self._reader.fetch(self._recorder.sample_keys(batch))
             references = self._client.references([row.group_id for row in rows])
             self._recorder.samples(batch, [(row, references.get(row.group_id)) for row in rows])
 
     def evaluate(self, version: int, label: str) -> list[SetReport]:
-        """Evaluate all sets on the pool; answers go to RUN_DIR/eval_{label}.jsonl."""
+        """Evaluate all sets on the pool; responses go to RUN_DIR/eval_{label}.jsonl."""
         return self._ask(lambda pool: pool.evaluate(version, label))
 
-    def state_dict(self) -> Any:
-        """The rollout side's committed history. On rank 0."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rollout side's committed history as JSON content. On rank 0."""
         assert self._client is not None
         return self._client.state_dict()
 
-    def load_state_dict(self, state: Any) -> None:
-        """The history that `attach` has the pool begin from."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the history that `attach` makes the pool resume."""
         self._history = state
 
     def close(self, *, keep_pool: bool) -> None:
@@ -154,7 +155,7 @@ class PoolLink:
             self._client.close()
 
     def _ask(self, question: Callable[[PoolClient], T]) -> T:
-        """Rank 0 asks the controller; every rank gets the answer."""
+        """Call the controller on rank 0 and return its answer on every rank."""
 
         def ask() -> T:
             assert self._client is not None
@@ -162,18 +163,18 @@ class PoolLink:
 
         return self._peers.on_first_rank(ask)
 
-    def _tell(self, message: Callable[[PoolClient], Any]) -> None:
-        """Rank 0 tells the controller; the other ranks do nothing."""
+    def _tell(self, message: Callable[[PoolClient], object]) -> None:
+        """Call the controller on rank 0; the other ranks do nothing and do not wait."""
         if self._client is not None:
             message(self._client)
 
     def _read(self, question: Callable[[QueueReader], T]) -> T:
-        """The leader asks the queue; every rank of its replica gets the answer."""
+        """Read the queue on the leader and return the result on every rank of its replica."""
         answer = question(self._reader) if self._reader is not None else None
         return parallel.model_parallel_broadcast_object(answer)
 
     def _dump(self, directory: Path, batch: StepBatch) -> None:
-        """Each leader writes its share of the whole batch, filtered groups too."""
+        """Write the whole batch, filtered groups included; each leader writes its share."""
         if self._reader is not None:
             rank, replicas = parallel.dp_rank(), parallel.dp_size()
             rows = self._reader.fetch(batch.keys[rank::replicas])

@@ -1,6 +1,6 @@
-"""Everything that a run writes about itself: metrics, totals, samples, evaluations, summary, how it ended.
+"""Everything that a run writes about itself: metrics, totals, samples, evaluations, summary and exit record.
 
-Every rank has a recorder, because every rank measures; only rank 0's writes.
+Every rank has a recorder, because every rank measures; only the one of rank 0 writes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from megarl.checkpoint.save.history import positions
 from megarl.common.run_files import ExitRecord, write_exit
@@ -31,9 +31,12 @@ from megarl.telemetry.summary import RunSummary
 from megarl.telemetry.timer import Phase, PhaseTimer
 from megarl.weights.replica_calls import SyncReport
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class Totals:
-    """Sums over the committed history, as `total/*` metrics."""
+    """Sums over the committed history, reported as `total/*` metrics."""
 
     key = "totals"
     GROUPS = ("admitted", "trained", "filtered", "dropped_stale", "failed")
@@ -43,7 +46,7 @@ class Totals:
         self._sums = dict.fromkeys((*(f"groups_{name}" for name in self.GROUPS), *self.BATCH), 0.0)
 
     def add(self, values: dict[str, float]) -> dict[str, float]:
-        """Count one step's metrics; returns the sums under their metric names."""
+        """Add the metrics of one step and return the sums under their metric names."""
         for name in self.GROUPS:
             self._sums[f"groups_{name}"] += values[f"groups/{name}"]
         for name in self.BATCH:
@@ -51,14 +54,16 @@ class Totals:
         return {f"total/{name}": value for name, value in self._sums.items()}
 
     def state_dict(self) -> dict[str, float]:
+        """Return the sums."""
         return dict(self._sums)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        """Resume from saved sums."""
         self._sums |= state
 
 
 class LastEvaluation:
-    """Metrics of the newest evaluation, if it saw the weights that are being saved (for `checkpoint.keep_best`)."""
+    """The metrics of the newest evaluation, if it used the weights that are saved (for `checkpoint.keep_best`)."""
 
     key = "metrics"
 
@@ -68,19 +73,21 @@ class LastEvaluation:
         self.current = 0  # the version of the weights that are being saved
 
     def record(self, version: int, metrics: dict[str, float]) -> None:
+        """Keep the metrics of an evaluation of the weights of `version`."""
         self._version, self._metrics = version, metrics
 
     def state_dict(self) -> dict[str, float]:
+        """Return the metrics; empty if they belong to other weights."""
         return self._metrics if self._version == self.current else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing: what is saved next is saved after further steps."""
+        """Do nothing: the next checkpoint holds later weights, which these metrics do not describe."""
 
 
 class ResultFiles:
-    """Positions in the result files, up to which they belong to the committed history.
+    """The positions up to which the result files belong to the committed history.
 
-    They are cut back before anything is loaded (`checkpoint/save/history.py`).
+    A resume truncates the files there before it loads anything (`checkpoint/save/history.py`).
     """
 
     key = "files"
@@ -89,14 +96,15 @@ class ResultFiles:
         self._run_dir = config.run_dir
 
     def state_dict(self) -> dict[str, int]:
+        """Return the current position of each file, in bytes."""
         return positions(self._run_dir)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Nothing: done already."""
+        """Do nothing: the files are already truncated."""
 
 
 class Recorder:
-    """`metrics` and `timer` collect the step that is running; `step` closes it."""
+    """Collects the current step in `metrics` and `timer`; `step` closes it and writes it."""
 
     def __init__(self, config: Config, peers: Peers, terminal: TextIO) -> None:
         self._config, self._peers = config, peers
@@ -108,48 +116,48 @@ class Recorder:
         self._totals = Totals()
         self._evaluated = LastEvaluation()
         self._performance: Performance | None = None
-        self._tokenizer: Any = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
     def parts(self) -> Sequence[Stateful]:
-        """What a checkpoint keeps of them."""
+        """The recorder's parts that a checkpoint keeps."""
         return (self.summary, self._totals, ResultFiles(self._config), self._evaluated)
 
     def describe_model(self, info: ModelInfo) -> None:
-        """Once the platform is up: what throughput is judged by."""
+        """Set the model whose throughput is measured. Call it when the platform is active."""
         self._performance = Performance(self._config, info)
 
     def load_tokenizer(self) -> None:
-        """Rank 0 decodes samples; loaded while the engines start."""
+        """Load the tokenizer that rank 0 decodes samples with. Called while the engines start."""
         if self._peers.is_first and self._config.telemetry.samples_per_step:
             self._tokenizer = load_tokenizer(self._config.model.path)
 
     def say(self, text: str) -> None:
-        """A line for the user."""
+        """Print a line for the user."""
         self._writer.progress.message(text)
 
     def status(self, text: str) -> None:
-        """What the run is doing now, on the live line of a terminal."""
+        """Show the current activity on the live line of a terminal."""
         self._writer.progress.status(text)
 
     @contextmanager
     def phase(self, name: Phase, status: str = "") -> Iterator[None]:
-        """Charge the time of the block to a phase of the step."""
+        """Count the time of the block as phase `name` of the step, and show `status`."""
         if status:
             self.status(status)
         with self.timer.phase(name):
             yield
 
     def start_clock(self) -> None:
-        """The first step begins here: what start-up, version 0 and the first evaluation took belongs to no step."""
-        # What start-up left behind is never garbage; walking it costs a rank 0.3 s, every few steps.
+        """Begin the first step: the time of start-up, of version 0 and of the first evaluation belongs to no step."""
+        # The objects of the start-up stay: a collection that visits them costs a rank 0.3 s every few steps.
         gc.collect()
         gc.freeze()
         self.timer.finish_step()
         self.metrics.reduce()
 
     def sync(self, version: int, report: SyncReport) -> None:
-        """A version has been published."""
+        """Record the publication of a version."""
         self.metrics.update(
             {
                 "seconds": report.seconds,
@@ -163,12 +171,13 @@ class Recorder:
         )
 
     def sample_keys(self, batch: StepBatch) -> list[str]:
-        """Keys of the trajectories that `samples` is to write."""
+        """Choose the trajectories that `samples` writes; return their keys."""
         return choose_keys(batch.keys, self._config.telemetry.samples_per_step, self._config.run.seed, batch.step)
 
     def samples(self, batch: StepBatch, rows: Sequence[tuple[Trajectory, str | None]]) -> None:
         """Append trajectories, with reference answers, to samples.jsonl."""
         for row, reference in rows:
+            assert self._tokenizer is not None  # load_tokenizer loads it wherever there are rows
             record = sample_record(batch.step + 1, row, self._tokenizer.decode, reference)
             self._writer.sample(batch.step + 1, record)
 
@@ -190,7 +199,7 @@ class Recorder:
         self._write_summary("running")
 
     def evaluation(self, version: int, label: str, reports: Sequence[SetReport]) -> None:
-        """An evaluation of the weights of `version`, on all its sets."""
+        """Record and print an evaluation of the weights of `version`, one report per set."""
         first = reports[0]
         record = self.summary.eval_before if label == "before" else self.summary.eval_after
         record(first.greedy.mean.value, first.sampled.mean.value, first.n)
@@ -200,11 +209,11 @@ class Recorder:
             self._writer.write(version, report.metrics(), terminal=False)
 
     def saving(self, version: int) -> None:
-        """A checkpoint of the weights of `version` is about to be made."""
+        """Note that a checkpoint of the weights of `version` is about to be made."""
         self._evaluated.current = version
 
     def roll_back(self, step: int) -> None:
-        """The run goes on from `step`."""
+        """Note that the run resumes from `step`."""
         self._writer.roll_back(step)
 
     def finish(self, record: ExitRecord) -> None:
@@ -214,6 +223,7 @@ class Recorder:
             write_exit(self._run_dir, record)
 
     def close(self) -> None:
+        """Close the metric files."""
         self._writer.close()
 
     def _write_summary(self, status: str) -> None:

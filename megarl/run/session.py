@@ -1,4 +1,4 @@
-"""The parts of a run, built in order and joined: policy, pool, weight sync, recorder, checkpoints.
+"""The session: the parts of a run, built in order and joined. Policy, pool, weight sync, recorder, checkpoints.
 
 `loop.py` is its only user. Every method is collective over the trainer ranks.
 """
@@ -32,11 +32,11 @@ from megarl.weights.sender import WeightSender
 
 
 class Session:
-    """Built on every rank after `torch.distributed` is up; `close` ends the pool.
+    """Holds the parts of a run on every rank, once `torch.distributed` is initialised; `close` ends the pool.
 
-    `launch`: the supervisor being started, on rank 0 only. `first_step`: training steps that the history which this
-    run goes on from has done; 0 for a new run. `version`: that of the policy's weights as they were last published, or
-    are to be published first.
+    `launch`: the supervisor that is being started, on rank 0 only. `first_step`: training steps done by the history
+    that this run resumes; 0 for a new run. `version`: the version of the policy's weights that was last published, or
+    that is published first.
     """
 
     def __init__(self, config: Config, launch: Future[SupervisorHandle] | None, terminal: TextIO) -> None:
@@ -55,7 +55,7 @@ class Session:
         self.sender = WeightSender(config, self._exporter)
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
         self._stop_vote = StopVote(config.run_dir, self.peers)
-        self.stopped: str | None = None  # why the run ends before `run.steps`; the same on every rank
+        self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank
         self.version = 0
         self.first_step = self.steps_done = self._resume()
         self._connect(launch)
@@ -63,14 +63,14 @@ class Session:
 
     @property
     def parts(self) -> Sequence[Stateful]:
-        """What a checkpoint holds beside the trainer's own state."""
+        """The parts whose state a checkpoint holds besides the trainer's own state."""
         return (self.pool, *self.recorder.parts)
 
     def _resume(self) -> int:
-        """Load what `checkpoint.resume` asks for; steps done by that history."""
+        """Load the checkpoint that `checkpoint.resume` names, if any; return the steps done by its history."""
 
         def cut_result_files(chosen: Candidate) -> None:
-            """Result files of this run's own history go back to the checkpoint, before anything is loaded."""
+            """Truncate the result files to the checkpoint, if it is of this run, before anything is loaded."""
             if chosen.own:
                 files = self.checkpointer.directory.state(chosen.step)["files"]
                 if moved := roll_back(self.config.run_dir, files):
@@ -87,7 +87,7 @@ class Session:
         return int(record["step"])
 
     def _connect(self, launch: Future[SupervisorHandle] | None) -> None:
-        """Wait for the pool and form the weight-sync group with it."""
+        """Wait for the pool and form the weight-sync group with its engines."""
         self.recorder.say("waiting for the rollout engines")
         started = time.perf_counter()
         self.recorder.load_tokenizer()
@@ -96,30 +96,30 @@ class Session:
         self.sender.connect(self.pool.engine_handles())
 
     def steps(self) -> Iterator[int]:
-        """The steps that remain; ends early, with `stopped` set and a save made, when the run is asked to stop."""
+        """Yield the remaining steps. After a stop request, save, set `stopped` and end."""
         total = self.config.run.steps
         for step in range(self.first_step, total + 1):
             self.steps_done = step
             self.stopped = self._stop_vote.agree()
             if self.stopped is not None:
                 self.recorder.say(f"stopping after {step} of {total} steps: {self.stopped}")
-                # Before the first step nothing has changed.
+                # Before the first step there is nothing to save.
                 if step > self.first_step and not self.save(step, wait=True):
-                    self.steps_done = self.checkpointer.newest or 0  # where the next launch goes on from
+                    self.steps_done = self.checkpointer.newest or 0  # where the next launch resumes
                     self.stopped += f"; the checkpoint of step {step} could not be saved"
                 return
             if step < total:
                 yield step
 
     def checkpoint(self, steps_done: int) -> None:
-        """Step boundary: complete the save that is running in the background, start the one that is due."""
+        """Complete the save that is running in the background, and start one if it is due. Called between steps."""
         with self.recorder.phase("save"):
             self.checkpointer.poll()
         if self.checkpointer.due(steps_done):
             self.save(steps_done)
 
     def save(self, steps_done: int, *, wait: bool = False) -> bool:
-        """Save a checkpoint now, whatever is due; with `wait`, return when it is complete. False if it failed."""
+        """Save a checkpoint, due or not; with `wait`, return when it is complete. False if it failed."""
         with self.recorder.phase("save"):
             self.recorder.saving(self.version)
             record = {"version": self.version} | self.peers.on_first_rank(lambda: collect(self.parts))
@@ -134,9 +134,9 @@ class Session:
             self.recorder.say(f"final policy: {target}")
 
     def finish(self) -> None:
-        """Complete the running save and say how the run ended.
+        """Complete the running save and record how the run ended: finished, or preempted if `stopped` is set.
 
-        The status is finished, or preempted if `stopped`: then an export that is running is ended, there is no time.
+        A Hugging Face export that is still running is awaited if the run is finished, and ended if it is preempted.
         """
         self.checkpointer.poll(wait=True)
         status = ExitRecord("finished" if self.stopped is None else "preempted", self.steps_done, self.stopped or "")

@@ -1,4 +1,4 @@
-"""Parts of a run that a checkpoint keeps beside the trainer's own state."""
+"""The parts of a run whose state a checkpoint keeps besides the trainer's own state."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class Stateful(Protocol):
 
     key: str
 
-    def state_dict(self) -> Any:
-        """The state to store; called on rank 0."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to store. Called on rank 0."""
         ...
 
-    def load_state_dict(self, state: Any) -> None:
-        """Go back to a stored state; called on every rank."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a stored state. Called on every rank."""
         ...
 
 
 def collect(parts: Iterable[Stateful]) -> dict[str, Any]:
-    """The record of all parts. ValueError if two parts share a key."""
+    """Return the states of all parts by key. Raises ValueError if two parts share a key."""
     record: dict[str, Any] = {}
     for part in parts:
         if part.key in record:
@@ -31,6 +31,6 @@ def collect(parts: Iterable[Stateful]) -> dict[str, Any]:
 
 
 def restore(parts: Iterable[Stateful], record: Mapping[str, Any]) -> None:
-    """Give every part its state back."""
+    """Load the state of every part from a record that `collect` made. Raises KeyError if one is missing."""
     for part in parts:
         part.load_state_dict(record[part.key])

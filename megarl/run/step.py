@@ -1,7 +1,9 @@
-"""One training step, apart from every process: from the tags of a batch to an updated policy.
+"""One training step, from the tags of a batch to an updated policy, without any process besides the trainer's ranks.
 
-`plan_step` is pure and every rank computes it from the same tags, so that ranks agree without talking (they compare
-its hash). `train_step` needs only a policy and this rank's rows: the training loop and `megarl replay` share it.
+`plan_step` is pure: every rank computes the same plan from the same tags without communication, and the ranks compare
+its hash. `train_step` needs only a policy and this rank's rows; the training loop and `megarl replay` share it.
+
+Tensor suffixes: `_R` response tokens of one sample.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """Every admitted group ends as exactly one of these."""
+    """Numbers of groups by how they ended; every admitted group ends in exactly one of these ways."""
 
     trained: int
     filtered: int
@@ -48,7 +50,10 @@ class GroupOutcome:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step trains on. `mini_batches[m][d]`: keys of the samples of mini-batch m on DP rank d."""
+    """The samples that a step trains on. `mini_batches[m][d]`: keys of the samples of mini-batch m on DP rank d.
+
+    `tags`: those of all samples of the batch by key; `version`: the version of the weights that the step updates.
+    """
 
     tags: dict[str, SampleTag]
     shaped: ShapedBatch
@@ -57,19 +62,20 @@ class StepPlan:
     version: int
 
     def keys_of(self, dp_rank: int) -> list[str]:
-        """The rows this DP rank has to fetch, in the order it trains on them."""
+        """Return the keys of the rows that a DP rank must fetch, in the order in which it trains on them."""
         return [key for mini_batch in self.mini_batches for key in mini_batch[dp_rank]]
 
     @property
     def hash(self) -> str:
+        """A digest of the assignment, which all ranks compare."""
         return partition_hash(self.mini_batches)
 
 
 def plan_step(tags: Sequence[SampleTag], config: Config, *, dp_size: int, version: int) -> StepPlan:
-    """Shape rewards, filter groups, split the rest into mini-batches by groups and each of those over DP by tokens.
+    """Shape rewards, filter groups, split the rest by groups into mini-batches and each of these by tokens over DP.
 
-    `version` is that of the weights about to be trained: a group with a token older than `admission.max_staleness`
-    versions never reaches the update. Raises ValueError if a sample appears twice.
+    `version`: the version of the weights about to be updated. A group with a token older than
+    `admission.max_staleness` versions is dropped. Raises ValueError if a sample appears twice.
     """
     groups = [
         list(group)
@@ -100,7 +106,7 @@ def _stale(group: Sequence[SampleTag], version: int, max_staleness: int) -> bool
 
 
 def _permuted(group: Sequence[SampleTag], config: Config) -> list[SampleTag]:
-    """The rewards shuffled among the samples that did not fail: nobody has judged a failed one."""
+    """Return the group with rewards shuffled among the samples that did not fail; failed ones have no reward."""
     rewards = [tag.reward for tag in group if not tag.failed]
     random.Random(f"{config.run.seed}:{group[0].group_id}").shuffle(rewards)
     shuffled = iter(rewards)
@@ -119,7 +125,7 @@ def _shaping(config: Config) -> ShapingSpec:
 
 
 def _chunks(items: Sequence[T], parts: int) -> list[list[T]]:
-    """At most `parts` contiguous runs of nearly equal size, none empty."""
+    """Split `items` into at most `parts` contiguous runs of nearly equal size, none empty."""
     parts = min(parts, len(items))
     bounds = [len(items) * part // parts for part in range(parts + 1)] if parts else []
     return [list(items[start:end]) for start, end in itertools.pairwise(bounds)]
@@ -133,11 +139,11 @@ def train_step(
     timer: PhaseTimer,
     metrics: StepMetrics,
 ) -> None:
-    """Fill in the log-probs that are missing, then one optimizer update per mini-batch. Collective.
+    """Compute the log-probs that are missing, then make one optimizer update per mini-batch. Collective.
 
-    `rows`: this DP rank's trajectories by key, `plan.keys_of(dp_rank)` at least. Records `policy/*`, `mismatch/*` and
-    `reward/shaped_mean`. A step whose groups were all filtered updates nothing and says so by `policy/updates` 0.
-    Raises NonFiniteError before any weight has changed.
+    `rows`: this DP rank's trajectories by key, at least those of `plan.keys_of(dp_rank)`. Records `policy/*`,
+    `mismatch/*` and `reward/shaped_mean`. A step whose groups are all filtered makes no update and records
+    `policy/updates` 0. Raises NonFiniteError before any weight has changed.
     """
     algorithm = config.algorithm
     samples = _train_samples(plan, rows)
@@ -160,7 +166,7 @@ def train_step(
                 continue  # every sample of it is masked as truncated
             values = policy.update([samples[key] for key in mini_batch[parallel.dp_rank()]], counts)
             if updates == 0 and algorithm.old_logprobs == "rollout":
-                # The first update still sees the weights that sampled: its old log-probs are the engine's.
+                # The first update uses the weights that sampled: it compares the engine's log-probs with the trainer's.
                 _record_mismatch(values, metrics)
             metrics.record("policy/grad_norm_max", values["grad_norm"])
             metrics.update(_declared(values, config), prefix="policy/", weight=values["tokens"])
@@ -184,7 +190,7 @@ def _set_advantages(
     config: Config,
     metrics: StepMetrics,
 ) -> None:
-    """Advantages from shaped rewards; with `kl.where: reward` the KL of each response is taken off first."""
+    """Set each sample's advantage from shaped rewards; with `kl.where: reward`, subtract the response's KL first."""
     rewards = [[sample.reward for sample in group] for group in plan.shaped.groups]
     advantages = [[sample.advantage for sample in group] for group in plan.shaped.groups]
     kl = config.algorithm.kl
@@ -205,7 +211,7 @@ def _set_advantages(
 
 
 def _kl_of_all(samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory], config: Config) -> dict[str, float]:
-    """KL to the reference of each whole response of the step, on every rank."""
+    """Return the KL to the reference of every response of the step, summed over its sampled tokens, on every rank."""
     own = {}
     for key, sample in samples.items():
         old_R, reference_R = sample.streams[OLD_LOGPROBS], sample.streams[REFERENCE_LOGPROBS]
@@ -222,13 +228,13 @@ def _counts(plan: StepPlan, mini_batch: Sequence[Sequence[str]], config: Config)
 
 
 def _declared(values: Mapping[str, float], config: Config) -> dict[str, float]:
-    """What an update reports under `policy/`: not the raw moments, and `kl_ref` only where there is a reference."""
+    """Return the values of an update that are metrics: no raw moments, and `kl_ref` only if there is a reference."""
     hidden = {"ratio_squared", "pearson"} | (set() if config.needs_reference else {"kl_ref"})
     return {name: value for name, value in values.items() if name not in hidden}
 
 
 def _compare(samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory]) -> dict[str, float]:
-    """Engine (old) against trainer (new) over all response tokens of the step, on every rank."""
+    """Compare the engine's log-probs (old) with the trainer's (new) over all sampled tokens, on every rank."""
     parts = [LossStats.zeros()]
     for key, sample in samples.items():
         engine_R = torch.tensor(rows[key].rollout_logprobs, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""One step's batch as every trainer rank knows it."""
+"""The batch of one step, as every trainer rank has it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from megarl.queue.trajectory import SampleTag
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Keys and tags of all samples of a step, failed ones included, in (group, sample) order.
+    """Holds keys and tags of all samples of a step, failed ones included, in (group, sample) order.
 
-    `version`: that of the weights which the step updates; `timings`: the controller's declared metrics of the batch.
+    `version`: the version of the weights that the step updates; `timings`: the controller's declared metrics of the
+    batch.
     """
 
     step: int

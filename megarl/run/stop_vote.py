@@ -1,4 +1,4 @@
-"""The decision to stop early, which all trainer ranks take together between two steps."""
+"""The decision to stop early, which all trainer ranks make together between two steps."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from megarl.run.peers import Peers
 
 
 class StopVote:
-    """RUN_DIR/stop, which rank 0 looks for, or a SIGTERM to any rank."""
+    """Combines the stop requests: RUN_DIR/stop, which rank 0 looks for, and a SIGTERM to any rank."""
 
     def __init__(self, run_dir: Path, peers: Peers) -> None:
         self._run_dir, self._peers = run_dir, peers
         self._termination = TerminationFlag()
 
     def install(self) -> None:
-        """Take SIGTERM for a request to stop from here on. In the main thread, after `ray.init`."""
+        """Treat SIGTERM as a stop request. Call it in the main thread, after `ray.init`, which sets its own handler."""
         self._termination.install()
 
     def agree(self) -> str | None:
-        """Why the run was asked to stop, the same on every rank; None if it was not. Collective."""
+        """Return why the run was asked to stop, the same on every rank; None if it was not. Collective."""
         asked = self._termination.raised or (self._peers.is_first and stop_reason(self._run_dir) is not None)
         if not self._peers.any(asked):
             return None

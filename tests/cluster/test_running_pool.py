@@ -210,7 +210,7 @@ def test_nothing_outlives_a_killed_agent(pool: TestPool, agent: subprocess.Popen
     state = read_state(pool.config.run_dir)
     assert state is not None and state["state"] == "stopped" and str(agent.pid) in state["error"]
     with pytest.raises(RolloutError, match=r"has ended: the launcher \(pid \d+\) is gone"):
-        pool.client.counters()
+        pool.client.members()
     assert not list(Path("/tmp").glob(f"megarl-*/session_*_{pool.handle.process.pid}"))
     pool.client.close()
 
@@ -221,7 +221,7 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
         kill = lambda: os.kill(running.handle.process.pid, signal.SIGKILL)  # noqa: E731
         assert_all_go(everything(running), kill)
         with pytest.raises(RolloutError, match="its supervisor was killed"):
-            running.client.counters()
+            running.client.members()
     finally:
         running.close()
 

@@ -14,6 +14,8 @@ def test_doctor_here(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report["can_start"] and report["device"] in ("cpu", "cuda")
     assert {"device path", "ray", "megarl plugin for vLLM"} <= {finding["what"] for finding in report["findings"]}
+    # The lock files of this checkout are found, and compared with what is installed.
+    assert not any("beside the package" in finding["detail"] for finding in report["findings"])
 
 
 def test_doctor_fails_when_a_run_could_not_start(

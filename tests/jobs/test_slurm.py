@@ -42,7 +42,7 @@ def test_an_allocation_that_does_not_fit_starts_nothing(slurm: Slurm, tmp_path: 
     said = log.read_text()
     assert "megarl: 2 problems" in said and "Traceback" not in said
     assert "nodes: the job has 3 (n1, n2, n3), the config needs 4 (2 trainer, 2 rollout); ask for --nodes=4" in said
-    assert "it would not do a single step" in said  # 30 s for a save and 300 s for a step do not fit into it
+    assert "it would stop before its first step" in said  # 30 s for a save and 300 s for a step do not fit into it
     assert not (tmp_path / "run").exists()
 
 

@@ -77,3 +77,16 @@ def test_cancel_ends_calls_and_whoever_waits_for_them() -> None:
             await waiting
 
     asyncio.run(run())
+
+
+def test_cancel_ends_requests_that_have_not_been_sent_yet() -> None:
+    async def run() -> None:
+        pool = FakePool()
+        batcher = Batcher(pool)  # type: ignore[arg-type]
+        waiting = asyncio.create_task(batcher.generate(request("a")))
+        await asyncio.sleep(0)  # it has put its request down; the event loop has not sent it
+        await batcher.cancel()
+        await asyncio.sleep(0.01)
+        assert pool.calls == [] and waiting.cancelled()
+
+    asyncio.run(run())

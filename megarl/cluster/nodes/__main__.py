@@ -1,4 +1,7 @@
-"""`python -m megarl.cluster.nodes prepare|status|fail|scripts`: for the launch scripts; users call `megarl launch`."""
+"""`python -m megarl.cluster.nodes prepare|status|fail|scripts`: the commands that launch scripts call.
+
+Users call `megarl launch`.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from megarl.config.load import load_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 2 for a mistake of the user, reported in one message."""
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -33,14 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megarl.cluster.nodes", description="Called by the launch scripts.")
     commands = parser.add_subparsers(required=True)
-    before = commands.add_parser("prepare", help="check config and allocation; prints the launch file's path")
+    before = commands.add_parser("prepare", help="check config and allocation; print the path of the launch file")
     add_config_arguments(before)
     before.add_argument("--scheduler", choices=["slurm", "local"], required=True)
     before.add_argument("--hosts", help="comma-separated, for --scheduler local on several machines")
-    before.add_argument("--signal-s", type=int, help="seconds before the time limit at which the script is told")
+    before.add_argument("--signal-s", type=int, help="seconds before the time limit at which SLURM signals the script")
     before.add_argument("--entry", default=ENTRY, help=argparse.SUPPRESS)
     before.set_defaults(run=_prepare)
-    after = commands.add_parser("status", help="prints finished, preempted or failed; the reason goes to stderr")
+    after = commands.add_parser("status", help="print finished, preempted or failed; the reason goes to stderr")
     after.add_argument("launch", type=Path)
     after.set_defaults(run=_status)
     failed = commands.add_parser("fail", help="end the job, naming a node that the script could not start")
@@ -48,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     failed.add_argument("host")
     failed.add_argument("reason")
     failed.set_defaults(run=_fail)
-    shipped = commands.add_parser("scripts", help="write the scripts in launch/ anew; from the repository's root")
+    shipped = commands.add_parser("scripts", help="regenerate the scripts in launch/; run it in the repository's root")
     shipped.set_defaults(run=_scripts)
     return parser
 

@@ -1,9 +1,9 @@
 """The agent of one node: starts the node's share of the job, watches it, and ends all of it.
 
-`python -m megarl.cluster.nodes.agent LAUNCH_FILE [INDEX]`, on every node at the same time (srun, ssh, or a local
-shell); INDEX defaults to SLURM_PROCID. Everything the node runs is this process's child and goes when it goes. Exit
-code 0: the run has said how it ended (RUN_DIR/exit.json); 1: something failed, here or elsewhere, and
-RUN_DIR/launch/ID/failed.json names the node and the reason.
+`python -m megarl.cluster.nodes.agent LAUNCH_FILE [INDEX]` runs on every node at the same time, started by srun, ssh or
+a local shell; INDEX defaults to SLURM_PROCID. Everything that the node runs is a child of this process and ends with
+it. Exit code 0: the run has ended and recorded how in RUN_DIR/exit.json. Exit code 1: something failed, here or on
+another node, and RUN_DIR/launch/ID/failed.json names the node and the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord, State
 from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.network import interface_of, own_address
 from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, free_ports
-from megarl.common import run_files as stopping
+from megarl.common import run_files
 from megarl.common.processes import ProcessId, descendants, die_with_parent, is_alive, sweep
 from megarl.config.hardware import local_gpus
 from megarl.rollout.devices import visible_devices
@@ -36,18 +36,20 @@ logger = logging.getLogger("megarl.cluster.nodes.agent")
 
 TICK_S = 0.5
 BEAT_S = 2.0
-KILL_GRACE_S = 3.0
+TERMINATE_S = 3.0  # between SIGTERM and SIGKILL
 
 
 class NodeFailed(Exception):  # noqa: N818
-    """This node cannot go on; the message is the job's reason."""
+    """This node cannot continue; the message is the reason why the job ends."""
 
 
 class PeerFailed(Exception):  # noqa: N818
-    """Another node has failed and said so."""
+    """Another node has failed and has written why."""
 
 
 class NodeAgent:
+    """Runs the share of node `index` from its start to its end."""
+
     def __init__(self, launch: LaunchSpec, index: int) -> None:
         self.launch, self.config = launch, launch.config
         self.topology = launch.topology
@@ -65,12 +67,12 @@ class NodeAgent:
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._ended_at: float | None = None
         self._pool_ended_at: float | None = None
-        # The first node watches all others, all others watch the first: few reads of a shared file system.
+        # The first node watches all others and they watch the first, which keeps reads of the shared file system few.
         watched = [n.index for n in self.topology.nodes if n.index != index] if index == 0 else [0]
         self._watch = Watch(self.board, watched, self.config.timeouts.node_s)
 
     def run(self) -> int:
-        """Start, watch, end. 0 or 1, see the module's docstring."""
+        """Start, watch and end this node's share. Return the exit code that the module's docstring describes."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         try:
@@ -90,12 +92,12 @@ class NodeAgent:
         return 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """First one: let the run save and end. Second one: end now."""
+        """On the first signal ask the run to save and end; on the second end at once."""
         self._signals += 1
         name = signal.Signals(number).name
         if self._signals > 1:
-            raise NodeFailed(f"{name} again")
-        stopping.ask_to_stop(self.launch.run_dir, f"{name} on node {self.host}")
+            raise NodeFailed(f"received a second stop signal ({name})")
+        run_files.ask_to_stop(self.launch.run_dir, f"{name} on node {self.host}")
 
     def _start(self) -> None:
         self._check_devices()
@@ -132,14 +134,14 @@ class NodeAgent:
     def _spawn(
         self, command: list[str], environment: dict[str, str], output: IO[bytes] | None = None
     ) -> subprocess.Popen[bytes]:
-        """A child in a session of its own (a Ctrl-C is for this process) that dies with this process."""
+        """Start a child that dies with this process, in a session that a Ctrl-C of this process does not reach."""
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment,
             preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509 (this process has one thread)
         )  # fmt: skip
 
     def _start_torchrun(self) -> None:
-        """As soon as the first trainer node has said where the rendezvous is."""
+        """Start torchrun, once the first trainer node has posted the address of the rendezvous."""
         first = self.board.read(self.topology.trainer(0).index)
         if first is None or not first.endpoint:
             return
@@ -157,7 +159,7 @@ class NodeAgent:
         self._torchrun = self._spawn(command, environment)
 
     def _tick(self) -> bool:
-        """One look at everything; True when this node's share is done."""
+        """Check every process and peer once. Return True when this node's share is done."""
         self._children |= descendants(os.getpid())
         self._post_if_due()
         if (failure := self.board.failure()) is not None:
@@ -165,41 +167,46 @@ class NodeAgent:
         if self.node.trainer_rank is not None and self._torchrun is None:
             self._start_torchrun()
         ending = self._run_has_ended()
-        trained = self._torchrun_done(ending)
-        pooled = self._supervisor_done(ending)
+        ranks_done = self._torchrun_done(ending)
+        pool_done = self._supervisor_done(ending)
         self._check_raylet(ending)
         if ending:
             self._ended_at = self._ended_at or time.monotonic()
             self._check_end_in_time()
         else:
             self._check_peers()
-        return ending and trained and pooled
+        return ending and ranks_done and pool_done
 
     def _run_has_ended(self) -> bool:
-        """The ranks have said so: from here on things going away is what should happen."""
-        record = stopping.read_exit(self.launch.run_dir)
+        """Tell whether the ranks have recorded the end of the run. From then on processes are expected to end."""
+        record = run_files.read_exit(self.launch.run_dir)
         return record is not None and record.status != "failed"
 
     def _torchrun_done(self, ending: bool) -> bool:
+        """Tell whether this node's ranks, if it has any, have ended. Raises NodeFailed if they failed."""
         if self.node.trainer_rank is None:
             return True
         if self._torchrun is None or self._torchrun.poll() is None:
             return False
-        # After a SIGTERM torchrun's own code is not 0, however well its ranks ended.
+        # After a SIGTERM torchrun's own code is not 0, even if all its ranks exited with 0.
         if self._torchrun.returncode != 0 and not ending:
             raise NodeFailed(self._why_ranks_failed())
         return True
 
     def _why_ranks_failed(self) -> str:
+        """Return the message that a rank has left in RUN_DIR/error.txt, or name torchrun's exit code."""
         assert self._torchrun is not None
-        said = self.launch.run_dir / "error.txt"
-        if said.is_file():
-            return " ".join(said.read_text().split()).removeprefix("megarl: ")
+        message = self.launch.run_dir / "error.txt"
+        if message.is_file():
+            return " ".join(message.read_text().split()).removeprefix("megarl: ")
         logs = self.launch.run_dir / "logs"
         return f"a trainer rank was killed (torchrun ended with code {self._torchrun.returncode}); see {logs}"
 
     def _supervisor_done(self, ending: bool) -> bool:
-        """On the supervisor's node: whether it has ended. Elsewhere: whether it has said so."""
+        """Tell whether the supervisor has ended, on its node by its process, elsewhere by its state file.
+
+        Raises NodeFailed if it ended before the run.
+        """
         state = read_state(self.launch.run_dir) or {}
         ended = state.get("launch_id") == self.launch.launch_id and state.get("state") in {"stopped", "failed"}
         if self._supervisor is None:
@@ -208,7 +215,7 @@ class NodeAgent:
             return False
         if ending:
             return True
-        # One that was asked to stop was so by a rank that has failed: that rank's node gives the reason.
+        # If a rank that failed has asked it to stop, that rank's node reports the reason: give it the time to do so.
         self._pool_ended_at = self._pool_ended_at or time.monotonic()
         asked = ended and self._supervisor.returncode == 0
         if not asked or time.monotonic() > self._pool_ended_at + self.config.timeouts.node_s:
@@ -221,13 +228,14 @@ class NodeAgent:
             raise NodeFailed(f"Ray's raylet ended with code {self._raylet.returncode}")
 
     def _check_peers(self) -> None:
+        """End the job, naming the node, if a watched node has not started or is silent for `timeouts.node_s`."""
         for index, record in self._watch.lost():
             name = record.host if record is not None else self._host_of(index)
             silent = f"{self.config.timeouts.node_s:.0f} s"
             self._fail_job(name, f"not started within {silent}" if record is None else f"lost, silent for {silent}")
 
     def _check_end_in_time(self) -> None:
-        """The run has ended; its processes get the tear-down's bound for following."""
+        """Raise NodeFailed if processes are left after twice the bound of a tear-down, counted from the run's end."""
         assert self._ended_at is not None
         bound = 2 * self.config.timeouts.shutdown_s
         if time.monotonic() > self._ended_at + bound:
@@ -251,12 +259,12 @@ class NodeAgent:
         self._fail_job(self.host, reason)
 
     def _fail_job(self, host: str, reason: str) -> None:
-        """Say why the job ends, unless another node has said it first."""
+        """Record why the job ends, unless another node has recorded a failure first."""
         first = self.board.claim_failure(NodeFailure(host, reason))
-        record = stopping.read_exit(self.launch.run_dir)
+        record = run_files.read_exit(self.launch.run_dir)
         if first and (record is None or record.status != "failed"):
             step = record.step if record is not None else 0
-            stopping.write_exit(self.launch.run_dir, stopping.ExitRecord("failed", step, f"node {host}: {reason}"))
+            run_files.write_exit(self.launch.run_dir, run_files.ExitRecord("failed", step, f"node {host}: {reason}"))
 
     def _finish(self) -> None:
         self._end_all()
@@ -264,7 +272,7 @@ class NodeAgent:
         logger.info("done")
 
     def _end_all(self) -> None:
-        """Nothing of this node's share survives: ranks first, raylet and supervisor in order, then what is left."""
+        """End everything that this node runs: kill the ranks, stop raylet and supervisor, then kill what is left."""
         if self._torchrun is not None and self._torchrun.poll() is None:
             ranks = descendants(self._torchrun.pid)
             sweep({ProcessId.of(self._torchrun.pid), *ranks}, grace_s=0.0)
@@ -277,12 +285,13 @@ class NodeAgent:
         while any(is_alive(process) for process in orderly) and time.monotonic() < deadline:
             self._children |= descendants(os.getpid())
             time.sleep(0.1)
-        left = sweep(self._children | descendants(os.getpid()), grace_s=KILL_GRACE_S)
+        left = sweep(self._children | descendants(os.getpid()), grace_s=TERMINATE_S)
         if left:
             logger.error("still alive after SIGKILL: %s", sorted(process.pid for process in left))
 
 
 def main() -> int:
+    """Run the agent of the node that the command line names; return its exit code."""
     launch = LaunchSpec.load(Path(sys.argv[1]))
     index = int(sys.argv[2] if len(sys.argv) > 2 else os.environ["SLURM_PROCID"])
     os.chdir(launch.cwd)

@@ -1,4 +1,4 @@
-"""Whether the nodes that were given fit the config, before anything starts on them."""
+"""The nodes that a job was given, and the check that they fit the config, before anything starts on them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ QUERY_S = 60
 
 @dataclass(frozen=True)
 class Allocation:
-    """What the job was given. None if not known or not limited: `gpus_per_node`, `seconds` (left until the end),
-    `signal_s` (how long before the end the batch script gets its signal).
+    """Holds what the job was given.
+
+    `seconds` are left until the time limit; `signal_s` is how long before it the batch script gets its signal. These
+    two and `gpus_per_node` are None if unknown or unlimited.
     """
 
     hosts: tuple[str, ...]
@@ -28,7 +30,7 @@ class Allocation:
 
 
 def slurm_allocation(environment: Mapping[str, str], signal_s: int | None = None) -> Allocation:
-    """Inside a batch job. ConfigError if this is none, or if SLURM does not answer."""
+    """Return the allocation of this batch job. Raises ConfigError outside a job, or if SLURM does not answer."""
     if "SLURM_JOB_ID" not in environment or "SLURM_JOB_NODELIST" not in environment:
         raise ConfigError(["not inside a SLURM job: submit the script with sbatch, or use --scheduler local"])
     hosts = _query("scontrol", "show", "hostnames", environment["SLURM_JOB_NODELIST"]).split()
@@ -38,7 +40,7 @@ def slurm_allocation(environment: Mapping[str, str], signal_s: int | None = None
 
 
 def local_allocation(hosts: tuple[str, ...]) -> Allocation:
-    """This machine, or a list of `hosts` like it."""
+    """Return this machine, or a list of `hosts` that have as many GPUs as this machine, as an allocation."""
     return Allocation(hosts, len(local_gpus()), None)
 
 
@@ -51,7 +53,7 @@ def _query(*command: str) -> str:
 
 
 def parse_duration(text: str) -> int | None:
-    """SLURM's `[D-]HH:MM:SS`, `MM:SS` to seconds; None for UNLIMITED, INVALID, NOT_SET."""
+    """Convert SLURM's `[D-]HH:MM:SS` or `MM:SS` to seconds; None for UNLIMITED, INVALID and NOT_SET."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
     if match is None:
         return None
@@ -60,7 +62,7 @@ def parse_duration(text: str) -> int | None:
 
 
 def check_allocation(config: Config, topology: Topology, allocation: Allocation, *, cuda: bool) -> None:
-    """ConfigError listing everything that does not fit."""
+    """Raise ConfigError listing everything that does not fit."""
     problems = []
     wanted = len(topology.nodes)
     if len(allocation.hosts) != wanted:
@@ -80,6 +82,7 @@ def check_allocation(config: Config, topology: Topology, allocation: Allocation,
 
 
 def _time_problems(config: Config, allocation: Allocation) -> list[str]:
+    """Return one message for each way in which the time left is too short."""
     if allocation.seconds is None:
         return []
     problems = []
@@ -87,7 +90,7 @@ def _time_problems(config: Config, allocation: Allocation) -> list[str]:
     if allocation.seconds <= stop:
         problems.append(
             f"time: {allocation.seconds} s are left, but a run is asked to stop {stop} s before the limit "
-            "(launch.stop_before_s): it would not do a single step; ask for a longer --time"
+            "(launch.stop_before_s): it would stop before its first step; ask for a longer --time"
         )
     if allocation.signal_s is not None and allocation.signal_s < stop:
         problems.append(
@@ -97,7 +100,7 @@ def _time_problems(config: Config, allocation: Allocation) -> list[str]:
         )
     limit = config.launch.time_limit
     wanted = parse_duration(limit) or 0 if limit is not None else 0
-    # Some of it has passed since the job started.
+    # Some of the time has passed since the job started: tolerate 300 s, or a tenth of the limit.
     if allocation.seconds < wanted - max(300, wanted // 10):
         problems.append(
             f"time: {allocation.seconds} s are left, launch.time_limit is {limit}; ask for --time={limit} or lower "

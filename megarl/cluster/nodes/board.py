@@ -1,7 +1,8 @@
-"""What the nodes of a job tell each other: small files in RUN_DIR/launch/ID on the shared file system.
+"""The messages between the nodes of a job: small files in RUN_DIR/launch/ID on the shared file system.
 
-Each node writes one file, replaced atomically, with a counter that goes up while it lives; a node whose counter stands
-still is lost. Judged by the reader's own clock, so clocks need not agree. The first failure is claimed exclusively.
+Each node replaces one file atomically, with a counter that increases while the node lives. A node whose counter stands
+still counts as lost; the reader measures this with its own clock, so clocks need not agree. Exactly one node claims
+the first failure.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ State = Literal["running", "done"]
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """`endpoint`: where torchrun's rendezvous is, on the first trainer node."""
+    """The file of one node. `endpoint` is HOST:PORT of torchrun's rendezvous; only the first trainer node sets it."""
 
     index: int
     host: str
@@ -35,35 +36,36 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class NodeFailure:
-    """Why the job ends: `node` is the host's name, as its user knows it."""
+    """The reason why the job ends. `node` is the host's name as the user gave it."""
 
     node: str
     reason: str
 
 
 class NodeBoard:
-    """One launch's files, as one node (or the batch script) sees them."""
+    """Reads and writes the files of one launch, for one node or for the batch script."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def post(self, record: NodeRecord) -> None:
+        """Replace the file of the node that `record` is about."""
         write_json(self._path(record.index), asdict(record))
 
     def read(self, index: int) -> NodeRecord | None:
-        """None while that node has not started."""
+        """Return the file of node `index`; None while that node has not started."""
         try:
             return NodeRecord(**json.loads(self._path(index).read_text()))
         except FileNotFoundError:
             return None
 
     def claim_failure(self, failure: NodeFailure) -> bool:
-        """True if this is the job's first failure."""
+        """Record `failure` and return True if it is the job's first one; otherwise return False."""
         path = self.directory / FAILURE_FILE
         temporary = path.with_name(f".{FAILURE_FILE}.{failure.node}.{os.getpid()}")
         temporary.write_text(json.dumps(asdict(failure)))
         try:
-            os.link(temporary, path)  # atomic and exclusive, with its content: nobody reads half a file
+            os.link(temporary, path)  # atomic and exclusive, with its content, so nobody reads half a file
         except FileExistsError:
             return False
         finally:
@@ -71,6 +73,7 @@ class NodeBoard:
         return True
 
     def failure(self) -> NodeFailure | None:
+        """Return the job's first failure; None if nothing has failed."""
         try:
             return NodeFailure(**json.loads((self.directory / FAILURE_FILE).read_text()))
         except FileNotFoundError:
@@ -81,7 +84,7 @@ class NodeBoard:
 
 
 class Watch:
-    """Finds nodes whose counter stands still for `timeout_s`; nodes that have not started count from the first look."""
+    """Finds nodes whose counter stands still for `timeout_s`; for nodes not yet started, time counts from creation."""
 
     def __init__(
         self, board: NodeBoard, indices: list[int], timeout_s: float, clock: Callable[[], float] = time.monotonic
@@ -90,7 +93,7 @@ class Watch:
         self._seen: dict[int, tuple[int, float]] = {index: (-1, clock()) for index in indices}
 
     def lost(self) -> list[tuple[int, NodeRecord | None]]:
-        """Nodes that are neither done nor heard of for too long, with what they said last."""
+        """Return nodes not done and silent for too long, each with its last record (None: it never started)."""
         now, found = self._clock(), []
         for index, (beat, since) in list(self._seen.items()):
             record = self._board.read(index)

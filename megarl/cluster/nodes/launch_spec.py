@@ -1,4 +1,4 @@
-"""What one launch of a run is: the resolved config and where it goes, the same file for every node."""
+"""The launch file: the resolved config and places of one launch of a run, the same file for every node."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ LAUNCH_FILE = "launch.json"
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """`hosts`: names or addresses of the nodes, by index; `directory` is RUN_DIR/launch/ID.
+    """The content of a launch file. `hosts` are the names or addresses of the nodes by index.
 
-    `steps_before`: training steps that the launch before this one had saved when it was stopped, 0 for a first one.
+    `directory` is RUN_DIR/launch/ID, `entry` the script that torchrun runs. `steps_before`: the training steps that
+    the previous launch had saved when it was stopped; 0 for a first launch.
     """
 
     launch_id: str
@@ -56,4 +57,5 @@ class LaunchSpec:
 
 
 def launch_directory(run_dir: Path, launch_id: str) -> Path:
+    """Return RUN_DIR/launch/ID, absolute."""
     return run_dir.resolve() / "launch" / launch_id

@@ -1,4 +1,4 @@
-"""A node's own address: the one that the other nodes of the job reach it by."""
+"""A node's own address: the one by which the other nodes of the job reach it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import psutil
 
 
 def own_address(hosts: Sequence[str], interface: str | None = None) -> str:
-    """IPv4 address of `interface`, or the one on the way to the first of `hosts` that is reached over a network.
+    """Return this node's IPv4 address on `interface`, or on the route to the first of `hosts` that is another machine.
 
-    ValueError if there is no such interface. On a machine without any other host or network: 127.0.0.1.
+    Without another host or a network the address is 127.0.0.1. Raises ValueError if there is no such interface.
     """
     if interface is not None:
         return _of_interface(interface)
-    # A name such as the host's own may resolve to loopback, which no other node could use.
+    # A host's own name may resolve to a loopback address, which no other node can use.
     outside = "192.0.2.1"  # reserved for documentation: only asks the routing table, nothing is sent
     for host in (*hosts, outside):
         address = _towards(host)
@@ -26,7 +26,7 @@ def own_address(hosts: Sequence[str], interface: str | None = None) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the interface that holds `address`."""
+    """Return the name of the interface that has `address`; None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.family == socket.AF_INET and each.address == address for each in addresses):
             return name
@@ -42,6 +42,7 @@ def _of_interface(name: str) -> str:
 
 
 def _towards(host: str) -> str | None:
+    """Return the local address of the route to `host`; None if there is no route. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))

@@ -1,4 +1,4 @@
-"""The processes that a node runs: their arguments and environment. Pure; `megarl launch --dry-run` shows them."""
+"""The arguments and environment of the processes that a node runs. Pure; `megarl launch --dry-run` shows them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.cluster.nodes.topology import NodePlan, Topology, stop_seconds
 from megarl.common.errors import ConfigError
 from megarl.config.schema import Config
 
-# Environment of the ranks: they were started by a node's agent, of this launch.
+# Environment variable of the ranks: set if a node's agent has started them, to the id of its launch.
 LAUNCH_ID_VARIABLE = "MEGARL_LAUNCH_ID"
 
 ENTRY = "examples/rl/train_rl.py"
@@ -21,9 +21,10 @@ def torchrun_command(
     config: Config, topology: Topology, node: NodePlan, *, python: str, launch_id: str, endpoint: str, address: str,
     entry: str, config_file: str,
 ) -> list[str]:  # fmt: skip
-    """torchrun on one trainer node; `endpoint`: HOST:PORT of the rendezvous, which the first trainer node holds.
+    """Return the torchrun command of one trainer node.
 
-    c10d's rendezvous, not the static one: only it lets the ranks of all nodes restart after one has failed.
+    `endpoint`: HOST:PORT of the rendezvous, whose store the first trainer node runs. It is c10d's rendezvous and not
+    the static one, because only that one restarts the ranks of all nodes after one has failed.
     """
     first = node.trainer_rank == 0
     return [
@@ -33,32 +34,33 @@ def torchrun_command(
         "--rdzv-id", launch_id,
         "--rdzv-backend", "c10d",
         "--rdzv-endpoint", endpoint,
-        # By default torchrun compares names to find out which node holds the store.
+        # By default torchrun compares host names to find out which node holds the store.
         "--rdzv-conf", f"is_host={'true' if first else 'false'},join_timeout={int(config.timeouts.node_s)}",
         "--local-addr", address,
         "--max-restarts", str(config.launch.max_restarts),
-        # After a SIGTERM: its ranks end their step and save.
+        # After a SIGTERM the ranks need this time to end their step and save.
         "--shutdown-timeout", str(stop_seconds(config)),
         entry, "--config", config_file,
     ]  # fmt: skip
 
 
 def torchrun_environment() -> dict[str, str]:
-    """A new store for each start of the ranks: see `megarl.run.peers.join_peers`."""
+    """Return the variables that make torchrun use a new store at each start: see `megarl.run.peers.join_peers`."""
     return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def node_command(python: str, launch: str, index: str) -> list[str]:
-    """The agent that runs one node's share."""
+    """Return the command of the agent that runs one node's share."""
     return [python, "-m", "megarl.cluster.nodes.agent", launch, index]
 
 
 def raylet_command(launch: str, index: int, agent_pid: int) -> list[str]:
+    """Return the command of a raylet that joins the run's Ray cluster and dies with the agent."""
     return [sys.executable, "-m", "megarl.cluster.nodes.raylet", launch, str(index), str(agent_pid)]
 
 
 def user_environment(config: Config) -> dict[str, str]:
-    """`env_vars` of `launch.runtime_env`. ConfigError for anything else in that file."""
+    """Return the `env_vars` of `launch.runtime_env`. Raises ConfigError as `read_runtime_env`."""
     path = config.launch.runtime_env
     if path is None:
         return {}
@@ -66,7 +68,7 @@ def user_environment(config: Config) -> dict[str, str]:
 
 
 def read_runtime_env(path: Path) -> dict[str, str]:
-    """ConfigError naming the file and what it may hold."""
+    """Read `env_vars` from a file. Raises ConfigError, naming the file, if it holds anything else."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, yaml.YAMLError) as error:
@@ -83,9 +85,11 @@ def read_runtime_env(path: Path) -> dict[str, str]:
 
 
 def network_environment(address: str, interface: str | None, *, several: bool, chosen: bool) -> dict[str, str]:
-    """Who this node is to its peers. `several`: more nodes than this one; `chosen`: the user named the interface.
+    """Return the variables that set this node's address and interface for vLLM, gloo and NCCL.
 
-    gloo would take the address that the host's name resolves to, often loopback. NCCL finds its own way unless told.
+    `several`: the job has more nodes than this one; `chosen`: the user has named the interface. gloo would take the
+    address that the host's name resolves to, which is often a loopback address. NCCL chooses an interface by itself
+    unless the user has named one.
     """
     environment = {"VLLM_HOST_IP": address}
     if several and interface is not None:

@@ -1,7 +1,7 @@
-"""What a launch script asks before it starts anything, and after everything has ended.
+"""The two steps of a launch script on the first node: `prepare` before anything starts, `status` after the end.
 
-Before: config, plan and allocation are checked on the first node; the run directory is taken; what all nodes need goes
-to RUN_DIR/launch/ID. After: how the run ended.
+`prepare` checks config, plan and allocation, reserves the run directory and writes what all nodes need to
+RUN_DIR/launch/ID. `status` reports how the run ended.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 from megarl.cluster.nodes.agent import BEAT_S
 from megarl.cluster.nodes.allocation import Allocation, check_allocation
 from megarl.cluster.nodes.board import NodeBoard
-from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
+from megarl.cluster.nodes.launch_spec import LAUNCH_FILE, LaunchSpec, launch_directory
 from megarl.cluster.nodes.node_commands import ENTRY, user_environment
 from megarl.cluster.nodes.topology import make_topology
-from megarl.common import run_files as stopping
+from megarl.common import run_files
 from megarl.common.errors import ConfigError
 from megarl.config.checks import detect_device
 from megarl.config.load import to_yaml
@@ -27,7 +27,11 @@ CURRENT_FILE = "current"
 
 
 def prepare(config: Config, allocation: Allocation, launch_id: str, *, entry: str = ENTRY) -> LaunchSpec:
-    """ConfigError listing what is wrong with config, files, allocation, or naming the run that uses the directory."""
+    """Check everything, then write the launch file and remove what an earlier launch left.
+
+    Raises ConfigError listing what is wrong with config, files or allocation, or naming the launch that is using the
+    run directory. Nothing is written then.
+    """
     cuda = detect_device() == "cuda"
     make_plan(config)
     user_environment(config)
@@ -39,7 +43,7 @@ def prepare(config: Config, allocation: Allocation, launch_id: str, *, entry: st
     directory = launch_directory(config.run_dir, launch_id)
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    stopped = stopping.read_exit(config.run_dir)
+    previous = run_files.read_exit(config.run_dir)
     spec = LaunchSpec(
         launch_id=launch_id,
         config_json=config.model_dump_json(),
@@ -48,21 +52,21 @@ def prepare(config: Config, allocation: Allocation, launch_id: str, *, entry: st
         cuda=cuda,
         hosts=allocation.hosts,
         entry=entry,
-        steps_before=stopped.step if stopped is not None and stopped.status == "preempted" else 0,
+        steps_before=previous.step if previous is not None and previous.status == "preempted" else 0,
     )
     spec.save()
     (directory.parent / CURRENT_FILE).write_text(launch_id)
-    stopping.forget(config.run_dir)
+    run_files.forget(config.run_dir)
     (config.run_dir / "error.txt").unlink(missing_ok=True)
     return spec
 
 
 def refuse_running(run_dir: Path, pause_s: float = 2 * BEAT_S) -> None:
-    """ConfigError if the last launch in `run_dir` still lives: its nodes' counters go up."""
+    """Raise ConfigError if the last launch in `run_dir` is still running: a node's counter increases in `pause_s`."""
     current = run_dir / "launch" / CURRENT_FILE
     if not current.is_file():
         return
-    spec_file = launch_directory(run_dir, current.read_text()) / "launch.json"
+    spec_file = launch_directory(run_dir, current.read_text()) / LAUNCH_FILE
     if not spec_file.is_file():
         return
     spec = LaunchSpec.load(spec_file)
@@ -75,29 +79,29 @@ def refuse_running(run_dir: Path, pause_s: float = 2 * BEAT_S) -> None:
         new = board.read(old.index) if old is not None else None
         if old is not None and new is not None and new.state == "running" and new.beat != old.beat:
             raise ConfigError([
-                f"run.dir: {run_dir} is in use by launch {spec.launch_id} (node {new.host} lives); end that run, or "
-                "choose another run.dir"
+                f"run.dir: {run_dir} is in use by launch {spec.launch_id} (node {new.host} is running); end that run "
+                "or choose another run.dir"
             ])  # fmt: skip
 
 
-def status(spec: LaunchSpec) -> tuple[stopping.Status, str]:
-    """How the launch ended, and one line for people. Writes exit.json where no process of the run could.
+def status(spec: LaunchSpec) -> tuple[run_files.Status, str]:
+    """Return how the launch ended, and one line for the user. Writes exit.json if no process of the run could.
 
-    One that was stopped without saving a step of its own counts as failed: started again, it would be so for ever.
+    A launch that was stopped before it saved a step of its own counts as failed: requeued, it would never get further.
     """
     failure = NodeBoard(Path(spec.directory)).failure()
-    record = stopping.read_exit(spec.run_dir)
+    record = run_files.read_exit(spec.run_dir)
     if record is not None and record.status != "failed":
         after = f"after {record.step} of {spec.config.run.steps} steps"
         why = f": {record.reason}" if record.reason else ""
         if record.status == "preempted" and record.step <= spec.steps_before:
-            return "failed", f"stopped {after}{why}; no step of this launch is saved, so it is not to be started again"
+            return "failed", f"stopped {after}{why}; no step of this launch is saved, so it is not started again"
         return record.status, f"{record.status} {after}{why}"
-    reason = f"the job was killed before it could say why; see {spec.run_dir / 'logs'}"
+    reason = f"the job was killed before it could report a reason; see {spec.run_dir / 'logs'}"
     if failure is not None:
         reason = f"node {failure.node} failed: {failure.reason}"
     elif record is not None:
         reason = record.reason
     if record is None:
-        stopping.write_exit(spec.run_dir, stopping.ExitRecord("failed", spec.steps_before, reason))
+        run_files.write_exit(spec.run_dir, run_files.ExitRecord("failed", spec.steps_before, reason))
     return "failed", reason

@@ -1,8 +1,8 @@
 """A raylet that joins the run's Ray cluster from a further node; Ray's processes end with this one.
 
-`python -m megarl.cluster.nodes.raylet LAUNCH_FILE INDEX`, started by the node's agent. On a trainer node it offers
-no CPUs and no GPUs: ranks connect to it, nothing is scheduled there. Not `ray start`: its raylet aborts on a busy host
-(see `megarl.cluster.ray_head.patched_start`), and it would leave its processes behind when killed.
+`python -m megarl.cluster.nodes.raylet LAUNCH_FILE INDEX AGENT_PID` is started by the node's agent. On a trainer node
+it offers no CPUs and no GPUs: ranks connect to it, nothing is scheduled there. `ray start` is not used, because its
+raylet aborts on a busy host (see `megarl.cluster.ray_head.patched_start`) and its processes would outlive the agent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megarl.cluster.handle import attach_supervisor
 from megarl.cluster.nodes.launch_spec import LaunchSpec
@@ -34,12 +34,16 @@ from megarl.cluster.ray_head import (
 from megarl.common.processes import die_with_parent
 from megarl.rollout.devices import visible_devices
 
+if TYPE_CHECKING:
+    from ray._private.node import Node
+
 logger = logging.getLogger("megarl.cluster.nodes.raylet")
 
 CHECK_S = 1.0
 
 
 def main() -> int:
+    """Run the raylet until SIGTERM; return 1 if one of Ray's processes ended by itself, else 0."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     die_with_parent(int(sys.argv[3]))
     launch = LaunchSpec.load(Path(sys.argv[1]))
@@ -76,8 +80,8 @@ def _log_dir(launch: LaunchSpec, node: NodePlan) -> Path:
     return launch.run_dir / "logs" / f"ray-node-{node.index}"
 
 
-def _start(address: str, share: RayShare, temp_dir: Path) -> Any:
-    """A `ray._private.node.Node` that is not the head."""
+def _start(address: str, share: RayShare, temp_dir: Path) -> Node:
+    """Start Ray's processes of a node that is not the head."""
     with patched_start():
         from ray._private import node, parameter
 

@@ -1,7 +1,7 @@
-"""Which node of a job runs what: pure arithmetic on the config.
+"""The assignment of ranks, engines and the supervisor to the nodes of a job: pure arithmetic on the config.
 
-Separate pools: trainer nodes first, then rollout nodes; the supervisor lives on the first rollout node. Shared nodes:
-every node has a share of both pools; the supervisor lives on the first.
+With separate pools, trainer nodes come first, then rollout nodes, and the supervisor runs on the first rollout node.
+With shared nodes, every node has a share of both pools, and the supervisor runs on the first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STOP_MARGIN_S = 300
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One node's share. Device indices count within what the allocation gives the node (on CPU: processes)."""
+    """The share of one node. Device indices count within the node's allocation (on CPU: processes)."""
 
     index: int
     trainer_rank: int | None  # torchrun's node rank
@@ -26,22 +26,20 @@ class NodePlan:
     supervisor: bool
 
     @property
-    def gpus(self) -> int:
-        return len(self.trainer_devices) + len(self.rollout_devices)
-
-    @property
     def last_device(self) -> int:
+        """Highest device index that the node uses."""
         return max((*self.trainer_devices, *self.rollout_devices))
 
     @property
     def role(self) -> str:
+        """The node's parts in words, for example `trainer + rollout + supervisor`."""
         parts = ["trainer"] * bool(self.trainer_devices) + ["rollout"] * bool(self.rollout_devices)
         return " + ".join(parts + ["supervisor"] * self.supervisor)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """All nodes of a job, by index."""
+    """The nodes of a job, by index. `ranks_per_node` counts trainer ranks."""
 
     nodes: tuple[NodePlan, ...]
     trainer_nodes: int
@@ -49,19 +47,16 @@ class Topology:
 
     @property
     def node_gpus(self) -> int:
-        """GPUs that a node must have: indices may leave gaps."""
+        """The number of GPUs that each node must have; device indices may leave gaps."""
         return max(node.last_device for node in self.nodes) + 1
 
-    @property
-    def supervisor(self) -> NodePlan:
-        return next(node for node in self.nodes if node.supervisor)
-
     def trainer(self, rank: int) -> NodePlan:
+        """Return the node with torchrun's node rank `rank`."""
         return next(node for node in self.nodes if node.trainer_rank == rank)
 
 
 def make_topology(config: Config) -> Topology:
-    """ConfigError as in `resolve_pools`."""
+    """Assign ranks, engines and the supervisor to nodes. Raises ConfigError as `resolve_pools` does."""
     pools = resolve_pools(config)
     engines = pools.rollout.gpus_per_node // config.rollout.tensor_parallel
     nodes = []
@@ -86,5 +81,5 @@ def _supervisor(pools: Pools) -> int:
 
 
 def stop_seconds(config: Config) -> int:
-    """Seconds a run has from being asked to stop until it is killed: its step, then the save."""
+    """Return the seconds between the stop request and the end of the job: time for the step in progress and a save."""
     return config.launch.stop_before_s or int(config.timeouts.save_s) + STOP_MARGIN_S

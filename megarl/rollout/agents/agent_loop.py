@@ -1,4 +1,4 @@
-"""What an agent loop is, and what it is given."""
+"""The protocols of an agent loop and of the context that it runs in."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megarl.rollout.requests import GenerateResult
 
 
 class AgentContext(Protocol):
-    """One sample of one prompt group, and what its loop may ask for.
+    """One sample of one prompt group, and the services that its loop may use.
 
-    `rng` is seeded by the run's seed, the group and the sample: a loop that draws from it alone repeats itself.
+    `rng` is seeded by the run's seed, the group and the sample, so a loop that draws from nothing else is reproducible.
     """
 
     group_id: int
@@ -24,20 +24,20 @@ class AgentContext(Protocol):
     rng: random.Random
 
     async def generate(self, token_ids: Sequence[int]) -> GenerateResult:
-        """The model's continuation of `token_ids`, as the run's `sampling` section says.
+        """Sample the model's continuation of `token_ids` with the run's `sampling` section.
 
         Raises RolloutError if no replica is left or the answer takes longer than `timeouts.generate_s`.
         """
         ...
 
     async def judge(self, result: GenerateResult) -> RewardOutcome | None:
-        """The reward function's word on a response; None if the response is defective and was not judged."""
+        """Score a response with the reward function; None if the response failed and is not scored."""
         ...
 
 
 class AgentLoop(Protocol):
-    """From a prompt to a trajectory. One object serves all samples at once: state belongs into `run`."""
+    """Turns a prompt into a trajectory. One object runs all samples at once: keep a sample's state inside `run`."""
 
     async def run(self, ctx: AgentContext) -> Trajectory:
-        """Generate, act and judge; the trajectory's token ids are those that the engine saw and produced."""
+        """Generate, act and judge. The trajectory's token ids must be those that the engine received and produced."""
         ...

@@ -1,4 +1,4 @@
-"""One response to the prompt, judged once."""
+"""The agent loop of single-turn tasks: one response to the prompt, scored once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from megarl.rollout.to_trajectory import trajectory
 
 
 class SingleTurn:
-    """The agent loop of problems with one answer."""
+    """Samples one response and scores it."""
 
     async def run(self, ctx: AgentContext) -> Trajectory:
+        """Return the trajectory of one response."""
         result = await ctx.generate(ctx.prompt.ids)
         outcome = await ctx.judge(result)
         return trajectory(ctx.group_id, ctx.sample_index, ctx.prompt.ids, result, outcome)

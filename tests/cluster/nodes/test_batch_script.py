@@ -197,7 +197,7 @@ def multinode(shell: Shell, status: str, rsh: str) -> tuple[int, str, list[str]]
     """launch/multinode.sh on hosts a and b; `rsh`: what the remote shell does with `$1` (host) and `$2` (command)."""
     (shell.directory / "rsh").write_text(f"#!/bin/sh\n{rsh}\n")
     (shell.directory / "rsh").chmod(0o755)
-    script = (ROOT / "launch/multinode.sh").read_text().replace("patience=90", "patience=2")
+    script = (ROOT / "launch/multinode.sh").read_text().replace("failed_wait_s=90", "failed_wait_s=2")
     script = script.replace(': "${PYTHON:=python}"', f'MEGARL_RSH={shell.directory / "rsh"}\n: "${{PYTHON:=python}}"')
     return shell.run(script, "a,b", "my.yaml", "run.steps=9", status=status)
 

@@ -44,7 +44,7 @@ def test_what_all_nodes_read_and_what_is_forgotten(chosen: Config) -> None:
     assert LaunchSpec.load(spec.path) == spec
     assert spec.config == chosen and spec.run_dir == run_dir.resolve() and spec.steps_before == 2
     assert stopping.stop_reason(run_dir) is None and stopping.read_exit(run_dir) is None
-    killed = f"the job was killed before it could say why; see {spec.run_dir / 'logs'}"
+    killed = f"the job was killed before it could report a reason; see {spec.run_dir / 'logs'}"
     assert status(spec) == ("failed", killed)
     assert stopping.read_exit(run_dir) == ExitRecord("failed", 2, killed)
 
@@ -114,7 +114,7 @@ def test_a_run_directory_in_use_is_refused(chosen: Config) -> None:
     thread.start()
     try:
         time.sleep(0.1)
-        with pytest.raises(ConfigError, match=r"is in use by launch 1 \(node n1 lives\)"):
+        with pytest.raises(ConfigError, match=r"is in use by launch 1 \(node n1 is running\)"):
             refuse_running(chosen.run_dir, pause_s=0.2)
     finally:
         ended.set()
