@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ def _install_current_device() -> None:
 def _install_factories() -> None:
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
-        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def make(*args: object, **kwargs: object) -> torch.Tensor:
             if _is_cuda(kwargs.get("device")):
                 kwargs["device"] = _CPU
                 kwargs.pop("pin_memory", None)
@@ -101,7 +101,7 @@ def _install_tensor_cuda() -> None:
 def _install_tensor_type() -> None:
     original = torch.Tensor.type
 
-    def type_name(self: torch.Tensor, dtype: torch.dtype | str | None = None, **kwargs: Any) -> torch.Tensor | str:
+    def type_name(self: torch.Tensor, dtype: torch.dtype | str | None = None, **kwargs: bool) -> torch.Tensor | str:
         if dtype is not None:
             return original(self, dtype, **kwargs)
         name = original(self)

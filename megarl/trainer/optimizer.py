@@ -88,17 +88,17 @@ def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel]) -
 
     Its `step` raises NonFiniteError on a gradient norm that is not finite, before any weight has changed.
     """
-    knobs = config.trainer.optimizer
+    settings = config.trainer.optimizer
     bf16 = config.trainer.precision == "bf16"
     fields: dict[str, Any] = {
         "optimizer": "adam",
-        "lr": knobs.lr,
-        "min_lr": min(knobs.min_lr, knobs.lr),
-        "weight_decay": knobs.weight_decay,
-        "adam_beta1": knobs.betas[0],
-        "adam_beta2": knobs.betas[1],
-        "adam_eps": knobs.eps,
-        "clip_grad": knobs.clip_grad,
+        "lr": settings.lr,
+        "min_lr": min(settings.min_lr, settings.lr),
+        "weight_decay": settings.weight_decay,
+        "adam_beta1": settings.betas[0],
+        "adam_beta2": settings.betas[1],
+        "adam_eps": settings.eps,
+        "clip_grad": settings.clip_grad,
         "bf16": bf16,
         "params_dtype": torch.bfloat16 if bf16 else torch.float32,
         "use_distributed_optimizer": chunks[0].ddp_config.use_distributed_optimizer,
@@ -118,25 +118,25 @@ def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerPa
     Raises:
         ValueError: the warm-up is as long as the run, or `min_lr` is above `lr`.
     """
-    knobs = config.trainer.optimizer
+    settings = config.trainer.optimizer
     updates = config.run.steps * config.trainer.mini_batches
-    warmup = knobs.warmup_steps * config.trainer.mini_batches
+    warmup = settings.warmup_steps * config.trainer.mini_batches
     if warmup and warmup >= updates:
         raise ValueError(
-            f"trainer.optimizer.warmup_steps={knobs.warmup_steps} must be below run.steps={config.run.steps}"
+            f"trainer.optimizer.warmup_steps={settings.warmup_steps} must be below run.steps={config.run.steps}"
         )
-    if knobs.min_lr > knobs.lr:
-        raise ValueError(f"trainer.optimizer.min_lr={knobs.min_lr} is above lr={knobs.lr}")
+    if settings.min_lr > settings.lr:
+        raise ValueError(f"trainer.optimizer.min_lr={settings.min_lr} is above lr={settings.lr}")
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=knobs.lr,
-        min_lr=knobs.min_lr,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=updates,
-        lr_decay_style=knobs.schedule,
-        start_wd=knobs.weight_decay,
-        end_wd=knobs.weight_decay,
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
