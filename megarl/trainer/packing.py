@@ -46,7 +46,7 @@ def plan_micro_batches(
         `[rank][micro-batch]` -> ascending indices into `lengths_per_rank[rank]`; `[]` is an empty micro-batch.
 
     Raises:
-        ValueError: a sequence is longer than `max_tokens`, a length is below 1, or `multiple_of` or `minimum` is.
+        ValueError: a sequence is longer than `max_tokens`, or a length, `multiple_of` or `minimum` is below 1.
     """
     if multiple_of < 1 or minimum < 1:
         raise ValueError(f"multiple_of and minimum must be at least 1, not {multiple_of} and {minimum}")

@@ -26,7 +26,7 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float) -> None:
 
     Raises:
         ValueError: the layout is for another world size.
-        RuntimeError: torch.distributed is not initialised, or another layout is.
+        RuntimeError: torch.distributed is not initialised, or a layout is initialised already.
     """
     if not torch.distributed.is_initialized():
         raise RuntimeError("torch.distributed is not initialised; start the trainer with torchrun")

@@ -182,7 +182,7 @@ class WeightSender:
     def _form_group(self, restart: Sequence[str] = ()) -> None:
         """Form the next generation's group; restart the replicas `restart` first. Collective.
 
-        Raises WeightSyncError on every rank.
+        Raises WeightSyncError on every rank if that fails.
         """
         assert self._board is not None
         self._generation += 1

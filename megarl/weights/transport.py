@@ -71,7 +71,7 @@ class GroupMembers:
 
 
 class SyncStore:
-    """One process's access to the store. No read blocks. Values are JSON."""
+    """One process's access to the store, whose values are JSON. Only `wait` blocks."""
 
     def __init__(self, host: str, port: int, *, server: bool = False, timeout_s: float = STORE_TIMEOUT_S) -> None:
         self.host = host

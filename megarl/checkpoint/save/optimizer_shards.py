@@ -111,7 +111,7 @@ def live_views(shards: ShardTree) -> ViewTree:
 
 
 def counts_in_state(adam: torch.optim.Optimizer) -> bool:
-    """Tell whether Adam counts updates in each parameter's state (torch's) or in its parameter groups (fused ones)."""
+    """Return True if Adam counts updates in each parameter's state (torch's), False if in its groups (fused ones)."""
     return isinstance(adam, torch.optim.Adam)  # AdamW is one
 
 
