@@ -89,7 +89,7 @@ def run(precision: str, directory: Path, reference: list[torch.Tensor], steps: i
     for i, sample in enumerate(samples):
         sample.set_advantage((-1.0) ** i)
     found = policy.compute_logprobs(samples)
-    difference = max(float((new.logprobs - old).abs().max()) for new, old in zip(found, reference, strict=True))
+    difference = max(float((new.logprobs_R - old).abs().max()) for new, old in zip(found, reference, strict=True))
     losses, seconds = [], []
     for _ in range(steps):
         started = time.perf_counter()

@@ -128,7 +128,7 @@ class Packed:
         self.policy = Policy(config, Layout(), load_info(directory))
 
     def logprobs(self, samples: list[Any]) -> list[torch.Tensor]:
-        return [result.logprobs for result in self.policy.compute_logprobs(samples)]
+        return [result.logprobs_R for result in self.policy.compute_logprobs(samples)]
 
     def run(self, samples: list[Any]) -> None:
         """`Policy.update` without the optimizer."""

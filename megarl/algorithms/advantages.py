@@ -1,4 +1,4 @@
-"""Rewards of a prompt group to advantages, and the shaping of rewards before it. Pure Python on floats."""
+"""Advantages of prompt groups, and the shaping of rewards that comes before them. Pure Python on floats."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ TruncatedPolicy = Literal["keep", "mask", "zero_reward"]
 
 
 def group_advantages(rewards: Sequence[Sequence[float]], kind: AdvantageKind, eps: float = 1e-4) -> list[list[float]]:
-    """Advantages of each group, in its order; `rewards[g]` are those of group g's samples that did not fail.
+    """Return the advantages of each group, in the order of `rewards`.
 
-    - `grpo`: (r - mean) / (std + eps) with the sample standard deviation (n - 1), as TRL and verl have it
-      (arXiv:2402.03300 section 4.1.2); `eps` is TRL's.
+    `rewards[g]` holds the rewards of those samples of group g that did not fail.
+
+    - `grpo`: (r - mean) / (std + eps) with the sample standard deviation (n - 1), as in TRL and verl
+      (arXiv:2402.03300 section 4.1.2); the default of `eps` is TRL's.
     - `dr_grpo`: r - mean (arXiv:2503.20783): dividing by std favours prompts that are too easy or too hard.
     - `rloo`: r_i - mean of the others = n / (n - 1) * (r_i - mean) (arXiv:2402.14740).
 
-    Groups may differ in size. A group of one sample, or of equal rewards, has advantages of exactly 0. Raises
-    ValueError for an unknown kind or a reward that is not finite.
+    Groups may differ in size. The advantages of a group of one sample, or of equal rewards, are exactly 0.
+
+    Raises:
+        ValueError: the kind is unknown, or a reward is not finite.
     """
     if kind not in ("grpo", "dr_grpo", "rloo"):
         raise ValueError(f"unknown advantage {kind!r}; use grpo, dr_grpo or rloo")
@@ -43,15 +47,18 @@ def _one_group(rewards: Sequence[float], kind: AdvantageKind, eps: float) -> lis
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:
-    """True if all rewards are equal (to 1e-8), hence all advantages 0; also of fewer than two samples."""
+    """Tell whether all rewards are equal to within 1e-8, so that all advantages are 0. True below two samples."""
     return len(rewards) < 2 or max(rewards) - min(rewards) <= 1e-8
 
 
 def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476 eq. 13), to be added to the reward; it is <= 0.
+    """Return DAPO's soft overlong punishment (arXiv:2503.14476 eq. 13), which is <= 0 and is added to the reward.
 
-    0 up to `max_tokens - buffer` response tokens, then linear down to `-penalty` at `max_tokens` and beyond.
-    `buffer` 0 turns it off. Raises ValueError if the buffer is longer than `max_tokens`.
+    It is 0 up to `max_tokens - buffer` response tokens, falls linearly to `-penalty` at `max_tokens`, and stays there.
+    `buffer` 0 turns it off.
+
+    Raises:
+        ValueError: the buffer is negative or longer than `max_tokens`.
     """
     if buffer == 0:
         return 0.0
@@ -62,10 +69,13 @@ def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) 
 
 
 def apply_truncation(policy: TruncatedPolicy, truncated: bool, reward: float) -> tuple[float, bool]:
-    """(reward, whether its tokens enter the loss) of one sample under `sampling.truncated`.
+    """Return one sample's reward, and whether its tokens enter the loss, under the policy `sampling.truncated`.
 
-    `mask` leaves a truncated sample's reward in its group's statistics (DAPO's overlong filtering,
+    `mask` keeps a truncated sample's reward in its group's statistics (DAPO's overlong filtering, arXiv:2503.14476
     section 3.4).
+
+    Raises:
+        ValueError: the policy is unknown.
     """
     if policy not in ("keep", "mask", "zero_reward"):
         raise ValueError(f"unknown sampling.truncated {policy!r}; use keep, mask or zero_reward")

@@ -1,4 +1,4 @@
-"""From the rewards of a batch's groups to what is trained on: shaping, filter, advantages, counts.
+"""Selects what a batch trains on, from the rewards of its groups: shaping, filter, advantages, counts.
 
 Invariant: every sample that comes in leaves as exactly one of trained, masked, filtered or failed.
 """
@@ -20,7 +20,7 @@ from megarl.algorithms.advantages import (
 
 
 class JudgedSample(Protocol):
-    """What shaping needs to know of a sample (`megarl.queue.trajectory.SampleTag` has it)."""
+    """The fields of a sample that shaping reads; `megarl.queue.trajectory.SampleTag` has them."""
 
     @property
     def key(self) -> str: ...
@@ -33,18 +33,18 @@ class JudgedSample(Protocol):
 
     @property
     def truncated(self) -> bool:
-        """Whether the response was cut at the token limit."""
+        """Tell whether the response was cut at the token limit."""
         ...
 
     @property
     def failed(self) -> bool:
-        """Whether the sample must never be trained on."""
+        """Tell whether the sample must never be trained on."""
         ...
 
 
 @dataclass(frozen=True)
 class ShapedSample:
-    """A sample that goes to the trainer. `trained` False: its tokens are masked from the loss."""
+    """A sample that is sent to the trainer. With `trained` False its tokens are masked from the loss."""
 
     key: str
     group: int  # index into the groups that came in
@@ -55,35 +55,33 @@ class ShapedSample:
 
 @dataclass(frozen=True)
 class ShapingSpec:
-    """The knobs, as in the configuration sections `algorithm` and `sampling`."""
+    """The options of shaping, as in the configuration sections `algorithm` and `sampling`; lengths in tokens."""
 
-    advantage: AdvantageKind = "grpo"
-    truncated: TruncatedPolicy = "keep"
-    max_tokens: int = 1
-    overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
-    filter_zero_variance: bool = True
+    advantage: AdvantageKind
+    truncated: TruncatedPolicy
+    max_tokens: int
+    overlong_buffer: int
+    overlong_penalty: float
+    filter_zero_variance: bool
 
 
 @dataclass(frozen=True)
 class ShapedBatch:
-    """`groups`: the kept groups' samples, in order. The counts cover everything that came in."""
+    """The result of shaping. `groups`: the samples of the kept groups, in order. The counts cover the whole batch."""
 
     groups: list[list[ShapedSample]]
     trained_groups: int = 0
     filtered_groups: int = 0  # zero variance
-    failed_groups: int = 0  # fewer than two samples left
-    failed_samples: int = 0
+    failed_groups: int = 0  # fewer than two samples that did not fail
     masked_samples: int = 0
-    truncated_samples: int = 0
     solved_all: int = 0  # groups whose raw rewards are all equal and > 0
     solved_none: int = 0  # groups whose raw rewards are all equal and <= 0
-    filtered_keys: list[str] = field(default_factory=list)
-    failed_keys: list[str] = field(default_factory=list)
+    filtered_keys: list[str] = field(default_factory=list)  # samples of filtered groups
+    failed_keys: list[str] = field(default_factory=list)  # failed samples, and the remaining ones of failed groups
 
 
 def shape_sample(sample: JudgedSample, spec: ShapingSpec) -> tuple[float, bool]:
-    """(shaped reward, whether it is trained): truncation policy first, then the overlong penalty."""
+    """Return a sample's shaped reward and whether it is trained: truncation policy first, then overlong penalty."""
     reward, trained = apply_truncation(spec.truncated, sample.truncated, sample.reward)
     penalty = overlong_penalty(sample.response_tokens, spec.max_tokens, spec.overlong_buffer, spec.overlong_penalty)
     return reward + penalty, trained
@@ -92,9 +90,12 @@ def shape_sample(sample: JudgedSample, spec: ShapingSpec) -> tuple[float, bool]:
 def shape_batch(groups: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> ShapedBatch:
     """Shape rewards, drop failed samples, filter groups without variance, compute advantages.
 
-    A group with fewer than two samples left has no baseline and counts as failed, its samples too. The filter
-    judges shaped rewards, because those make the advantages; a KL term in the reward comes later and is not
-    judged. Raises ValueError if two samples share a key.
+    A group with fewer than two remaining samples has no baseline: the group and its samples count as failed. The
+    filter compares shaped rewards, because the advantages are made of them; a KL term in the reward is added later
+    and has no influence on the filter.
+
+    Raises:
+        ValueError: two samples share a key.
     """
     keys = [sample.key for group in groups for sample in group]
     if len(set(keys)) != len(keys):
@@ -127,9 +128,7 @@ def shape_batch(groups: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> 
     return ShapedBatch(
         groups=kept,
         trained_groups=len(kept),
-        failed_samples=len(failed),
         masked_samples=sum(not sample.trained for group in kept for sample in group),
-        truncated_samples=sum(s.truncated for group in groups for s in group if not s.failed),
         filtered_keys=filtered,
         failed_keys=failed,
         **counts,

@@ -1,4 +1,7 @@
-"""Loss statistics as sums, counts and maxima under fixed keys: any split reduces to the same numbers."""
+"""Loss statistics as sums, counts and maxima under fixed keys, so that any split reduces to the same numbers.
+
+Shapes, as in `segments`: R response tokens, S sequences; also K sum keys, M maximum keys.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +34,15 @@ SUM_KEYS = (
 )
 PER_TOKEN_KEYS = tuple(SUM_KEYS[4:13])
 MAX_KEYS = ("ratio", "logprob_abs_diff")
+MAX_LOGGED_LOG_RATIO = 50.0  # exp(50) = 5e21 and its square are far below the limit of fp64
 
 
 @dataclass(frozen=True)
 class LossStats:
-    """fp64 0-dim tensors under SUM_KEYS and MAX_KEYS, every key always present.
+    """Holds fp64 0-dim tensors under SUM_KEYS and MAX_KEYS; every key is always present.
 
-    Sums over trained tokens, except `tokens` and `sequences` (counts), and `loss` and `policy_loss`
-    (shares of the objective, which add up to it). Maxima are 0 where nothing was trained: both quantities
-    are >= 0.
+    The sums are over trained tokens, except `tokens` and `sequences` (counts), and `loss` and `policy_loss` (shares of
+    the objective, which add up to it). Both maxima are of quantities that are >= 0, and are 0 if no token was trained.
     """
 
     sums: dict[str, Tensor]
@@ -47,63 +50,71 @@ class LossStats:
 
     @classmethod
     def zeros(cls, device: torch.device | str = "cpu") -> LossStats:
+        """Return statistics of no tokens, on `device`."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return cls(dict.fromkeys(SUM_KEYS, zero), dict.fromkeys(MAX_KEYS, zero))
 
     @classmethod
-    def of_ratios(cls, ratio_T: Tensor, log_ratio_T: Tensor, keep_T: Tensor, cu_seqlens: Tensor) -> LossStats:
-        """Statistics of importance ratios; `log_ratio_T` = new - old log-prob of the token, 0 where masked.
+    def of_ratios(cls, ratio_R: Tensor, log_ratio_R: Tensor, keep_R: Tensor, cu_seqlens: Tensor) -> LossStats:
+        """Return the statistics of importance ratios. All tensors are [R] but `cu_seqlens`, int [S + 1].
 
-        `approx_kl` is k3 for KL(old || new) from samples of old: exp(log_ratio) - 1 - log_ratio, per
-        token also under GSPO. `clip_*`, losses, entropy and `kl_ref` are left 0 for the caller.
+        `log_ratio_R` is each token's new minus old log-prob, 0 where masked; `keep_R` (bool) marks the trained tokens.
+        `approx_kl` is the estimator k3 of KL(old || new) from samples of the old policy, exp(log_ratio) - 1 -
+        log_ratio, per token also under GSPO. `clip_*`, losses, entropy and `kl_ref` stay 0: the caller fills them in.
         """
-        stats = cls.zeros(ratio_T.device)
-        kept_T = keep_T.double()
-        ratio_T, log_ratio_T = ratio_T.double() * kept_T, log_ratio_T.double()
-        cumulative = torch.cat([kept_T.new_zeros(1), kept_T.cumsum(0)])
+        stats = cls.zeros(ratio_R.device)
+        kept_R = keep_R.double()
+        ratio_R, log_ratio_R = ratio_R.double() * kept_R, log_ratio_R.double()
+        cumulative = torch.cat([kept_R.new_zeros(1), kept_R.cumsum(0)])  # [R + 1]
         cuts = cu_seqlens.long()
-        stats.sums["tokens"] = kept_T.sum()
+        stats.sums["tokens"] = kept_R.sum()
         stats.sums["sequences"] = (cumulative[cuts[1:]] > cumulative[cuts[:-1]]).sum(dtype=torch.float64)
-        stats.sums["ratio"] = ratio_T.sum()
-        stats.sums["ratio_squared"] = ratio_T.square().sum()
-        stats.sums["approx_kl"] = (log_ratio_T.clamp(max=50.0).exp() - 1.0 - log_ratio_T).sum()
-        stats.sums["logprob_abs_diff"] = log_ratio_T.abs().sum()
-        if ratio_T.numel():
-            stats.maxima["ratio"] = ratio_T.max()
-            stats.maxima["logprob_abs_diff"] = log_ratio_T.abs().max()
+        stats.sums["ratio"] = ratio_R.sum()
+        stats.sums["ratio_squared"] = ratio_R.square().sum()
+        stats.sums["approx_kl"] = (log_ratio_R.clamp(max=MAX_LOGGED_LOG_RATIO).exp() - 1.0 - log_ratio_R).sum()
+        stats.sums["logprob_abs_diff"] = log_ratio_R.abs().sum()
+        if ratio_R.numel():
+            stats.maxima["ratio"] = ratio_R.max()
+            stats.maxima["logprob_abs_diff"] = log_ratio_R.abs().max()
         return stats
 
     @classmethod
-    def of_pair(cls, old_T: Tensor, new_T: Tensor, keep_T: Tensor, cu_seqlens: Tensor) -> LossStats:
-        """`of_ratios` with token ratios, plus the moments from which `means` takes the Pearson correlation."""
-        zero = torch.zeros((), dtype=torch.float64, device=new_T.device)
-        old_T = torch.where(keep_T, old_T.detach().double(), zero)
-        new_T = torch.where(keep_T, new_T.detach().double(), zero)
-        stats = cls.of_ratios((new_T - old_T).clamp(max=50.0).exp(), new_T - old_T, keep_T, cu_seqlens)
-        stats.add_moments(old_T, new_T)
+    def of_pair(cls, old_R: Tensor, new_R: Tensor, keep_R: Tensor, cu_seqlens: Tensor) -> LossStats:
+        """Return `of_ratios` of the token ratios, plus the moments from which `means` computes the correlation.
+
+        `old_R`, `new_R`: log-probs under the two policies; what stands where `keep_R` is False is ignored.
+        """
+        zero = torch.zeros((), dtype=torch.float64, device=new_R.device)
+        old_R = torch.where(keep_R, old_R.detach().double(), zero)
+        new_R = torch.where(keep_R, new_R.detach().double(), zero)
+        ratio_R = (new_R - old_R).clamp(max=MAX_LOGGED_LOG_RATIO).exp()
+        stats = cls.of_ratios(ratio_R, new_R - old_R, keep_R, cu_seqlens)
+        stats.add_moments(old_R, new_R)
         return stats
 
-    def add_moments(self, old_T: Tensor, new_T: Tensor) -> None:
-        """Moments of the two log-probs, fp64 and 0 where masked."""
-        self.sums["old"], self.sums["new"] = old_T.sum(), new_T.sum()
-        self.sums["old_squared"], self.sums["new_squared"] = old_T.square().sum(), new_T.square().sum()
-        self.sums["product"] = (old_T * new_T).sum()
+    def add_moments(self, old_R: Tensor, new_R: Tensor) -> None:
+        """Set the moments of the two log-probs, fp64 [R] and 0 where masked."""
+        self.sums["old"], self.sums["new"] = old_R.sum(), new_R.sum()
+        self.sums["old_squared"], self.sums["new_squared"] = old_R.square().sum(), new_R.square().sum()
+        self.sums["product"] = (old_R * new_R).sum()
 
     def sum_vector(self) -> Tensor:
-        """[len(SUM_KEYS)], to be all-reduced with SUM."""
+        """Return the sums in the order of SUM_KEYS, fp64 [K], to be all-reduced with SUM."""
         return torch.stack([self.sums[key] for key in SUM_KEYS])
 
     def max_vector(self) -> Tensor:
-        """[len(MAX_KEYS)], to be all-reduced with MAX."""
+        """Return the maxima in the order of MAX_KEYS, fp64 [M], to be all-reduced with MAX."""
         return torch.stack([self.maxima[key] for key in MAX_KEYS])
 
     @classmethod
-    def from_vectors(cls, sums: Tensor, maxima: Tensor) -> LossStats:
-        return cls(dict(zip(SUM_KEYS, sums.unbind(), strict=True)), dict(zip(MAX_KEYS, maxima.unbind(), strict=True)))
+    def from_vectors(cls, sums_K: Tensor, maxima_M: Tensor) -> LossStats:
+        """Return the statistics that `sum_vector` and `max_vector` were made from, after their reduction."""
+        sums = dict(zip(SUM_KEYS, sums_K.unbind(), strict=True))
+        return cls(sums, dict(zip(MAX_KEYS, maxima_M.unbind(), strict=True)))
 
     @classmethod
     def merge(cls, parts: Iterable[LossStats], device: torch.device | str = "cpu") -> LossStats:
-        """The statistics of the union of disjoint parts."""
+        """Return the statistics of the union of disjoint parts."""
         total = cls.zeros(device)
         for part in parts:
             for key in SUM_KEYS:
@@ -113,10 +124,10 @@ class LossStats:
         return total
 
     def means(self) -> dict[str, float]:
-        """Reported numbers of the union over all micro-batches and ranks.
+        """Return the numbers to report; call it on statistics merged over all micro-batches and ranks.
 
-        Clip fractions and KL are per token; `ess` = (sum r)^2 / (n sum r^2) is the relative effective sample
-        size, 1 on policy. `pearson`, of old and new log-probs, is NaN where either of them does not vary.
+        Clip fractions and KL are per token. `ess` = (sum r)^2 / (n sum r^2) is the relative effective sample size, 1 on
+        policy. `pearson` is the correlation of old and new log-probs, NaN if either of them does not vary.
         """
         sums = {key: float(value) for key, value in self.sums.items()}
         tokens = max(sums["tokens"], 1.0)
@@ -126,7 +137,7 @@ class LossStats:
         result["logprob_abs_diff_max"] = float(self.maxima["logprob_abs_diff"])
         covariance = tokens * sums["product"] - sums["old"] * sums["new"]
         variances = [tokens * sums[f"{name}_squared"] - sums[name] ** 2 for name in ("old", "new")]
-        # Differences of large sums: below rounding there is no variance, and no correlation.
+        # The variances are differences of large sums: one below the rounding error counts as zero.
         floors = [1e-12 * tokens * sums[f"{name}_squared"] for name in ("old", "new")]
         defined = all(variance > floor for variance, floor in zip(variances, floors, strict=True))
         result["pearson"] = covariance / math.sqrt(variances[0] * variances[1]) if defined else math.nan

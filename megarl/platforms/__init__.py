@@ -1,4 +1,4 @@
-"""What the process runs on: CUDA with NCCL, or a CPU that emulates the few CUDA calls Megatron-Core makes."""
+"""The platform of a process: CUDA with NCCL, or a CPU with emulations of the CUDA calls that Megatron-Core makes."""
 
 from megarl.platforms.platform import Platform, activate, current
 

@@ -1,8 +1,8 @@
-"""How a CPU run differs from a GPU run: every CUDA call of Megatron-Core 0.16.1 that is emulated, and why.
+"""Emulations of the CUDA calls of Megatron-Core 0.16.1 on a CPU, and the reason for each.
 
-`EMULATIONS` is the whole list. Nothing here is installed where CUDA is present. An emulation answers only
-what would otherwise raise: `device="cuda"` means the CPU, streams and events do nothing (a CPU executes in
-order), the CUDA random state is the CPU generator's.
+`EMULATIONS` is the complete list. Nothing is installed if CUDA is present. An emulation replaces only calls that would
+otherwise raise: `device="cuda"` means the CPU, streams and events do nothing (a CPU executes in order), and the CUDA
+random state is that of the CPU generator.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ import functools
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 _CPU = torch.device("cpu")
+SplitSizes: TypeAlias = Sequence[int] | Tensor | None
 FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange")
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """One emulated call: what, where Megatron-Core uses it, why the CPU needs it, and how it is installed."""
+    """One emulated call: its name, where Megatron-Core uses it, why a CPU needs it, and the function to install it."""
 
     name: str
     where: str
@@ -33,30 +36,30 @@ class Emulation:
 
 
 def install() -> None:
-    """Install every emulation, once. Raises RuntimeError where CUDA is present."""
+    """Install every emulation; call it once. Raises RuntimeError if CUDA is present."""
     if torch.cuda.is_available():
         raise RuntimeError("the CPU emulation must not be installed where CUDA is present")
     for emulation in EMULATIONS:
         emulation.install()
-    # Advice about CUDA settings, and torch's deprecations of what Megatron-Core calls.
+    # These are hints about CUDA settings, and about deprecated torch functions that Megatron-Core calls.
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
 
 
-def _is_cuda(device: Any) -> bool:
+def _is_cuda(device: object) -> bool:
     return (isinstance(device, str) and device.startswith("cuda")) or (
         isinstance(device, torch.device) and device.type == "cuda"
     )
 
 
 def _install_jit_fuser() -> None:
-    if "megatron.core" in sys.modules:  # imported too early: its functions are compiled ones already
+    if "megatron.core" in sys.modules:  # it was imported before, so its functions are already compiled ones
         torch.compiler.set_stance("force_eager")
     original = torch.compile
     torch.compile = lambda function, *args, **kwargs: function  # type: ignore[assignment]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed", six times
+            warnings.simplefilter("ignore")  # six warnings that Transformer Engine and Apex are not installed
             import megatron.core
     finally:
         torch.compile = original
@@ -73,7 +76,7 @@ def _install_current_device() -> None:
 def _install_factories() -> None:
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
-        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def make(*args: object, **kwargs: object) -> torch.Tensor:
             if _is_cuda(kwargs.get("device")):
                 kwargs["device"] = _CPU
                 kwargs.pop("pin_memory", None)
@@ -81,8 +84,8 @@ def _install_factories() -> None:
 
         return make
 
-    # `with torch.device("meta")` knows the factories by identity, from a list made at its first use. Make that list
-    # now: with the wrappers in it the context would be ignored (and transformers' RoPE buffers be garbage).
+    # `with torch.device("meta")` recognises the factories by identity, from a list that its first use creates. The list
+    # must exist before the wrappers do: otherwise the context has no effect, and transformers' RoPE buffers are wrong.
     from torch.utils import _device
 
     _device._device_constructors()
@@ -98,7 +101,7 @@ def _install_tensor_cuda() -> None:
 def _install_tensor_type() -> None:
     original = torch.Tensor.type
 
-    def type_name(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+    def type_name(self: torch.Tensor, dtype: torch.dtype | str | None = None, **kwargs: bool) -> torch.Tensor | str:
         if dtype is not None:
             return original(self, dtype, **kwargs)
         name = original(self)
@@ -113,10 +116,10 @@ def _install_tensor_type() -> None:
 def _install_rng() -> None:
     from megatron.core.tensor_parallel import random
 
-    def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def get_state(*args: object, **kwargs: object) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def set_state(new_state: torch.Tensor, *args: object, **kwargs: object) -> None:
         torch.set_rng_state(new_state)
 
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get_state  # type: ignore[assignment]
@@ -127,15 +130,14 @@ def _install_rng() -> None:
 
     torch.cuda.manual_seed = torch.cuda.random.manual_seed = manual_seed
     random._set_cuda_rng_state = set_state
-    # Both states are one generator here, so the tracker's "CPU state changed" warning is always a false
-    # alarm.
+    # Both states are one generator here, so the tracker's warning "CPU RNG state changed" is always wrong.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 class _NoStream:
-    """A stream, or an event, of a device that executes in order."""
+    """Stands for a stream or an event of a device that executes in order."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     def record_event(self, event: _NoStream | None = None) -> _NoStream:
         return event or _NoStream()
@@ -185,7 +187,9 @@ def _install_uneven_collectives() -> None:
     original_scatter = mappings._reduce_scatter_along_first_dim
 
     @functools.wraps(original_gather)
-    def gather(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def gather(
+        input_: Tensor, group: ProcessGroup, output_split_sizes: SplitSizes = None, use_global_buffer: bool = False
+    ) -> Tensor:
         if output_split_sizes is None or group.size() == 1:
             return original_gather(input_, group, output_split_sizes, use_global_buffer)
         sizes = [int(size) for size in output_split_sizes]
@@ -196,7 +200,9 @@ def _install_uneven_collectives() -> None:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     @functools.wraps(original_scatter)
-    def scatter(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def scatter(
+        input_: Tensor, group: ProcessGroup, input_split_sizes: SplitSizes = None, use_global_buffer: bool = False
+    ) -> Tensor:
         if input_split_sizes is None or group.size() == 1:
             return original_scatter(input_, group, input_split_sizes, use_global_buffer)
         total = input_.contiguous().clone()
@@ -210,7 +216,7 @@ def _install_uneven_collectives() -> None:
 EMULATIONS: tuple[Emulation, ...] = (
     Emulation(
         "jit_fuser", "jit.py and its users (activations, fusions, router)",
-        "torch.compile would build C++ at run time for tiny functions; they run eagerly instead",
+        "torch.compile would build C++ at run time for very small functions; they run eagerly instead",
         _install_jit_fuser,
     ),
     Emulation(
@@ -230,7 +236,7 @@ EMULATIONS: tuple[Emulation, ...] = (
     ),
     Emulation(
         "tensor_type", "optimizer.py, distrib_optimizer.py, clip_grads.py",
-        "they test type() == 'torch.cuda.FloatTensor'; only the optimizer's files see that name",
+        "they test type() == 'torch.cuda.FloatTensor'; only the optimizer's files get that name",
         _install_tensor_type,
     ),
     Emulation(

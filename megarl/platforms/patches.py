@@ -1,18 +1,23 @@
-"""Defects of megatron-core 0.16.1 that a config check cannot avoid: one smallest patch each, on every
-platform.
+"""Patches for defects of megatron-core 0.16.1 that no config check can avoid, each as small as possible.
 
-Each function names the defect; `PATCHES` lists them. A patch keeps the original under `__wrapped__`, which is
-how the tests show the defect. When the pin moves, re-check each against the new source.
+They are applied on every platform. Each function is named after its defect; `PATCHES` lists them all. A patch keeps
+the original function as `__wrapped__`, with which the tests reproduce the defect. When the required version of
+Megatron-Core changes, check each patch against the new source.
 """
 
 from __future__ import annotations
 
 import functools
 import queue
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def apply() -> None:
@@ -22,7 +27,10 @@ def apply() -> None:
 
 
 def router_gemm_without_te() -> None:
-    """moe_utils.py:38 imports `te_general_gemm` under try, but 1192 reads it always: NameError without TE."""
+    """Define `te_general_gemm` without Transformer Engine (TE).
+
+    moe_utils.py:38 imports it inside `try`, but line 1192 reads it unconditionally: a NameError without TE.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     if not moe_utils.HAVE_TE:
@@ -30,21 +38,25 @@ def router_gemm_without_te() -> None:
 
 
 def all_to_all_split_sizes() -> None:
-    """token_dispatcher.py:875 turns split sizes into arrays only if they are CUDA tensors.
+    """Convert split sizes to lists before `all_to_all`.
 
-    Without CUDA they stay tensors, which all_to_all_single refuses (TypeError): EP > 1 cannot run.
+    token_dispatcher.py:875 converts them only if they are CUDA tensors. Without CUDA they remain tensors, for which
+    all_to_all_single raises TypeError: EP > 1 cannot run.
     """
     from megatron.core.tensor_parallel import mappings
 
     original = mappings.all_to_all
 
-    def as_list(sizes: Any) -> list[int] | None:
+    def as_list(sizes: Sequence[int] | Tensor | None) -> list[int] | None:
         return None if sizes is None else [int(size) for size in sizes]
 
     @functools.wraps(original)
     def all_to_all(
-        group: Any, input_: torch.Tensor, output_split_sizes_: Any = None, input_split_sizes: Any = None
-    ) -> torch.Tensor:
+        group: ProcessGroup,
+        input_: Tensor,
+        output_split_sizes_: Sequence[int] | Tensor | None = None,
+        input_split_sizes: Sequence[int] | Tensor | None = None,
+    ) -> Tensor:
         return original(group, input_, as_list(output_split_sizes_), as_list(input_split_sizes))
 
     mappings.all_to_all = all_to_all
@@ -52,27 +64,30 @@ def all_to_all_split_sizes() -> None:
 
 
 def adam_step_is_shared() -> None:
-    """distrib_optimizer.py `load_state_dict` gives all parameters ONE `step` tensor (torch Adam, no TE or
-    Apex).
+    """Give each parameter a `step` tensor of its own after a load.
 
-    torch increments it once per parameter, so Adam's bias correction is wrong after every resume.
+    distrib_optimizer.py `load_state_dict` gives all parameters the same `step` tensor (with torch's Adam, without TE
+    and Apex). torch increments it once per parameter, so Adam's bias correction is wrong after every resume.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original = DistributedOptimizer.load_state_dict
 
     @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
         original(self, state_dict)
         for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
+            if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].clone()
 
     DistributedOptimizer.load_state_dict = load_state_dict
 
 
 def dp_reshardable_load_needs_no_grad() -> None:
-    """distrib_optimizer.py:1772 copies into fp32 parameters that require grad: raises for fp32 models."""
+    """Load the DP reshardable format without gradient tracking.
+
+    distrib_optimizer.py:1772 copies in place into fp32 parameters that require grad, which raises for fp32 models.
+    """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original = DistributedOptimizer.load_parameter_state_from_dp_reshardable
@@ -80,17 +95,19 @@ def dp_reshardable_load_needs_no_grad() -> None:
 
 
 def adam_step_is_not_parameter_state() -> None:
-    """distrib_optimizer.py `_set_main_param_and_optimizer_states` copies `step` with the tensors (torch Adam).
+    """Keep each parameter's own `step` when its tensors are loaded.
 
-    `step` comes from the parameter groups. The fully reshardable format leaves it out (KeyError); in the DP
-    reshardable one it is the loading optimizer's own, so a fresh one silently restarts at 0.
+    distrib_optimizer.py `_set_main_param_and_optimizer_states` copies `step` together with the tensors (with torch's
+    Adam), but its value must come from the parameter groups. The fully reshardable format does not contain it
+    (KeyError); in the DP reshardable format it is that of the loading optimizer, so a new optimizer restarts at 0
+    without an error.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
     @functools.wraps(original)
-    def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+    def set_states(self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state.get(self.optimizer.param_groups[group]["params"][order], {})
         if "step" in state:
@@ -101,10 +118,9 @@ def adam_step_is_not_parameter_state() -> None:
 
 
 def fresh_optimizer_has_no_state_to_load_into() -> None:
-    """distrib_optimizer.py:643: `sharded_state_dict(is_loading=True)` asserts on an optimizer that never
-    stepped.
+    """Create the state of a new optimizer, with zeros, before `sharded_state_dict(is_loading=True)` reads it.
 
-    With torch Adam the state must exist before its shapes can be asked for: prime it with zeros.
+    distrib_optimizer.py:643 asserts that the state exists, but torch's Adam creates it in its first step.
     """
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -113,8 +129,12 @@ def fresh_optimizer_has_no_state_to_load_into() -> None:
 
     @functools.wraps(original)
     def sharded_state_dict(
-        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
-    ) -> Any:
+        self: DistributedOptimizer,
+        model_sharded_state_dict: dict[str, Any],
+        is_loading: bool = False,
+        *args: object,
+        **kwargs: object,
+    ) -> dict[str, Any]:
         if is_loading and not distrib_optimizer.HAVE_APEX_OR_TE and not self.optimizer.state:
             for group in self.optimizer.param_groups:
                 for param in group["params"]:
@@ -129,23 +149,28 @@ def fresh_optimizer_has_no_state_to_load_into() -> None:
 
 
 def recompute_without_fp8() -> None:
-    """random.py:636 takes `fp8=False` for on (`is not None`): NameError in selective recompute without TE."""
+    """Pass `fp8=None` instead of False to `CheckpointWithoutOutput`.
+
+    random.py:636 tests `fp8 is not None`, so False counts as on: a NameError in selective recompute without TE.
+    """
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     original = CheckpointWithoutOutput.__init__
 
     @functools.wraps(original)
-    def init(self: Any, fp8: Any = None) -> None:
+    def init(self: CheckpointWithoutOutput, fp8: bool | None = None) -> None:
         original(self, fp8 or None)
 
     CheckpointWithoutOutput.__init__ = init
 
 
 def aux_loss_counts_of_padding() -> None:
-    """moe_utils.py:227: with nothing but padding the auxiliary loss divides 0 by 0 tokens: NaN in every gradient.
+    """Correct the token counts by which the auxiliary losses are scaled in micro-batches with padding.
 
-    Also, the group's sum is made in place, so that `local`, with which each rank weighs its part of the loss, is all of
-    the group's tokens. A rank's own would be no better: parts of one sum need equal weights. It becomes the mean.
+    moe_utils.py:227: for a micro-batch of nothing but padding the auxiliary loss divides 0 by 0 tokens, which gives NaN
+    in every gradient; here the total is at least 1. The function also reduces over the group in place, so `local`, the
+    weight of each rank's part of the loss, is the number of all the group's tokens. The rank's own number would be
+    wrong too, because the parts of one sum need equal weights: here it is the mean over the group.
     """
     from megatron.core.transformer.moe import moe_utils
 
@@ -153,8 +178,8 @@ def aux_loss_counts_of_padding() -> None:
 
     @functools.wraps(original)
     def counts(
-        routing_map: torch.Tensor, reduce_group: Any, topk: int | None = None, with_padding_mask: bool = False
-    ) -> tuple[torch.Tensor, Any, Any]:
+        routing_map: Tensor, reduce_group: ProcessGroup, topk: int | None = None, with_padding_mask: bool = False
+    ) -> tuple[Tensor, Tensor | int, Tensor | int]:
         per_expert, local, total = original(routing_map, reduce_group, topk, with_padding_mask)
         if not with_padding_mask:
             return per_expert, local, total
@@ -165,39 +190,45 @@ def aux_loss_counts_of_padding() -> None:
 
 
 def expert_bias_padding_mask_shape() -> None:
-    """router.py:542 combines [tokens, experts] with a [tokens] mask: an error, or the wrong axis if both are equal."""
+    """Give the padding mask of `_apply_expert_bias` a second axis.
+
+    router.py:542 combines a map [tokens, experts] with a mask [tokens]: an error, or the wrong axis if both are equal.
+    """
     from megatron.core.transformer.moe.router import TopKRouter
 
     original = TopKRouter._apply_expert_bias
 
     @functools.wraps(original)
-    def apply_expert_bias(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    def apply_expert_bias(self: TopKRouter, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         original(self, routing_map, None if padding_mask is None else padding_mask[:, None])
 
     TopKRouter._apply_expert_bias = apply_expert_bias
 
 
 def write_results_need_no_manager() -> None:
-    """filesystem_async.py:54: every save starts a manager process for one queue; a killed rank leaves it running.
+    """Use a plain queue for the results of a save.
 
-    Also, it is spawned: an entry script that is not import-guarded runs again in it. All writing here is done in the
-    rank's own process (`checkpoint/save/writer.py`, or Megatron-Core's synchronous save), where a plain queue does.
+    filesystem_async.py:54: every save starts a manager process for one queue, which continues to run after its rank is
+    killed. The process is spawned, so an entry script without an import guard runs again in it. megarl writes in the
+    rank's own process only (`checkpoint/save/writer.py`, or Megatron-Core's synchronous save), where a plain queue is
+    enough.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     original = filesystem_async._get_write_results_queue
 
     @functools.wraps(original)
-    def get_write_results_queue() -> Any:
+    def get_write_results_queue() -> queue.Queue[Any]:  # of torch's write results or exceptions
         return queue.Queue()
 
     filesystem_async._get_write_results_queue = get_write_results_queue
 
 
 def mla_without_te() -> None:
-    """multi_latent_attention.py:55 takes a successful import for TE's presence, but without TE the names are mocks.
+    """Set `HAVE_TE` of multi_latent_attention.py to whether TE is present.
 
-    `isinstance(…, mock)` is then a TypeError: latent attention cannot be built.
+    multi_latent_attention.py:55 sets it after a successful import, but without TE the imported names are mocks. Then
+    `isinstance(..., mock)` raises TypeError, and latent attention cannot be built.
     """
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer import multi_latent_attention
@@ -206,29 +237,30 @@ def mla_without_te() -> None:
 
 
 def mla_rotated_key_gradient_is_partial() -> None:
-    """multi_latent_attention.py:490: with column-parallel down projections (the local spec's) and TP > 1, every rank
-    rotates the whole shared key but back-propagates only its own heads' part: wrong gradients without an error.
+    """Sum the gradient of the shared rotated key over the tensor ranks.
 
-    The projection's output is gathered here instead, its key part through a region that sums gradients; what follows
-    then takes the branch for replicated projections, which is right.
+    multi_latent_attention.py:490: with column-parallel down projections (those of the local spec) and TP > 1, every
+    rank rotates the whole shared key, but back-propagates only the part of its own heads: wrong gradients without an
+    error. The patch gathers the projection's output, and passes its key part through a region that sums gradients.
+    Megatron's code then takes its branch for replicated projections, which is correct.
     """
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     original = MLASelfAttention.__init__
 
-    def gathered(config: Any, output: torch.Tensor) -> torch.Tensor:
+    def gathered(config: TransformerConfig, output: Tensor) -> Tensor:
         whole = mappings.gather_from_tensor_model_parallel_region(output)
         if config.sequence_parallel:
             return mappings.scatter_to_sequence_parallel_region(whole)
         latent, key = whole.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         key = mappings.copy_to_tensor_model_parallel_region(key)
         if key.requires_grad:
-            key.register_hook(torch.Tensor.contiguous)  # mappings.py `_reduce` sums a copy of what is not contiguous
+            key.register_hook(Tensor.contiguous)  # mappings.py `_reduce` sums a copy of a tensor that is not contiguous
         return torch.cat([latent, key], dim=-1)
 
     @functools.wraps(original)
-    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: MLASelfAttention, config: TransformerConfig, *args: object, **kwargs: object) -> None:
         original(self, config, *args, **kwargs)
         projection = self.linear_kv_down_proj
         if projection.weight.shape[0] != config.kv_lora_rank + config.qk_pos_emb_head_dim:
@@ -237,8 +269,8 @@ def mla_rotated_key_gradient_is_partial() -> None:
     MLASelfAttention.__init__ = init
 
 
-def _rebind(name: str, original: Any, replacement: Any) -> None:
-    """Point every Megatron module that imported `original` by name at `replacement`."""
+def _rebind(name: str, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """Set `replacement` in every Megatron module that has imported `original` by name."""
     import sys
 
     for module_name, module in list(sys.modules.items()):

@@ -1,4 +1,4 @@
-"""`activate()` must run before Megatron-Core is used; everything else asks `current()`."""
+"""The platform of this process. Call `activate()` before Megatron-Core is used; read the platform by `current()`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Platform:
-    """Where tensors live and how ranks talk."""
+    """The device of tensors, and the backend by which ranks communicate."""
 
     device: torch.device
     is_cuda: bool
@@ -20,7 +20,7 @@ class Platform:
 
 @functools.cache
 def current() -> Platform:
-    """The process's platform; decided once, by whether torch sees a CUDA device."""
+    """Return the process's platform, which depends on whether torch finds a CUDA device at the first call."""
     if torch.cuda.is_available():
         return Platform(torch.device("cuda"), True, "nccl")
     return Platform(torch.device("cpu"), False, "gloo")
@@ -28,10 +28,10 @@ def current() -> Platform:
 
 @functools.cache
 def activate() -> Platform:
-    """Make Megatron-Core usable on this platform and patch its known defects. Idempotent.
+    """Make Megatron-Core usable on this platform, patch its known defects, and return the platform. Idempotent.
 
-    Without CUDA this installs `cpu.EMULATIONS`; in both cases `patches.PATCHES` (defects of Megatron-Core
-    itself). Imports Megatron-Core, which takes a few seconds.
+    Without CUDA this installs `cpu.EMULATIONS`; on all platforms `patches.PATCHES`, for defects of Megatron-Core. It
+    imports Megatron-Core, which takes a few seconds.
     """
     platform = current()
     if not platform.is_cuda:

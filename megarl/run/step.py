@@ -151,10 +151,10 @@ def train_step(
     with timer.phase("logprobs"):
         if algorithm.old_logprobs == "trainer" and plan.mini_batches:
             for sample, new in zip(mine, policy.compute_logprobs(mine), strict=True):
-                sample.streams[OLD_LOGPROBS] = new.logprobs
+                sample.streams[OLD_LOGPROBS] = new.logprobs_R
         if config.needs_reference and plan.mini_batches:
             for sample, ref in zip(mine, policy.compute_logprobs(mine, reference=True), strict=True):
-                sample.streams[REFERENCE_LOGPROBS] = ref.logprobs
+                sample.streams[REFERENCE_LOGPROBS] = ref.logprobs_R
     if algorithm.old_logprobs == "trainer" and plan.mini_batches:
         _record_mismatch(_compare(samples, rows), metrics)
     _set_advantages(plan, samples, rows, config, metrics)

@@ -1,7 +1,7 @@
-"""From samples to packed micro-batches: sequences end to end (THD), no padding inside or between them.
+"""Packed micro-batches of samples: sequences laid end to end (THD), without padding inside or between them.
 
-Shapes: T tokens of a micro-batch (prompts and responses), R response tokens, S sequences. Only the R rows that
-predict a response token are projected onto the vocabulary.
+Shapes: T tokens of a micro-batch (prompts and responses), R response tokens, S sequences. Only the R rows that predict
+a response token are projected onto the vocabulary. Cumulative lengths keep Megatron-Core's name `cu_seqlens`.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from megarl.queue.trajectory import Trajectory
 
 @dataclass
 class TrainSample:
-    """One prompt with its response, as one replica sees it. Tensors are per response token, on the CPU.
+    """One prompt with its response, as one replica trains it. All tensors are [R], per response token, on the CPU.
 
-    `loss_mask` (bool; None = all) marks the response tokens that are trained. `streams`: values per response token by
-    the names that `megarl.queue.streams` declares; log-probs among them are fp32, at the sampling temperature.
+    `loss_mask_R` (bool; None = all) marks the response tokens that are trained. `streams`: values per response token,
+    by the names that `megarl.queue.streams` declares; log-probs among them are fp32, at the sampling temperature.
     """
 
     key: str
     prompt_ids: list[int]
     response_ids: list[int]
-    loss_mask: Tensor | None = None
+    loss_mask_R: Tensor | None = None
     streams: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, row: Trajectory, *, trained: bool = True) -> TrainSample:
-        """The sample of a trajectory, with its streams; `trained` False masks all of it."""
+        """Make the sample of a trajectory, with its streams. `trained` False masks all its tokens."""
         return cls(
             key=row.key,
             prompt_ids=row.prompt_ids,
             response_ids=row.response_ids,
-            loss_mask=torch.tensor(row.response_mask, dtype=torch.bool) & trained,
+            loss_mask_R=torch.tensor(row.response_mask, dtype=torch.bool) & trained,
             streams={
                 name: torch.tensor(list(values), dtype=getattr(torch, STREAMS[name].dtype))
                 for name, values in row.streams.items()
@@ -47,13 +47,13 @@ class TrainSample:
 
     @property
     def length(self) -> int:
-        """Prompt and response tokens."""
+        """The number of prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
     @property
     def trained_tokens(self) -> int:
-        """Response tokens in the loss."""
-        return len(self.response_ids) if self.loss_mask is None else int(self.loss_mask.sum())
+        """The number of response tokens in the loss."""
+        return len(self.response_ids) if self.loss_mask_R is None else int(self.loss_mask_R.sum())
 
     def set_advantage(self, advantage: float) -> None:
         """Give every response token the same advantage."""
@@ -62,22 +62,22 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed forward (and backward) pass.
+    """The input of one packed forward (and backward) pass.
 
-    An empty micro-batch is one dummy sequence: it goes through every collective, its only row is masked, and
-    `tokens` is 0. With sequence parallelism T is padded to a multiple of TP by one more dummy sequence. Padding is the
-    tail of T: it reaches neither the loss nor the routers' balancing.
+    An empty micro-batch is one dummy sequence: it takes part in every collective, its only row is masked, and `tokens`
+    is 0. With sequence parallelism T is padded to a multiple of TP by one more dummy sequence. Padding is at the end of
+    T: it reaches neither the loss nor the routers' load balancing.
     """
 
-    input_ids: Tensor  # int64 [1, T]
-    position_ids: Tensor  # int64 [1, T], from 0 in each sequence
+    input_ids_1T: Tensor  # int64
+    position_ids_1T: Tensor  # int64, from 0 in each sequence
     cu_seqlens: Tensor  # int32 [S + 1] over T
     max_seqlen: int
-    rows: Tensor  # int64 [R]: the row of T that predicts each response token
-    targets: Tensor  # int64 [R]: the response tokens
-    response_cu_seqlens: Tensor  # int32 [S + 1] over R; the dummies have no rows
-    mask: Tensor  # bool [R]: trained tokens
-    streams: dict[str, Tensor]  # [R] each: what all samples of the mini-batch carry, by name
+    rows_R: Tensor  # int64: the row of T that predicts each response token
+    targets_R: Tensor  # int64: the response tokens
+    response_cu_seqlens: Tensor  # int32 [S + 1] over R; a dummy sequence that pads T has no rows
+    mask_R: Tensor  # bool: trained tokens
+    streams: dict[str, Tensor]  # [R] each, by name: the streams that all samples of the mini-batch have
     samples: tuple[int, ...]  # indices of the samples, in packing order
     tokens: int  # T without padding; weights Megatron's auxiliary losses
 
@@ -86,14 +86,14 @@ class MicroBatch:
         return not self.samples
 
     def padding_mask(self) -> Tensor | None:
-        """bool [1, T], True for padding; None without any."""
-        length = self.input_ids.shape[1]
+        """Return a bool mask [1, T], True for padding; None if there is no padding."""
+        length = self.input_ids_1T.shape[1]
         if self.tokens == length:
             return None
-        return torch.arange(length, device=self.input_ids.device)[None] >= self.tokens
+        return torch.arange(length, device=self.input_ids_1T.device)[None] >= self.tokens
 
     def packed_seq_params(self) -> PackedSeqParams:
-        """Megatron's description of the packing."""
+        """Return Megatron's description of the packing."""
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens,
@@ -103,7 +103,7 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same with all tensors on `device`."""
+        """Return the same micro-batch with all tensors on `device`."""
         moved = {
             each.name: value.to(device, non_blocking=True)
             for each in fields(self)
@@ -114,7 +114,7 @@ class MicroBatch:
 
 
 def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
-    """Raises ValueError naming the sample and what is wrong with its tokens, log-probs or mask."""
+    """Raise ValueError if a sample's tokens, streams or mask are wrong, with a message that names the sample."""
     for sample in samples:
         if not sample.prompt_ids or not sample.response_ids:
             raise ValueError(f"sample {sample.key}: prompt and response need at least one token each")
@@ -122,7 +122,7 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
             sample.prompt_ids + sample.response_ids
         ) < vocab_size:  # fmt: skip
             raise ValueError(f"sample {sample.key}: a token id is outside the vocabulary of {vocab_size}")
-        for name, value in [("loss_mask", sample.loss_mask), *sample.streams.items()]:
+        for name, value in [("loss_mask", sample.loss_mask_R), *sample.streams.items()]:
             if value is not None and value.shape != (len(sample.response_ids),):
                 raise ValueError(
                     f"sample {sample.key}: {name} has shape {tuple(value.shape)}, "
@@ -131,16 +131,16 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
 
 
 def common_streams(samples: Sequence[TrainSample]) -> list[str]:
-    """Names of the streams that every sample has, sorted."""
+    """Return the names of the streams that every sample has, sorted."""
     return sorted(set.intersection(*(set(sample.streams) for sample in samples))) if samples else []
 
 
 def pack(
     samples: Sequence[TrainSample], indices: Sequence[int], align: int = 1, streams: Sequence[str] | None = None
 ) -> MicroBatch:
-    """Lay `samples[i] for i in indices` end to end; T is padded to a multiple of `align` (TP under SP).
+    """Lay `samples[i] for i in indices` end to end, T padded to a multiple of `align` (TP under sequence parallelism).
 
-    `streams`: names of those to pack, which all samples must have; None: those that all of `samples` have.
+    `streams`: names of the streams to pack, which all samples must have; None: the streams that all of `samples` have.
     """
     names = common_streams(samples) if streams is None else streams
     chosen = [samples[index] for index in indices]
@@ -152,33 +152,36 @@ def pack(
     starts = _cumulative(all_lengths)
     responses = [len(sample.response_ids) for sample in chosen]
     # Row (start + prompt - 1 + j) predicts response token j.
-    rows = [
+    row_parts = [
         torch.arange(count) + (start + len(sample.prompt_ids) - 1)
         for sample, start, count in zip(chosen, starts.tolist(), responses, strict=False)
     ]
     # An empty micro-batch keeps one masked row, so that backward reaches every stage and parameter.
-    rows = rows or [torch.zeros(1, dtype=torch.int64)]
+    row_parts = row_parts or [torch.zeros(1, dtype=torch.int64)]
     targets = [token for sample in chosen for token in sample.response_ids] or [0]
     return MicroBatch(
-        input_ids=torch.tensor([ids]),
-        position_ids=torch.cat([torch.arange(length) for length in all_lengths])[None],
+        input_ids_1T=torch.tensor([ids]),
+        position_ids_1T=torch.cat([torch.arange(length) for length in all_lengths])[None],
         cu_seqlens=starts,
         max_seqlen=max(all_lengths),
-        rows=torch.cat(rows),
-        targets=torch.tensor(targets),
+        rows_R=torch.cat(row_parts),
+        targets_R=torch.tensor(targets),
         response_cu_seqlens=_cumulative(responses or [1]),
-        mask=torch.cat([_mask(sample) for sample in chosen]) if chosen else torch.zeros(1, dtype=torch.bool),
+        mask_R=torch.cat([_mask(sample) for sample in chosen]) if chosen else torch.zeros(1, dtype=torch.bool),
         streams={name: _joined(chosen, STREAMS[name]) for name in names},
         samples=tuple(indices),
         tokens=used,
     )
 
 
-def unpack(values: Tensor, samples: Sequence[TrainSample], indices: Sequence[int]) -> list[Tensor]:
-    """Cut packed response values [R] into one tensor per sample of `indices`; an empty micro-batch gives []."""
+def unpack(values_R: Tensor, samples: Sequence[TrainSample], indices: Sequence[int]) -> list[Tensor]:
+    """Cut packed response values, [R] or [R, ...], into one tensor per sample of `indices`.
+
+    Returns [] for an empty micro-batch.
+    """
     if not indices:
         return []
-    return list(values.split([len(samples[index].response_ids) for index in indices]))
+    return list(values_R.split([len(samples[index].response_ids) for index in indices]))
 
 
 def _cumulative(lengths: Sequence[int]) -> Tensor:
@@ -186,13 +189,13 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
 
 
 def _mask(sample: TrainSample) -> Tensor:
-    if sample.loss_mask is None:
+    if sample.loss_mask_R is None:
         return torch.ones(len(sample.response_ids), dtype=torch.bool)
-    return sample.loss_mask.bool()
+    return sample.loss_mask_R.bool()
 
 
 def _joined(chosen: Sequence[TrainSample], stream: Stream) -> Tensor:
-    """A stream of all chosen samples; of an empty micro-batch, for its one masked row."""
+    """Return a stream of all chosen samples, [R]; for an empty micro-batch, the fill value of its one masked row."""
     dtype: torch.dtype = getattr(torch, stream.dtype)
     if not chosen:
         return torch.full((1,), stream.fill, dtype=dtype)

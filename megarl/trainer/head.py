@@ -1,12 +1,12 @@
-"""The last stage's output: hidden states of chosen rows -> log-probs of the response tokens.
+"""Log-probs of the response tokens from the hidden states of the last pipeline stage.
 
-GPTModel projects onto the vocabulary itself and returns all logits. Here its output layer hands the hidden states
-through instead, and `logprobs.linear_token_logprobs` projects only the rows that predict a response token, in chunks.
+GPTModel projects onto the vocabulary itself and returns all logits. Here its output layer returns its input, the hidden
+states, and `logprobs.linear_token_logprobs` projects only the rows that predict a response token, in chunks.
+
+Shapes: T tokens of a micro-batch (T / TP under sequence parallelism), R response tokens, H hidden size.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -22,17 +22,20 @@ from megarl.trainer.logprobs import linear_token_logprobs
 
 
 def return_hidden_states(chunk: GPTModel) -> None:
-    """Make `chunk.forward` return final hidden states [1, T or T/TP, H] instead of logits (last stage only).
+    """Make `chunk.forward` return the final hidden states [1, T or T / TP, H] instead of logits (last stage only).
 
-    The output layer stays a module that is called, so DDP's hooks on its weight still fire.
+    The output layer is still called as a module, so DDP's hooks on its weight run.
+
+    Raises:
+        ValueError: Megatron's option `defer_embedding_wgrad_compute` is on.
     """
     if not chunk.post_process:
         return
     if chunk.config.defer_embedding_wgrad_compute:
         raise ValueError("megatron.transformer.defer_embedding_wgrad_compute is not supported; remove it")
 
-    def forward(input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        return input_, None
+    def forward(hidden_T1H: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+        return hidden_T1H, None
 
     chunk.output_layer.forward = forward
 
@@ -47,17 +50,21 @@ def response_logprobs(
     chunk_rows: int,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropies, fp32 [R], of the response tokens of `batch`; equal on all tensor ranks."""
+    """Return log-probs and entropies (None unless `with_entropy`), fp32 [R], of the response tokens of `batch`.
+
+    `chunk`: the model chunk of the last stage; `chunk_rows`: rows per chunk of logits. The results are equal on all
+    tensor ranks.
+    """
     group = parallel_state.get_tensor_model_parallel_group()
     hidden_TH = hidden_1TH[0]
     if chunk.config.sequence_parallel:
-        hidden_RH = gather_from_sequence_parallel_region(hidden_TH, group=group).index_select(0, batch.rows)
+        hidden_RH = gather_from_sequence_parallel_region(hidden_TH, group=group).index_select(0, batch.rows_R)
     else:
-        hidden_RH = copy_to_tensor_model_parallel_region(hidden_TH.index_select(0, batch.rows), group=group)
+        hidden_RH = copy_to_tensor_model_parallel_region(hidden_TH.index_select(0, batch.rows_R), group=group)
     return linear_token_logprobs(
         hidden_RH,
         output_weight(chunk),
-        batch.targets,
+        batch.targets_R,
         temperature=temperature,
         vocab_size=vocab_size,
         chunk=chunk_rows,
@@ -67,7 +74,7 @@ def response_logprobs(
 
 
 def output_weight(chunk: GPTModel) -> torch.nn.Parameter:
-    """This rank's rows of the output projection, [padded vocabulary / TP, H]."""
+    """Return this rank's rows of the output projection, [padded vocabulary / TP, H]."""
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()
     return chunk.output_layer.weight

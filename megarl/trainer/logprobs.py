@@ -1,29 +1,29 @@
 """Log-probs and entropy of given tokens over a vocabulary split over tensor-parallel ranks, in chunks of rows, in fp32.
 
-Shapes: T rows (tokens), H hidden size, V true vocabulary, Vp this rank's share of the padded vocabulary.
+Shapes: R rows (one per token), C rows of a chunk, H hidden size, V true vocabulary, Vp this rank's share of the padded
+vocabulary, Vt the columns of that share that are not padding.
 
-The output projection is part of the chunked computation: from hidden states [T, H] and the output weight [Vp, H] a
-chunk of logits is made, reduced to five numbers per row and dropped; backward makes it again. So neither [T, V] nor
-[T, Vp] exists in any precision, only [chunk, Vp]. Two small all-reduces per call ([T] and [3, T]) join the shares.
-Padded vocabulary columns are cut off before anything is computed: they never enter a softmax.
+The output projection is part of the chunked computation: a chunk of logits is computed from hidden states [R, H] and
+the output weight [Vp, H], reduced to four numbers per row, and dropped; the backward pass computes it again. So neither
+[R, V] nor [R, Vp] exists in any precision, only [C, Vt]. Two small all-reduces per call ([R] and [3, R]) combine the
+shares. Padded vocabulary columns are cut off before anything is computed: they never enter a softmax.
 
-Megatron's `vocab_parallel_cross_entropy` is not used: it needs all logits at once, has no entropy, and overwrites
+Megatron's `vocab_parallel_cross_entropy` is not used: it needs all logits at once, computes no entropy, and overwrites
 fp32 logits in place with their softmax.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup, ReduceOp
 
 
 def linear_token_logprobs(
-    hidden_TH: Tensor,
+    hidden_RH: Tensor,
     weight_VpH: Tensor,
-    targets_T: Tensor,
+    targets_R: Tensor,
     *,
     temperature: float,
     vocab_size: int,
@@ -31,97 +31,90 @@ def linear_token_logprobs(
     group: ProcessGroup | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden @ weight^T / temperature) at the targets, and the entropy of that softmax if asked for.
+    """Return log softmax(hidden @ weight^T / temperature) at the targets and, if requested, that softmax's entropy.
 
-    `hidden_TH` [T, H] is the same on every rank of the tensor-parallel `group`; its gradient here is only this rank's
-    share, to be summed over the group (Megatron's copy/gather regions do that). `targets_T` [T] int64 holds global
-    token ids below `vocab_size`. Results are fp32 [T], equal on all ranks, differentiable in hidden and weight.
+    `hidden_RH` is the same on every rank of the tensor-parallel `group`; its gradient here is only this rank's share,
+    to be summed over the group (Megatron's copy and gather regions do that). `targets_R` (int64) holds global token ids
+    below `vocab_size`. `chunk`: rows per chunk of logits. The results are fp32 [R], equal on all ranks, and
+    differentiable in hidden states and weight.
     """
-    logprobs_T, entropy_T = _ChunkedLogProbs.apply(
-        hidden_TH, weight_VpH, targets_T, temperature, vocab_size, chunk, group, with_entropy
+    logprobs_R, entropy_R = _ChunkedLogProbs.apply(
+        hidden_RH, weight_VpH, targets_R, temperature, vocab_size, chunk, group, with_entropy
     )
-    return logprobs_T, entropy_T if with_entropy else None
+    return logprobs_R, entropy_R if with_entropy else None
 
 
-def token_logprobs(
-    logits_TVp: Tensor,
-    targets_T: Tensor,
-    *,
-    temperature: float,
-    vocab_size: int,
-    chunk: int,
-    group: ProcessGroup | None = None,
-    with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """As `linear_token_logprobs`, from this rank's logits [T, Vp] that exist already; they are never modified."""
-    logprobs_T, entropy_T = _ChunkedLogProbs.apply(
-        logits_TVp, None, targets_T, temperature, vocab_size, chunk, group, with_entropy
-    )
-    return logprobs_T, entropy_T if with_entropy else None
+class _Context(FunctionCtx):
+    """Declares the types of the attributes that torch provides and that the forward pass sets for the backward pass."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    temperature: float
+    columns: int
+    chunk: int
+    with_entropy: bool
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
+    """The chunked computation of `linear_token_logprobs`, forward and backward."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        source: Tensor,  # hidden [T, H], or logits [T, Vp] where there is no weight
-        weight: Tensor | None,
-        targets_T: Tensor,
+        ctx: _Context,
+        hidden_RH: Tensor,
+        weight_VpH: Tensor,
+        targets_R: Tensor,
         temperature: float,
         vocab_size: int,
         chunk: int,
         group: ProcessGroup | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        share = source.shape[1] if weight is None else weight.shape[0]
+        share = weight_VpH.shape[0]
         start = share * _rank(group)
         columns = max(0, min(share, vocab_size - start))  # the rest is padding
-        local_T = targets_T - start
-        owned_T = (local_T >= 0) & (local_T < columns)
-        local_T = torch.where(owned_T, local_T, 0)
-        stats_4T = source.new_zeros((4, source.shape[0]), dtype=torch.float32)
-        stats_4T[0].fill_(-torch.inf)
+        local_R = targets_R - start
+        owned_R = (local_R >= 0) & (local_R < columns)
+        local_R = torch.where(owned_R, local_R, 0)
+        stats_4R = hidden_RH.new_zeros((4, hidden_RH.shape[0]), dtype=torch.float32)
+        stats_4R[0].fill_(-torch.inf)
         if columns:
-            for rows in _chunks(source.shape[0], chunk):
-                scaled = _scaled_logits(source[rows], weight, columns, temperature)
-                _reduce_rows(scaled, local_T[rows], stats_4T[:, rows], with_entropy)
-        logprobs_T, lse_T, entropy_T = _join(stats_4T, owned_T, group, with_entropy)
-        ctx.save_for_backward(source, weight, local_T, owned_T, lse_T, entropy_T)
+            for rows in _chunks(hidden_RH.shape[0], chunk):
+                scaled_CVt = _scaled_logits(hidden_RH[rows], weight_VpH, columns, temperature)
+                _reduce_rows(scaled_CVt, local_R[rows], stats_4R[:, rows], with_entropy)
+        logprobs_R, lse_R, entropy_R = _join(stats_4R, owned_R, group, with_entropy)
+        ctx.save_for_backward(hidden_RH, weight_VpH, local_R, owned_R, lse_R, entropy_R)
         ctx.temperature, ctx.columns, ctx.chunk, ctx.with_entropy = temperature, columns, chunk, with_entropy
         ctx.set_materialize_grads(False)
         if not with_entropy:
-            ctx.mark_non_differentiable(entropy_T)
-        return logprobs_T, entropy_T
+            ctx.mark_non_differentiable(entropy_R)
+        return logprobs_R, entropy_R
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        source, weight, local_T, owned_T, lse_T, entropy_T = ctx.saved_tensors
-        grad_logprobs_T, grad_entropy_T = grads[0], grads[1] if ctx.with_entropy else None
-        want_source, want_weight = ctx.needs_input_grad[:2]
-        grad_source = torch.zeros_like(source) if want_source else None
-        # fp32 sum over chunks, whatever the weight's precision.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        if ctx.columns and not (grad_logprobs_T is None and grad_entropy_T is None):
-            if grad_logprobs_T is None:
-                grad_logprobs_T = torch.zeros_like(lse_T)
+    def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_RH, weight_VpH, local_R, owned_R, lse_R, entropy_R = ctx.saved_tensors
+        grad_logprobs_R, grad_entropy_R = grads[0], grads[1] if ctx.with_entropy else None
+        want_hidden, want_weight = ctx.needs_input_grad[:2]
+        grad_hidden_RH = torch.zeros_like(hidden_RH) if want_hidden else None
+        # The sum over chunks is in fp32, whatever the weight's precision.
+        grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=torch.float32) if want_weight else None
+        if ctx.columns and not (grad_logprobs_R is None and grad_entropy_R is None):
+            if grad_logprobs_R is None:
+                grad_logprobs_R = torch.zeros_like(lse_R)
             columns = slice(0, ctx.columns)
-            for rows in _chunks(source.shape[0], ctx.chunk):
-                scaled = _scaled_logits(source[rows], weight, ctx.columns, ctx.temperature)
-                grad = _grad_logits(
-                    scaled, lse_T[rows], local_T[rows], owned_T[rows], grad_logprobs_T[rows] / ctx.temperature,
-                    None if grad_entropy_T is None else grad_entropy_T[rows] / ctx.temperature, entropy_T[rows],
-                ).to(source.dtype)  # fmt: skip
-                if weight is None:
-                    if grad_source is not None:
-                        grad_source[rows, columns] = grad
-                    continue
-                if grad_source is not None:
-                    torch.mm(grad, weight[columns], out=grad_source[rows])
-                if grad_weight is not None:
-                    _accumulate(grad_weight[columns], grad, source[rows])
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_source, grad_weight, None, None, None, None, None, None
+            for rows in _chunks(hidden_RH.shape[0], ctx.chunk):
+                scaled_CVt = _scaled_logits(hidden_RH[rows], weight_VpH, ctx.columns, ctx.temperature)
+                grad_CVt = _grad_logits(
+                    scaled_CVt, lse_R[rows], local_R[rows], owned_R[rows], grad_logprobs_R[rows] / ctx.temperature,
+                    None if grad_entropy_R is None else grad_entropy_R[rows] / ctx.temperature, entropy_R[rows],
+                ).to(hidden_RH.dtype)  # fmt: skip
+                if grad_hidden_RH is not None:
+                    torch.mm(grad_CVt, weight_VpH[columns], out=grad_hidden_RH[rows])
+                if grad_weight_VpH is not None:
+                    _accumulate(grad_weight_VpH[columns], grad_CVt, hidden_RH[rows])
+        if grad_weight_VpH is not None:
+            grad_weight_VpH = grad_weight_VpH.to(weight_VpH.dtype)
+        return grad_hidden_RH, grad_weight_VpH, None, None, None, None, None, None
 
 
 def _rank(group: ProcessGroup | None) -> int:
@@ -132,74 +125,79 @@ def _chunks(rows: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk)]
 
 
-def _scaled_logits(source: Tensor, weight: Tensor | None, columns: int, temperature: float) -> Tensor:
-    """fp32 [chunk, columns], always a tensor of its own: the caller overwrites it."""
-    if weight is None:
-        return torch.div(source[:, :columns].float(), temperature)
-    logits = torch.mm(source, weight[:columns].t())  # in the model's precision, as the engine does
-    return logits.float().div_(temperature) if temperature != 1 else logits.float()
+def _scaled_logits(hidden_CH: Tensor, weight_VpH: Tensor, columns: int, temperature: float) -> Tensor:
+    """Return the logits over the temperature, fp32 [C, Vt] with Vt = `columns`, in new memory: callers overwrite it."""
+    logits_CVt = torch.mm(hidden_CH, weight_VpH[:columns].t())  # in the model's precision, as the engine does
+    return logits_CVt.float().div_(temperature) if temperature != 1 else logits_CVt.float()
 
 
-def _reduce_rows(scaled: Tensor, local: Tensor, stats_4C: Tensor, with_entropy: bool) -> None:
-    """Overwrites `scaled`; writes max m, sum of exp(x - m), the target's x, and sum of exp(x - m) * (x - m)."""
-    maximum = scaled.amax(dim=1)
-    stats_4C[0] = maximum
-    stats_4C[2] = scaled.gather(1, local[:, None]).squeeze(1)
-    shifted = scaled.sub_(maximum[:, None])
+def _reduce_rows(scaled_CVt: Tensor, local_C: Tensor, stats_4C: Tensor, with_entropy: bool) -> None:
+    """Write four numbers per row into `stats_4C`, and overwrite `scaled_CVt`.
+
+    The numbers are the maximum m, the sum of exp(x - m), the target's x, and (with the entropy, else unchanged) the sum
+    of exp(x - m) * (x - m).
+    """
+    maximum_C = scaled_CVt.amax(dim=1)
+    stats_4C[0] = maximum_C
+    stats_4C[2] = scaled_CVt.gather(1, local_C[:, None]).squeeze(1)
+    shifted_CVt = scaled_CVt.sub_(maximum_C[:, None])
     if with_entropy:
-        exponentials = shifted.exp()
-        stats_4C[3] = torch.linalg.vecdot(exponentials, shifted)
+        exponentials_CVt = shifted_CVt.exp()
+        stats_4C[3] = torch.linalg.vecdot(exponentials_CVt, shifted_CVt)
     else:
-        exponentials = shifted.exp_()
-    stats_4C[1] = exponentials.sum(dim=1)
+        exponentials_CVt = shifted_CVt.exp_()
+    stats_4C[1] = exponentials_CVt.sum(dim=1)
 
 
 def _join(
-    stats_4T: Tensor, owned_T: Tensor, group: ProcessGroup | None, with_entropy: bool
+    stats_4R: Tensor, owned_R: Tensor, group: ProcessGroup | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Joins the ranks' shares -> the targets' log-probs, log-sum-exp, entropy (zeros unless asked for)."""
-    local_max_T, sums_T, target_T, products_T = stats_4T
-    maximum_T = local_max_T
-    target_T = torch.where(owned_T, target_T, 0.0)
+    """Combine the ranks' shares. Return the targets' log-probs, log-sum-exp and entropy (zeros if not requested)."""
+    local_max_R, sums_R, target_R, products_R = stats_4R
+    maximum_R = local_max_R
+    target_R = torch.where(owned_R, target_R, 0.0)
     if group is not None and group.size() > 1:
-        maximum_T = local_max_T.clone()
-        torch.distributed.all_reduce(maximum_T, op=ReduceOp.MAX, group=group)
-        shift_T = local_max_T - maximum_T
-        factor_T = shift_T.exp()
+        maximum_R = local_max_R.clone()
+        torch.distributed.all_reduce(maximum_R, op=ReduceOp.MAX, group=group)
+        shift_R = local_max_R - maximum_R
+        factor_R = shift_R.exp()
         # A rank that holds only padding has shift -inf and sums 0.
-        shift_T = torch.where(factor_T > 0, shift_T, 0.0)
-        shares_3T = torch.stack((sums_T * factor_T, target_T, (products_T + shift_T * sums_T) * factor_T))
-        torch.distributed.all_reduce(shares_3T, group=group)
-        sums_T, target_T, products_T = shares_3T
-    log_sums_T = sums_T.log()
-    entropy_T = log_sums_T - products_T / sums_T if with_entropy else torch.zeros_like(log_sums_T)
+        shift_R = torch.where(factor_R > 0, shift_R, 0.0)
+        shares_3R = torch.stack((sums_R * factor_R, target_R, (products_R + shift_R * sums_R) * factor_R))
+        torch.distributed.all_reduce(shares_3R, group=group)
+        sums_R, target_R, products_R = shares_3R
+    log_sums_R = sums_R.log()
+    entropy_R = log_sums_R - products_R / sums_R if with_entropy else torch.zeros_like(log_sums_R)
     # In this order: target - (maximum + log_sums) would round log_sums to the maximum's precision.
-    return (target_T - maximum_T) - log_sums_T, maximum_T + log_sums_T, entropy_T
+    return (target_R - maximum_R) - log_sums_R, maximum_R + log_sums_R, entropy_R
 
 
 def _grad_logits(
-    scaled: Tensor,
-    lse: Tensor,
-    local: Tensor,
-    owned: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    entropy: Tensor,
+    scaled_CVt: Tensor,
+    lse_C: Tensor,
+    local_C: Tensor,
+    owned_C: Tensor,
+    grad_logprobs_C: Tensor,
+    grad_entropy_C: Tensor | None,
+    entropy_C: Tensor,
 ) -> Tensor:
-    """Gradient of g log p[target] + e H by x: g (1[target] - p) - e p (log p + H). Overwrites x = `scaled`."""
-    if grad_entropy is None:
-        grad = scaled.sub_(lse[:, None]).exp_().mul_(-grad_logprobs[:, None])
+    """Return the gradient of g log p[target] + e H by the logits x, [C, Vt]: g (1[target] - p) - e p (log p + H).
+
+    Overwrites x = `scaled_CVt`. g: `grad_logprobs_C`; e: `grad_entropy_C`; H: `entropy_C`.
+    """
+    if grad_entropy_C is None:
+        grad_CVt = scaled_CVt.sub_(lse_C[:, None]).exp_().mul_(-grad_logprobs_C[:, None])
     else:
-        log_p = scaled.sub_(lse[:, None])
-        factor = torch.addcmul(
-            (-grad_logprobs - grad_entropy * entropy)[:, None], log_p, grad_entropy[:, None], value=-1
+        log_p_CVt = scaled_CVt.sub_(lse_C[:, None])
+        factor_CVt = torch.addcmul(
+            (-grad_logprobs_C - grad_entropy_C * entropy_C)[:, None], log_p_CVt, grad_entropy_C[:, None], value=-1
         )
-        grad = log_p.exp_().mul_(factor)
-    return grad.scatter_add_(1, local[:, None], (grad_logprobs * owned)[:, None])
+        grad_CVt = log_p_CVt.exp_().mul_(factor_CVt)
+    return grad_CVt.scatter_add_(1, local_C[:, None], (grad_logprobs_C * owned_C)[:, None])
 
 
-def _accumulate(total: Tensor, grad: Tensor, source: Tensor) -> None:
-    if total.dtype == grad.dtype:
-        total.addmm_(grad.t(), source)
+def _accumulate(total_VtH: Tensor, grad_CVt: Tensor, hidden_CH: Tensor) -> None:
+    if total_VtH.dtype == grad_CVt.dtype:
+        total_VtH.addmm_(grad_CVt.t(), hidden_CH)
     else:
-        total.add_(torch.mm(grad.t(), source))
+        total_VtH.add_(torch.mm(grad_CVt.t(), hidden_CH))

@@ -1,4 +1,4 @@
-"""The routers' auxiliary losses, as Megatron tracks them, reduced to metrics."""
+"""Metrics of the routers' auxiliary losses, as Megatron tracks them. Shapes: N tracked losses."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _BALANCING = {
 
 
 def clear_aux_losses() -> None:
-    """Forget what was tracked; before each update."""
+    """Delete the values that were tracked; call it before each update."""
     clear_aux_losses_tracker()
 
 
 def aux_loss_metrics(config: TransformerConfig, micro_batches: int) -> dict[str, float]:
-    """`aux_loss` and `moe_z_loss` (whichever is on): means over MoE layers and micro-batches.
+    """Return `aux_loss` and `moe_z_loss`, as far as they are on: means over MoE layers and micro-batches.
 
-    Without their coefficients; 1 is perfect balance. Collective over the world; `micro_batches` counts the
-    non-empty ones of all replicas together.
+    The values do not include the coefficients; an `aux_loss` of 1 is perfect balance. Collective over the world.
+    `micro_batches`: the number of non-empty micro-batches of all replicas together.
     """
     names = _tracked(config)
     if not names:
@@ -38,8 +38,8 @@ def aux_loss_metrics(config: TransformerConfig, micro_batches: int) -> dict[str,
         layers = sum(config.moe_layer_freq)
     tracker = get_moe_layer_wise_logging_tracker()
     device = platforms.current().device
-    # Stages without MoE layers tracked nothing, but take part.
-    totals = torch.stack(
+    # A stage without MoE layers tracked nothing, but must take part in the all-reduce.
+    totals_N = torch.stack(
         [
             tracker[name]["values"].sum().double()
             if name in tracker
@@ -47,14 +47,14 @@ def aux_loss_metrics(config: TransformerConfig, micro_batches: int) -> dict[str,
             for name in names
         ]
     )
-    torch.distributed.all_reduce(totals)
+    torch.distributed.all_reduce(totals_N)
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     metrics: dict[str, float] = {}
-    for name, total in zip(names, totals.tolist(), strict=True):
+    for name, total in zip(names, totals_N.tolist(), strict=True):
         value = total / (layers * max(micro_batches, 1))
         if name == "z_loss":
-            # Each tensor rank tracked a mean over its own rows; of the others, a part of the sum. These means weigh
-            # alike here, though padding leaves some ranks fewer rows than others (the gradient is exact).
+            # Of the z-loss each tensor rank tracked a mean over its own rows; of the other losses, a part of the sum.
+            # The means have equal weights here, although padding leaves some ranks fewer rows (the gradient is exact).
             metrics["moe_z_loss"] = value / tensor
         else:
             metrics["aux_loss"] = metrics.get("aux_loss", 0.0) + value

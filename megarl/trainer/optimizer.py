@@ -1,11 +1,11 @@
-"""Megatron's DDP wrapper, optimizer and schedule from the configuration."""
+"""Builds Megatron's DDP wrapper, optimizer and learning-rate schedule from the configuration."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.distributed import (
@@ -22,19 +22,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config.schema import Config
 from megarl.models.shards import persistent_buffers
 
+T = TypeVar("T")
+
 
 class NonFiniteError(FloatingPointError):
-    """Loss or gradient is NaN or infinite; raised on all ranks before any weight has changed."""
+    """The loss or the gradient norm is NaN or infinite. Raised on all ranks before any weight has changed."""
 
 
 def precision_wrap(chunk: GPTModel) -> torch.nn.Module:
-    """Float16Module for bf16 (its buffers such as the routers' expert bias stay fp32), the chunk itself for fp32."""
+    """Wrap a bf16 chunk in Float16Module; return an fp32 chunk as it is.
+
+    fp32 buffers, such as the routers' expert bias, stay fp32 with their values.
+    """
     if not chunk.config.bf16:
         return chunk
     kept = {name: buffer for name, buffer in persistent_buffers(chunk) if buffer.dtype == torch.float32}
     wrapped = Float16Module(chunk.config, chunk)
     for name, buffer in kept.items():
-        # Megatron makes the expert bias fp32 again in its next forward, but of the values that bf16 has rounded.
+        # Megatron converts the expert bias back to fp32 in its next forward, but from values rounded to bf16.
         owner, _, attribute = name.rpartition(".")
         setattr(chunk.get_submodule(owner), attribute, buffer)
     return wrapped
@@ -43,7 +48,10 @@ def precision_wrap(chunk: GPTModel) -> torch.nn.Module:
 def data_parallel_wrap(
     config: Config, tf_config: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[DistributedDataParallel]:
-    """Wrap in Megatron's DDP with fp32 gradient sums, and hook gradient scale and finalisation into the schedules."""
+    """Wrap each chunk in Megatron's DDP, with gradient sums in fp32.
+
+    Also sets the functions in `tf_config` by which the pipeline schedules scale, reduce and finalise gradients.
+    """
     ddp_config = DistributedDataParallelConfig(
         **{
             "grad_reduce_in_fp32": True,
@@ -52,7 +60,7 @@ def data_parallel_wrap(
         }
     )
     wrapped = [
-        # Later chunks' gradients come early in backward: Megatron buckets the first chunk only.
+        # As in Megatron, only the first chunk has buckets: the gradients of later chunks are ready early in backward.
         DistributedDataParallel(tf_config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
@@ -66,27 +74,31 @@ def data_parallel_wrap(
 
 
 def aux_loss_scale(tf_config: TransformerConfig) -> int:
-    """Factor on all gradients that undoes what tensor ranks take off the routers' auxiliary losses.
+    """Return the factor on all gradients that corrects the scale of the routers' auxiliary losses.
 
-    Under sequence parallelism each of them weighs the losses by its part of the micro-batch's tokens, 1 / TP, which
-    need not be whole; Megatron then divides by a whole number, so that has to count all tokens.
+    Under sequence parallelism each tensor rank weighs these losses by its part of the micro-batch's tokens, T / TP,
+    which need not be an integer. Megatron divides the gradients by an integer number of tokens, so that number must
+    count all T tokens, and the factor TP corrects for it.
     """
     return int(tf_config.tensor_model_parallel_size) if tf_config.sequence_parallel else 1
 
 
 def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
-    """Megatron's (distributed) Adam with fp32 master weights; refuses to step on a non-finite gradient norm."""
-    knobs = config.trainer.optimizer
+    """Build Megatron's (distributed) Adam with fp32 main weights.
+
+    Its `step` raises NonFiniteError on a gradient norm that is not finite, before any weight has changed.
+    """
+    settings = config.trainer.optimizer
     bf16 = config.trainer.precision == "bf16"
     fields: dict[str, Any] = {
         "optimizer": "adam",
-        "lr": knobs.lr,
-        "min_lr": min(knobs.min_lr, knobs.lr),
-        "weight_decay": knobs.weight_decay,
-        "adam_beta1": knobs.betas[0],
-        "adam_beta2": knobs.betas[1],
-        "adam_eps": knobs.eps,
-        "clip_grad": knobs.clip_grad,
+        "lr": settings.lr,
+        "min_lr": min(settings.min_lr, settings.lr),
+        "weight_decay": settings.weight_decay,
+        "adam_beta1": settings.betas[0],
+        "adam_beta2": settings.betas[1],
+        "adam_eps": settings.eps,
+        "clip_grad": settings.clip_grad,
         "bf16": bf16,
         "params_dtype": torch.bfloat16 if bf16 else torch.float32,
         "use_distributed_optimizer": chunks[0].ddp_config.use_distributed_optimizer,
@@ -99,36 +111,39 @@ def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel]) -
 
 
 def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Learning rate by updates (a step has `trainer.mini_batches` of them). Step it before each update.
+    """Build the learning-rate schedule, which counts updates; a step has `trainer.mini_batches` of them.
 
-    So the first update has lr / warm-up length, not 0. Raises ValueError when the warm-up is as long as the run.
+    Step it before each update, so that the first update has lr / (length of the warm-up), not 0.
+
+    Raises:
+        ValueError: the warm-up is as long as the run, or `min_lr` is above `lr`.
     """
-    knobs = config.trainer.optimizer
+    settings = config.trainer.optimizer
     updates = config.run.steps * config.trainer.mini_batches
-    warmup = knobs.warmup_steps * config.trainer.mini_batches
+    warmup = settings.warmup_steps * config.trainer.mini_batches
     if warmup and warmup >= updates:
         raise ValueError(
-            f"trainer.optimizer.warmup_steps={knobs.warmup_steps} must be below run.steps={config.run.steps}"
+            f"trainer.optimizer.warmup_steps={settings.warmup_steps} must be below run.steps={config.run.steps}"
         )
-    if knobs.min_lr > knobs.lr:
-        raise ValueError(f"trainer.optimizer.min_lr={knobs.min_lr} is above lr={knobs.lr}")
+    if settings.min_lr > settings.lr:
+        raise ValueError(f"trainer.optimizer.min_lr={settings.min_lr} is above lr={settings.lr}")
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=knobs.lr,
-        min_lr=knobs.min_lr,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=updates,
-        lr_decay_style=knobs.schedule,
-        start_wd=knobs.weight_decay,
-        end_wd=knobs.weight_decay,
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
 
 
 def _refuse_non_finite(optimizer: MegatronOptimizer) -> None:
-    """`step` asks for the norm after reducing and before changing anything: the one place to stop in time."""
+    """Make `get_grad_norm` raise NonFiniteError: `step` calls it after the reduction, before it changes any weight."""
     original = optimizer.get_grad_norm
 
     def get_grad_norm() -> float:
@@ -140,5 +155,6 @@ def _refuse_non_finite(optimizer: MegatronOptimizer) -> None:
     optimizer.get_grad_norm = get_grad_norm
 
 
-def _one_or_list(functions: list[Any]) -> Any:
+def _one_or_list(functions: list[T]) -> list[T] | T:
+    """Return the only function, or all of them: Megatron's schedules take one per model chunk."""
     return functions if len(functions) > 1 else functions[0]

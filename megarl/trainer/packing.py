@@ -1,7 +1,7 @@
-"""Which sequence goes to which DP rank and micro-batch: pure functions of lengths, the same on every rank.
+"""Assigns sequences to DP ranks and micro-batches: pure functions of lengths, with equal results on every rank.
 
-Nothing here is padded: a micro-batch is a list of sequences laid end to end (THD). Pipeline schedules are collective,
-so every DP rank runs the same number of micro-batches; a rank that has too few sequences gets explicit empty ones.
+Nothing is padded: a micro-batch is a list of sequences laid end to end (THD). Pipeline schedules are collective, so
+every DP rank runs the same number of micro-batches; a rank that has too few sequences gets empty micro-batches.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ import hashlib
 import heapq
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
+
+Nested: TypeAlias = "Sequence[Nested] | int"
 
 
 def assign_to_ranks(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
     """Split sequences over `dp_size` replicas so that their token sums are close.
 
-    Longest first, each to the replica with the fewest tokens so far (then the fewest sequences, then the lowest rank),
-    so the largest sum exceeds the smallest by at most the longest sequence.
+    Sequences are assigned from the longest to the shortest, each to the replica with the fewest tokens so far (then the
+    fewest sequences, then the lowest rank). So the largest sum exceeds the smallest by at most the longest sequence.
 
-    Returns one ascending list of indices into `lengths` per replica; lists are empty where there is nothing to give.
-    Raises ValueError for `dp_size < 1` or a length below 1.
+    Returns:
+        One ascending list of indices into `lengths` per replica; a replica without sequences has an empty list.
+
+    Raises:
+        ValueError: `dp_size` or a length is below 1.
     """
     if dp_size < 1:
         raise ValueError(f"dp_size must be at least 1, not {dp_size}")
@@ -34,10 +39,14 @@ def plan_micro_batches(
     """Pack each rank's sequences into micro-batches of at most `max_tokens` tokens, the same number on all ranks.
 
     The number is the largest that any rank needs, at least `minimum`, rounded up to a multiple of `multiple_of`
-    (interleaved pipelines need a multiple of PP and at least PP). Within a rank tokens are balanced over all of them.
+    (interleaved pipelines need a multiple of PP and at least PP). Within a rank, tokens are balanced over all its
+    micro-batches.
 
-    Returns `[rank][micro-batch]` -> ascending indices into `lengths_per_rank[rank]`; `[]` is an empty micro-batch.
-    Raises ValueError when one sequence alone is longer than `max_tokens`.
+    Returns:
+        `[rank][micro-batch]` -> ascending indices into `lengths_per_rank[rank]`; `[]` is an empty micro-batch.
+
+    Raises:
+        ValueError: a sequence is longer than `max_tokens`, or a length, `multiple_of` or `minimum` is below 1.
     """
     if multiple_of < 1 or minimum < 1:
         raise ValueError(f"multiple_of and minimum must be at least 1, not {multiple_of} and {minimum}")
@@ -56,8 +65,8 @@ def plan_micro_batches(
     return [_spread(lengths, bins, number, max_tokens) for lengths, bins in zip(lengths_per_rank, packed, strict=True)]
 
 
-def partition_hash(plan: Any) -> str:
-    """Hash of a plan (nested lists of ints): ranks compare it before they act on plans they computed apart."""
+def partition_hash(plan: Nested) -> str:
+    """Return the hash of a plan, with which ranks compare the plans that each of them computed for itself."""
     return hashlib.sha256(json.dumps(plan, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
@@ -97,6 +106,6 @@ def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[
 def _spread(lengths: Sequence[int], bins: list[list[int]], number: int, max_tokens: int) -> list[list[int]]:
     balanced = _balanced(lengths, range(len(lengths)), number)
     if any(sum(lengths[index] for index in part) > max_tokens for part in balanced):
-        # Balancing can overfill where first-fit did not: keep the packing that is known to fit.
+        # Balancing does not respect the limit: fall back to the packing of first-fit, which does.
         balanced = bins + [[] for _ in range(number - len(bins))]
     return [sorted(part) for part in balanced]

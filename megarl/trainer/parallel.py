@@ -1,6 +1,6 @@
-"""Megatron's parallel state for one layout, and the few questions the rest of megarl asks about it.
+"""Megatron's parallel state for one layout, and the functions by which the rest of megarl reads it.
 
-A *replica* is the tensor x pipeline group of ranks that together hold one copy of the (non-expert) model: it works on
+A *replica* is the tensor x pipeline group of ranks that together hold one copy of the (non-expert) model; it trains on
 one share of the data. Its *leader* is tensor rank 0 of the first pipeline stage.
 """
 
@@ -20,9 +20,13 @@ T = TypeVar("T")
 
 
 def initialize(layout: Layout, *, seed: int, timeout_s: float) -> None:
-    """Build Megatron's groups and seed its random states; torch.distributed must be initialised.
+    """Build Megatron's process groups and seed its random states. torch.distributed must be initialised.
 
-    Raises ValueError when the layout is for another world size, RuntimeError when a layout is still in place.
+    `timeout_s`: the timeout of collectives in seconds, rounded up to whole minutes.
+
+    Raises:
+        ValueError: the layout is for another world size.
+        RuntimeError: torch.distributed is not initialised, or a layout is initialised already.
     """
     if not torch.distributed.is_initialized():
         raise RuntimeError("torch.distributed is not initialised; start the trainer with torchrun")
@@ -41,17 +45,19 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float) -> None:
         distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
         create_gloo_process_groups=False,
     )
-    # Also needed where nothing is random: attention forks the tracker this registers.
+    # Required even if nothing is random: attention forks the random-state tracker that this call registers.
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def destroy() -> None:
-    """Take the layout down with its process groups, so that another can be initialised in the same processes."""
-    # Megatron only forgets its groups; each keeps threads and sockets until it is destroyed and nothing refers to it
-    # (models do: drop them, then gc.collect(), as DDP's hooks make cycles).
+    """Destroy the layout and its process groups, so that the same processes can initialise another layout.
+
+    Delete the models first and call gc.collect(): they refer to the groups, and DDP's hooks form reference cycles.
+    """
+    # Megatron drops its references only; a group keeps threads and sockets until it is destroyed and unreferenced.
     groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
     parallel_state.destroy_model_parallel()
-    # Cached by module: up to 32 rotary embeddings of past models, each with its context-parallel group (0.16.1).
+    # The cache refers to up to 32 rotary embeddings of past models, each with its context-parallel group (0.16.1).
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         embedding.forward.cache_clear()
     for group in groups:
@@ -60,23 +66,23 @@ def destroy() -> None:
 
 
 def dp_rank() -> int:
-    """Index of this rank's replica."""
+    """Return the index of this rank's replica."""
     return parallel_state.get_data_parallel_rank()
 
 
 def dp_size() -> int:
-    """Number of replicas."""
+    """Return the number of replicas."""
     return parallel_state.get_data_parallel_world_size()
 
 
 def is_leader() -> bool:
-    """True on tensor rank 0 of the first stage of each replica."""
+    """Tell whether this rank is tensor rank 0 of the first stage of its replica."""
     group = parallel_state.get_model_parallel_group()
     return torch.distributed.get_rank() == torch.distributed.get_process_group_ranks(group)[0]
 
 
 def model_parallel_broadcast_object(obj: T | None) -> T:
-    """The leader's `obj` (picklable), on every rank of its replica. Others pass None."""
+    """Return the leader's `obj` (picklable) on every rank of its replica. The other ranks pass None."""
     group = parallel_state.get_model_parallel_group()
     if group.size() == 1:
         return obj  # type: ignore[return-value]
@@ -86,7 +92,10 @@ def model_parallel_broadcast_object(obj: T | None) -> T:
 
 
 def dp_all_gather_object(obj: T) -> list[T]:
-    """`obj` of every replica, in the order of their ranks, on every rank; peers in a replica pass equal ones."""
+    """Return the `obj` of every replica, in the order of their ranks, on every rank.
+
+    All ranks of one replica must pass equal objects.
+    """
     group = parallel_state.get_data_parallel_group()
     parts: list[T] = [obj] * group.size()
     if group.size() > 1:

@@ -1,10 +1,13 @@
-"""Micro-batches through Megatron's own schedules (none, 1F1B, interleaved), with and without backward."""
+"""Runs micro-batches through Megatron's own schedules (no pipeline, 1F1B, interleaved), with and without backward.
+
+Shapes: T tokens of a micro-batch (T / TP under sequence parallelism), H hidden size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -15,18 +18,19 @@ from torch import Tensor
 from megarl.models.shards import unwrap
 from megarl.trainer.batch import MicroBatch
 
-# (last stage's chunk, its hidden states [1, T, H], the micro-batch) -> what the pass is for.
-ForwardOnly = Callable[[GPTModel, Tensor, MicroBatch], Any]
-# The same -> (loss to be summed over micro-batches and ranks, tokens of the micro-batch, anything to report).
-WithLoss = Callable[[GPTModel, Tensor, MicroBatch], tuple[Tensor, int, Any]]
+Result = TypeVar("Result")
+# (the last stage's model chunk, its hidden states [1, T, H], the micro-batch) -> the result of the pass.
+ForwardOnly = Callable[[GPTModel, Tensor, MicroBatch], Result]
+# The same -> (loss to be summed over micro-batches and ranks, tokens of the micro-batch, a result to return).
+WithLoss = Callable[[GPTModel, Tensor, MicroBatch], tuple[Tensor, int, Result]]
 
 
 def forward_only(
-    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], function: ForwardOnly
-) -> list[Any]:
-    """All micro-batches through the pipeline at once, without gradients, in evaluation mode.
+    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], function: ForwardOnly[Result]
+) -> list[Result]:
+    """Run all micro-batches through the pipeline in one pass, without gradients, in evaluation mode.
 
-    Returns `function`'s results in micro-batch order on the last stage, [] on the others.
+    Returns the results of `function` in micro-batch order on the last stage, [] on the other stages.
     """
     for chunk in chunks:
         chunk.eval()
@@ -39,11 +43,11 @@ def forward_only(
 
 
 def forward_backward(
-    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], function: WithLoss
-) -> list[Any]:
-    """Forward and backward of all micro-batches; gradients are reduced and scaled by Megatron at the end.
+    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], function: WithLoss[Result]
+) -> list[Result]:
+    """Run forward and backward of all micro-batches. Megatron reduces and scales the gradients at the end.
 
-    Returns the third results of `function` on the last stage, [] on the others.
+    Returns the third results of `function` in micro-batch order on the last stage, [] on the other stages.
     """
     return _run(chunks, micro_batches, function, backward=True)
 
@@ -51,18 +55,18 @@ def forward_backward(
 def _run(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
-    function: ForwardOnly | WithLoss,
+    function: ForwardOnly[Any],
     *,
     backward: bool,
-) -> list[Any]:
+) -> list[Any]:  # Megatron's schedules are untyped
     iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, function=function),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(micro_batches),
-        # Only first guesses: with variable_seq_lengths the stages tell each other the shapes.
-        seq_length=max(batch.input_ids.shape[1] for batch in micro_batches),
+        # Megatron requires a value, but with variable_seq_lengths the stages send each other the true shapes.
+        seq_length=max(batch.input_ids_1T.shape[1] for batch in micro_batches),
         micro_batch_size=1,
         forward_only=not backward,
         collect_non_loss_data=not backward,
@@ -70,38 +74,42 @@ def _run(
 
 
 def _forward_step(
-    iterator: Iterator[MicroBatch], model: torch.nn.Module, *, function: Callable[..., Any]
-) -> tuple[Tensor, Callable[..., Any]]:
+    iterator: Iterator[MicroBatch], model: torch.nn.Module, *, function: ForwardOnly[Any]
+) -> tuple[Tensor, Callable[..., object]]:
+    """Run one micro-batch through one model chunk, as Megatron's schedules call it.
+
+    Returns the chunk's output, and the function that the schedule calls on the last stage's output.
+    """
     batch = next(iterator)
     chunk = unwrap(model)
     arguments: dict[str, Any] = {}
     if chunk.config.bf16:
-        arguments["fp32_output"] = False  # hidden states; log-probs are made in fp32 from bf16 logits
+        arguments["fp32_output"] = False  # the output is hidden states; only the log-probs are computed in fp32
     if chunk.config.num_moe_experts:
         arguments["padding_mask"] = _padding_mask(chunk, batch)
-    output = model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
+    output_1TH = model(
+        input_ids=batch.input_ids_1T,
+        position_ids=batch.position_ids_1T,
         attention_mask=None,
         packed_seq_params=batch.packed_seq_params(),
         **arguments,
     )
 
-    def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
-        result = function(chunk, hidden, batch)
+    def finish(hidden_1TH: Tensor, non_loss_data: bool = False) -> object:
+        result = function(chunk, hidden_1TH, batch)
         if non_loss_data:
             return result
         loss, tokens, report = result
         return loss, torch.tensor(tokens, dtype=torch.int, device=loss.device), report
 
-    return output, finish
+    return output_1TH, finish
 
 
 def _padding_mask(chunk: GPTModel, batch: MicroBatch) -> Tensor | None:
-    """What must not count in the routers' balancing, bool [1, rows], as this chunk takes it."""
-    mask = batch.padding_mask()
-    if mask is not None and chunk.config.sequence_parallel and not chunk.pre_process:
+    """Return the mask of the tokens that routers must not balance, bool [1, rows of this chunk], or None."""
+    mask_1T = batch.padding_mask()
+    if mask_1T is not None and chunk.config.sequence_parallel and not chunk.pre_process:
         # Megatron scatters the mask over the tensor ranks on the first stage only.
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        mask = mask.chunk(ranks, dim=1)[parallel_state.get_tensor_model_parallel_rank()]
-    return mask
+        mask_1T = mask_1T.chunk(ranks, dim=1)[parallel_state.get_tensor_model_parallel_rank()]
+    return mask_1T

@@ -1,7 +1,9 @@
-"""The policy on this rank: its share of the model, log-prob passes and updates, by Megatron's own machinery.
+"""The policy on this rank: its share of the model, the log-prob passes and the updates, through Megatron-Core.
 
-The loss of a micro-batch is its share of the mini-batch's objective, by weights fixed from GLOBAL counts; shares
-add up, so no split into micro-batches, replicas or pipeline stages can change the gradient.
+The loss of a micro-batch is its share of the mini-batch's objective, by token weights that global counts determine. The
+shares add up, so no split into micro-batches, replicas or pipeline stages can change the gradient.
+
+Shapes: T tokens of a micro-batch, R response tokens, H hidden size, L lines (log-probs and, if requested, entropies).
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -47,17 +48,20 @@ __all__ = ["LogProbs", "NonFiniteError", "Policy", "TrainSample"]
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Per response token of one sample, fp32 on the CPU, at the sampling temperature."""
+    """The log-probs and, if requested, entropies of one sample's response tokens, at the sampling temperature.
 
-    logprobs: Tensor
-    entropy: Tensor | None
+    fp32, on the CPU.
+    """
+
+    logprobs_R: Tensor
+    entropy_R: Tensor | None
 
 
 @dataclass(frozen=True)
 class _PackedBatch:
-    """The micro-batches of this replica, and numbers of all replicas together."""
+    """The micro-batches of this replica, and counts over all replicas."""
 
-    indices: list[list[int]]
+    indices: list[list[int]]  # per micro-batch, of this replica's samples
     micro_batches: list[MicroBatch]
     counts: GlobalCounts
     tokens: int  # of all samples of all replicas, prompts included
@@ -66,23 +70,23 @@ class _PackedBatch:
 
 @dataclass(frozen=True)
 class _Shapes:
-    """What a replica tells the others of its samples."""
+    """The facts about its samples that a replica sends to all replicas."""
 
-    samples: list[tuple[int, int]]  # (tokens, trained tokens) of each
-    streams: list[str]  # that all of them carry
+    samples: list[tuple[int, int]]  # (tokens, trained tokens) of each sample
+    streams: list[str]  # the streams that all its samples have
 
 
 def _agreed_streams(replicas: Sequence[_Shapes]) -> list[str]:
-    """The streams that all samples of all replicas carry: a replica without samples packs them too."""
+    """Return the streams that all samples of all replicas have. A replica without samples packs the same streams."""
     found = [set(replica.streams) for replica in replicas if replica.samples]
     return sorted(set.intersection(*found)) if found else []
 
 
 class Policy:
-    """Model, optimizer and schedule of this rank. All methods are collective over the world.
+    """Holds model, optimizer and schedule of this rank. All methods are collective over the world.
 
-    `parallel.initialize(layout, ...)` must have run. The reference model is built only if the config needs one. `loss`:
-    instead of the one that the `algorithm` section describes.
+    `parallel.initialize(layout, ...)` must have been called. The reference model is built only if the config needs one.
+    `loss` replaces the loss that the config section `algorithm` describes.
     """
 
     def __init__(self, config: Config, layout: Layout, info: ModelInfo, loss: LossFunction | None = None) -> None:
@@ -129,10 +133,13 @@ class Policy:
     def compute_logprobs(
         self, samples: Sequence[TrainSample], *, reference: bool = False, with_entropy: bool = False
     ) -> list[LogProbs]:
-        """Log-probs of this replica's samples under the policy (or the reference), in the order given.
+        """Return the log-probs of this replica's samples under the policy (or the reference), in the same order.
 
-        Call it on every rank with its replica's samples (none is allowed); all micro-batches go through the pipeline
-        at once; the result is valid on every rank. Raises ValueError for `reference=True` without a KL coefficient.
+        Call it on every rank with the samples of its replica, which may be none. All micro-batches run through the
+        pipeline in one pass; the result is complete on every rank.
+
+        Raises:
+            ValueError: `reference` is True, but there is no reference model.
         """
         if reference and self.reference is None:
             raise ValueError("there is no reference model because algorithm.kl.coef is 0")
@@ -140,29 +147,33 @@ class Policy:
         chunks = self.reference.chunks if reference and self.reference else self.module_chunks
         resident = self.reference.placement.resident() if reference and self.reference else nullcontext()
 
-        def rows(chunk: GPTModel, hidden: Tensor, batch: MicroBatch) -> Tensor:
-            logprobs, entropy = self._response_logprobs(chunk, hidden, batch, with_entropy)
-            return torch.stack([logprobs, entropy] if entropy is not None else [logprobs])
+        def rows(chunk: GPTModel, hidden_1TH: Tensor, batch: MicroBatch) -> Tensor:
+            logprobs_R, entropy_R = self._response_logprobs(chunk, hidden_1TH, batch, with_entropy)
+            return torch.stack([logprobs_R, entropy_R] if entropy_R is not None else [logprobs_R])
 
         with resident:
             parts = forward_only(chunks, plan.micro_batches, rows)
-        values = self._from_last_stage(parts, plan, 2 if with_entropy else 1)
+        values_LR = self._from_last_stage(parts, plan, 2 if with_entropy else 1)
         results: list[LogProbs | None] = [None] * len(samples)
         offset = 0
         for indices in plan.indices:
             size = sum(len(samples[index].response_ids) for index in indices)
-            part = values[:, offset : offset + size]
-            for index, piece in zip(indices, unpack(part.t(), samples, indices), strict=True):
-                results[index] = LogProbs(piece[:, 0].clone(), piece[:, 1].clone() if with_entropy else None)
+            part_LR = values_LR[:, offset : offset + size]
+            for index, piece_RL in zip(indices, unpack(part_LR.t(), samples, indices), strict=True):
+                results[index] = LogProbs(piece_RL[:, 0].clone(), piece_RL[:, 1].clone() if with_entropy else None)
             offset += size
         return [result for result in results if result is not None]
 
     def update(self, samples: Sequence[TrainSample], counts: GlobalCounts | None = None) -> dict[str, float]:
-        """One optimizer update on a mini-batch; `samples` are this replica's, `counts` those of all replicas.
+        """Make one optimizer update on a mini-batch. `samples` are this replica's, `counts` those of all replicas.
 
-        Returns metrics reduced over all ranks, the same on each: `LossStats.means`, lr, grad_norm, MoE losses.
-        Raises ValueError when `counts` is not what the replicas hold together, or a sample lacks `old_logprobs` (or
-        `reference_logprobs` with a KL loss), NonFiniteError before any weight has changed.
+        Returns:
+            Metrics reduced over all ranks and equal on each: `LossStats.means`, lr, grad_norm, MoE losses.
+
+        Raises:
+            ValueError: `counts` differs from the counts of all replicas' samples, no sample has a trained token, or a
+                sample lacks `old_logprobs`, `advantages` or (with a KL loss) `reference_logprobs`.
+            NonFiniteError: the loss or the gradient norm is not finite; no weight has changed.
         """
         metrics = self.compute_gradients(samples, counts)
         if not math.isfinite(metrics["loss"]):
@@ -171,12 +182,15 @@ class Policy:
         _, grad_norm, _ = self.optimizer.step()
         for chunk in self.module_chunks:
             if chunk.ddp_config.overlap_param_gather:
-                # The gather would otherwise wait for the next forward; export and sync need the weights now.
+                # Without this call the gather starts in the next forward, but export and weight sync come before it.
                 chunk.start_param_sync(force_sync=True)
         return metrics | {"grad_norm": float(grad_norm), "lr": self.learning_rate}
 
     def compute_gradients(self, samples: Sequence[TrainSample], counts: GlobalCounts | None = None) -> dict[str, float]:
-        """The first half of `update`: reduced gradients in DDP's buffers and the loss's metrics, weights untouched."""
+        """Run the first half of `update`: leave reduced gradients in DDP's buffers, return the loss's metrics.
+
+        The weights do not change. Raises as `update` does, except NonFiniteError.
+        """
         self._check_trainable(samples)
         plan = self._plan(samples)
         if counts is not None and counts != plan.counts:
@@ -192,39 +206,40 @@ class Policy:
 
     @property
     def learning_rate(self) -> float:
-        """Of the last update (before the first one: the schedule's start)."""
+        """The learning rate of the last update; before the first update, that of the schedule's start."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _configured_loss(self, inputs: LossInputs) -> MicroBatchLoss:
         return micro_batch_loss(self._spec, inputs)
 
-    def _loss_function(self, plan: _PackedBatch) -> WithLoss:
+    def _loss_function(self, plan: _PackedBatch) -> WithLoss[LossStats]:
+        """Return the function that the pipeline calls on the hidden states of each micro-batch."""
         scale = plan.tokens / aux_loss_scale(self.tf_config)
 
-        def loss(chunk: GPTModel, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, int, LossStats]:
-            logprobs, entropy = self._response_logprobs(chunk, hidden, batch, with_entropy=True)
+        def loss(chunk: GPTModel, hidden_1TH: Tensor, batch: MicroBatch) -> tuple[Tensor, int, LossStats]:
+            logprobs_R, entropy_R = self._response_logprobs(chunk, hidden_1TH, batch, with_entropy=True)
             result = self._loss(
                 LossInputs(
-                    logprobs_R=logprobs,
-                    mask_R=batch.mask,
+                    logprobs_R=logprobs_R,
+                    mask_R=batch.mask_R,
                     cu_seqlens=batch.response_cu_seqlens,
                     counts=plan.counts,
                     streams=batch.streams,
-                    entropy_R=entropy,
+                    entropy_R=entropy_R,
                 )
             )
-            # Megatron multiplies all gradients by `aux_loss_scale` and divides them by the sum of `tokens`. The policy
-            # loss is an exact share already and must not change; the routers' auxiliary losses need both.
+            # Megatron multiplies all gradients by `aux_loss_scale` and divides them by the sum of `tokens`, as the
+            # routers' auxiliary losses need. The policy loss is an exact share already: `scale` cancels both.
             return result.loss * scale, batch.tokens, result.stats
 
         return loss
 
     def _response_logprobs(
-        self, chunk: GPTModel, hidden: Tensor, batch: MicroBatch, with_entropy: bool
+        self, chunk: GPTModel, hidden_1TH: Tensor, batch: MicroBatch, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         return response_logprobs(
             chunk,
-            hidden,
+            hidden_1TH,
             batch,
             temperature=self.config.sampling.temperature,
             vocab_size=self.info.vocab_size,
@@ -233,11 +248,11 @@ class Policy:
         )
 
     def _plan(self, samples: Sequence[TrainSample]) -> _PackedBatch:
-        """Agree with the other replicas on the number of micro-batches, and pack this replica's."""
+        """Agree with the other replicas on the number of micro-batches, and pack those of this replica. Collective."""
         check_samples(samples, self.info.vocab_size)
         group = parallel_state.get_data_parallel_group()
         own = _Shapes([(sample.length, sample.trained_tokens) for sample in samples], common_streams(samples))
-        everyone: list[Any] = [None] * group.size()
+        everyone: list[_Shapes] = [own] * group.size()
         torch.distributed.all_gather_object(everyone, own, group=group)
         shapes = [part.samples for part in everyone]
         streams = _agreed_streams(everyone)
@@ -246,7 +261,7 @@ class Policy:
             [[length for length, _ in rank] for rank in shapes],
             self.config.trainer.micro_batch_tokens,
             multiple_of=self.layout.pipeline if interleaved else 1,
-            minimum=self.layout.pipeline,  # fewer would leave stages idle, or (interleaved) not run at all
+            minimum=self.layout.pipeline,  # fewer leave stages idle, and fail in an interleaved schedule
         )
         tensor = self.layout.tensor if self.layout.sequence else 1
         mine = plans[group.rank()]
@@ -267,27 +282,30 @@ class Policy:
                     raise ValueError(f"sample {sample.key} has no {name}, which the loss needs")
 
     def _from_last_stage(self, parts: list[Tensor], plan: _PackedBatch, lines: int) -> Tensor:
-        """[lines, response tokens of all non-empty micro-batches], on every rank of the replica, on the CPU."""
-        sizes = [batch.targets.numel() for batch in plan.micro_batches if not batch.is_empty]
+        """Return the last stage's `parts` ([L, R] each) on every rank of the replica, on the CPU.
+
+        The result is fp32 [L, R] with R over all non-empty micro-batches.
+        """
+        sizes = [batch.targets_R.numel() for batch in plan.micro_batches if not batch.is_empty]
         device = platforms.current().device
-        values = torch.zeros((lines, sum(sizes)), dtype=torch.float32, device=device)
+        values_LR = torch.zeros((lines, sum(sizes)), dtype=torch.float32, device=device)
         kept = [part for part, batch in zip(parts, plan.micro_batches, strict=False) if not batch.is_empty]
         if kept:
-            values = torch.cat(kept, dim=1)
+            values_LR = torch.cat(kept, dim=1)
         if self.layout.pipeline > 1 and sizes:
             torch.distributed.broadcast(
-                values,
+                values_LR,
                 src=parallel_state.get_pipeline_model_parallel_last_rank(),
                 group=parallel_state.get_pipeline_model_parallel_group(),
             )
-        return values.cpu()
+        return values_LR.cpu()
 
     def _reduce(self, parts: list[LossStats]) -> dict[str, float]:
-        """Statistics of all micro-batches of all replicas: one rank per replica contributes, all ranks learn."""
+        """Reduce the statistics of all micro-batches of all replicas, to which one rank per replica contributes."""
         device = platforms.current().device
         contributes = parallel_state.is_pipeline_last_stage() and (parallel_state.get_tensor_model_parallel_rank() == 0)
         stats = LossStats.merge(parts if contributes else [], device)
-        sums, maxima = stats.sum_vector(), stats.max_vector()
-        torch.distributed.all_reduce(sums)
-        torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
-        return LossStats.from_vectors(sums.cpu(), maxima.cpu()).means()
+        sums_K, maxima_M = stats.sum_vector(), stats.max_vector()
+        torch.distributed.all_reduce(sums_K)
+        torch.distributed.all_reduce(maxima_M, op=torch.distributed.ReduceOp.MAX)
+        return LossStats.from_vectors(sums_K.cpu(), maxima_M.cpu()).means()

@@ -1,4 +1,4 @@
-"""The frozen reference model, with its weights on the device or, between passes, in host memory."""
+"""The frozen reference model, whose weights are on the device, or in host memory between its forward passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.trainer.optimizer import precision_wrap
 
 
 class Placement:
-    """Where the tensors of frozen modules live: always on `device`, or only inside `resident()`."""
+    """Keeps the tensors of frozen modules on `device`, either always (`gpu`) or only inside `resident()`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Placement:
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """The tensors are on the device inside; afterwards back in host memory, unchanged."""
+        """Hold the tensors on the device inside the context. Afterwards they are in host memory, unchanged."""
         for tensor, home in zip(self._tensors, self._home, strict=True):
             tensor.data = self._upload(home)
         try:

@@ -1,9 +1,9 @@
-"""The plan of a sync: which bytes of which tensor travel in which bucket, and who sends it.
+"""The plan of a weight sync: which bytes of which tensor are in which bucket, and which rank sends the bucket.
 
-Pure arithmetic on names, shapes and dtypes: every member computes the same plan from the same manifest, and
-compares its hash instead of exchanging it. Invariants (property-tested): every byte of every tensor is in
-exactly one piece; a bucket has one owner; a bucket and its trailer fit into `bucket_bytes`; pieces follow the
-manifest's order, so a receiver can load layer by layer.
+Pure arithmetic on names, shapes and dtypes: every member computes the same plan from the same manifest, and compares
+the plan's hash instead of receiving the plan. Invariants (property-tested): every byte of every tensor is in exactly
+one piece; a bucket has one owner; a bucket and its trailer fit into `bucket_bytes`; pieces follow the manifest's order,
+so a receiver can load layer by layer.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
-ALIGNMENT = 16  # bytes: any dtype can be viewed in place, and int64 words never straddle two pieces
+ALIGNMENT = 16  # bytes: any dtype can be viewed in place, and no int64 word contains bytes of two pieces
 TRAILER_BYTES = 8  # one int64 digest after the payload
 ITEM_BYTES = {
     "float64": 8,
@@ -37,21 +37,21 @@ ITEM_BYTES = {
 
 
 class ManifestEntry(Protocol):
-    """What `HFExporter.manifest()` yields; `dtype` is a torch dtype or its name."""
+    """An entry of `HFExporter.manifest()`; `dtype` is a torch dtype or its name."""
 
     @property
     def name(self) -> str: ...
     @property
     def shape(self) -> Sequence[int]: ...
     @property
-    def dtype(self) -> Any: ...
+    def dtype(self) -> object: ...
     @property
     def owner(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One Hugging Face tensor on the wire. `owner` is the global trainer rank that sends it."""
+    """One Hugging Face tensor as it is sent. `owner` is the global trainer rank that sends it."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BucketSlice:
-    """Bytes [start, start + nbytes) of tensor number `tensor`, at `offset` of their bucket."""
+    """A piece: the bytes [start, start + nbytes) of tensor number `tensor`, at byte `offset` of the bucket."""
 
     tensor: int
     start: int
@@ -75,7 +75,7 @@ class BucketSlice:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One broadcast: `nbytes` of payload (a multiple of 8, gaps are zero) and the trailer behind it."""
+    """One broadcast: `nbytes` of payload (a multiple of 8, with zeros in the gaps), followed by the trailer."""
 
     index: int
     owner: int
@@ -84,44 +84,49 @@ class Bucket:
 
     @property
     def wire_bytes(self) -> int:
+        """Bytes that are broadcast: payload and trailer."""
         return self.nbytes + TRAILER_BYTES
 
 
 @dataclass(frozen=True)
 class BucketPlan:
+    """The tensors of a sync, in manifest order, and the buckets that carry them, in the order of their broadcasts."""
+
     specs: tuple[TensorSpec, ...]
     buckets: tuple[Bucket, ...]
     bucket_bytes: int
 
     @property
     def owners(self) -> list[int]:
-        """Trainer ranks that send, ascending."""
+        """The trainer ranks that send, in ascending order."""
         return sorted({spec.owner for spec in self.specs})
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of all tensors, without gaps and trailers."""
         return sum(spec.nbytes for spec in self.specs)
 
     def is_split(self, bucket: Bucket) -> bool:
-        """Whether the bucket holds a part of a tensor that is larger than a bucket (and then nothing else)."""
+        """Tell whether the bucket holds a part of a tensor larger than a bucket; it then holds nothing else."""
         return any(piece.nbytes < self.specs[piece.tensor].nbytes for piece in bucket.pieces)
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the largest wire message."""
+        """Bytes of the largest broadcast."""
         return max((bucket.wire_bytes for bucket in self.buckets), default=TRAILER_BYTES)
 
     @cached_property
     def hash(self) -> str:
+        """A hash of the whole plan, by which members check that their plans are equal."""
         rows = [[b.owner, b.nbytes, [[p.tensor, p.start, p.offset, p.nbytes] for p in b.pieces]] for b in self.buckets]
         return hashlib.sha256(json.dumps([_spec_rows(self.specs), rows]).encode()).hexdigest()[:32]
 
 
 def specs_of(manifest: Sequence[ManifestEntry]) -> tuple[TensorSpec, ...]:
-    """The manifest with plain, serialisable fields.
+    """Convert the manifest to entries of plain, serialisable fields.
 
     Raises:
-        ValueError: a name occurs twice, or a dtype cannot travel.
+        ValueError: a name occurs twice, or a dtype cannot be sent.
     """
     specs = []
     seen: set[str] = set()
@@ -137,19 +142,15 @@ def specs_of(manifest: Sequence[ManifestEntry]) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-def plan_buckets(manifest: Sequence[ManifestEntry], bucket_bytes: int) -> list[Bucket]:
+def make_plan(manifest: Sequence[ManifestEntry], bucket_bytes: int) -> BucketPlan:
     """Pack the manifest, in order, into buckets of at most `bucket_bytes` (trailer included).
 
-    A tensor that fits into one bucket is never split, so that the receiver can use it in place; a larger one
-    is split by byte ranges that keep its elements whole.
+    A tensor that fits into one bucket is never split, so that the receiver can use it in place. A larger tensor is
+    split into byte ranges of whole elements.
 
     Raises:
-        ValueError: `bucket_bytes` has no room for one aligned element.
+        ValueError: `bucket_bytes` is too small for one aligned element, or `specs_of` refuses the manifest.
     """
-    return _pack(specs_of(manifest), bucket_bytes)
-
-
-def make_plan(manifest: Sequence[ManifestEntry], bucket_bytes: int) -> BucketPlan:
     specs = specs_of(manifest)
     return BucketPlan(specs, tuple(_pack(specs, bucket_bytes)), bucket_bytes)
 
@@ -173,7 +174,7 @@ def _pack(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
     for number, spec in enumerate(specs):
         offset = _round_up(used, ALIGNMENT)
         fits_alone = spec.nbytes <= capacity
-        # A split tensor shares no bucket: its receiver needs the bucket's memory for the tensor itself.
+        # A split tensor shares no bucket: its receiver releases the bucket's memory before it loads the whole tensor.
         if spec.owner != owner or (fits_alone and offset + spec.nbytes > capacity) or not fits_alone:
             flush()
         owner = spec.owner
@@ -193,16 +194,16 @@ def _pack(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
 
 
 def pack_manifest(plan: BucketPlan) -> str:
-    """The plan's inputs as compressed text, for the one message that carries them to an engine."""
+    """Return the plan's inputs as compressed text, for the message that brings them to an engine."""
     document = json.dumps({"bucket_bytes": plan.bucket_bytes, "specs": _spec_rows(plan.specs)})
     return base64.b85encode(zlib.compress(document.encode(), 6)).decode()
 
 
 def unpack_manifest(text: str, expected_hash: str) -> BucketPlan:
-    """Rebuild the plan on the receiver.
+    """Rebuild the plan from the text of `pack_manifest`, on the receiver.
 
     Raises:
-        ValueError: the rebuilt plan is not the sender's.
+        ValueError: the rebuilt plan differs from the sender's.
     """
     document = json.loads(zlib.decompress(base64.b85decode(text)))
     specs = tuple(TensorSpec(name, tuple(shape), dtype, owner) for name, shape, dtype, owner in document["specs"])
@@ -215,7 +216,7 @@ def unpack_manifest(text: str, expected_hash: str) -> BucketPlan:
     return plan
 
 
-def _spec_rows(specs: Sequence[TensorSpec]) -> list[list[Any]]:
+def _spec_rows(specs: Sequence[TensorSpec]) -> list[list[object]]:
     return [[spec.name, list(spec.shape), spec.dtype, spec.owner] for spec in specs]
 
 

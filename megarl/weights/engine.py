@@ -1,7 +1,7 @@
-"""The receiver: vLLM's weight-transfer backend `megarl`, one instance in every engine worker.
+"""vLLM's weight-transfer backend `megarl`, which receives the weights; one instance in every engine worker.
 
-One start/update/finish session carries the whole sync: `update_weights` receives all buckets of the plan.
-Any failure here leaves the model half loaded: vLLM looks healthy, and the replica has to be restarted.
+One start/update/finish session is one whole sync: `update_weights` receives all buckets of the plan. After any failure
+here the model is partly loaded, although vLLM reports no error, and the replica must be restarted.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from megarl.weights.transport import Group, GroupMembers, SyncStore
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 MMAP_DURING_SYNC = 2**20
-MMAP_OTHERWISE = 2**25  # where glibc's own, moving threshold ends up
+MMAP_OTHERWISE = 2**25  # the value that glibc's own, dynamic threshold reaches
 
 
 @dataclass
 class MegarlInitInfo(WeightTransferInitInfo):
-    """Sent once per generation of the group."""
+    """The arguments of `init_transfer_engine`, sent once per generation of the group."""
 
     host: str
     port: int
     layout: str  # GroupMembers.to_json()
-    replica: int  # index in the layout
+    replica: int  # its index in the layout
     manifest: str  # buckets.pack_manifest()
     plan_hash: str
     timeout_s: float
@@ -44,7 +44,7 @@ class MegarlInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class MegarlUpdateInfo(WeightTransferUpdateInfo):
-    """One sync; the plan is the one of the same hash that `MegarlInitInfo` brought."""
+    """The arguments of one sync. `plan_hash` must be that of the plan in `MegarlInitInfo`."""
 
     sync: int
     version: int
@@ -53,23 +53,25 @@ class MegarlUpdateInfo(WeightTransferUpdateInfo):
 
 
 class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpdateInfo]):
+    """Receives weight syncs in one engine worker."""
+
     init_info_cls = MegarlInitInfo
     update_info_cls = MegarlUpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         if self.device.type == "cpu":
             prepack_updated_experts()
         self._receiver: Receiver | None = None
-        self._needs_restart: str | None = None  # why the model is half loaded
+        self._needs_restart: str | None = None  # the failure that left the model partly loaded
 
     def init_transfer_engine(self, init_info: MegarlInitInfo) -> None:
-        """Join the group; called again for every new generation.
+        """Join the group. vLLM calls this again for every new generation.
 
         Raises:
-            ValueError: the rebuilt plan is not the sender's.
-            WeightSyncError: not all members came before the deadline, or a failed sync left this worker between start
+            ValueError: the rebuilt plan differs from the sender's.
+            WeightSyncError: not all members joined before the deadline, or a failed sync left this worker between start
                 and finish.
         """
         if self._needs_restart is not None:
@@ -89,6 +91,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         self._receiver = Receiver(group, plan, _LayerwiseLoader(self), device)
 
     def start_weight_update(self) -> None:
+        """Prepare the model for vLLM's layer-wise reload."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
@@ -96,15 +99,15 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
             tune_malloc(MMAP_DURING_SYNC)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive, check and load all buckets. The base class would synchronise an accelerator that CPUs lack."""
+        """Receive, check and load all buckets. The base class's method would also synchronise an accelerator on CPU."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: MegarlUpdateInfo) -> None:
-        """Raises WeightSyncError, and has then told the other members why."""
+        """Receive one sync. Raises WeightSyncError after the failure was reported to the other members."""
         if self._receiver is None:
-            raise WeightSyncError("update_weights before init_weight_transfer_engine")
+            raise WeightSyncError("update_weights was called before init_weight_transfer_engine")
         try:
             self._receiver.receive(
                 update_info.sync, update_info.version, update_info.timeout_s, plan_hash=update_info.plan_hash
@@ -114,6 +117,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
             raise
 
     def finish_weight_update(self) -> None:
+        """Finish vLLM's layer-wise reload."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
@@ -122,14 +126,17 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
             tune_malloc(MMAP_OTHERWISE)
 
     def shutdown(self) -> None:
-        """Leave the group; the model keeps its weights."""
+        """Leave the group. The model keeps its weights."""
         if self._receiver is not None:
             self._receiver.group.close()
             self._receiver = None
 
 
 class _LayerwiseLoader:
-    """vLLM's `load_weights` inside one layer-wise reload: it refers to tensors until their module is complete."""
+    """A `Loader` that calls vLLM's `load_weights` inside one layer-wise reload.
+
+    vLLM refers to loaded tensors until their module is complete.
+    """
 
     def __init__(self, engine: MegarlWeightTransferEngine) -> None:
         self._engine = engine
@@ -140,10 +147,10 @@ class _LayerwiseLoader:
         with torch.no_grad(), disable_mtp_completeness_check():
             self._engine.model.load_weights(tensors)
 
-    def detach(self, buffer: torch.Tensor) -> None:
+    def detach(self, buffer_B: torch.Tensor) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        storage = buffer.untyped_storage().data_ptr()
+        storage = buffer_B.untyped_storage().data_ptr()
         for module in self._engine.model.modules():
             for _, bound in get_layerwise_info(module).loaded_weights:
                 for key, value in bound.arguments.items():
@@ -154,10 +161,10 @@ class _LayerwiseLoader:
 
 
 def tune_malloc(mmap_threshold: int) -> None:
-    """CPU only: have glibc map blocks from this size on singly, and give back all that is free now.
+    """Make glibc map each block of at least `mmap_threshold` bytes separately, and return free memory. CPU only.
 
-    Loading frees tensors of many sizes in another order than it allocates them. By default glibc keeps blocks below
-    32 MiB on its heap, which then grows with every sync by what lies between them.
+    Loading allocates and frees tensors of many sizes in different orders. By default glibc keeps blocks below 32 MiB on
+    its heap, which is then fragmented and grows with every sync.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
@@ -166,10 +173,10 @@ def tune_malloc(mmap_threshold: int) -> None:
 
 
 def prepack_updated_experts() -> None:
-    """vLLM 0.32, CPU only: a weight update skips the experts' padding and packing; the MoE is then silently wrong.
+    """Patch vLLM 0.32 so that a weight update pads and packs the experts' weights. CPU only. Idempotent.
 
-    `UnquantizedFusedMoEMethod._setup_kernel` lets the experts process their weights at first load only, which is
-    enough where that step does not touch the weights. Idempotent.
+    `UnquantizedFusedMoEMethod._setup_kernel` processes the experts' weights at the first load only. On CPU that step
+    changes the weights, so after an update without it the MoE layers compute wrong results without an error.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -178,7 +185,9 @@ def prepack_updated_experts() -> None:
         return
 
     @functools.wraps(original)
-    def setup_kernel(self: Any, layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    def setup_kernel(
+        self: UnquantizedFusedMoEMethod, layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor
+    ) -> None:
         is_update = self.moe_kernel is not None
         original(self, layer, w13, w2)
         if is_update:
@@ -188,11 +197,11 @@ def prepack_updated_experts() -> None:
 
 
 def prepack_tied_head(model: torch.nn.Module) -> None:
-    """vLLM 0.32, CPU only: with tied embeddings the output head keeps a packed copy of the old weight after an update.
+    """Pack the output head's weight again after an update, which vLLM 0.32 omits for tied embeddings. CPU only.
 
-    The layer-wise reload gives the shared weight to the embedding alone, so the head's kernel is not made again and
-    logits drift away from the weights. https://github.com/vllm-project/vllm, model_executor/layers/utils.py,
-    `dispatch_cpu_unquantized_gemm`.
+    The layer-wise reload gives the shared weight to the embedding alone, so without this the head's kernel keeps a
+    packed copy of the old weight, and the logits do not follow the weights.
+    https://github.com/vllm-project/vllm, model_executor/layers/utils.py, `dispatch_cpu_unquantized_gemm`.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

@@ -1,4 +1,4 @@
-"""Who caused a failed sync, from what its members reported and how the replicas' calls ended. Pure."""
+"""Finds which members caused a failed weight sync, from their reports and the replicas' failed calls. Pure."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FailedCall:
-    """A replica's call that raised, none of whose workers reported anything."""
+    """A call to a replica that raised, while none of the replica's workers reported a failure."""
 
-    replica: str  # `engine replica 1`
+    replica: str  # e.g. `engine replica 1`
     reason: str
-    silent: bool  # it only gave no answer in time: it may be dead, stopped, or still busy
+    silent: bool  # no answer in time: the replica may be dead, stopped, or still busy
 
 
 @dataclass(frozen=True)
 class FailureCause:
+    """The members or replicas that failed first, and the reasons; there may be a reason without a member."""
+
     failed_members: tuple[str, ...]
     reasons: tuple[str, ...]
 
 
 def find_cause(reports: Sequence[dict[str, Any]], calls: Iterable[FailedCall]) -> FailureCause:
-    """The most direct evidence wins.
+    """Return the cause by the most direct evidence there is, in this order:
 
     1. a member's own failure (bad digest, failed load, failed gather), or a replica that died;
-    2. a wait that expired: whom it waited for, but nobody who was found waiting himself;
-    3. a replica that gave no answer;
-    4. nothing but lost connections: nobody is named, the first report is the reason.
+    2. an expired wait: the members that were waited for, without those that were themselves waiting;
+    3. a replica that did not answer;
+    4. only lost connections: no member is named, and the first report is the reason.
 
-    `reports`: of failed members, each {member, failure, secondary, failed_members}.
+    `reports`: those of failed members, each {member, failure, secondary, failed_members}.
     """
     calls = list(calls)
     own = [r for r in reports if not r["secondary"] and not r.get("failed_members")]

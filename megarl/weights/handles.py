@@ -1,4 +1,4 @@
-"""What a sync needs of the rollout pool: named replicas whose methods can be called, and restarted."""
+"""The interface between a weight sync and the rollout pool: named replicas that can be called and restarted."""
 
 from __future__ import annotations
 
@@ -7,46 +7,38 @@ from typing import Any, Protocol
 
 
 class ReplicaHandle(Protocol):
-    """One engine replica. Methods called on it: `world_size()`, `init_weight_transfer(init_info)`,
-    `pause(clear_cache)`, `start_weight_update()`, `update_weights(update_info)`,
-    `finish_weight_update(version)` and `resume()`.
+    """One engine replica.
+
+    The methods that are called on it are `world_size()`, `init_weight_transfer(init_info)`, `pause(clear_cache)`,
+    `start_weight_update()`, `update_weights(update_info)`, `finish_weight_update(version)`, `resume()` and
+    `fail(reason)`.
     """
 
     @property
     def name(self) -> str:
-        """As it appears in errors, e.g. `replica 1`."""
+        """The replica's name in errors, e.g. `replica 1`."""
         ...
 
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Blocking; thread-safe. Raises what the method raised, or when the replica is dead, or TimeoutError."""
-        ...
+    def call(self, method: str, *args: object, timeout_s: float) -> Any:
+        """Call a method by its name and wait for its result, whose type depends on the method. Thread-safe.
 
-
-class EngineHandles(Protocol):
-    """The pool, as far as the weights are concerned. Only the leader has one."""
-
-    def replicas(self) -> Sequence[ReplicaHandle]: ...
-
-    def restart(self, names: Sequence[str], timeout_s: float) -> None:
-        """Replace the named replicas by fresh ones; afterwards `replicas()` gives as many as before.
-
-        Raises if they cannot be restarted: the run then ends with the sync's error.
+        Raises:
+            TimeoutError: no answer within `timeout_s` seconds.
+            Exception: the exception of the method, or any other one if the replica is dead.
         """
         ...
 
 
-class RayReplicaHandle:
-    """A Ray actor whose methods are those of `ReplicaHandle`."""
+class EngineHandles(Protocol):
+    """The methods of the rollout pool that a weight sync uses. Only the leader has the pool."""
 
-    def __init__(self, name: str, actor: Any) -> None:
-        self.name = name
-        self._actor = actor
+    def replicas(self) -> Sequence[ReplicaHandle]:
+        """Return all replicas, in a fixed order."""
+        ...
 
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        import ray
+    def restart(self, names: Sequence[str], timeout_s: float) -> None:
+        """Replace the named replicas by new ones. Afterwards `replicas()` returns as many as before.
 
-        reference = getattr(self._actor, method).remote(*args)
-        try:
-            return ray.get(reference, timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError(f"{self.name} did not answer {method} within {timeout_s:.0f} s") from error
+        Raises an exception if they cannot be restarted; the run then ends with the error of the sync.
+        """
+        ...

@@ -1,7 +1,9 @@
-"""One receiving worker's half of a sync: take each bucket off the wire, check it, load it.
+"""The receiving half of a weight sync: receives each bucket, checks its digest, loads its tensors.
 
-The next bucket is on the wire while the last one is checked and loaded. A bucket whose digest differs from its
-trailer is never loaded. Knows nothing of vLLM: what loads is a function.
+While one bucket is checked and loaded, the next one is received. A bucket whose digest differs from its trailer is
+never loaded. Independent of vLLM: a `Loader` loads the tensors.
+
+Shapes: B bytes of a flat uint8 buffer.
 """
 
 from __future__ import annotations
@@ -22,24 +24,31 @@ logger = logging.getLogger(__name__)
 
 
 class Loader(Protocol):
+    """Loads received tensors into a model."""
+
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Load whole tensors, in the manifest's order. They may be views of a receive buffer."""
 
-    def detach(self, buffer: torch.Tensor) -> None:
-        """Copy what is still held of `buffer`, which is to be overwritten."""
+    def detach(self, buffer_B: torch.Tensor) -> None:
+        """Replace all references to parts of `buffer_B` by copies: the buffer is about to be overwritten."""
 
 
 class Receiver:
+    """Receives syncs on one engine worker."""
+
     def __init__(self, group: Group, plan: BucketPlan, loader: Loader, device: torch.device) -> None:
         self.group, self.plan, self._loader = group, plan, loader
         self._buffers = ReceiveBuffers(plan.buffer_bytes, device, loader)
 
     def receive(self, sync: int, version: int, timeout_s: float, *, plan_hash: str) -> dict[str, Any]:
-        """Receive and load all buckets. The report (digests, seconds) is also given to the leader.
+        """Receive and load all buckets. Return the report (digests, seconds), which is also sent to the leader.
+
+        `timeout_s`: the time for the whole sync.
 
         Raises:
-            WeightSyncError and whatever the loader raises; the other members have then been told and released,
-            and this group is aborted.
+            ValueError: `plan_hash` is that of another plan.
+            WeightSyncError: the sync failed. This exception and all exceptions of the loader are raised after the
+                failure was reported, the other members were released and this group was aborted.
         """
         group = self.group
         group.begin(sync, len(self.plan.buckets), timeout_s)
@@ -59,7 +68,7 @@ class Receiver:
         return report
 
     def _report(self, report: dict[str, Any]) -> None:
-        """Tell the leader, and on failure release the others; a lost leader must not hide the first error."""
+        """Send the report to the leader; on failure release the other members. A lost leader raises nothing here."""
         try:
             self.group.board.put(self.group.key("report", self.group.rank), report)
             if report["failure"] is not None:
@@ -68,30 +77,31 @@ class Receiver:
             logger.exception("%s could not report to the leader", self.group.name)
 
     def _receive_all(self, version: int) -> dict[str, Any]:
+        """Receive, check and load every bucket in the plan's order. Return digests and seconds for the report."""
         seconds = {"wait": 0.0, "digest": 0.0, "load": 0.0}
         digests: list[int] = []
         assembler = Assembler(self.plan)
         buckets = self.plan.buckets
         on_wire = [self._post(buckets[0])] if buckets else []
         for bucket in buckets:
-            buffer, pending = on_wire.pop()
+            buffer_B, pending = on_wire.pop()
             start = time.perf_counter()
             pending.wait()
-            del pending  # it holds on to the buffer
+            del pending  # it refers to the buffer
             arrived = time.perf_counter()
             if bucket.index + 1 < len(buckets):
                 on_wire.append(self._post(buckets[bucket.index + 1]))
             posted = time.perf_counter()
-            digests.append(self._check(buffer, bucket, version))
+            digests.append(self._check(buffer_B, bucket, version))
             checked = time.perf_counter()
-            tensors = assembler.tensors(bucket, buffer)
+            tensors = assembler.tensors(bucket, buffer_B)
             if self.plan.is_split(bucket):
-                del buffer  # copied: its memory is what loading a large tensor needs
+                del buffer_B  # its content was copied, and loading a large tensor needs the memory
                 self._loader.load(tensors)
             else:
                 self._loader.load(tensors)
                 del tensors
-                self._buffers.release(buffer)
+                self._buffers.release(buffer_B)
             seconds["wait"] += arrived - start
             seconds["digest"] += checked - posted
             seconds["load"] += time.perf_counter() - checked
@@ -100,13 +110,15 @@ class Receiver:
         return {"digests": digests, "seconds": seconds}
 
     def _post(self, bucket: Bucket) -> tuple[torch.Tensor, PendingBroadcast]:
-        buffer = self._buffers.take()
+        """Start to receive a bucket. Return its buffer and the broadcast."""
+        buffer_B = self._buffers.take()
         root = self.group.layout.senders.index(bucket.owner)
-        return buffer, self.group.broadcast(buffer[: bucket.wire_bytes], root, bucket.index)
+        return buffer_B, self.group.broadcast(buffer_B[: bucket.wire_bytes], root, bucket.index)
 
-    def _check(self, buffer: torch.Tensor, bucket: Bucket, version: int) -> int:
-        value = int(digest(buffer[: bucket.nbytes], version=version, bucket=bucket.index).item())
-        sent = int(buffer[bucket.nbytes : bucket.wire_bytes].view(torch.int64).item())
+    def _check(self, buffer_B: torch.Tensor, bucket: Bucket, version: int) -> int:
+        """Return the bucket's digest; raise DigestMismatch if it differs from the trailer."""
+        value = int(digest(buffer_B[: bucket.nbytes], version=version, bucket=bucket.index).item())
+        sent = int(buffer_B[bucket.nbytes : bucket.wire_bytes].view(torch.int64).item())
         if value != sent:
             raise DigestMismatch(
                 f"bucket {bucket.index + 1} of version {version} from trainer rank {bucket.owner} has digest "
@@ -116,39 +128,40 @@ class Receiver:
 
 
 class Assembler:
-    """Turns buckets into named tensors: views of the buffer, or a tensor of its own where it spans buckets."""
+    """Makes named tensors from buckets: views of the buffer, or a copy for a tensor that is split over buckets."""
 
     def __init__(self, plan: BucketPlan) -> None:
         self._plan = plan
-        self._partial: torch.Tensor | None = None
+        self._partial_B: torch.Tensor | None = None
 
-    def tensors(self, bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """The tensors that this bucket completes, in order."""
+    def tensors(self, bucket: Bucket, buffer_B: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors that this bucket completes, in order."""
         complete = []
         for piece in bucket.pieces:
             spec = self._plan.specs[piece.tensor]
-            content = buffer[piece.offset : piece.offset + piece.nbytes]
+            content_B = buffer_B[piece.offset : piece.offset + piece.nbytes]
             if piece.nbytes < spec.nbytes:
                 if piece.start == 0:
-                    self._partial = torch.empty(spec.nbytes, dtype=torch.uint8, device=buffer.device)
-                assert self._partial is not None
-                self._partial[piece.start : piece.start + piece.nbytes].copy_(content)
+                    self._partial_B = torch.empty(spec.nbytes, dtype=torch.uint8, device=buffer_B.device)
+                assert self._partial_B is not None
+                self._partial_B[piece.start : piece.start + piece.nbytes].copy_(content_B)
                 if piece.start + piece.nbytes < spec.nbytes:
                     continue
-                content, self._partial = self._partial, None
-            complete.append((spec.name, content.view(getattr(torch, spec.dtype)).view(spec.shape)))
+                content_B, self._partial_B = self._partial_B, None
+            complete.append((spec.name, content_B.view(getattr(torch, spec.dtype)).view(spec.shape)))
         return complete
 
     def close(self) -> None:
-        assert self._partial is None, "a tensor was left incomplete"
+        """Check that no tensor is incomplete."""
+        assert self._partial_B is None, "a tensor was left incomplete"
 
 
 class ReceiveBuffers:
-    """Two receive buffers, reused until the sync is over.
+    """Two receive buffers, which are reused until the sync is over.
 
-    A loader may hold on to loaded tensors until their module is complete. Before a buffer is reused it copies out
-    what it still holds (at most a part of one fused module); should anything else refer to the buffer, a fresh one
-    takes its place.
+    A loader may keep references to loaded tensors until their module is complete. Before a buffer is reused, the loader
+    copies the tensors that it still refers to (at most a part of one fused module). If anything else refers to the
+    buffer, a new buffer replaces it.
     """
 
     def __init__(self, nbytes: int, device: torch.device, loader: Loader) -> None:
@@ -156,20 +169,22 @@ class ReceiveBuffers:
         self._free: list[torch.Tensor] = []
 
     def take(self) -> torch.Tensor:
+        """Return a free buffer, uint8 [B]; allocate one if there is none."""
         if self._free:
             return self._free.pop()
         return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
 
-    def release(self, buffer: torch.Tensor) -> None:
-        self._loader.detach(buffer)
-        if not self._free and tensors_on(buffer) == 1:
-            self._free.append(buffer)
+    def release(self, buffer_B: torch.Tensor) -> None:
+        """Keep the buffer for reuse if nothing else refers to it and no other one is free; else drop it."""
+        self._loader.detach(buffer_B)
+        if not self._free and tensors_on(buffer_B) == 1:
+            self._free.append(buffer_B)
 
     def clear(self) -> None:
-        """Between syncs the memory is the engine's."""
+        """Free the memory, which belongs to the engine between syncs."""
         self._free.clear()
 
 
-def tensors_on(buffer: torch.Tensor) -> int:
-    """How many tensors share the buffer's storage, itself included."""
-    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)) - 1
+def tensors_on(buffer_B: torch.Tensor) -> int:
+    """Return the number of tensors that share the buffer's storage, the buffer included."""
+    return int(torch._C._storage_Use_Count(buffer_B.untyped_storage()._cdata)) - 1

@@ -1,8 +1,8 @@
-"""The leader's side of a sync: calls to the replicas, the checks before a version is published, the cause of a failure.
+"""The leader's part of a weight sync: calls to the replicas, checks before a version is published, causes of failures.
 
-Order of one sync, over all replicas: pause -> start -> update (all buckets) -> compare every worker's digests with
-the senders' -> finish, which sets the version -> resume. Whatever fails between start and finish leaves the replicas
-there: they are never resumed, and must be restarted.
+Order of one sync, over all replicas: pause -> start -> update (all buckets) -> compare every worker's digests with the
+senders' -> finish, which sets the version -> resume. After a failure between start and finish the replicas are never
+resumed, and must be restarted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from megarl.common.errors import DigestMismatch, WeightSyncError
 from megarl.weights.buckets import BucketPlan, pack_manifest
@@ -23,25 +23,27 @@ from megarl.weights.transport import POLL_S, Group, GroupMembers, SyncStore, nam
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 3.0  # after the first failure: time for the other members to say what they saw
+EXTRA_WAIT_S = 3.0  # after the first failure, in which the other members can report what they observed
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One published version; the same on every trainer rank. Seconds, bytes."""
+    """The facts of one published version, equal on every trainer rank; times in seconds, sizes in bytes."""
 
     version: int
     seconds: float
     bytes: int
     buckets: int
-    digest_seconds: float  # sender plus slowest receiver; they partly overlap
-    pause_seconds: float  # from the first pause to the last resume
-    phases: dict[str, float] = field(default_factory=dict)
-    restarted: tuple[str, ...] = ()  # replicas restarted on the way
+    digest_seconds: float  # of the slowest sender plus those of the slowest receiver, which partly overlap
+    phases: dict[str, float] = field(default_factory=dict)  # seconds by the called method
+    restarted: tuple[str, ...] = ()  # replicas that were restarted before the sync succeeded
+
+
+_Answer: TypeAlias = tuple[int, bool, Any]  # a replica's index, whether its call returned, the result or exception
 
 
 class CallsFailed(Exception):  # noqa: N818
-    """Some replicas' calls raised; `failures` maps their index to the exception, `first` holds the earliest."""
+    """Calls to some replicas raised. `failures`: the exceptions by index of the replica; `first`: the earliest ones."""
 
     def __init__(self, method: str, failures: dict[int, BaseException], first: dict[int, BaseException]) -> None:
         super().__init__(method)
@@ -51,15 +53,17 @@ class CallsFailed(Exception):  # noqa: N818
 
 
 class Control:
+    """Calls the replicas, on the leader."""
+
     def __init__(self, handles: EngineHandles, rpc_s: float, recompute_kv: bool) -> None:
         self.handles = handles
         self._rpc_s = rpc_s
         self._recompute_kv = recompute_kv
-        # Of this generation: a dead replica may no longer be found by name, and must still be called to be named.
+        # The replicas of this generation: the pool may drop a dead replica, but the error must still name it.
         self._replicas: list[ReplicaHandle] = []
 
     def layout(self, generation: int, senders: Sequence[int], backend: str) -> GroupMembers:
-        """Ask every replica how many workers it has."""
+        """Return the members of a new generation. Asks every replica for its number of workers."""
         replicas = self._replicas = list(self.handles.replicas())
         try:
             sizes = self._all(replicas, "world_size", timeout_s=self._rpc_s)
@@ -69,7 +73,7 @@ class Control:
         return GroupMembers(generation, tuple(senders), names, tuple(int(n) for n in sizes), backend)
 
     def connect(self, board: SyncStore, layout: GroupMembers, plan: BucketPlan, timeout_s: float) -> None:
-        """Have every engine worker join; the senders join at the same time."""
+        """Make every engine worker join the group, while the senders join it too. Raises WeightSyncError."""
         replicas = self._replicas
         common = {
             "host": board.host,
@@ -77,21 +81,22 @@ class Control:
             "layout": layout.to_json(),
             "manifest": pack_manifest(plan),
             "plan_hash": plan.hash,
-            # The senders' wait ends first: it names who is missing, where a call only says that it took too long.
-            "timeout_s": timeout_s + GRACE_S,
+            # The senders' wait must end first: its error names the missing members, a timeout of this call does not.
+            "timeout_s": timeout_s + EXTRA_WAIT_S,
         }
         arguments = [({**common, "replica": index},) for index in range(len(replicas))]
         watched = Group(board, layout, None)
         try:
-            self._all(replicas, "init_weight_transfer", arguments, timeout_s=timeout_s + 2 * GRACE_S, group=watched)
+            limit = timeout_s + 2 * EXTRA_WAIT_S
+            self._all(replicas, "init_weight_transfer", arguments, timeout_s=limit, group=watched)
         except CallsFailed as error:
             raise self._not_reached(error, replicas) from error
 
     def publish(self, group: Group, plan: BucketPlan, sync: int, version: int, timeout_s: float) -> SyncReport:
-        """Drive all replicas through one sync. `group` is only used for its keys.
+        """Take all replicas through one sync. Of `group` only the store is used.
 
         Raises:
-            WeightSyncError: names the failed_members and the replicas that must be restarted.
+            WeightSyncError: with the failed members and the replicas that must be restarted.
         """
         replicas = self._replicas
         started = time.perf_counter()
@@ -100,7 +105,7 @@ class Control:
         phase = "pause"
         info = {"sync": sync, "version": version, "plan_hash": plan.hash}
 
-        def call(method: str, *args: Any, limit: float | None = None) -> None:
+        def call(method: str, *args: object, limit: float | None = None) -> None:
             begun = time.perf_counter()
             self._all(replicas, method, [args] * len(replicas), timeout_s=limit or self._rpc_s, group=group)
             phases[method] = time.perf_counter() - begun
@@ -111,7 +116,7 @@ class Control:
             call("start_weight_update")
             phase = "update"
             remaining = max(0.1, deadline - time.monotonic())
-            call("update_weights", {**info, "timeout_s": remaining}, limit=remaining + GRACE_S)
+            call("update_weights", {**info, "timeout_s": remaining}, limit=remaining + EXTRA_WAIT_S)
             reports = self._await_reports(group, plan, deadline)
             phase = "finish"
             call("finish_weight_update", str(version))
@@ -121,10 +126,10 @@ class Control:
             raise self._explain(error, group, replicas, version, phase) from error
         total = time.perf_counter() - started
         digest_s = _digest_seconds(group.layout, reports)
-        return SyncReport(version, total, plan.total_bytes, len(plan.buckets), digest_s, total, phases)
+        return SyncReport(version, total, plan.total_bytes, len(plan.buckets), digest_s, phases)
 
     def _await_reports(self, group: Group, plan: BucketPlan, deadline: float) -> list[dict[str, Any]]:
-        """Every member's report; all digests compared with the senders'."""
+        """Return every member's report, after comparing all digests with the senders'. Raises DigestMismatch."""
         reports = []
         for rank, member in enumerate(group.members):
             remaining = max(1.0, deadline - time.monotonic())
@@ -152,10 +157,10 @@ class Control:
         version: int,
         phase: str,
     ) -> WeightSyncError:
-        """The members that failed themselves, the replicas to be restarted, and the reasons given."""
+        """Return the error with the members that failed, the replicas to restart, and the reasons."""
         reports = self._failure_reports(group)
         if isinstance(error, CallsFailed):
-            said = {group.layout.replica_of(rank) for rank in reports}
+            reported = {group.layout.replica_of(rank) for rank in reports}
             calls = [
                 FailedCall(
                     f"engine {replicas[index].name}",
@@ -163,7 +168,7 @@ class Control:
                     silent=isinstance(failure, TimeoutError),
                 )
                 for index, failure in error.failures.items()
-                if index not in said
+                if index not in reported
             ]
             cause = find_cause(list(reports.values()), calls)
         elif isinstance(error, DigestMismatch):
@@ -175,12 +180,13 @@ class Control:
         needs_restart = names_of(group.layout, failed_members) if phase == "pause" else names
         message = (
             f"weight sync of version {version} failed during {phase}: {'; '.join(reasons)}. "
-            f"Not published; to be restarted: {', '.join(needs_restart) or 'no replica'}"
+            f"The version is not published; replicas to restart: {', '.join(needs_restart) or 'none'}"
         )
         logger.error("%s", message)
         return WeightSyncError(message, version=version, failed_members=failed_members, needs_restart=needs_restart)
 
     def _failure_reports(self, group: Group) -> dict[int, dict[str, Any]]:
+        """Return the reports of the members that reported a failure, by group rank."""
         reports = {}
         for rank in range(len(group.members)):
             report = group.board.get(group.key("report", rank))
@@ -189,19 +195,20 @@ class Control:
         return reports
 
     def after_failure(self, failure: WeightSyncError) -> None:
-        """Replicas that must be restarted refuse to serve; the others go on with the version they have."""
+        """Make the replicas that must be restarted refuse requests; resume the others with the version they have."""
         for replica in self._replicas:
             try:
                 if replica.name in failure.needs_restart:
                     replica.call(
-                        "fail", f"was left in the middle of a failed weight sync: {failure}", timeout_s=GRACE_S
+                        "fail", f"was left in the middle of a failed weight sync: {failure}", timeout_s=EXTRA_WAIT_S
                     )
                 else:
                     replica.call("resume", timeout_s=self._rpc_s)
-            except Exception as error:  # a dead one cannot answer, and is reported already
+            except Exception as error:  # a dead replica cannot answer, and is reported already
                 logger.warning("engine %s after a failed sync: %s", replica.name, _brief(error))
 
     def _not_reached(self, error: CallsFailed, replicas: list[ReplicaHandle]) -> WeightSyncError:
+        """Return the error of a group that could not be formed."""
         failed = [replicas[index].name for index in error.first]
         names = [f"engine {name}" for name in failed]
         reasons = [f"engine {replicas[i].name}: {_brief(e)}" for i, e in error.first.items()]
@@ -215,34 +222,38 @@ class Control:
         self,
         replicas: Sequence[ReplicaHandle],
         method: str,
-        arguments: Sequence[tuple[Any, ...]] | None = None,
+        arguments: Sequence[tuple[object, ...]] | None = None,
         *,
         timeout_s: float,
         group: Group | None = None,
     ) -> list[Any]:
-        """Call `method` on all replicas at once. The first failure releases the others and is raised with theirs.
+        """Call `method` on all replicas in parallel, and return the results in their order.
 
-        With `group`, a failure of any member of the group also ends the wait.
+        The first failure, or with `group` a failure of any of its members, releases all members of the group from their
+        waits; the calls then have EXTRA_WAIT_S to end.
+
+        Raises:
+            CallsFailed: with all failures, and those that came first.
         """
         arguments = arguments or [()] * len(replicas)
-        done: queue.Queue[tuple[int, bool, Any]] = queue.Queue()
+        done: queue.Queue[_Answer] = queue.Queue()
         for index, replica in enumerate(replicas):
             call = _bound_call(replica, method, arguments[index], timeout_s)
             threading.Thread(target=_run_call, args=(index, call, done), name=f"{method}-{index}", daemon=True).start()
         results: dict[int, Any] = {}
         failures: dict[int, BaseException] = {}
         first: dict[int, BaseException] = {}
-        deadline = time.monotonic() + timeout_s + GRACE_S
+        deadline = time.monotonic() + timeout_s + EXTRA_WAIT_S
         aborted = False
         while len(results) + len(failures) < len(replicas) and time.monotonic() < deadline:
             try:
                 index, ok, value = done.get(timeout=POLL_S)
                 (results if ok else failures)[index] = value
             except queue.Empty:
-                pass  # the deadline and the abort are looked at below
+                pass  # deadline and abort are checked below
             if not aborted and (failures or (group is not None and group.aborted())):
                 aborted, first = True, dict(failures)
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = min(deadline, time.monotonic() + EXTRA_WAIT_S)
                 if group is not None and failures:
                     index, failure = next(iter(failures.items()))
                     group.post_abort(f"engine {replicas[index].name} failed in {method}: {_brief(failure)}")
@@ -253,11 +264,11 @@ class Control:
         return [results[index] for index in range(len(replicas))]
 
 
-def _bound_call(replica: ReplicaHandle, method: str, args: tuple[Any, ...], timeout_s: float) -> Callable[[], Any]:
+def _bound_call(replica: ReplicaHandle, method: str, args: tuple[object, ...], timeout_s: float) -> Callable[[], Any]:
     return lambda: replica.call(method, *args, timeout_s=timeout_s)
 
 
-def _run_call(index: int, call: Callable[[], Any], done: queue.Queue[tuple[int, bool, Any]]) -> None:
+def _run_call(index: int, call: Callable[[], Any], done: queue.Queue[_Answer]) -> None:
     try:
         done.put((index, True, call()))
     except BaseException as error:
@@ -265,12 +276,13 @@ def _run_call(index: int, call: Callable[[], Any], done: queue.Queue[tuple[int, 
 
 
 def _digest_seconds(layout: GroupMembers, reports: list[dict[str, Any]]) -> float:
+    """Return the digest time of the slowest sender plus that of the slowest receiver, in seconds."""
     seconds = [report.get("seconds", {}).get("digest", 0.0) for report in reports]
     count = len(layout.senders)
     return max(seconds[:count], default=0.0) + max(seconds[count:], default=0.0)
 
 
 def _brief(error: BaseException) -> str:
-    """The last line says most: remote errors carry their traceback in front."""
+    """Return the type and the last line of an error: a remote error has its traceback before that line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1][:500] if lines else ''}"

@@ -1,10 +1,10 @@
-"""The trainer's side of a weight sync. `publish` is collective over all trainer ranks.
+"""The trainer's part of a weight sync. `publish` is collective over all trainer ranks.
 
-Three roles, often in one process. Every rank walks the exporter's stream, so that its peers' gathers complete.
-Ranks that own tensors pack them into buckets and broadcast them, in the one order of the plan, from a thread of
-their own (so that a gather never waits for a broadcast). The leader, rank 0, drives the engines through
-`replica_calls.py` and tells all ranks how it ended. After a failure a rank goes on walking the stream without sending:
-its peers stay in step, and the sync can be repeated.
+There are three roles, often in one process. Every rank iterates over the exporter's stream, so that its peers' gathers
+complete. Ranks that own tensors pack them into buckets and broadcast them in the plan's order, from a separate thread,
+so that a gather never waits for a broadcast. The leader, rank 0, calls the engines through `replica_calls.py` and sends
+the outcome to all ranks. After a failure a rank continues to iterate over the stream without sending, so that its peers
+complete their gathers and the sync can be repeated.
 """
 
 from __future__ import annotations
@@ -14,36 +14,38 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch.distributed import Store
 
 from megarl.common.errors import SyncAborted, WeightSyncError
 from megarl.config.schema import Config, TimeoutsConfig, WeightSyncConfig
 from megarl.weights.bucket_packer import SendBuffers, Sending
-from megarl.weights.buckets import BucketPlan, make_plan
+from megarl.weights.buckets import BucketPlan, ManifestEntry, make_plan
 from megarl.weights.handles import EngineHandles
 from megarl.weights.replica_calls import Control, SyncReport
 from megarl.weights.transport import Group, GroupMembers, SyncStore, names_of
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 _serial = 0
 _SYNC, _TIMEOUTS = WeightSyncConfig(), TimeoutsConfig()
 
 
 class Exporter(Protocol):
-    """`megarl.models.export.HFExporter`."""
+    """The methods of `megarl.models.export.HFExporter` that a sync uses."""
 
-    def manifest(self) -> Sequence[Any]: ...
-    def stream(self) -> Iterator[tuple[Any, torch.Tensor | None]]: ...
+    def manifest(self) -> Sequence[ManifestEntry]: ...
+    def stream(self) -> Iterator[tuple[ManifestEntry, torch.Tensor | None]]: ...
 
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """The knobs of a sync; seconds and bytes."""
+    """The options of a sync; `_s` in seconds, `_bytes` in bytes. The defaults are those of the config."""
 
     bucket_bytes: int = int(_SYNC.bucket_mb * 2**20)
     transport: str = _SYNC.transport
@@ -55,6 +57,7 @@ class SyncSettings:
 
     @classmethod
     def from_config(cls, config: Config) -> SyncSettings:
+        """Read the options from a config."""
         return cls(
             bucket_bytes=int(config.weight_sync.bucket_mb * 2**20),
             transport=config.weight_sync.transport,
@@ -67,16 +70,17 @@ class SyncSettings:
 
     @property
     def backend(self) -> str:
+        """The process group's backend, `nccl` or `gloo`."""
         if self.transport != "auto":
             return self.transport
         return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 class WeightSender:
-    """Publishes the trainer's weights to all engines. Build it, connect it and publish on every trainer rank."""
+    """Publishes the trainer's weights to all engines. Create it, and call `connect` and `publish`, on every rank."""
 
     def __init__(self, config: Config | SyncSettings, exporter: Exporter, *, host: str | None = None) -> None:
-        """`host`: address of rank 0 that the engines can reach."""
+        """`host`: an address of rank 0 that the engines can reach; None: `own_address()`."""
         self.settings = config if isinstance(config, SyncSettings) else SyncSettings.from_config(config)
         self._exporter = exporter
         self._host = host
@@ -95,19 +99,20 @@ class WeightSender:
 
     @property
     def plan(self) -> BucketPlan:
-        """The plan, which is made by the first `connect`."""
+        """The plan, which `connect` makes. Raises RuntimeError before that."""
         if self._plan is None:
             raise RuntimeError("WeightSender.connect has not been called")
         return self._plan
 
     def connect(self, pool: EngineHandles | None) -> None:
-        """Collective: make the plan and form the group with all engine workers. Rank 0 brings the pool.
+        """Make the plan and form the group with all engine workers. Collective. Rank 0 passes the pool, others None.
 
         Raises:
-            WeightSyncError: an engine worker did not come; it is named.
+            ValueError: the pool is missing on rank 0, or passed on another rank.
+            WeightSyncError: an engine worker did not join; the error names it.
         """
         if (pool is None) == (self._rank == 0):
-            raise ValueError("WeightSender.connect wants the pool on trainer rank 0 and None on all other ranks")
+            raise ValueError("WeightSender.connect needs the pool on trainer rank 0 and None on all other ranks")
         self._plan = make_plan(self._exporter.manifest(), self.settings.bucket_bytes)
         self._numbers = {spec.name: number for number, spec in enumerate(self._plan.specs)}
         self._board = self._open_board()
@@ -125,15 +130,15 @@ class WeightSender:
             self._form_group(restart=error.needs_restart)
 
     def publish(self, version: int) -> SyncReport:
-        """Collective: after it every replica serves `version`, bit for bit what the exporter yields.
+        """Make every replica serve `version`, with weights bit-identical to those that the exporter yields. Collective.
 
-        Replicas that a failed sync left between start and finish are restarted, and the sync is repeated,
+        Replicas that a failed sync left between start and finish are restarted, and the sync is repeated, at most
         `settings.restarts` times.
 
         Raises:
-            WeightSyncError: on every rank; names who failed. The version is then published nowhere.
+            WeightSyncError: on every rank, with the members that failed. No replica then serves the version.
         """
-        if not self._formed:  # the last sync failed for good; its replicas are somebody else's care
+        if not self._formed:  # the last publish raised; its caller is responsible for the replicas that failed
             self._form_group()
         restarted: tuple[str, ...] = ()
         for attempt in range(self.settings.restarts + 1):
@@ -143,7 +148,7 @@ class WeightSender:
             if outcome["status"] == "failed":
                 break
             restarted = (*restarted, *outcome["needs_restart"])
-            logger.warning("repeating the sync with fresh replicas: %s", outcome["message"])
+            logger.warning("repeating the sync with new replicas: %s", outcome["message"])
             self._form_group(restart=outcome["needs_restart"])
         raise WeightSyncError(
             outcome["message"],
@@ -153,13 +158,14 @@ class WeightSender:
         )
 
     def close(self) -> None:
-        """Leave the group; the engines keep their weights."""
+        """Leave the group. The engines keep their weights."""
         if self._group is not None:
             self._group.close()
         self._group = self._buffers = None
         self._formed = False
 
     def _open_board(self) -> SyncStore:
+        """Open the sync's store: rank 0 serves it, and sends its address to the other ranks."""
         global _serial
         _serial += 1
         key = f"megarl/weights/{_serial}"
@@ -174,7 +180,10 @@ class WeightSender:
         return SyncStore(host, port)
 
     def _form_group(self, restart: Sequence[str] = ()) -> None:
-        """Collective: the next generation's group, or WeightSyncError on every rank."""
+        """Form the next generation's group; restart the replicas `restart` first. Collective.
+
+        Raises WeightSyncError on every rank if that fails.
+        """
         assert self._board is not None
         self._generation += 1
         key = f"g{self._generation}/formed"
@@ -201,6 +210,7 @@ class WeightSender:
             raise error
 
     def _agree_on_layout(self, restart: Sequence[str]) -> GroupMembers:
+        """Return the members of the next generation, which rank 0 finds out and sends to the other ranks."""
         assert self._board is not None
         key = f"g{self._generation}/layout"
         if self._control is None:
@@ -220,7 +230,7 @@ class WeightSender:
         return layout
 
     def _join(self, layout: GroupMembers) -> None:
-        """Join if this rank sends; on the leader, have the engines join meanwhile."""
+        """Join the group if this rank sends. On the leader, also make the engines join, in parallel."""
         assert self._board is not None
         sends = self._rank in layout.senders
         rank = layout.senders.index(self._rank) if sends else None
@@ -235,7 +245,7 @@ class WeightSender:
                 self._group.join(timeout_s)
         except SyncAborted:
             if engines is not None:
-                engines.result()  # says more: which engine failed, and how
+                engines.result()  # this raises a more precise error: which engine failed, and how
             raise
         except Exception as error:
             assert self._group is not None
@@ -247,7 +257,7 @@ class WeightSender:
             engines.result()
 
     def _attempt(self, version: int, may_repeat: bool) -> dict[str, Any]:
-        """One try; the outcome is the leader's, and the same on all ranks."""
+        """Make one attempt to publish. Return its outcome, which the leader determines for all ranks."""
         if self._board is None or self._plan is None:
             raise RuntimeError("WeightSender.connect has not been called")
         sync, self._sync = self._sync, self._sync + 1
@@ -277,7 +287,7 @@ class WeightSender:
         return outcome
 
     def _walk(self, sending: Sending | None) -> BaseException | None:
-        """Take part in all gathers of this rank, sending what it owns. Returns what failed in this process."""
+        """Take part in all gathers of this rank, and send the tensors it owns. Return this process's error, if any."""
         try:
             with torch.no_grad():
                 for item, tensor in self._exporter.stream():
@@ -294,11 +304,12 @@ class WeightSender:
         return None
 
     def _outcome(
-        self, engines: _Background, error: BaseException | None, may_repeat: bool, seconds: float
+        self, engines: _Background[SyncReport], error: BaseException | None, may_repeat: bool, seconds: float
     ) -> dict[str, Any]:
+        """Wait for the engines, and return the outcome as JSON. `error`: this process's own; `seconds`: since start."""
         assert self._control is not None
         try:
-            report: SyncReport = engines.result()
+            report = engines.result()
         except WeightSyncError as failure:
             mine = any(member.startswith("trainer rank") for member in failure.failed_members)
             repeat = may_repeat and not mine and error is None and bool(failure.needs_restart)
@@ -320,46 +331,47 @@ class WeightSender:
         return {"status": "published", "report": {**fields, "seconds": max(seconds, report.seconds)}}
 
     def _leave_group(self) -> None:
-        """After a failure: nothing of this generation is used again; buffers may still be on the wire."""
+        """Leave this generation after a failure, and replace the buffers, which running broadcasts may still read."""
         self._formed = False
         if self._group is not None:
             self._group.abort()
             self._group = None
         if self._buffers is not None:
-            self._buffers = SendBuffers(self.plan, self._rank, self._buffers.scratch.device)
+            self._buffers = SendBuffers(self.plan, self._rank, self._buffers.scratch_B.device)
 
 
-class _Background:
-    """A call in a daemon thread; `result` waits for it. The call bounds its own waits."""
+class _Background(Generic[T]):
+    """A call in a daemon thread. The call must have a deadline of its own."""
 
-    def __init__(self, function: Any, *args: Any) -> None:
-        self._value: Any = None
+    def __init__(self, function: Callable[..., T], *args: object) -> None:
+        self._value: T
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(function, args), daemon=True)
         self._thread.start()
 
-    def _run(self, function: Any, args: tuple[Any, ...]) -> None:
+    def _run(self, function: Callable[..., T], args: tuple[object, ...]) -> None:
         try:
             self._value = function(*args)
         except BaseException as error:
             self._error = error
 
-    def result(self) -> Any:
+    def result(self) -> T:
+        """Wait until the call has ended. Return its result or raise its exception."""
         self._thread.join()
         if self._error is not None:
             raise self._error
         return self._value
 
 
-def _default_store() -> Any:
-    """The trainer ranks' own rendezvous store: any backend, and its waits take a timeout."""
+def _default_store() -> Store:
+    """Return the trainer ranks' rendezvous store: it exists for any backend, and its waits have a timeout."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
 def own_address() -> str:
-    """An address of this host that the engines can reach: Ray's where it is connected, else this host only."""
+    """Return an address of this host that the engines can reach: Ray's, or 127.0.0.1 if Ray is not connected."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return str(ray.util.get_node_ip_address())

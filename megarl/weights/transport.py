@@ -1,10 +1,10 @@
-"""One process group of all sending trainer ranks and all engine workers, and a store that says who is where.
+"""One process group of all sending trainer ranks and all engine workers, and a store with the progress of each member.
 
-The group is stateless (no default group is touched) and lives for one *generation*: after any failure it is
-aborted, and the survivors form the next one. Ranks: sending trainer ranks first, then the workers of each
-replica in turn. Next to it every member writes how many broadcasts it has entered and left to a TCPStore owned
-by the leader, so that an expired wait can name whom it waited for, and any member can release all others by
-posting an abort. No wait here is unbounded.
+The group is independent of torch's default group and exists for one *generation*: after any failure it is aborted, and
+the remaining members form the next one. Its ranks are the sending trainer ranks first, then the workers of each replica
+in turn. Every member also writes to a TCPStore of the leader how many broadcasts it has entered and left. So the error
+of an expired wait can name the members that were waited for, and any member can release all others by posting an abort.
+Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -18,41 +18,42 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
 
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.2  # how soon an abort is noticed
-STORE_TIMEOUT_S = 30.0  # one store request (the store answers at once unless its owner is gone)
-OPERATION_SLACK_S = 5.0  # the library's own timeout names nobody: ours comes first
-_ABORTED: list[Any] = []  # aborted groups: destroying one blocks until its last operation times out
+POLL_S = 0.2  # upper bound of the time until an abort is noticed
+STORE_TIMEOUT_S = 30.0  # of one store request; the store answers immediately unless its owner has ended
+OPERATION_SLACK_S = 5.0  # so that our deadline, whose error names members, comes before the library's own timeout
+_ABORTED: list[object] = []  # keeps aborted groups: destroying one blocks until its last operation times out
 
 
 @dataclass(frozen=True)
 class GroupMembers:
-    """Who is in the group. `members[i]` names rank i, e.g. `trainer rank 0`, `engine replica 1 worker 0`."""
+    """The members of a group. `members[i]` names rank i, e.g. `trainer rank 0`, `engine replica 1 worker 0`."""
 
     generation: int
     senders: tuple[int, ...]  # global trainer ranks
     replicas: tuple[str, ...]
-    workers: tuple[int, ...]  # per replica
+    workers: tuple[int, ...]  # the number per replica
     backend: str  # "nccl" | "gloo"
 
     @property
     def members(self) -> list[str]:
+        """The name of each member, in the order of group ranks."""
         names = [f"trainer rank {rank}" for rank in self.senders]
         for replica, count in zip(self.replicas, self.workers, strict=True):
             names += [f"engine {replica} worker {worker}" for worker in range(count)]
         return names
 
     def offset(self, replica: int) -> int:
-        """Group rank of the replica's worker 0."""
+        """Return the group rank of the replica's worker 0."""
         return len(self.senders) + sum(self.workers[:replica])
 
     def replica_of(self, member: int) -> int | None:
-        """Index of the replica a group rank belongs to; None for trainer ranks."""
+        """Return the index of the replica that a group rank belongs to; None for trainer ranks."""
         for replica, count in enumerate(self.workers):
             if self.offset(replica) <= member < self.offset(replica) + count:
                 return replica
@@ -70,7 +71,7 @@ class GroupMembers:
 
 
 class SyncStore:
-    """The store, seen by one process. Keys are only ever set, and read without blocking."""
+    """One process's access to the store, whose values are JSON. Only `wait` blocks."""
 
     def __init__(self, host: str, port: int, *, server: bool = False, timeout_s: float = STORE_TIMEOUT_S) -> None:
         self.host = host
@@ -80,48 +81,56 @@ class SyncStore:
         self.port = self._store.port
 
     def prefixed(self, prefix: str) -> PrefixStore:
+        """Return a torch store over the keys with this prefix."""
         return PrefixStore(prefix, self._store)
 
-    def put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: object) -> None:
+        """Set a key to a value that JSON can represent."""
         self._store.set(key, json.dumps(value))
 
     def get(self, key: str) -> Any | None:
-        """The value, or None while nobody has set it."""
+        """Return the JSON value of a key, or None if the key is not set."""
         if not self._store.check([key]):
             return None
         return json.loads(self._store.get(key))
 
     def drop(self, key: str) -> None:
+        """Delete a key."""
         self._store.delete_key(key)
 
     def wait(self, key: str, timeout_s: float, what: str, *, abort_key: str | None = None) -> Any:
-        """Poll for `key`. PeerTimeout saying `what` was waited for; SyncAborted if `abort_key` appears."""
+        """Poll until `key` is set, and return its JSON value. `what`: what is waited for, for the error.
+
+        Raises:
+            PeerTimeout: the key was not set within `timeout_s` seconds.
+            SyncAborted: `abort_key` was set.
+        """
         began = now = time.monotonic()
         while (value := self.get(key)) is None:
             if abort_key is not None and (reason := self.get(abort_key)) is not None:
                 raise SyncAborted(reason)
             if now > began + timeout_s:
                 raise PeerTimeout(f"waited {timeout_s:.0f} s for {what}")
-            # A share of what was waited: late by a few percent, and yet few requests from many ranks.
+            # The pause grows with the time waited: a delay of a few percent, and few requests from many ranks.
             time.sleep(min(max(0.001, 0.04 * (now - began)), POLL_S / 2))
             now = time.monotonic()
         return value
 
 
 class Group:
-    """This process's seat in one generation of the group.
+    """This process's membership in one generation of the group.
 
-    Every waiting method raises PeerTimeout (who waited for whom), SyncAborted (somebody else failed first) or
-    ConnectionLost.
+    Every method that waits may raise PeerTimeout (its message says who waited for whom), SyncAborted (another member
+    failed first) or ConnectionLost.
     """
 
     def __init__(self, board: SyncStore, layout: GroupMembers, rank: int | None) -> None:
-        """`rank`: this process's group rank; None for a leader that sends nothing and only watches."""
+        """`rank`: this process's group rank; None for a leader that sends nothing and only reads the store."""
         self.board = board
         self.layout = layout
         self.rank = rank
         self.members = layout.members
-        self._backend: Any = None
+        self._backend: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL; torch declares no type for their methods
         self._prefix = f"g{layout.generation}"
         self._sync = -1
         self._buckets = 0
@@ -129,17 +138,20 @@ class Group:
 
     @property
     def name(self) -> str:
+        """This member's name in messages."""
         return "the leader" if self.rank is None else self.members[self.rank]
 
     @property
     def abort_key(self) -> str:
+        """The store's key for the reason of an abort."""
         return f"{self._prefix}/abort"
 
     def aborted(self) -> bool:
+        """Tell whether a member has aborted this generation."""
         return self.board.get(self.abort_key) is not None
 
     def join(self, timeout_s: float) -> None:
-        """Report ready, wait for all, connect. Every member must call it."""
+        """Report this member ready, wait until all are, and connect. Every member must call it."""
         assert self.rank is not None, "a leader that sends nothing is not a member"
         self._begin(timeout_s)
         self.board.put(f"{self._prefix}/ready/{self.rank}", True)
@@ -173,7 +185,7 @@ class Group:
             pause = min(2 * pause, POLL_S)
 
     def begin(self, sync: int, buckets: int, timeout_s: float) -> None:
-        """Enter sync number `sync` of this generation; all its waits share one deadline."""
+        """Enter sync number `sync` of this generation, of `buckets` broadcasts. All its waits have one deadline."""
         if self.rank is not None:
             for stage in ("entered", "left", "report"):
                 self.board.drop(self.key(stage, self.rank))
@@ -184,14 +196,15 @@ class Group:
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s
 
-    def key(self, *parts: Any) -> str:
+    def key(self, *parts: str | int | None) -> str:
+        """Return the store's key of `parts` for the current sync."""
         return "/".join([self._prefix, f"s{self._sync}", *map(str, parts)])
 
     def _remaining(self) -> float:
         return self._deadline - time.monotonic()
 
     def broadcast(self, tensor: torch.Tensor, root: int, bucket: int | None = None) -> PendingBroadcast:
-        """Start one broadcast from group rank `root`; leave the tensor alone until `wait` returns."""
+        """Start one broadcast from group rank `root`. Do not touch the tensor until `wait` of the result returns."""
         options = BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
@@ -205,23 +218,24 @@ class Group:
         return PendingBroadcast(self, work, tensor, bucket)
 
     def check(self, waiting_for: str, bucket: int | None = None) -> None:
-        """Raise if somebody aborted or the deadline has passed."""
+        """Raise SyncAborted if a member has aborted, PeerTimeout if the deadline has passed."""
         self.check_abort()
         if self._remaining() <= 0:
             raise self._expired(waiting_for, bucket)
 
     def check_abort(self) -> None:
+        """Raise SyncAborted if a member has aborted."""
         reason = self.board.get(self.abort_key)
         if reason is not None:
             raise SyncAborted(reason)
 
     def post_abort(self, reason: str) -> None:
-        """Release all members from their waits. The first reason stays."""
+        """Release all members from their waits. A later reason does not replace the first one."""
         if not self.aborted():
             self.board.put(self.abort_key, reason)
 
     def abort(self) -> None:
-        """Leave this generation for good; operations under way end by themselves, at their deadline."""
+        """Leave this generation after a failure. Running operations end by themselves, at their deadline."""
         backend, self._backend = self._backend, None
         if backend is None:
             return
@@ -230,13 +244,13 @@ class Group:
         _ABORTED.append(backend)
 
     def close(self) -> None:
-        """Leave an idle, healthy group."""
+        """Leave a group in which no operation is running and nothing has failed."""
         if self._backend is not None:
             self._backend.shutdown()
             self._backend = None
 
     def late_members(self, bucket: int) -> list[str]:
-        """Members that have not entered the broadcast of `bucket`; if all have, those still in it."""
+        """Return the other members that have not entered the broadcast of `bucket`; if all have, those still in it."""
         others = [i for i in range(len(self.members)) if i != self.rank]
         for stage in ("entered", "left"):
             done = {i: self.board.get(self.key(stage, i)) or 0 for i in others}
@@ -246,6 +260,7 @@ class Group:
         return []
 
     def _expired(self, waiting_for: str, bucket: int | None) -> PeerTimeout:
+        """Return the error of an expired wait, which names the late members of a broadcast."""
         waited = time.monotonic() - self._started
         if bucket is None:
             return PeerTimeout(f"{self.name} waited {waited:.1f} s for {waiting_for}")
@@ -257,33 +272,38 @@ class Group:
         )
 
     def _broken(self, error: Exception, bucket: int | None) -> ConnectionLost | PeerTimeout:
+        """Return the error to raise for a broadcast that failed with `error`."""
         if self._remaining() <= 0:
             return self._expired("a broadcast", bucket)
         where = "" if bucket is None else f" in bucket {bucket + 1} of {self._buckets}"
         late = [] if bucket is None else self.late_members(bucket)
-        behind = f"; behind: {', '.join(late)}" if late else ""
+        behind = f"; members that are behind: {', '.join(late)}" if late else ""
         return ConnectionLost(f"{self.name} lost its connection{where}: {_first_line(error)}{behind}")
 
 
 class PendingBroadcast:
-    """One broadcast under way; `wait` until it is done, released by abort or deadline."""
+    """One running broadcast."""
 
-    def __init__(self, group: Group, work: Any, tensor: torch.Tensor, bucket: int | None) -> None:
+    def __init__(self, group: Group, work: Work, tensor: torch.Tensor, bucket: int | None) -> None:
         self._group, self._work, self._tensor, self._bucket = group, work, tensor, bucket
 
     def wait(self, what: str = "a broadcast") -> None:
-        """Returns when the tensor may be read (and, on the sender, written) again."""
+        """Wait until the tensor may be read (and, on the sender, written) again, or until an abort or the deadline.
+
+        `what`: what is waited for, for the error.
+        """
         group = self._group
         while not self._done():
             group.check(what, self._bucket)
         try:
-            self._work.wait()  # complete: orders the current stream behind it, and raises what went wrong
+            self._work.wait()  # it is complete: this makes the current stream wait for it, and raises its error
         except RuntimeError as error:
             raise group._broken(error, self._bucket) from error
         if self._bucket is not None:
             group.board.put(group.key("left", group.rank), self._bucket + 1)
 
     def _done(self) -> bool:
+        """Wait at most POLL_S, and tell whether the broadcast has ended."""
         if self._group.layout.backend == "nccl":
             deadline = time.monotonic() + POLL_S
             while not self._work.is_completed():
@@ -294,13 +314,13 @@ class PendingBroadcast:
         if not self._work.is_completed():
             try:
                 self._work.wait(timedelta(seconds=POLL_S))
-            except RuntimeError:  # this slice is over, or the operation failed: is_completed tells
+            except RuntimeError:  # the wait has timed out (not completed), or the operation has failed (completed)
                 return bool(self._work.is_completed())
         return True
 
 
 def names_of(layout: GroupMembers, failed_members: Sequence[str]) -> list[str]:
-    """Replicas that the given names (`engine replica 1`, `engine replica 1 worker 0`) belong to."""
+    """Return the replicas that the given names (`engine replica 1`, `engine replica 1 worker 0`) belong to."""
     workers = {name: layout.replica_of(rank) for rank, name in enumerate(layout.members)}
     workers |= {f"engine {name}": index for index, name in enumerate(layout.replicas)}
     found = {workers.get(name) for name in failed_members}

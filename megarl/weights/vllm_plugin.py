@@ -1,4 +1,4 @@
-"""vLLM's entry point into megarl: loaded by vLLM in the front end, in EngineCore and in every worker."""
+"""The plugin that vLLM loads from megarl in its front end, in EngineCore and in every worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BACKEND = "megarl"
 
 
 def register() -> None:
-    """Register the weight-transfer backend; in vLLM's own children also arm death with their parent. Idempotent."""
+    """Register the weight-transfer backend. vLLM's own child processes also end with their parent. Idempotent."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -20,9 +20,9 @@ def register() -> None:
 
 
 def _is_vllm_child() -> bool:
-    """True in EngineCore and engine workers, which multiprocessing starts under these names.
+    """Tell whether this process is EngineCore or an engine worker, which multiprocessing starts under these names.
 
-    Any other process that imports vLLM (the actor, a test, a user's script) keeps its own fate.
+    Other processes that import vLLM (the actor, a test, a user's script) must not end with their parent.
     """
     if multiprocessing.parent_process() is None:
         return False

@@ -123,8 +123,8 @@ def _bounded_for_every_sign(
     result = f(lp, old, adv, mask, clip_dual=clip_dual, **kw)
     if clip_dual is None:
         return result
-    bounded_T = torch.minimum(result.loss_T, -clip_dual * adv)
-    return dataclasses.replace(result, loss_T=torch.where(mask.bool(), bounded_T, result.loss_T))
+    bounded_R = torch.minimum(result.loss_R, -clip_dual * adv)
+    return dataclasses.replace(result, loss_R=torch.where(mask.bool(), bounded_R, result.loss_R))
 
 
 MUTATIONS = {

@@ -22,6 +22,7 @@ from megarl.run.batch_metrics import record_batch
 from megarl.run.step import plan_step
 from megarl.telemetry.declarations import step_metrics
 from megarl.trainer.batch import TrainSample
+from tests.support.loss_batches import loss_spec
 from tests.support.rl_problem import (
     CLIP,
     ENTROPY,
@@ -195,7 +196,7 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, T
         own = [plain_logprobs(model, sample)[0] for sample in samples]
     keys = [sample_key(*divmod(number, SAMPLES)) for number in range(len(samples))]
     return model_dir, {
-        key: with_streams(replace(sample, key=key, loss_mask=None), reference_logprobs=reference)
+        key: with_streams(replace(sample, key=key, loss_mask_R=None), reference_logprobs=reference)
         for key, sample, reference in zip(keys, samples, own, strict=True)
     }
 
@@ -296,7 +297,7 @@ def expected_updates(
             for index, (sample, advantage) in enumerate(zip(members, advantages, strict=True)):
                 masked = changes.get("sampling__truncated") == "mask" and index == SAMPLES - 1
                 mask = torch.zeros(len(sample.response_ids), dtype=torch.bool) if masked else None
-                update[sample.key] = with_streams(replace(sample, loss_mask=mask), advantages=full(sample, advantage))
+                update[sample.key] = with_streams(replace(sample, loss_mask_R=mask), advantages=full(sample, advantage))
         result.append(update)
     in_loss = 0.0 if in_reward else KL
-    return result, LossSpec(clip_low=CLIP, clip_high=CLIP, kl_coef=in_loss, entropy_coef=ENTROPY)
+    return result, loss_spec(clip_low=CLIP, clip_high=CLIP, kl_coef=in_loss, entropy_coef=ENTROPY)

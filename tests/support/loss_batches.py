@@ -78,7 +78,17 @@ class Result:
 
 def loss_spec(**changes: Any) -> LossSpec:
     """PPO's symmetric clip, with changes."""
-    return LossSpec(**{"clip_low": 0.2, "clip_high": 0.2, **changes})
+    options: dict[str, Any] = dict(
+        clip_low=0.2,
+        clip_high=0.2,
+        kind="ppo",
+        clip_dual=None,
+        kl_coef=0.0,
+        kl_estimator="k3",
+        entropy_coef=0.0,
+        aggregation="token_mean",
+    )
+    return LossSpec(**options | changes)
 
 
 def packed_result(

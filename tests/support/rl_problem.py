@@ -122,15 +122,15 @@ def plain_loss(model: torch.nn.Module, samples: list[TrainSample]) -> torch.Tens
     """Token-mean clipped PPO + k3 KL - entropy bonus, written out."""
     total, tokens = torch.zeros(()), 0
     for sample in samples:
-        assert sample.loss_mask is not None
+        assert sample.loss_mask_R is not None
         logprobs, entropy = plain_logprobs(model, sample)
         ratio = (logprobs - sample.streams["old_logprobs"]).exp()
         clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
         loss = -torch.minimum(ratio * advantage_of(sample), clipped * advantage_of(sample))
         difference = sample.streams["reference_logprobs"] - logprobs
         loss = loss + KL * (difference.exp() - difference - 1) - ENTROPY * entropy
-        total = total + (loss * sample.loss_mask).sum()
-        tokens += int(sample.loss_mask.sum())
+        total = total + (loss * sample.loss_mask_R).sum()
+        tokens += int(sample.loss_mask_R.sum())
     return total / tokens
 
 
@@ -147,7 +147,7 @@ def padded_gradients(
     """Loss and parameter gradients of any objective, by the padded reference of `padded_loss`."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     logprobs, entropy = zip(*(plain_logprobs(model, sample) for sample in samples), strict=True)
-    masks = [torch.ones(len(s.response_ids)) if s.loss_mask is None else s.loss_mask for s in samples]
+    masks = [torch.ones(len(s.response_ids)) if s.loss_mask_R is None else s.loss_mask_R for s in samples]
     batch = Batch(
         logprobs=[values.detach().double() for values in logprobs],
         old=[_double(sample.streams["old_logprobs"]) for sample in samples],

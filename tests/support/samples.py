@@ -55,13 +55,13 @@ def judged(
 def without_stream(sample: TrainSample, name: str) -> TrainSample:
     """A copy that lacks a stream."""
     streams = {key: value for key, value in sample.streams.items() if key != name}
-    return TrainSample(sample.key, sample.prompt_ids, sample.response_ids, sample.loss_mask, streams)
+    return TrainSample(sample.key, sample.prompt_ids, sample.response_ids, sample.loss_mask_R, streams)
 
 
 def with_streams(sample: TrainSample, **streams: Tensor) -> TrainSample:
     """A copy with streams added or replaced."""
     return TrainSample(
-        sample.key, sample.prompt_ids, sample.response_ids, sample.loss_mask, {**sample.streams, **streams}
+        sample.key, sample.prompt_ids, sample.response_ids, sample.loss_mask_R, {**sample.streams, **streams}
     )
 
 

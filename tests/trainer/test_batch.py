@@ -18,25 +18,25 @@ def test_two_sequences_end_to_end() -> None:
         sample("b", [3], [4], advantage=-1.0),
     ]
     batch = pack(samples, [2, 0])
-    assert batch.input_ids.tolist() == [[3, 4, 5, 6, 7, 8, 9]]
-    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 4]]
+    assert batch.input_ids_1T.tolist() == [[3, 4, 5, 6, 7, 8, 9]]
+    assert batch.position_ids_1T.tolist() == [[0, 1, 0, 1, 2, 3, 4]]
     assert batch.cu_seqlens.tolist() == [0, 2, 7] and batch.max_seqlen == 5
     # The row that holds token t predicts token t + 1.
-    assert batch.rows.tolist() == [0, 3, 4, 5]
-    assert batch.targets.tolist() == [4, 7, 8, 9]
-    assert batch.input_ids[0, batch.rows + 1].tolist() == batch.targets.tolist()
+    assert batch.rows_R.tolist() == [0, 3, 4, 5]
+    assert batch.targets_R.tolist() == [4, 7, 8, 9]
+    assert batch.input_ids_1T[0, batch.rows_R + 1].tolist() == batch.targets_R.tolist()
     assert batch.response_cu_seqlens.tolist() == [0, 1, 4]
     assert batch.streams["advantages"].tolist() == [-1.0, 2.0, 2.0, 2.0]
-    assert batch.mask.tolist() == [True, True, False, True]
+    assert batch.mask_R.tolist() == [True, True, False, True]
     assert list(batch.streams) == ["advantages"] and batch.tokens == 7 and not batch.is_empty
-    assert [part.tolist() for part in unpack(batch.targets, samples, [2, 0])] == [[4], [7, 8, 9]]
+    assert [part.tolist() for part in unpack(batch.targets_R, samples, [2, 0])] == [[4], [7, 8, 9]]
 
 
 def test_sequence_parallel_padding_is_a_sequence_of_its_own() -> None:
     batch = pack([sample("a", [5, 6], [7])], [0], align=4)
-    assert batch.input_ids.tolist() == [[5, 6, 7, 0]]
-    assert batch.cu_seqlens.tolist() == [0, 3, 4] and batch.position_ids.tolist() == [[0, 1, 2, 0]]
-    assert batch.rows.tolist() == [1] and batch.tokens == 3
+    assert batch.input_ids_1T.tolist() == [[5, 6, 7, 0]]
+    assert batch.cu_seqlens.tolist() == [0, 3, 4] and batch.position_ids_1T.tolist() == [[0, 1, 2, 0]]
+    assert batch.rows_R.tolist() == [1] and batch.tokens == 3
     mask = batch.padding_mask()
     assert mask is not None and mask.tolist() == [[False, False, False, True]]
     assert pack([sample("a", [5, 6], [7, 8])], [0], align=4).padding_mask() is None
@@ -46,12 +46,12 @@ def test_sequence_parallel_padding_is_a_sequence_of_its_own() -> None:
 def test_an_empty_micro_batch_weighs_nothing(align: int) -> None:
     batch = pack([sample("a", [1], [2], old_logprobs=torch.zeros(1))], [], align=align)
     assert batch.is_empty and batch.tokens == 0
-    assert batch.input_ids.shape == (1, align) and batch.cu_seqlens.tolist() == [0, align]
-    assert batch.mask.tolist() == [False] and batch.rows.tolist() == [0]
+    assert batch.input_ids_1T.shape == (1, align) and batch.cu_seqlens.tolist() == [0, align]
+    assert batch.mask_R.tolist() == [False] and batch.rows_R.tolist() == [0]
     mask = batch.padding_mask()
     assert mask is not None and mask.tolist() == [[True] * align]
     assert batch.streams["old_logprobs"].tolist() == [0.0]
-    assert unpack(batch.targets, [], []) == []
+    assert unpack(batch.targets_R, [], []) == []
 
 
 @settings(deadline=None)
@@ -69,9 +69,9 @@ def test_every_response_token_has_the_row_before_it(shapes: list[tuple[int, int]
     ]
     order = list(reversed(range(len(samples))))
     batch = pack(samples, order, align)
-    assert batch.input_ids.shape[1] % align == 0
-    assert batch.input_ids.shape[1] - sum(s.length for s in samples) < align
-    assert torch.equal(batch.input_ids[0, batch.rows] + 1, batch.targets)
+    assert batch.input_ids_1T.shape[1] % align == 0
+    assert batch.input_ids_1T.shape[1] - sum(s.length for s in samples) < align
+    assert torch.equal(batch.input_ids_1T[0, batch.rows_R] + 1, batch.targets_R)
     pieces = unpack(batch.streams["old_logprobs"], samples, order)
     for index, piece in zip(order, pieces, strict=True):
         assert torch.equal(piece, samples[index].streams["old_logprobs"])

@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms.losses import LossSpec
 from megarl.trainer.batch import TrainSample
-from tests.support.loss_batches import MAX_TOKENS
+from tests.support.loss_batches import MAX_TOKENS, loss_spec
 from tests.support.rl_problem import CLIP, ENTROPY, KL, padded_gradients
 from tests.support.tensors import worst
 
 pytestmark = pytest.mark.world
 
 LENGTH = {"sampling__max_tokens": MAX_TOKENS}  # that of the padded reference
-BASE = LossSpec(clip_low=CLIP, clip_high=CLIP, kl_coef=KL, entropy_coef=ENTROPY)
+BASE = loss_spec(clip_low=CLIP, clip_high=CLIP, kl_coef=KL, entropy_coef=ENTROPY)
 GSPO = {"algorithm__loss": "gspo", "algorithm__clip_low": 0.02, "algorithm__clip_high": 0.04}
 
 # Configuration as a user writes it, and the fields of the objective that it stands for.

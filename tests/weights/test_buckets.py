@@ -15,7 +15,6 @@ from megarl.weights.buckets import (
     TensorSpec,
     make_plan,
     pack_manifest,
-    plan_buckets,
     specs_of,
     unpack_manifest,
 )
@@ -32,7 +31,7 @@ sizes = st.integers(24, 4096)
 @given(manifests, sizes)
 def test_every_byte_is_in_exactly_one_piece(specs: list[TensorSpec], bucket_bytes: int) -> None:
     covered = {i: [] for i in range(len(specs))}
-    for bucket in plan_buckets(specs, bucket_bytes):
+    for bucket in make_plan(specs, bucket_bytes).buckets:
         for piece in bucket.pieces:
             covered[piece.tensor].append((piece.start, piece.nbytes))
     for number, spec in enumerate(specs):
@@ -48,7 +47,7 @@ def test_every_byte_is_in_exactly_one_piece(specs: list[TensorSpec], bucket_byte
 @given(manifests, sizes)
 def test_buckets_have_one_owner_fit_and_do_not_overlap(specs: list[TensorSpec], bucket_bytes: int) -> None:
     order = []
-    for index, bucket in enumerate(plan_buckets(specs, bucket_bytes)):
+    for index, bucket in enumerate(make_plan(specs, bucket_bytes).buckets):
         assert bucket.index == index
         assert bucket.wire_bytes <= bucket_bytes and bucket.nbytes % 8 == 0
         end = 0
@@ -65,11 +64,11 @@ def test_buckets_have_one_owner_fit_and_do_not_overlap(specs: list[TensorSpec], 
 @settings(max_examples=100, deadline=None)
 @given(manifests, sizes)
 def test_what_fits_into_one_bucket_is_not_split(specs: list[TensorSpec], bucket_bytes: int) -> None:
-    pieces = [p for b in plan_buckets(specs, bucket_bytes) for p in b.pieces]
+    plan = make_plan(specs, bucket_bytes)
+    pieces = [p for b in plan.buckets for p in b.pieces]
     for number, spec in enumerate(specs):
         if spec.nbytes <= (bucket_bytes - 8) // ALIGNMENT * ALIGNMENT:
             assert sum(p.tensor == number for p in pieces) == 1
-    plan = make_plan(specs, bucket_bytes)
     for bucket in plan.buckets:
         assert not plan.is_split(bucket) or len(bucket.pieces) == 1, "a split tensor shares no bucket"
 
@@ -91,7 +90,7 @@ def test_another_plan_is_refused() -> None:
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="too small"):
-        plan_buckets([], 23)
+        make_plan([], 23)
     with pytest.raises(ValueError, match="occurs twice"):
         specs_of([TensorSpec("a", (1,), "float32", 0), TensorSpec("a", (1,), "float32", 0)])
     with pytest.raises(ValueError, match="complex64"):

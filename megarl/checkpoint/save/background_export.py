@@ -1,4 +1,7 @@
-"""Hugging Face export of a saved step by a child process: niced, under a lease, and never the run's failure."""
+"""Exports a saved step to Hugging Face files, in a child process of low priority.
+
+The process holds a lease on the checkpoint. A failed export is reported, but does not end the run.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,18 @@ NICENESS = 19
 
 
 class BackgroundExport:
-    """At most one at a time, on rank 0; a step that is due while another is exported is left out, and said so."""
+    """Runs one export at a time, on rank 0. A step that is due during another export is skipped and reported."""
 
-    def __init__(self, config: Config, directory: CheckpointDirectory, say: Callable[[str], None]) -> None:
-        self._config, self._directory, self._say = config, directory, say
+    def __init__(self, config: Config, directory: CheckpointDirectory, notify: Callable[[str], None]) -> None:
+        """`notify`: takes one line for the user."""
+        self._config, self._directory, self._notify = config, directory, notify
         self._process: subprocess.Popen[bytes] | None = None
         self._step = -1
 
     def start(self, step: int) -> None:
-        """Convert the checkpoint of `step` to RUN_DIR/hf_{step}, in the background."""
+        """Start to convert the checkpoint of `step` to RUN_DIR/hf_{step}, in the background."""
         if self._running():
-            self._say(f"no Hugging Face export of step {step}: that of step {self._step} is still running")
+            self._notify(f"no Hugging Face export of step {step}: that of step {self._step} is still running")
             return
         out = self._config.run_dir / f"hf_{step}"
         log_file = self._config.run_dir / "logs" / "hf-export.log"
@@ -44,28 +48,29 @@ class BackgroundExport:
             self._step = step
             self._directory.lease(step, ProcessId.of(self._process.pid))
         except OSError as error:
-            if self._process is not None:  # without a lease, retention may delete what it reads
+            if self._process is not None:  # it has no lease, so retention may delete the checkpoint it reads
                 self._process.kill()
                 self._process.wait(timeout=10)
                 self._process = None
-            self._say(f"the Hugging Face export of step {step} could not be started: {error}")
+            self._notify(f"the Hugging Face export of step {step} could not be started: {error}")
 
     def wait(self, timeout_s: float) -> None:
-        """Until it has ended; one that takes longer is killed and said so."""
+        """Wait until the running export has ended. After `timeout_s` seconds kill it and report that."""
         deadline = time.monotonic() + timeout_s
         while self._running():
             if time.monotonic() > deadline and self._process is not None:
                 self._process.kill()
                 self._process.wait(timeout=10)
                 self._process = None
-                self._say(
-                    f"the Hugging Face export of step {self._step} did not end within {timeout_s:.0f} s: killed; "
-                    f"make it by convert.py export --megatron {self._directory.path(self._step)}"
+                self._notify(
+                    f"the Hugging Face export of step {self._step} did not end within {timeout_s:.0f} s and was "
+                    f"killed; to make it, run convert.py export --megatron {self._directory.path(self._step)}"
                 )
                 return
             time.sleep(0.05)
 
     def _running(self) -> bool:
+        """Tell whether an export is running. Reports the failure of one that has ended."""
         if self._process is None:
             return False
         code = self._process.poll()
@@ -73,14 +78,15 @@ class BackgroundExport:
             return True
         if code != 0:
             log_file = self._config.run_dir / "logs" / "hf-export.log"
-            self._say(f"the Hugging Face export of step {self._step} failed (code {code}); see {log_file}")
+            self._notify(f"the Hugging Face export of step {self._step} failed (code {code}); see {log_file}")
         self._process = None
         return False
 
 
 def convert_command(checkpoint: Path, out: Path) -> list[str]:
-    """The converter as a process of its own, which ends with this one; an export that was there is replaced."""
-    own = ProcessId.own()  # by watching: the kernel's signal would come when the thread that started it ends
+    """Return the command of a converter process that ends with this process and replaces an existing export."""
+    # It polls for this process: the kernel's death signal would come when the thread that started it ends.
+    own = ProcessId.own()
     program = (
         "import sys; from megarl.common.processes import ProcessId, die_with; "
         f"die_with(ProcessId({own.pid}, {own.start_time}), 'trainer rank 0'); "
@@ -91,7 +97,7 @@ def convert_command(checkpoint: Path, out: Path) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Without torchrun's variables: the child is no rank."""
+    """Return the child's environment, without torchrun's variables, because the child is not a rank."""
     from megarl.cluster.handle import clean_environment
 
     return {

@@ -1,7 +1,8 @@
 """The directory of a run's checkpoints: `iter_0000005/` for a complete one, other names for everything else.
 
-A save writes into `.iter_0000005.partial`, which becomes `iter_0000005` by a rename once its manifest is there. What
-the history has left behind is renamed, never deleted: `iter_0000007.rolled_back`, `iter_0000007.damaged`.
+A save writes into `.iter_0000005.partial`, which is renamed to `iter_0000005` after its manifest is written. A
+checkpoint that does not belong to the run's history, or is damaged, is renamed and never deleted:
+`iter_0000007.rolled_back`, `iter_0000007.replaced`, `iter_0000007.damaged`.
 """
 
 from __future__ import annotations
@@ -31,34 +32,35 @@ _PARTIAL = re.compile(r"\.iter_\d{7,}\.(partial|deleted)")
 
 
 class CheckpointDirectory:
-    """One process (rank 0, and the export it starts) writes; `root` need not exist."""
+    """The checkpoints under `root`, which need not exist. Only rank 0 writes, and the export process that it starts."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, step: int) -> Path:
+        """Return the directory of the complete checkpoint of `step`."""
         return self.root / step_name(step)
 
     def partial(self, step: int) -> Path:
-        """Where a save of `step` writes."""
+        """Return the directory that a save of `step` writes into."""
         return self.root / f".{step_name(step)}.partial"
 
     def steps(self) -> list[int]:
-        """Steps with a manifest, oldest first. Whether they are sound is not looked at."""
+        """Return the steps with a manifest, oldest first. Their files are not verified."""
         if not self.root.is_dir():
             return []
         found = (_STEP.fullmatch(path.name) for path in self.root.iterdir())
         return sorted(int(match[1]) for match in found if match and (self.root / match[0] / MANIFEST).is_file())
 
     def begin(self, step: int) -> Path:
-        """An empty directory for a save. OSError if the target is read-only or full."""
+        """Create and return an empty directory for a save. Raises OSError if the disk is read-only or full."""
         self.sweep()
         partial = self.partial(step)
         partial.mkdir(parents=True)
         return partial
 
     def complete(self, step: int) -> Path:
-        """The partial directory, manifest included, becomes the checkpoint of `step`."""
+        """Rename the partial directory, which has its manifest, to the checkpoint of `step`. Return its path."""
         path = self.path(step)
         if path.exists():
             self.set_aside(step, "replaced")
@@ -69,11 +71,11 @@ class CheckpointDirectory:
         return path
 
     def write_tracker(self, step: int) -> None:
-        """Megatron's `latest_checkpointed_iteration.txt`; `auto` does not read it, other tools do."""
+        """Write Megatron's `latest_checkpointed_iteration.txt`, for other tools; `resume: auto` does not read it."""
         write_durably(self.root / TRACKER, f"{step}\n".encode())
 
     def set_aside(self, step: int, why: str) -> Path:
-        """Rename the directory of `step`, so that nothing takes it for a checkpoint of this history."""
+        """Rename the checkpoint of `step`, so that it is not found as one of this history. Return the new path."""
         path, number = self.path(step), 0
         while (target := path.with_name(f"{path.name}.{why}{f'.{number}' if number else ''}")).exists():
             number += 1
@@ -81,33 +83,33 @@ class CheckpointDirectory:
         return target
 
     def sweep(self) -> None:
-        """Remove what interrupted saves and deletions have left."""
+        """Delete the directories that interrupted saves and deletions have left."""
         if self.root.is_dir():
             for path in self.root.iterdir():
                 if _PARTIAL.fullmatch(path.name):
                     shutil.rmtree(path)
 
     def delete(self, step: int) -> None:
-        """Remove a checkpoint; one that is being deleted no longer looks like one."""
+        """Delete a checkpoint. It is renamed first, so that an incomplete deletion is not found as a checkpoint."""
         obsolete = self.root / f".{step_name(step)}.deleted"
         os.replace(self.path(step), obsolete)
         faults.reached("retention")
         shutil.rmtree(obsolete)
 
     def state(self, step: int) -> dict[str, Any]:
-        """The checkpoint's state.json."""
+        """Return the content of the checkpoint's state.json."""
         content: dict[str, Any] = json.loads((self.path(step) / STATE_FILE).read_text())
         return content
 
     def lease(self, step: int, process: ProcessId) -> Path:
-        """`process` (of this host) reads the checkpoint of `step`: retention keeps it while that process lives."""
+        """Make retention keep the checkpoint of `step` while `process`, of this host, runs. Return the lease's file."""
         path = self.root / "leases" / f"{step}.{process.pid}.json"
         path.parent.mkdir(exist_ok=True)
         write_durably(path, json.dumps({"step": step, "process": asdict(process)}).encode())
         return path
 
     def leased(self) -> set[int]:
-        """Steps with a living lease; leases of ended processes are removed."""
+        """Return the steps with a lease of a running process. Leases of ended processes are deleted."""
         steps = set()
         for path in self.root.glob("leases/*.json"):
             content = json.loads(path.read_text())
@@ -119,7 +121,7 @@ class CheckpointDirectory:
 
 
 def continues_history(config: Config) -> bool:
-    """Whether the run that starts has a history of its own to go on from; what it finds is not verified here."""
+    """Tell whether a starting run resumes from a checkpoint of its own history. The files are not verified."""
     directory = CheckpointDirectory(config.checkpoint_dir)
     if config.checkpoint.resume == "auto":
         return bool(directory.steps())
@@ -130,19 +132,22 @@ def continues_history(config: Config) -> bool:
 def to_delete(
     steps: Collection[int], *, keep_last: int, keep_every: int, best: int | None, leased: Collection[int]
 ) -> list[int]:
-    """Which complete checkpoints retention removes, oldest first.
+    """Return the complete checkpoints that retention deletes, oldest first.
 
-    Kept: the last `keep_last`, every step divisible by `keep_every` (0: none), `best`, and what is `leased`.
+    It keeps the last `keep_last`, every step divisible by `keep_every` (0: none), `best`, and the steps in `leased`.
+
+    Raises:
+        ValueError: `keep_last` is below 1.
     """
     if keep_last < 1:
-        raise ValueError("keep_last must be at least 1: without the newest checkpoint there is nothing to resume from")
+        raise ValueError("keep_last must be at least 1: without the newest checkpoint no resume is possible")
     newest = set(sorted(steps)[-keep_last:])
     kept = newest | set(leased) | ({best} if best is not None else set())
     return [step for step in sorted(steps) if step not in kept and not (keep_every and step % keep_every == 0)]
 
 
 def best_step(values: dict[int, float], mode: str) -> int | None:
-    """The step with the largest (`max`) or smallest (`min`) value, the earliest of equals; None without any."""
+    """Return the step with the largest (`mode` max) or smallest (min) value, the earliest of equals; None if empty."""
     if not values:
         return None
     sign = 1.0 if mode == "max" else -1.0

@@ -1,4 +1,4 @@
-"""Result files go back with the run: what was written after the checkpoint leaves them, marked as rolled back."""
+"""Rolls a run's result files back to a checkpoint: moves later records to a file of rolled-back records."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ ROLLED_BACK = "rolled_back.jsonl"
 
 
 def positions(run_dir: Path) -> dict[str, int]:
-    """Bytes that each result file holds now; every writer has flushed."""
+    """Return the size of each result file in bytes. Every writer must have flushed."""
     return {name: (run_dir / name).stat().st_size for name in FILES if (run_dir / name).is_file()}
 
 
 def roll_back(run_dir: Path, committed: Mapping[str, int]) -> int:
-    """Cut every result file at its committed position; what follows goes to rolled_back.jsonl. Returns its lines.
+    """Truncate every result file at its committed position, and move the rest to rolled_back.jsonl.
 
-    A record there is the original one with `file`: where it was. A line that a kill has cut short is dropped.
+    `committed`: positions in bytes, by file name; 0 if absent. A moved record has an additional field `file`, the name
+    of its original file. An incomplete line, left by a killed process, is dropped. Returns the number of moved records.
     """
     moved = 0
     for name in FILES:

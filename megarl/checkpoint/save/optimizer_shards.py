@@ -1,9 +1,9 @@
-"""An optimizer's state as sharded tensors of the parameters' own shapes. Every rank writes and reads what it holds.
+"""An optimizer's state as sharded tensors of the parameters' own shapes. Each rank writes and reads its own part.
 
 Megatron-Core's `fully_reshardable` format (distrib_optimizer.py:1404 of 0.16.1) gathers the distributed optimizer's
 state on each rank of a data-parallel group, for saving and again for loading. Keys, shapes and content here are the
-same: only the chunks differ. A rank holds a flat range of a parameter, which is a few rectangles of it. An optimizer
-that is not distributed holds whole parameters, under the same keys: one kind may load what the other saved.
+same; only the chunks differ. A rank holds a flat range of a parameter, which is a few rectangles of it. An optimizer
+that is not distributed holds whole parameters, under the same keys, so each kind can load a checkpoint of the other.
 """
 
 from __future__ import annotations
@@ -11,20 +11,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-PREFIX = "optimizer.state"  # Megatron-Core's
+PREFIX = "optimizer.state"  # as in Megatron-Core
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
+ShardTree: TypeAlias = dict[str, dict[str, ShardedTensor]]  # by "{number}.{state name}", then by part
+ViewTree: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]  # the same keys
 
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A box inside a tensor: `offset` and `shape` per axis."""
+    """A rectangle inside a tensor: `offset` and `shape` per axis."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -35,13 +40,13 @@ class Rectangle:
 
 
 def rectangles(shape: tuple[int, ...], start: int, end: int) -> list[Rectangle]:
-    """Elements [start, end) of a row-major tensor, as disjoint boxes in flat order; a matrix needs three at most."""
+    """Return elements [start, end) of a row-major tensor as disjoint rectangles in flat order; a matrix needs <= 3."""
     if start >= end:
         return []
     if len(shape) == 1:
         return [Rectangle((start,), (end - start,))]
     row = math.prod(shape[1:])
-    first, last = -(-start // row), end // row  # the whole rows
+    first, last = -(-start // row), end // row  # the rows that are inside as a whole
     if first > last:
         return _inside_row(shape, last, start, end)
     boxes = _inside_row(shape, first - 1, start, first * row)
@@ -51,6 +56,7 @@ def rectangles(shape: tuple[int, ...], start: int, end: int) -> list[Rectangle]:
 
 
 def _inside_row(shape: tuple[int, ...], index: int, start: int, end: int) -> list[Rectangle]:
+    """Return elements [start, end), which are inside row `index`, as rectangles."""
     before = index * math.prod(shape[1:])
     inner = rectangles(shape[1:], start - before, end - before)
     return [Rectangle((index, *box.offset), (1, *box.shape)) for box in inner]
@@ -58,7 +64,7 @@ def _inside_row(shape: tuple[int, ...], index: int, start: int, end: int) -> lis
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """What a rank holds of a model parameter: elements [start, end), fp32, as flat or whole tensors by state name."""
+    """A rank's part of a model parameter: elements [start, end), fp32, as flat or whole tensors by state name."""
 
     parameter: torch.nn.Parameter
     start: int
@@ -66,17 +72,21 @@ class OwnedRange:
     tensors: dict[str, torch.Tensor]
 
 
-def optimizer_shards(optimizer: Any, model: Mapping[str, Any]) -> dict[str, Any]:
-    """`optimizer.state.{param, exp_avg, exp_avg_sq}.KEY` shards, nested by parameter and state; data are live views.
+def optimizer_shards(optimizer: MegatronOptimizer, model: Mapping[str, Sharded]) -> ShardTree:
+    """Return the shards `optimizer.state.{param, exp_avg, exp_avg_sq}.KEY`, nested by parameter and state.
 
-    `optimizer`: one of Megatron's that is not a chain. `model`: `scheme.model_sharded_state_dict`. A fresh optimizer
-    gets zero moments first, which is what it starts with. Raises ValueError for a parameter that `model` lacks.
+    Their data are views of the optimizer's tensors. `optimizer`: one that is not a chain. `model`: the result of
+    `megarl.checkpoint.format.sharding.model_sharded_state_dict`. A new optimizer gets moments of zero first, with which
+    it would also begin its first step.
+
+    Raises:
+        ValueError: a parameter of the optimizer is not in `model`.
     """
     if not optimizer.optimizer.state:
         _allocate(optimizer.optimizer)
     distributed = isinstance(optimizer, DistributedOptimizer)
     places = {id(sharded.data): sharded for sharded in model.values()}
-    state: dict[str, Any] = {}
+    state: ShardTree = {}
     for number, held in enumerate(_of_distributed(optimizer) if distributed else _of_plain(optimizer)):
         if id(held.parameter) not in places:
             raise ValueError(f"parameter of shape {list(held.parameter.shape)} is not in the model's sharded state")
@@ -87,26 +97,26 @@ def optimizer_shards(optimizer: Any, model: Mapping[str, Any]) -> dict[str, Any]
     return state
 
 
-def take_over(state: dict[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Copy what `dist_checkpointing.load` did not load in place into the views of `state` (taken before the load)."""
-    for name, parts in state.items():
+def take_over(views: ViewTree, loaded: ViewTree) -> None:
+    """Copy the tensors that `dist_checkpointing.load` did not load in place into `views`, taken before the load."""
+    for name, parts in views.items():
         for part, view in parts.items():
             if loaded[name][part].data_ptr() != view.data_ptr():
                 view.copy_(loaded[name][part])
 
 
-def live_views(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of `optimizer_shards`, for `take_over`."""
-    return {name: {part: shard.data for part, shard in parts.items()} for name, parts in state.items()}
+def live_views(shards: ShardTree) -> ViewTree:
+    """Return the data of `optimizer_shards`, for `take_over`."""
+    return {name: {part: shard.data for part, shard in parts.items()} for name, parts in shards.items()}
 
 
-def counts_in_state(adam: Any) -> bool:
-    """torch's Adam counts updates in each parameter's state, the fused ones in their parameter groups."""
+def counts_in_state(adam: torch.optim.Optimizer) -> bool:
+    """Return True if Adam counts updates in each parameter's state (torch's), False if in its groups (fused ones)."""
     return isinstance(adam, torch.optim.Adam)  # AdamW is one
 
 
-def set_step(adam: Any, step: int) -> None:
-    """Updates that Adam has counted."""
+def set_step(adam: torch.optim.Optimizer, step: int) -> None:
+    """Set the number of updates that Adam has counted."""
     if counts_in_state(adam):
         for state in adam.state.values():
             state["step"] = torch.tensor(float(step))
@@ -116,6 +126,7 @@ def set_step(adam: Any, step: int) -> None:
 
 
 def _of_distributed(optimizer: DistributedOptimizer) -> Iterator[OwnedRange]:
+    """Yield the ranges of parameters that a rank of the distributed optimizer owns."""
     for range_maps in optimizer.gbuf_ranges:
         for buckets in range_maps.values():
             for bucket in buckets:
@@ -124,8 +135,11 @@ def _of_distributed(optimizer: DistributedOptimizer) -> Iterator[OwnedRange]:
                     yield OwnedRange(parameter, ranges["param"].start, ranges["param"].end, tensors)
 
 
-def _of_plain(optimizer: Any) -> Iterator[OwnedRange]:
-    """FP32Optimizer steps on the model's parameters, Float16OptimizerWithFloat16Params on fp32 copies of them."""
+def _of_plain(optimizer: MegatronOptimizer) -> Iterator[OwnedRange]:
+    """Yield the whole parameters of an optimizer that is not distributed.
+
+    FP32Optimizer updates the model's parameters, Float16OptimizerWithFloat16Params fp32 copies of them.
+    """
     groups = getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", [])
     copied = {id(copy): parameter for pair in zip(*groups, strict=True) for parameter, copy in zip(*pair, strict=True)}
     for group in optimizer.optimizer.param_groups:
@@ -134,19 +148,18 @@ def _of_plain(optimizer: Any) -> Iterator[OwnedRange]:
             yield OwnedRange(copied.get(id(main), main), 0, main.numel(), tensors)
 
 
-def _allocate(adam: Any) -> None:
+def _allocate(adam: torch.optim.Optimizer) -> None:
+    """Create the state of an Adam that has not stepped."""
     for group in adam.param_groups:
         for parameter in group["params"]:
-            moments: dict[str, Any] = {
-                name: torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False) for name in MOMENTS
-            }
+            moments = {name: torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False) for name in MOMENTS}
             if counts_in_state(adam):
                 moments["step"] = torch.tensor(0.0)
             adam.state[parameter] = moments
 
 
-def _cut(sharded: Any, prefix: str, flat: torch.Tensor, held: OwnedRange, distributed: bool) -> list[ShardedTensor]:
-    """`flat` is the held range of the flattened local tensor that `sharded` places in a global one (or in several)."""
+def _cut(sharded: Sharded, prefix: str, flat: torch.Tensor, held: OwnedRange, distributed: bool) -> list[ShardedTensor]:
+    """Return shards of `flat`, the held range of the flattened local tensor that `sharded` places in global ones."""
     found, before, taken = [], 0, 0
     for whole in _placed(sharded):
         size = math.prod(whole.local_shape)
@@ -162,17 +175,17 @@ def _cut(sharded: Any, prefix: str, flat: torch.Tensor, held: OwnedRange, distri
                     local_shape=box.shape,
                     global_shape=whole.global_shape,
                     global_offset=tuple(a + b for a, b in zip(whole.global_offset, box.offset, strict=True)),
-                    axis_fragmentations=None,  # no regular grid
-                    # The data-parallel ranks hold different parts, or all the same.
+                    axis_fragmentations=None,  # the rectangles form no regular grid
+                    # The data-parallel ranks hold different parts (distributed), or all the same.
                     replica_id=(*whole.replica_id[:2], 0) if distributed else whole.replica_id,
                     allow_shape_mismatch=whole.allow_shape_mismatch,
                 )
             )
         before += size
     if taken != flat.numel():
-        raise ValueError(f"{prefix}: {flat.numel()} elements, of which {taken} have a place")
+        raise ValueError(f"{prefix}: only {taken} of {flat.numel()} elements have a place in the global tensors")
     return found
 
 
-def _placed(sharded: Any) -> list[Any]:
+def _placed(sharded: Sharded) -> list[ShardedTensor]:
     return list(sharded.build()) if isinstance(sharded, ShardedTensorFactory) else [sharded]

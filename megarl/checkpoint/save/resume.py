@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether its config may. Pure: verifying files is the caller's."""
+"""Selects the checkpoint that a run resumes from, and checks its config. Pure: the caller verifies the files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.t
 
 
 class ResumeError(ValueError):
-    """The run cannot go on from the checkpoint; says why, and what to do."""
+    """The run cannot resume from the checkpoint. The message gives the reason and a remedy."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A complete checkpoint; `own`: it belongs to this run's directory, and its history is this run's."""
+    """A complete checkpoint. `own`: it is in this run's directory, and its history is this run's."""
 
     path: Path
     step: int
@@ -32,9 +32,12 @@ class Candidate:
 
 
 def candidates(directory: CheckpointDirectory, resume: str) -> list[Candidate]:
-    """Checkpoints to try, best first: the newest one before older ones; one for a path; none for `never`.
+    """Return the checkpoints to try, best first: for `auto` from the newest to the oldest, one for a path.
 
-    Raises ResumeError if `resume` is a path without a checkpoint, or one that this run has set aside.
+    For `never` there are none.
+
+    Raises:
+        ResumeError: `resume` is a path without a checkpoint, or to one that this run has set aside.
     """
     if resume == "never":
         return []
@@ -53,8 +56,8 @@ def candidates(directory: CheckpointDirectory, resume: str) -> list[Candidate]:
     inside = path.resolve().parent == directory.root.resolve()
     if inside and path.resolve() != directory.path(step).resolve():
         raise ResumeError(
-            f"checkpoint.resume: {path} is not of this run's history any more (see its name); to go on from it, move "
-            f"what is now {directory.path(step).name} away and rename it to that"
+            f"checkpoint.resume: {path} was set aside and does not belong to this run's history (see its name); to "
+            f"resume from it, rename it to {directory.path(step).name}, after moving away any directory of that name"
         )
     return [Candidate(path, step, inside)]
 
@@ -64,10 +67,13 @@ def choose(
     verify: Callable[[Path], list[str]],
     on_damaged: Callable[[Candidate, list[str]], None],
 ) -> Candidate | None:
-    """The first candidate whose files are what its manifest says; None without candidates.
+    """Return the first candidate whose files match its manifest; None if there are no candidates.
 
-    `verify` returns what is wrong with one. `on_damaged` gets those before the one that is chosen. ResumeError if all
-    are damaged: starting anew would hide the loss; they stay where they are, so that the next start says so too.
+    `verify` returns the problems of a checkpoint. `on_damaged` is called with each damaged one before the chosen one.
+
+    Raises:
+        ResumeError: all candidates are damaged. A new run would hide the loss. The checkpoints are not renamed, so the
+            next start raises the same error.
     """
     damaged: list[tuple[Candidate, list[str]]] = []
     for candidate in found:
@@ -80,14 +86,17 @@ def choose(
     if damaged:
         all_problems = [problem for _, problems in damaged for problem in problems]
         raise ResumeError(
-            f"no checkpoint to resume from is sound: {'; '.join(all_problems[:4])}; restore one, or start anew with "
-            "checkpoint.resume=never"
+            f"every checkpoint to resume from is damaged: {'; '.join(all_problems[:4])}; restore one, or start a new "
+            "run with checkpoint.resume=never"
         )
     return None
 
 
 def identity(config: Config, info: ModelInfo) -> dict[str, Any]:
-    """What a checkpoint and the run that resumes from it must share; JSON. Reads the whole file of prompts."""
+    """Return the facts that must be equal in a checkpoint and in the run that resumes from it, as JSON.
+
+    Reads the whole file of prompts, for its digest.
+    """
     files = hf_files(config.model.path)
     tokenizer = hashlib.sha256()
     for name in _TOKENIZER_FILES:
@@ -101,7 +110,7 @@ def identity(config: Config, info: ModelInfo) -> dict[str, Any]:
 
 
 def contradictions(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Why a checkpoint with identity `saved` cannot be gone on with; empty if it can."""
+    """Return the reasons why this run cannot resume from a checkpoint with identity `saved`; [] if it can."""
     problems = [
         f"model: {key} is {now['model'].get(key)!r}, the checkpoint has {saved['model'].get(key)!r}"
         for key in sorted(saved["model"].keys() | now["model"].keys())
@@ -110,12 +119,12 @@ def contradictions(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if saved["tokenizer"] != now["tokenizer"]:
         problems.append("tokenizer: its files differ from those of the saved run")
     if saved["prompts"] != now["prompts"]:
-        problems.append("data.path: its content differs from that of the saved run's")
+        problems.append("data.path: its content differs from that of the saved run")
     return problems
 
 
 def changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Config keys whose values differ, as `key: old -> new`, sorted. What a resume takes over and says."""
+    """Return the config keys whose values differ, as `key: old -> new`, sorted. A resume applies and reports them."""
     before, after = dict(_flatten(saved)), dict(_flatten(now))
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
@@ -124,7 +133,8 @@ def changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the leaves of a JSON tree by their dotted keys."""
     if isinstance(tree, dict) and tree:
         for key, value in tree.items():
             yield from _flatten(value, f"{prefix}.{key}" if prefix else key)
@@ -132,6 +142,6 @@ def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, _plain(tree)
 
 
-def _plain(value: Any) -> Any:
-    """Tuples as JSON has them."""
+def _plain(value: object) -> object:
+    """Convert a tuple to a list, as JSON has it."""
     return list(value) if isinstance(value, tuple) else value

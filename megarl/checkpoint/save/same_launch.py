@@ -1,7 +1,7 @@
-"""`checkpoint.resume: never` and a path are wishes for the first start of a launch, not for its restarts.
+"""Applies `checkpoint.resume: never`, or a path, to the first start of a launch only, not to its restarts.
 
-torchrun restarts the ranks after a failure, and SLURM starts a requeued job again, with the same command. From the
-launch's own first checkpoint on they go on from that.
+torchrun restarts the ranks after a failure, and SLURM restarts a requeued job, with the same command. As soon as the
+launch has a checkpoint of its own, a restart resumes from that checkpoint.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FILE = "launched_by.json"
 
 
 def remember_launch(run_dir: Path) -> None:
-    """Rank 0, once `checkpoint.resume` has been done: the history in `run_dir` is this launch's from here on."""
+    """Record that the history in `run_dir` is this launch's. Called on rank 0 after `checkpoint.resume` was applied."""
     write_json(run_dir / FILE, _launch(os.environ))
 
 
 def config_of_this_start(config: Config) -> Config:
-    """`config`, with `checkpoint.resume: auto` if this launch already has a checkpoint of its own."""
+    """Return `config`, with `checkpoint.resume: auto` if this launch has a checkpoint of its own."""
     if config.checkpoint.resume == "auto" or not CheckpointDirectory(config.checkpoint_dir).steps():
         return config
     try:
@@ -41,13 +41,14 @@ def config_of_this_start(config: Config) -> Config:
 
 
 def same_launch(before: Mapping[str, Any], now: Mapping[str, Any], *, requeued: bool) -> bool:
-    """Whether two starts of ranks are one launch: of a launch script, of a job requeued, or of a torchrun agent."""
+    """Tell whether two starts of ranks belong to one launch: of a launch script, a requeued job or a torchrun agent."""
     if now["launch"] is None:
         return before["launch"] is None and bool(before["agent"] == now["agent"])
     return bool(before["launch"] == now["launch"] or (requeued and before["job"] == now["job"] is not None))
 
 
 def _launch(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the facts that identify the launch of this process, as JSON."""
     agent = ProcessId.of(os.getppid())
     return {
         "launch": environment.get(LAUNCH_ID_VARIABLE),

@@ -1,8 +1,8 @@
-"""What the trainer ranks hold, as Megatron-Core's sharded state: weights, optimizer, schedule, random states.
+"""The state of the trainer ranks as Megatron-Core's sharded state: weights, optimizer, schedule, random states.
 
-Tensors are keyed by the model's parameters and nothing else, so that any TP, PP, VPP, EP and DP loads what another
-one saved. The few numbers beside them (Adam's step, the schedule's position) go through JSON: the parameter groups of
-a loading optimizer are its own, with the learning rate and decay of the config it was built from.
+Tensors are keyed by the model's parameters only, so that any TP, PP, VPP, EP and DP can load what another layout saved.
+The few other numbers (Adam's step, the schedule's position) are stored as JSON. A loading optimizer keeps its own
+parameter groups, with the learning rate and weight decay of its config.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.optimizer import MegatronOptimizer
 
 from megarl.checkpoint.format.sharding import model_sharded_state_dict
-from megarl.checkpoint.save.optimizer_shards import live_views, optimizer_shards, set_step, take_over
+from megarl.checkpoint.save.optimizer_shards import ViewTree, live_views, optimizer_shards, set_step, take_over
 from megarl.models.layout import Layout
 from megarl.trainer.policy import Policy
 
@@ -24,9 +25,9 @@ RNG_KEY = "rng_state"
 
 
 def sharded_state(policy: Policy, *, with_rng: bool = True) -> dict[str, Any]:
-    """Everything that `dist_checkpointing` saves or loads, as views of what this rank holds.
+    """Return all that `dist_checkpointing` saves or loads, as views of this rank's tensors.
 
-    `with_rng=False` leaves the random states out: they belong to one layout.
+    With `with_rng=False` it has no random states, which belong to one layout.
     """
     model = model_sharded_state_dict(policy.module_chunks, policy.info)
     state: dict[str, Any] = {
@@ -41,15 +42,17 @@ def sharded_state(policy: Policy, *, with_rng: bool = True) -> dict[str, Any]:
     return state
 
 
-def optimizer_views(state: dict[str, Any]) -> dict[str, Any]:
-    """Of `sharded_state`, before it is loaded: where the optimizers' tensors are."""
+def optimizer_views(state: dict[str, Any]) -> dict[str, ViewTree]:
+    """Return views of the optimizers' tensors in `sharded_state`, by the optimizer's index. Call it before a load."""
     return {index: live_views(shards) for index, shards in state["optimizer"].items()}
 
 
-def load_sharded_state(policy: Policy, state: dict[str, Any], numbers: dict[str, Any], views: dict[str, Any]) -> None:
-    """Take over what `dist_checkpointing.load` made of `sharded_state`. Weights are in place already.
+def load_sharded_state(
+    policy: Policy, state: dict[str, Any], numbers: dict[str, Any], views: dict[str, ViewTree]
+) -> None:
+    """Apply the result of `dist_checkpointing.load` to the policy, except the weights, which are in place already.
 
-    `views`: `optimizer_views` of the state that was loaded into.
+    `state`: the result; `numbers`: those of `trainer_numbers`; `views`: `optimizer_views` of the state that was loaded.
     """
     for index, inner in enumerate(inner_optimizers(policy.optimizer)):
         take_over(views[str(index)], state["optimizer"].get(str(index), {}))
@@ -61,12 +64,12 @@ def load_sharded_state(policy: Policy, state: dict[str, Any], numbers: dict[str,
 
 
 def trainer_numbers(policy: Policy) -> dict[str, Any]:
-    """The numbers that `load_sharded_state` wants back; JSON."""
+    """Return the numbers that `load_sharded_state` needs, as JSON."""
     return {"optimizer_step": optimizer_step(policy.optimizer), "scheduler_step": int(policy.scheduler.num_steps)}
 
 
-def optimizer_step(optimizer: Any) -> int:
-    """Updates that Adam has counted. ValueError if its parts differ."""
+def optimizer_step(optimizer: MegatronOptimizer) -> int:
+    """Return the number of updates that Adam has counted. Raises ValueError if the optimizer's parts differ."""
     steps = {step for inner in inner_optimizers(optimizer) for step in _steps(inner)}
     if len(steps) > 1:
         raise ValueError(f"the optimizer's parts are at different steps: {sorted(steps)}")
@@ -74,7 +77,7 @@ def optimizer_step(optimizer: Any) -> int:
 
 
 def layout_record(layout: Layout) -> dict[str, Any]:
-    """The layout that random states belong to; JSON."""
+    """Return the layout, to which random states belong, as JSON."""
     return {
         "tensor": layout.tensor,
         "pipeline": layout.pipeline,
@@ -86,23 +89,23 @@ def layout_record(layout: Layout) -> dict[str, Any]:
     }
 
 
-def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Megatron chains one optimizer for dense and one for expert parameters, if there are both."""
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Return the parts of a chained optimizer: Megatron uses one for dense and one for expert parameters."""
     return [inner for inner in getattr(optimizer, "chained_optimizers", [optimizer]) if not _is_stub(inner)]
 
 
-def _is_stub(optimizer: Any) -> bool:
+def _is_stub(optimizer: MegatronOptimizer) -> bool:
     return bool(getattr(optimizer, "is_stub_optimizer", False))
 
 
-def _steps(inner: Any) -> set[float]:
-    """torch's Adam counts in each parameter's state, others in groups."""
+def _steps(inner: MegatronOptimizer) -> set[float]:
+    """Return all counts of updates: torch's Adam counts in each parameter's state, others in the groups."""
     states = {float(state["step"]) for state in inner.optimizer.state.values() if "step" in state}
     return states or {float(group["step"]) for group in inner.optimizer.param_groups if "step" in group}
 
 
 def rng_state() -> dict[str, Any]:
-    """Random states of this process, as tensors and plain numbers: Python, numpy, torch, Megatron's tracker."""
+    """Return the random states of Python, numpy, torch and Megatron's tracker, as tensors and plain numbers."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     return {
@@ -115,7 +118,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """The inverse of `rng_state`."""
+    """Restore the result of `rng_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

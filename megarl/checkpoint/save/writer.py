@@ -1,14 +1,16 @@
-"""One save in the background: Megatron-Core plans it, a thread of this process writes it.
+"""Writes a save in the background: Megatron-Core plans it, and a thread of this process writes it.
 
-Megatron-Core's own asynchronous writer forks the trainer, which holds gloo, NCCL and Ray threads, and asks for a
-manager process that outlives a killed rank; its persistent one dies without CUDA. Writing is system calls, for which
-a thread of the trainer does not hold the interpreter. No file is written outside the thread, and no collective runs in
-it: a full disk on one rank leaves nobody waiting.
+Megatron-Core's own asynchronous writer forks the trainer, which has gloo, NCCL and Ray threads, and needs a manager
+process that continues to run after its rank is killed; its persistent writer fails without CUDA. Writing consists of
+system calls, during which a thread does not hold the interpreter lock. The thread alone writes files, and runs no
+collective: if the disk of one rank is full, no other rank waits for it.
 """
 
 from __future__ import annotations
 
+import base64
 import logging
+import pickle
 import queue
 import threading
 import time
@@ -16,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -26,6 +28,8 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.manifest import FileEntry
@@ -33,23 +37,38 @@ from megarl.checkpoint.format.manifest import FileEntry
 logger = logging.getLogger(__name__)
 
 FILES_PER_RANK = 2
+# Megatron-Core's description of one file: path, name, and (item, value) pairs of bytes and of tensors.
+WriteBucket: TypeAlias = tuple[str, str, tuple[list[Any], list[Any]]]
 
 
 @dataclass
 class Written:
-    """What one rank's thread has done: its files with their digests, torch's write results, or what went wrong."""
+    """The result of one rank's thread: its files with their digests and torch's write results, or the error."""
 
     files: dict[str, FileEntry]
-    results: list[Any]
+    results: list[WriteResult]
     error: str | None
     seconds: float
 
+    def to_text(self) -> str:
+        """Return the result as text, for the store, which holds JSON."""
+        return base64.b64encode(pickle.dumps(self)).decode()
+
+    @classmethod
+    def from_text(cls, text: str) -> Written:
+        """Return the result of `to_text`. Only this run's own ranks can write the text, so unpickling is safe."""
+        written: Written = pickle.loads(base64.b64decode(text))
+        return written
+
 
 class BackgroundWrite:
-    """Built on the main thread of every rank (collective), then `start`, which is local."""
+    """One save of one rank. Its creation is collective, on the main thread of every rank; `start` is local."""
 
     def __init__(self, state: dict[str, Any], directory: Path, *, validate: bool = True) -> None:
-        """Plan, and copy to host memory what training is about to change. `validate`: no shard twice, none missing."""
+        """Plan the save, and copy all tensors that training will change to host memory.
+
+        `validate`: check that no shard is there twice and none is missing.
+        """
         self.directory = directory
         sharded, _ = save_preprocess(state, validate)
         dict_list_map_inplace(_snapshot, sharded)
@@ -59,21 +78,22 @@ class BackgroundWrite:
         self._buckets = FileSystemWriterAsync.preload_tensors(self._writer.write_buckets or [], False)
 
     def start(self, report: Callable[[Written], None]) -> None:
-        """Write in a daemon thread (a rank that is ended does not wait for its disk), which calls `report` last."""
+        """Write in a daemon thread, for which a rank that ends does not wait. The thread calls `report` at its end."""
         threading.Thread(target=lambda: report(self._write_all()), name="checkpoint-writer", daemon=True).start()
 
-    def finish(self, results: list[list[Any]]) -> None:
-        """Rank 0, after every rank's thread: write torch's `.metadata`. OSError if the disk refuses."""
+    def finish(self, results: list[list[WriteResult]]) -> None:
+        """Write torch's `.metadata`, on rank 0, after the threads of all ranks have ended. Raises OSError."""
         faults.reached("metadata")
         self._writer.finish(self.metadata, results)
 
     def _write_all(self) -> Written:
-        started, files, results = time.perf_counter(), {}, []
+        started, files = time.perf_counter(), {}
+        results: list[WriteResult] = []
         error: str | None = None
-        torch.serialization.set_crc32_options(False)  # the digests say more, at a fraction of the time
+        torch.serialization.set_crc32_options(False)  # the digests detect more, in a fraction of the time
         try:
-            # Side by side: while the disk works on one file, the next one is copied to the page cache.
-            # (Daemons, unlike those of concurrent.futures: an ended rank does not wait for them.)
+            # In parallel: while the disk writes one file, the next one is copied to the page cache.
+            # These threads are daemons, unlike those of concurrent.futures: a rank that ends does not wait for them.
             with ThreadPool(FILES_PER_RANK) as pool:
                 for name, entry, written in pool.map(self._write_file, range(len(self._buckets))):
                     files[name] = entry
@@ -84,54 +104,56 @@ class BackgroundWrite:
         self._buckets = []
         return Written(files, results, error, time.perf_counter() - started)
 
-    def _write_file(self, index: int) -> tuple[str, FileEntry, list[Any]]:
+    def _write_file(self, index: int) -> tuple[str, FileEntry, list[WriteResult]]:
+        """Write one file. Return its name, its entry in the manifest and torch's results."""
         bucket = self._buckets[index]
         results = self._write(index, bucket)
         entry = FileEntry.of(Path(bucket[0]))
         faults.reached("shard")
         return bucket[1], entry, results
 
-    def _write(self, index: int, bucket: Any) -> list[Any]:
-        """One file, fsynced, by Megatron-Core's own function. Raises what it ran into."""
-        outcome: queue.Queue[Any] = queue.Queue()
+    def _write(self, index: int, bucket: WriteBucket) -> list[WriteResult]:
+        """Write and fsync one file with Megatron-Core's own function. Raises the exception that it returns."""
+        outcome: queue.Queue[tuple[int, list[WriteResult] | Exception]] = queue.Queue()
         count: queue.Queue[int] = queue.Queue()
         count.put(index)
         FileSystemWriterAsync.write_preloaded_data(_transforms(self._writer), index, bucket, outcome, count, True)
         _, result = outcome.get_nowait()
         if isinstance(result, Exception):
             raise result
-        written: list[Any] = result
-        return written
+        return result
 
 
-def plan_save(sharded: dict[str, Any], directory: Path) -> tuple[FileSystemWriterAsync, Any]:
-    """Who writes which shard to which file: (this rank's writer, torch's metadata on rank 0). Collective, no I/O.
+def plan_save(sharded: dict[str, Any], directory: Path) -> tuple[FileSystemWriterAsync, Metadata | None]:
+    """Plan which rank writes which shard to which file. Return this rank's writer, and torch's metadata on rank 0.
 
-    Replicas share the work: what several data-parallel ranks hold is split among them.
+    Collective, without I/O. Shards that several data-parallel ranks hold are divided among these ranks.
     """
     strategy = _PlanOnly("torch_dist", 1, thread_count=FILES_PER_RANK)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if group.size() > 1:
         FullyParallelSaveStrategyWrapper(strategy, group).apply_saving_parallelization(sharded)
-    planned: tuple[FileSystemWriterAsync, Any] = strategy.async_save(sharded, directory)
+    planned: tuple[FileSystemWriterAsync, Metadata | None] = strategy.async_save(sharded, directory)
     return planned
 
 
 class _PlanOnly(TorchDistSaveShardedStrategy):
-    """Megatron-Core's strategy up to the plan: its own last stage would fork, and leave peers waiting on an error."""
+    """Megatron-Core's strategy without its last stage, which forks, and on an error leaves the other ranks waiting."""
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+    def _get_save_and_finalize_callbacks(
+        self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple[object, Metadata | None]
+    ) -> tuple[FileSystemWriterAsync, Metadata | None]:
         return writer, save_state_dict_ret[1]
 
 
-def _transforms(writer: FileSystemWriterAsync) -> list[Any]:
+def _transforms(writer: FileSystemWriterAsync) -> list[object]:
     return [writer.transforms] if hasattr(writer, "transforms") else []
 
 
-def _snapshot(value: Any) -> Any:
-    """A CPU tensor that is not a view would be written as it is then, not as it is now: Megatron counts on a fork."""
+def _snapshot(value: object) -> object:
+    """Copy a CPU tensor that is not a view: Megatron relies on a fork and does not copy it before it is written."""
     if isinstance(value, ShardedTensor) and value.data is not None and value.data.device.type == "cpu":
         data = value.data.detach()
         is_view = data.untyped_storage().nbytes() != data.numel() * data.itemsize
-        value.data = data if is_view else data.clone()  # views are copied by the writer
+        value.data = data if is_view else data.clone()  # the writer copies views itself
     return value

@@ -47,7 +47,7 @@ def test_a_path_may_be_a_checkpoint_or_a_directory_of_them(directory: Checkpoint
     with pytest.raises(ResumeError, match="never completed"):
         candidates(directory, str(tmp_path))
     aside = directory.set_aside(2, "rolled_back")
-    with pytest.raises(ResumeError, match=r"iter_0000002.rolled_back is not of this run's history any more"):
+    with pytest.raises(ResumeError, match=r"iter_0000002.rolled_back was set aside and does not belong"):
         candidates(directory, str(aside))
 
 

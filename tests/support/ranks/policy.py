@@ -197,8 +197,8 @@ def logprobs(
     with policy_under(model_dir, layout, **changes) as policy:
         indices, mine = own_share(samples)
         results = policy.compute_logprobs(mine, reference=reference, with_entropy=True)
-        assert [len(r.logprobs) for r in results] == [len(s.response_ids) for s in mine]
-        return [(index, r.logprobs, r.entropy) for index, r in zip(indices, results, strict=True)]
+        assert [len(r.logprobs_R) for r in results] == [len(s.response_ids) for s in mine]
+        return [(index, r.logprobs_R, r.entropy_R) for index, r in zip(indices, results, strict=True)]
 
 
 @contextlib.contextmanager
@@ -268,7 +268,7 @@ def _targets_off_by_one() -> dict[str, Any]:
     original = policy_module.response_logprobs
 
     def broken(chunk: Any, hidden: Any, batch: Any, **kwargs: Any) -> Any:
-        return original(chunk, hidden, replace(batch, rows=(batch.rows + 1) % hidden.shape[1]), **kwargs)
+        return original(chunk, hidden, replace(batch, rows_R=(batch.rows_R + 1) % hidden.shape[1]), **kwargs)
 
     return {"response_logprobs": broken}
 
