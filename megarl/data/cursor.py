@@ -1,4 +1,4 @@
-"""Which prompt comes next: a seeded order, new each epoch, whose whole state is one number."""
+"""Chooses the next prompt in a seeded order that is new in each epoch; one number is its whole state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Cursor:
-    """Draws indices 0..n-1 forever, each once per epoch.
+    """An endless sequence of the indices 0..n-1, each once per epoch.
 
-    The order of an epoch is derived from (seed, epoch), never stored; draw k can be asked for directly, so a
-    group that is redrawn after a resume gets the problem it had. It sorts hashes instead of calling a
-    library's shuffle, so that it stays the same under other versions of Python and numpy.
+    The order of an epoch is computed from (seed, epoch) and never stored. Draw k can be computed directly, so a group
+    that is generated again after a resume gets the same problem. The order is an argsort of hashes and not a library's
+    shuffle, so that it stays the same under other versions of Python and numpy.
     """
 
     def __init__(self, n: int, seed: int, shuffle: bool = True) -> None:
@@ -28,13 +28,13 @@ class Cursor:
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     def next(self) -> tuple[int, int]:
-        """(epoch, index) of the next draw."""
+        """Return (epoch, index) of the next draw and advance the cursor."""
         result = self.at(self.drawn)
         self.drawn += 1
         return result
 
     def at(self, draw: int) -> tuple[int, int]:
-        """(epoch, index) of draw number `draw`, counted from 0; does not move the cursor."""
+        """Return (epoch, index) of draw number `draw`, counted from 0, without advancing the cursor."""
         epoch, position = divmod(draw, self.n)
         if not self.shuffle:
             return epoch, position
@@ -46,18 +46,18 @@ class Cursor:
         return {"n": self.n, "seed": self.seed, "shuffle": self.shuffle, "drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if the state belongs to another data set size, seed or order."""
-        for key, now in (("n", self.n), ("seed", self.seed), ("shuffle", self.shuffle)):
-            if state[key] != now:
+        """Continue from a saved state. Raises ValueError if its number of prompts, seed or shuffle flag differs."""
+        for key, own in (("n", self.n), ("seed", self.seed), ("shuffle", self.shuffle)):
+            if state[key] != own:
                 raise ValueError(
-                    f"the saved prompt cursor has {key} = {state[key]}, but this run has {now}: resume with the "
+                    f"the saved prompt cursor has {key} = {state[key]}, but this run has {own}: resume with the "
                     "data, run.seed and data.shuffle of the saved run"
                 )
         self.drawn = int(state["drawn"])
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Permutation of 0..n-1, int64, a pure function of its arguments."""
+    """Return a permutation of 0..n-1 as int64 [n]; it depends on the arguments only."""
     with np.errstate(over="ignore"):
         stream = _mix(_mix(np.array([seed], dtype=np.uint64)) + np.uint64(epoch) * _GOLDEN)
         keys = _mix(stream + np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN)
@@ -65,7 +65,7 @@ def epoch_order(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finalizer (Steele, Lea, Flood 2014), a bijection on 64 bits."""
+    """Hash 64-bit integers by splitmix64's finalizer, a bijection (Steele, Lea, Flood 2014)."""
     x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -132,7 +132,7 @@ def test_rows_come_back_exact_in_any_order_and_only_those_asked_for(queue: dict[
     reader.clear(list(written))
     reader.clear(["0:0"])
     assert reader.read_tags() == []
-    with pytest.raises(KeyError, match="0 of the 1 rows"):
+    with pytest.raises(KeyError, match="0 of the 1 requested rows"):
         reader.fetch(["0:0"])
     with pytest.raises(KeyError, match="1 of 1 rows"):
         reader.read_tags(["0:0"])
