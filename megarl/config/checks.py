@@ -177,21 +177,21 @@ def _evaluation(config: Config) -> Iterator[str]:
 
 
 def _checkpoint(config: Config) -> Iterator[str]:
-    knobs = config.checkpoint
-    if knobs.keep_best is not None:
+    settings = config.checkpoint
+    if settings.keep_best is not None:
         sets = [each.name for each in config.evaluation.sets]
-        if not any(knobs.keep_best.startswith(f"eval/{name}/") for name in sets):
+        if not any(settings.keep_best.startswith(f"eval/{name}/") for name in sets):
             known = ", ".join(f"eval/{name}/greedy" for name in sets) or "none: evaluation.sets is empty"
-            yield f"checkpoint.keep_best: {knobs.keep_best!r} is no metric of an evaluation set; try {known}"
+            yield f"checkpoint.keep_best: {settings.keep_best!r} is no metric of an evaluation set; try {known}"
         elif not config.evaluation.every:
             yield "checkpoint.keep_best: needs evaluations during the run; set evaluation.every"
-    if knobs.hf_export_every and knobs.every and knobs.hf_export_every % knobs.every:
+    if settings.hf_export_every and settings.every and settings.hf_export_every % settings.every:
         yield (
-            f"checkpoint.hf_export_every: {knobs.hf_export_every} is not divisible by checkpoint.every={knobs.every}, "
-            "so some exports would have no checkpoint; use a multiple of it"
+            f"checkpoint.hf_export_every: {settings.hf_export_every} is not divisible by "
+            f"checkpoint.every={settings.every}, so some exports would have no checkpoint; use a multiple of it"
         )
-    if knobs.resume not in ("auto", "never") and not Path(knobs.resume).is_dir():
-        yield f"checkpoint.resume: no such directory: {knobs.resume}; use auto, never or the path of a checkpoint"
+    if settings.resume not in ("auto", "never") and not Path(settings.resume).is_dir():
+        yield f"checkpoint.resume: no such directory: {settings.resume}; use auto, never or the path of a checkpoint"
 
 
 def _reward(config: Config) -> Iterator[str]:

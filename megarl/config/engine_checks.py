@@ -40,7 +40,7 @@ def engine_problems(config: Config) -> Iterator[str]:
     for name in config.rollout.engine_kwargs:
         key = f"rollout.engine_kwargs.{name}"
         if name in RESERVED:
-            yield f"{key}: cannot be set here: {RESERVED[name]}"
+            yield f"{key}: reserved; {RESERVED[name]}"
         elif known and name not in known:
             near = difflib.get_close_matches(name, known, n=2)
             yield f"{key}: vLLM has no such field{'; did you mean ' + ' or '.join(near) + '?' if near else ''}"

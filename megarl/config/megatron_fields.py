@@ -66,7 +66,7 @@ def problem(target: Target, name: str, value: object) -> str | None:
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         return f"{key}: {CLASS_NAMES[target]} of the installed megatron-core has no such field{hint}"
     if name in RESERVED[target]:
-        return f"{key}: cannot be set here: {RESERVED[target][name]}"
+        return f"{key}: reserved; {RESERVED[target][name]}"
     try:
         fits = _fits(value, known[name])
     except _NotPlainError:

@@ -1,4 +1,4 @@
-"""Chooses the next prompt in a seeded order that is new in each epoch; one number is its whole state."""
+"""The order of the prompts: seeded, new in each epoch, and computed from the number of a draw."""
 
 from __future__ import annotations
 
@@ -24,17 +24,10 @@ class Cursor:
         self.n = n
         self.seed = seed
         self.shuffle = shuffle
-        self.drawn = 0
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
-    def next(self) -> tuple[int, int]:
-        """Return (epoch, index) of the next draw and advance the cursor."""
-        result = self.at(self.drawn)
-        self.drawn += 1
-        return result
-
     def at(self, draw: int) -> tuple[int, int]:
-        """Return (epoch, index) of draw number `draw`, counted from 0, without advancing the cursor."""
+        """Return (epoch, index) of draw number `draw`, counted from 0."""
         epoch, position = divmod(draw, self.n)
         if not self.shuffle:
             return epoch, position
@@ -43,17 +36,17 @@ class Cursor:
         return epoch, int(self._order[1][position])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"n": self.n, "seed": self.seed, "shuffle": self.shuffle, "drawn": self.drawn}
+        """Return the values that define the order, as JSON content; the caller keeps the number of the next draw."""
+        return {"n": self.n, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. Raises ValueError if its number of prompts, seed or shuffle flag differs."""
+        """Check a saved state; raises ValueError if its number of prompts, seed or shuffle flag is another one."""
         for key, own in (("n", self.n), ("seed", self.seed), ("shuffle", self.shuffle)):
             if state[key] != own:
                 raise ValueError(
                     f"the saved prompt cursor has {key} = {state[key]}, but this run has {own}: resume with the "
                     "data, run.seed and data.shuffle of the saved run"
                 )
-        self.drawn = int(state["drawn"])
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -96,13 +96,13 @@ async def evaluate_set(
     modes: list[tuple[Mode, int]] = [("greedy", 0), *(("sampled", index) for index in range(samples))]
     try:
         async with asyncio.TaskGroup() as tasks:
-            asked = [
-                [tasks.create_task(_ask(respond, problem, index, *mode)) for mode in modes]
+            requests = [
+                [tasks.create_task(_request(respond, problem, index, *mode)) for mode in modes]
                 for index, problem in enumerate(problems)
             ]
     except* Exception as group:
         raise _first(group) from None
-    answers = [[task.result() for task in row] for row in asked]
+    answers = [[task.result() for task in row] for row in requests]
     return SetReport(
         name=name,
         version=version,
@@ -111,7 +111,7 @@ async def evaluate_set(
     )
 
 
-async def _ask(respond: Respond[Problem], problem: Problem, index: int, mode: Mode, sample: int) -> ScoredResponse:
+async def _request(respond: Respond[Problem], problem: Problem, index: int, mode: Mode, sample: int) -> ScoredResponse:
     return await respond(problem, index, mode, sample)
 
 

@@ -154,8 +154,8 @@ class RewardPool:
             return
         self._started[index].set_result(None)
         while process is not None and (batch := self._take()):
-            lives, unanswered = self._run(process, batch)
-            if not lives:
+            alive, unanswered = self._run(process, batch)
+            if not alive:
                 process.close()
                 self._hand_back(unanswered)
                 process = self._replace(index)
@@ -186,9 +186,9 @@ class RewardPool:
         except WorkerDiedError:
             return False, batch  # it ended while it was idle, so no sample is the cause
         for position, task in enumerate(batch):
-            answer, lives = self._await_answer(process)
+            answer, alive = self._await_answer(process)
             self._finish(task, *answer)
-            if not lives:
+            if not alive:
                 return False, batch[position + 1 :]
         return True, []
 
@@ -196,15 +196,15 @@ class RewardPool:
         """Wait for one answer; return it, and whether the process is still usable."""
         begin = time.monotonic()
         answer: Answer
-        lives = False
+        alive = False
         try:
-            answer, lives = process.receive(self.timeout_s), True
+            answer, alive = process.receive(self.timeout_s), True
         except WorkerTimeoutError as error:
             answer = (None, "timeout", str(error))
         except WorkerDiedError as error:
             answer = (None, "crash", str(error))
         self._sample_seconds += 0.2 * (time.monotonic() - begin - self._sample_seconds)
-        return answer, lives
+        return answer, alive
 
     def _finish(self, task: _Task, result: RewardResult | None, reason: ErrorReason | None, message: str) -> None:
         """Complete the task of an answer, and log some of the errors."""

@@ -178,8 +178,14 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"reward__function": "no_such_module_x:f"}, "reward.function: no module 'no_such_module_x'"),
     ({"reward__function": "gsm9k"}, "neither gsm8k, math nor an import path"),
     ({"weight_sync__transport": "nccl"}, "weight_sync.transport: nccl needs GPUs"),
-    ({"rollout__engine_kwargs": {"dtype": "half"}}, "rollout.engine_kwargs.dtype: cannot be set here: set rollout.dtype"),
-    ({"rollout__engine_kwargs": {"skip_tokenizer_init": False}}, "skip_tokenizer_init: cannot be set here: always true"),
+    (
+        {"rollout__engine_kwargs": {"dtype": "half"}},
+        "rollout.engine_kwargs.dtype: reserved; set rollout.dtype",
+    ),
+    (
+        {"rollout__engine_kwargs": {"skip_tokenizer_init": False}},
+        "skip_tokenizer_init: reserved; always true",
+    ),
     ({"rollout__engine_kwargs": {"block_sise": 16}}, "did you mean block_size"),
     ({"rollout__max_model_len": 4096}, "rollout.max_model_len: 4096 is more than the model's 512 positions"),
     ({"sampling__max_tokens": 512}, "sampling.max_tokens: responses of 512 tokens leave no room"),

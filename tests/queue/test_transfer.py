@@ -16,8 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.queue.rows import decode, encode
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.queue.transfer import QueueReader, QueueWriter, bounded, decode, encode, start_queue
+from megarl.queue.transfer import QueueReader, QueueWriter, bounded, start_queue
 from tests.support import pool as _tokens  # noqa: F401  (one Ray access token for this process)
 
 float32 = st.floats(width=32, allow_nan=False, max_value=0.0)
