@@ -1,14 +1,14 @@
-"""Saving and loading a run's trainer state, against plain sequential I/O; and what a save costs the step.
+"""Saving and loading a run's trainer state, compared with plain sequential I/O, and the slow-down of steps by a save.
 
     python benchmarks/checkpoint.py [--json FILE] [--dir DIR] [--rounds N]
 
-- save: `Checkpointer.save` until the checkpoint is complete (copy, shards, digests, manifest, rename, all fsynced)
-  against a plain sequential write of as many bytes with fsync, in the same directory.
-- load: verification of every digest plus the load into model and optimizer, against a plain sequential read of the same
-  files. Before each of the two the files are dropped from the page cache.
-- stall: the time of updates during which one asynchronous save starts and ends, against as many without a save.
+- save: `Checkpointer.save` until the checkpoint is complete (copy, shards, digests, manifest, rename, all fsynced),
+  compared with a plain sequential write of as many bytes with fsync in the same directory.
+- load: verification of every digest and the load into model and optimizer, compared with a plain sequential read of the
+  same files. Before each of the two the files are dropped from the page cache.
+- stall: the time of updates during which one asynchronous save starts and ends, compared with as many without a save.
 
-One trainer rank, fp32: weights, master weights and both of Adam's moments. Numbers are medians of alternating rounds.
+One trainer rank in fp32: weights, master weights and both of Adam's moments. Numbers are medians of alternating rounds.
 """
 
 from __future__ import annotations
@@ -20,21 +20,27 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+
+if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
+    from megarl.checkpoint.format.manifest import Manifest
+    from megarl.checkpoint.save.checkpointer import Checkpointer
+    from megarl.trainer.policy import Policy, TrainSample
 
 CHUNK = 8 * 2**20
 BOUNDS = {"save": 0.5, "load": 0.5, "stall": 0.10}
 RESPONSE = 8
 
 
-def make_policy(directory: Path, args: argparse.Namespace) -> tuple[Any, list[Any]]:
-    """A policy of about `--hidden`^2 x 12 x `--layers` parameters, and the samples of one update."""
+def make_policy(directory: Path, args: argparse.Namespace) -> tuple[Policy, list[TrainSample]]:
+    """Make a policy of about `--hidden`^2 x 12 x `--layers` parameters, and the samples of one update."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from megarl.config.schema import Config
@@ -77,14 +83,15 @@ def make_policy(directory: Path, args: argparse.Namespace) -> tuple[Any, list[An
 
 
 def drop_cache(paths: list[Path]) -> None:
-    """Have the kernel forget the files' pages; they are on the disk already."""
+    """Drop the files from the page cache; they are already on the disk."""
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def timed(function: Any, *arguments: Any, **options: Any) -> float:
+def timed(function: Callable[..., object], *arguments: object, **options: object) -> float:
+    """Return the seconds of one call."""
     started = time.perf_counter()
     function(*arguments, **options)
     return time.perf_counter() - started
@@ -105,7 +112,8 @@ def plain_read(paths: list[Path]) -> None:
                 pass
 
 
-def verify_and_load(policy: Any, path: Path, manifest: Any) -> None:
+def verify_and_load(policy: Policy, path: Path, manifest: Manifest) -> None:
+    """Check every digest of a checkpoint and load it, as a resume does."""
     from megarl.checkpoint.format.manifest import check_files
     from megarl.checkpoint.save.checkpointer import load_trainer_state
     from megarl.checkpoint.save.training_state import trainer_numbers
@@ -115,11 +123,11 @@ def verify_and_load(policy: Any, path: Path, manifest: Any) -> None:
     load_trainer_state(policy, path, trainer_numbers(policy), with_rng=True)
 
 
-def measure_disk(policy: Any, checkpointer: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rounds of: plain write, save, plain read, verify and load."""
+def measure_disk(policy: Policy, checkpointer: Checkpointer, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure rounds of save, plain write, plain read, verify and load; return the rows of the report."""
     from megarl.checkpoint.format.manifest import Manifest
 
-    block = os.urandom(CHUNK)  # nothing that a file system could shrink
+    block = os.urandom(CHUNK)  # random bytes, which no file system can compress
     seconds: dict[str, list[float]] = {"write": [], "save": [], "read": [], "load": []}
     size = 0
     for number in range(args.rounds):
@@ -152,8 +160,10 @@ def measure_disk(policy: Any, checkpointer: Any, args: argparse.Namespace) -> li
     return rows
 
 
-def window(policy: Any, samples: list[Any], checkpointer: Any, updates: int, save: int | None) -> list[float]:
-    """Seconds of each update; those that planning a save takes belong to the first."""
+def window(
+    policy: Policy, samples: list[TrainSample], checkpointer: Checkpointer, updates: int, save: int | None
+) -> list[float]:
+    """Return the seconds of each update; the start of a save at step `save` counts as part of the first one."""
     ends = [time.perf_counter()]
     if save is not None:
         checkpointer.save(save, {})
@@ -164,8 +174,10 @@ def window(policy: Any, samples: list[Any], checkpointer: Any, updates: int, sav
     return [end - begin for begin, end in pairwise(ends)]
 
 
-def measure_stall(policy: Any, samples: list[Any], checkpointer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Alternating windows of `--window` updates, without a save and with one that starts before the first of them."""
+def measure_stall(
+    policy: Policy, samples: list[TrainSample], checkpointer: Checkpointer, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Measure alternating windows of `--window` updates, without a save and with one that starts before the first."""
     policy.update(samples)
     windows: dict[bool, list[float]] = {False: [], True: []}
     longest: dict[bool, list[float]] = {False: [], True: []}
@@ -200,7 +212,7 @@ def measure_stall(policy: Any, samples: list[Any], checkpointer: Any, args: argp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--dir", type=Path, help="where to write (default: the system's temporary directory)")
+    parser.add_argument("--dir", type=Path, help="directory to write to (default: the system's temporary directory)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)

@@ -1,12 +1,13 @@
-"""Checkpoint conversion against `cp -r` of the same bytes: speed, dense and mixture of experts, and private memory.
+"""Checkpoint conversion compared with `cp -r` of the same bytes: speed and private memory, for dense and MoE models.
 
     python benchmarks/convert.py [--json FILE] [--layers N] [--rounds N] [--workers N] [--dir DIR]
     python benchmarks/convert.py --layers 8 --rounds 1     # about 2 GB, for a quick look
 
-Generated bf16 weights: `dense` in the real shape of a 4B model (36 layers, 8.0 GB), `moe` with the 18,867 tensors of a
-30B-A3B (48 layers, 128 experts) at a width that gives 8.4 GB. Medians of alternating runs; before each, everything is
-synced and the caches are dropped. Ours counts from process start to exit, with fsync; `cp` counts with `sync`.
-Memory is measured in runs of its own: anonymous and shared pages of all processes of the tree.
+The bf16 weights are generated: `dense` in the real shape of a 4B model (36 layers, 8.0 GB), `moe` with the 18,867
+tensors of a 30B-A3B (48 layers, 128 experts) at a width that gives 8.4 GB. Numbers are medians of alternating runs;
+before each run everything is synced and the caches are dropped. A conversion is timed from process start to exit,
+fsync included; `cp` is timed with `sync`. Memory is measured in separate runs: the anonymous and shared pages of all
+processes of the tree.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megarl.models.safetensors_io import SafetensorsWriter, TensorHeader, write_
 from megarl.models.shards import table
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMAND_TIMEOUT_S = 3600.0  # a hang ends; the slowest command takes minutes
+COMMAND_TIMEOUT_S = 3600.0  # ends a command that hangs; the slowest one takes minutes
 SPEED_BOUND, MOE_BOUND, MEMORY_BOUND_GIB = 2.0, 1.5, 1.5
 DENSE_LAYERS, MOE_LAYERS = 36, 48
 
@@ -56,7 +57,7 @@ class Result:
 
 
 def dense_config(layers: int) -> dict[str, Any]:
-    """Qwen3-4B."""
+    """Return the config.json of Qwen3-4B with `layers` layers."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -76,7 +77,7 @@ def dense_config(layers: int) -> dict[str, Any]:
 
 
 def moe_config(layers: int) -> dict[str, Any]:
-    """Qwen3-30B-A3B, narrower."""
+    """Return the config.json of a narrower Qwen3-30B-A3B with `layers` layers."""
     return {
         **dense_config(layers),
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -94,7 +95,7 @@ def moe_config(layers: int) -> dict[str, Any]:
 
 
 def generate(directory: Path, config: dict[str, Any]) -> ModelInfo:
-    """Random bf16 weights of the config's shape, in files of 4 GiB; no tokenizer."""
+    """Write random bf16 weights of the config's shape in files of 4 GiB, without a tokenizer."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
     info = info_from_config(config)
@@ -112,7 +113,7 @@ def generate(directory: Path, config: dict[str, Any]) -> ModelInfo:
         for offset, spec in enumerate(part):
             count = torch.Size(spec.shape).numel()
             whole = noise.repeat(-(-count // len(noise))) if count > len(noise) else noise
-            # Another place in the noise for each tensor: no two are equal.
+            # Each tensor starts at another place in the noise, so that no two are equal.
             start = (offset * 7919 + number * 104729) % max(1, len(whole) - count)
             writer.write(spec.name, whole[start : start + count].view(spec.shape))
         writer.close()
@@ -122,7 +123,7 @@ def generate(directory: Path, config: dict[str, Any]) -> ModelInfo:
 
 
 def drop_caches(paths: Sequence[Path]) -> str:
-    """Sync and forget the page cache; says how."""
+    """Sync and drop the page cache; return the method that was used."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3\n")
@@ -136,7 +137,7 @@ def drop_caches(paths: Sequence[Path]) -> str:
 
 
 def timed(command: Sequence[str], out: Path) -> float:
-    """Seconds of a command that makes `out`."""
+    """Return the seconds of a command that makes `out`."""
     shutil.rmtree(out, ignore_errors=True)
     began = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=_environment(), timeout=COMMAND_TIMEOUT_S)
@@ -151,14 +152,17 @@ def copy_command(source: Path, out: Path) -> list[str]:
     return ["sh", "-c", f"cp -r --reflink=never '{source}' '{out}' && sync"]
 
 
-def convert_command(*arguments: Any) -> list[str]:
+def convert_command(*arguments: object) -> list[str]:
     return [sys.executable, str(ROOT / "tools/checkpoint/convert.py"), *map(str, arguments)]
 
 
 def against_copy(
     name: str, source: Path, out: Path, command: list[str], args: argparse.Namespace
 ) -> tuple[Result, dict[str, float]]:
-    """Alternating cold runs of `command` and a copy of its source; then one warm run of each."""
+    """Run `command` and a copy of its source alternately with cold caches, then each once with warm caches.
+
+    Returns the result, and the seconds and the seconds per byte of the conversion.
+    """
     copied, converted = [], []
     copy = out.with_name("copy")
     for _ in range(args.rounds):
@@ -186,7 +190,7 @@ def against_copy(
 
 
 def private_memory(command: list[str], out: Path, largest: int, name: str) -> Result:
-    """Peak of anonymous + shared pages over the process tree, above the largest fused tensor."""
+    """Measure the peak of anonymous + shared pages of the process tree, minus the bytes of the largest fused tensor."""
     shutil.rmtree(out, ignore_errors=True)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=_environment())
     peak = {"private": 0, "file": 0}
@@ -214,6 +218,7 @@ def private_memory(command: list[str], out: Path, largest: int, name: str) -> Re
 
 
 def _tree_memory(pid: int) -> tuple[int, int]:
+    """Return the bytes of (private and shared, file-mapped) pages of a process and its descendants."""
     private = mapped = 0
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
@@ -231,14 +236,14 @@ def _tree_memory(pid: int) -> tuple[int, int]:
 
 
 def largest_tensor(info: ModelInfo) -> int:
-    """Bytes of the largest Megatron parameter, bf16."""
+    """Return the bytes of the largest Megatron parameter in bf16."""
     return max(2 * torch.Size(entry.shard_shape(0, 1)).numel() for entry in table(info).values())
 
 
 def measure(
     name: str, config: dict[str, Any], work: Path, args: argparse.Namespace
 ) -> tuple[list[Result], list[float]]:
-    """Speed and memory of one model; the seconds per byte of import and export."""
+    """Measure speed and memory of one model; return the results and the seconds per byte of import and export."""
     source, megatron, out = work / "hf", work / "megatron", work / "exported"
     info = generate(source, config)
     forward = convert_command("import", "--hf", source, "--out", megatron, "--workers", args.workers)
@@ -259,12 +264,12 @@ def measure(
 
 
 def show(result: Result) -> None:
-    verdict = "ok" if result.ok else "ABOVE ITS BOUND"
-    print(f"{result.name}: {result.ratio:.2f} (bound {result.bound}) {verdict}  {_short(result.details)}", flush=True)
+    state = "ok" if result.ok else "ABOVE ITS BOUND"
+    print(f"{result.name}: {result.ratio:.2f} (bound {result.bound}) {state}  {_short(result.details)}", flush=True)
 
 
 def _short(details: dict[str, Any]) -> str:
-    def text(value: Any) -> str:
+    def text(value: object) -> str:
         if isinstance(value, list):
             return "/".join(map(text, value))
         return f"{value:.2f}" if isinstance(value, float) else str(value)
@@ -275,10 +280,10 @@ def _short(details: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--layers", type=int, default=DENSE_LAYERS, help="of the dense model; the other scales with it")
+    parser.add_argument("--layers", type=int, default=DENSE_LAYERS, help="of the dense model; moe scales with it")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=4, help="as the converter's own default")
-    parser.add_argument("--dir", type=Path, help="where up to 26 GB go (default: a temporary directory)")
+    parser.add_argument("--workers", type=int, default=4, help="default: the converter's own default")
+    parser.add_argument("--dir", type=Path, help="directory for up to 26 GB (default: a temporary directory)")
     parser.add_argument("--only", choices=["dense", "moe"])
     args = parser.parse_args()
     moe_layers = max(1, args.layers * MOE_LAYERS // DENSE_LAYERS)

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""First thing to run where a CUDA device is: the trainer's GPU path on one device, against transformers on the CPU.
+"""A first test on a machine with a CUDA device: the trainer on one GPU, compared with transformers on the CPU.
 
     python benchmarks/gpu_smoke.py [--json FILE] [--device cuda|cpu] [--steps N]
 
-A small seeded Qwen3, one rank: log-probs of the policy in fp32 and in bf16 against transformers in fp32 on the CPU,
-a few updates on one batch (the loss has to fall), and the time of an update. Prints the device's name, for docs/gpu.md.
-`--device cpu` runs the same through the CPU platform, which is how this script itself is tested.
+A small seeded Qwen3 on one rank: compares the policy's log-probs in fp32 and in bf16 with transformers in fp32 on the
+CPU, runs a few updates on one batch (the loss has to decrease), and measures the time of an update. Prints the device's
+name, for docs/gpu.md. `--device cpu` runs the same on the CPU platform, which tests this script itself.
+
+Shape suffixes: R response tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-# Max |log-prob difference|: fp32 on a GPU may sum in another order; the random model amplifies bf16 rounding.
+# Largest |log-prob difference|: in fp32 a GPU sums in another order; the random model amplifies bf16 rounding.
 BOUNDS = {"fp32": 1e-3, "bf16": 0.3}
 VOCABULARY = 512
 
 
 def make_model(directory: Path) -> None:
-    """A seeded random Qwen3 in Hugging Face format."""
+    """Write a seeded random Qwen3 in Hugging Face format."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -41,27 +43,30 @@ def make_model(directory: Path) -> None:
 
 
 def make_batch(count: int = 32) -> list[tuple[list[int], list[int]]]:
-    """Ragged (prompt, response) token ids."""
+    """Return `count` pairs of prompt and response token ids of different lengths."""
     generator = torch.Generator().manual_seed(1)
     draw = lambda n: torch.randint(1, VOCABULARY, (n,), generator=generator).tolist()  # noqa: E731
     return [(draw(4 + i % 7), draw(8 + 3 * (i % 11))) for i in range(count)]
 
 
 def reference_logprobs(directory: Path, batch: list[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
-    """Of every response token, by transformers in fp32 on the CPU; computed before any platform is activated."""
+    """Return each sample's log-probs, float32 [R], by transformers in fp32 on the CPU.
+
+    Has to be called before a platform is activated.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     results = []
     with torch.no_grad():
         for prompt, response in batch:
-            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-            results.append(logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0])
+            logits_RV = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+            results.append(logits_RV.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0])
     return results
 
 
 def run(precision: str, directory: Path, reference: list[torch.Tensor], steps: int) -> dict[str, Any]:
-    """Build the policy, compare, update; needs an initialised process group."""
+    """Build the policy, compare its log-probs and run updates; needs an initialised process group."""
     from megarl import platforms
     from megarl.config.schema import Config
     from megarl.models.layout import Layout
@@ -121,7 +126,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        sys.stderr.write("gpu_smoke: no CUDA device; --device cpu runs the same through the CPU platform\n")
+        sys.stderr.write("gpu_smoke: no CUDA device; --device cpu runs the same on the CPU platform\n")
         return 2
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

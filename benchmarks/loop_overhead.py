@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Loop overhead of a run: everything outside engine time, forward/backward, optimizer and weight sync.
+"""Loop overhead of a run: the time outside engine, forward/backward, optimizer and weight sync.
 
-Queue, rewards, Ray, planning and logging are all in it. Read from the metrics that the run itself wrote:
+It contains queue, rewards, Ray, planning and logging, and is read from the metrics that the run wrote:
 
     make quickstart && .venv/bin/python benchmarks/loop_overhead.py --run runs/quickstart --json overhead.json
 
-Reference of the ratio: the wall time of the same steps. The first step is left out (the first token of an engine
-compiles); medians over the rest.
+The ratio is relative to the wall time of the same steps. Numbers are medians over all steps but the first, in which
+the engine compiles.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ SECONDS_BOUND = 0.300
 
 
 def read_steps(run_dir: Path) -> list[dict[str, float]]:
-    """Records of metrics.jsonl that are training steps, in order. ValueError if there are fewer than three."""
+    """Return the training steps of metrics.jsonl in order; raises ValueError if there are fewer than three."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [record for record in map(json.loads, lines) if "time/overhead" in record]
     if len(steps) < 3:
-        raise ValueError(f"{run_dir}: {len(steps)} steps recorded, at least 3 are needed")
+        raise ValueError(f"{run_dir}: {len(steps)} steps recorded, at least 3 are needed; run more steps")
     return steps
 
 
 def measure(steps: list[dict[str, float]]) -> list[dict[str, Any]]:
-    """Rows of name, ratio, bound, ok, details."""
+    """Return the rows of the report: name, ratio, bound, ok, details."""
     rest = steps[1:]
     share = statistics.median(step["time/overhead"] / step["time/step"] for step in rest)
     seconds = statistics.median(step["time/overhead"] for step in rest)

@@ -1,12 +1,14 @@
-"""Forward + log-probs + backward on ragged sequences, against plain transformers on the padded batch.
+"""Forward + log-probs + backward on sequences of different lengths, compared with transformers on the padded batch.
 
     python benchmarks/train_throughput.py [--json FILE] [--device cpu|cuda] [--rounds N]
 
-Both sides hold the same weights and sequences, use the same number of threads and the same token budget per
-micro-batch (megarl packs real tokens into it, transformers padded rows), and are checked to compute the same log-probs
-before anything is timed. megarl runs its real update path up to the optimizer: clipped loss, entropy metric and DDP
-gradient buffers included. transformers gets the cheapest loss there is: the log-probs, weighted and summed.
-Numbers are medians of alternating runs; a token is useful if it is not padding.
+Both sides have the same weights, sequences, number of threads and token budget per micro-batch (megarl packs real
+tokens into it, transformers padded rows). Before the measurement their log-probs are checked to be equal. megarl runs
+its real update path up to the optimizer, with clipped loss, entropy metric and DDP gradient buffers. transformers uses
+the cheapest possible loss: the sum of the log-probs. Numbers are medians of alternating runs; a token is useful if it
+is not padding.
+
+Shape suffixes: S sequences of a micro-batch, L tokens of a padded sequence, R of a padded response, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,28 +22,33 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+
+if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
+    from megarl.trainer.batch import TrainSample
 
 PROMPT = 8
 
 
 @dataclass(frozen=True)
 class Scenario:
+    """Lengths of whole sequences in tokens, and the lower bound of the ratio."""
+
     name: str
-    lengths: list[int]  # of whole sequences
+    lengths: list[int]
     bound: float
 
 
 def scenarios(sequences: int, longest: int) -> list[Scenario]:
-    """Lengths spread evenly so that half of the padded batch is padding; and all equally long."""
+    """Return a scenario of evenly spread lengths, which is half padding as a batch, and one of equal lengths."""
     shortest = 2 * PROMPT
     step = (longest - shortest) / (sequences - 1)
     spread = [round(shortest + step * number) for number in range(sequences)]
-    # The evenly spread mean is a little above one half: shorten all but the longest.
+    # The mean of evenly spread lengths is a little above one half: shorten all but the longest.
     surplus = sum(spread) - sequences * longest // 2
     for number in range(sequences - 1):
         spread[number] -= min(spread[number] - PROMPT - 1, round(surplus / (sequences - 1)))
@@ -67,7 +74,7 @@ def make_model(directory: Path, args: argparse.Namespace) -> None:
 
 
 class Padded:
-    """transformers, in micro-batches of as many padded rows as fit the token budget."""
+    """transformers, with micro-batches of as many padded rows as fit the token budget."""
 
     def __init__(self, directory: Path, args: argparse.Namespace, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
@@ -77,26 +84,26 @@ class Padded:
         self.model.to(device).train()
         self.budget, self.device = args.micro_batch_tokens, device
 
-    def run(self, samples: list[Any], backward: bool = True) -> list[torch.Tensor]:
-        """Log-probs per sample; with `backward`, gradients of their sum."""
+    def run(self, samples: list[TrainSample]) -> list[torch.Tensor]:
+        """Compute the gradients of the sum of all log-probs; return the log-probs of each sample, float32."""
         results: list[torch.Tensor] = []
         longest = max(sample.length for sample in samples)
         rows = max(1, self.budget // longest)
         self.model.zero_grad()
         for start in range(0, len(samples), rows):
             part = samples[start : start + rows]
-            ids = torch.zeros((len(part), longest), dtype=torch.int64)
-            mask = torch.zeros((len(part), longest), dtype=torch.int64)
+            ids_SL = torch.zeros((len(part), longest), dtype=torch.int64)
+            mask_SL = torch.zeros((len(part), longest), dtype=torch.int64)
             for row, sample in enumerate(part):
-                ids[row, : sample.length] = torch.tensor(sample.prompt_ids + sample.response_ids)
-                mask[row, : sample.length] = 1
-            ids, mask = ids.to(self.device), mask.to(self.device)
-            logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, PROMPT - 1 : -1]
-            logprobs = torch.log_softmax(logits.float(), dim=-1).gather(2, ids[:, PROMPT:, None]).squeeze(2)
-            kept = mask[:, PROMPT:]
-            if backward:
-                (logprobs * kept).sum().backward()
-            results += [row[: s.length - PROMPT].detach().cpu() for row, s in zip(logprobs, part, strict=True)]
+                ids_SL[row, : sample.length] = torch.tensor(sample.prompt_ids + sample.response_ids)
+                mask_SL[row, : sample.length] = 1
+            ids_SL, mask_SL = ids_SL.to(self.device), mask_SL.to(self.device)
+            output = self.model(input_ids=ids_SL, attention_mask=mask_SL, use_cache=False)
+            logits_SRV = output.logits[:, PROMPT - 1 : -1]
+            logprobs_SRV = torch.log_softmax(logits_SRV.float(), dim=-1)
+            logprobs_SR = logprobs_SRV.gather(2, ids_SL[:, PROMPT:, None]).squeeze(2)
+            (logprobs_SR * mask_SL[:, PROMPT:]).sum().backward()
+            results += [row[: s.length - PROMPT].detach().cpu() for row, s in zip(logprobs_SR, part, strict=True)]
         return results
 
 
@@ -127,15 +134,16 @@ class Packed:
         )
         self.policy = Policy(config, Layout(), load_info(directory))
 
-    def logprobs(self, samples: list[Any]) -> list[torch.Tensor]:
+    def logprobs(self, samples: list[TrainSample]) -> list[torch.Tensor]:
+        """Return the log-probs of each sample."""
         return [result.logprobs_R for result in self.policy.compute_logprobs(samples)]
 
-    def run(self, samples: list[Any]) -> None:
-        """`Policy.update` without the optimizer."""
+    def run(self, samples: list[TrainSample]) -> None:
+        """Run `Policy.update` without the optimizer."""
         self.policy.compute_gradients(samples)
 
 
-def make_samples(lengths: list[int], vocab: int) -> list[Any]:
+def make_samples(lengths: list[int], vocab: int) -> list[TrainSample]:
     from megarl.trainer.batch import TrainSample
 
     generator = torch.Generator().manual_seed(1)
@@ -147,7 +155,8 @@ def make_samples(lengths: list[int], vocab: int) -> list[Any]:
     return samples
 
 
-def timed(function: Callable[[], Any], device: torch.device, clock: str) -> float:
+def timed(function: Callable[[], object], device: torch.device, clock: str) -> float:
+    """Return the seconds of one call, by wall or processor time."""
     now = time.process_time if clock == "cpu" else time.perf_counter
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -161,6 +170,7 @@ def timed(function: Callable[[], Any], device: torch.device, clock: str) -> floa
 def measure(
     scenario: Scenario, packed: Packed, padded: Padded, args: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
+    """Compare and time both sides in one scenario; return the row of the report."""
     samples = make_samples(scenario.lengths, args.vocab)
     own, plain = packed.logprobs(samples), padded.run(samples)
     for sample, logprobs in zip(samples, own, strict=True):
@@ -168,7 +178,7 @@ def measure(
     worst = max(float((a - b).abs().max()) for a, b in zip(own, plain, strict=True))
     limit = 1e-4 if device.type == "cpu" else 0.3
     if worst > limit:
-        raise SystemExit(f"{scenario.name}: the two sides differ by {worst} in a log-prob: nothing to compare")
+        raise SystemExit(f"{scenario.name}: the two sides differ by {worst} in a log-prob, more than {limit}")
     packed.run(samples)
     ours, theirs = [], []
     for _ in range(args.rounds):
@@ -223,7 +233,7 @@ def main() -> None:
 
     platform = platforms.activate()
     if platform.device.type != args.device:
-        raise SystemExit(f"--device {args.device}, but megarl runs on {platform.device} here")
+        raise SystemExit(f"--device {args.device}: megarl runs on {platform.device} here, give that device")
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

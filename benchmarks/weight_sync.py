@@ -1,17 +1,19 @@
-"""Weight sync, TP2 trainer to one vLLM engine, against the sum of its bare parts measured in the same run.
+"""Weight sync from a TP2 trainer to one vLLM engine, compared with the sum of its parts measured in the same run.
 
     python benchmarks/weight_sync.py [--json FILE] [--runs N] [--bucket-mb M]
 
-Reference = bare gather (walking the exporter) + bare broadcast of the same bytes at its best bucket size + vLLM's plain
-load of the same tensors already in its memory. The sync is timed with and without digests (their cost is the
-difference). All of it alternates in one run, every process has one thread; medians are compared. Memory: private
-bytes (smaps_rollup) above what each process held before it joined the weight-sync group, at their peak over several
-syncs.
+The reference is the sum of three parts: a gather (iterating over the exporter), a broadcast of the same bytes at its
+best bucket size, and vLLM's load of the same tensors from its own memory. The sync is timed with and without digests,
+whose cost is the difference. All measurements alternate in one run with one thread per process, and medians are
+compared. Memory is the peak of each process's private bytes (smaps_rollup) over several syncs, minus those before it
+joined the weight-sync group.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib
 import json
 import os
 import statistics
@@ -20,8 +22,17 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
+    from megarl.models.export import HFExporter
+    from megarl.weights.transport import Group
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -29,7 +40,7 @@ if str(ROOT) not in sys.path:
 
 RATIO_BOUND = 1.5
 DIGEST_BOUND = 0.25
-# 128 M parameters; the (tied) embedding is larger than a bucket.
+# 128 M parameters; the tied embedding is larger than a bucket.
 DIMS = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -64,7 +75,7 @@ def main() -> int:
 
 
 def run_world(directory: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Make the model, run the two ranks, and watch their memory from outside."""
+    """Make the model, run the two ranks and watch their memory from this process; return times and memory."""
     from tests.support.tiny import make_tiny_model
 
     make_tiny_model(directory / "model", family="qwen3", std=0.02, **DIMS)
@@ -88,7 +99,7 @@ def run_world(directory: Path, options: argparse.Namespace) -> tuple[dict[str, A
 
 
 class MemoryWatcher:
-    """Samples the private bytes of each process, between the marks that the ranks write as files."""
+    """A thread that samples the private bytes of each process in the phases that the ranks announce by files."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -103,7 +114,7 @@ class MemoryWatcher:
         self._thread.join(10)
 
     def peaks(self) -> dict[str, int]:
-        """Bytes above idle, by process."""
+        """Return the bytes above the phase `idle`, by process."""
         return {name: self._peak[name] - self._idle[name] for name in self._peak}
 
     def _watch(self) -> None:
@@ -120,7 +131,7 @@ class MemoryWatcher:
 
 
 def private_bytes(pid: int) -> int:
-    """Private_Clean + Private_Dirty of a process; 0 if it is gone."""
+    """Return Private_Clean + Private_Dirty of a process in bytes; 0 if it has ended."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -130,30 +141,33 @@ def private_bytes(pid: int) -> int:
 
 
 class WorkerExtension:
-    """Methods added to the engine's worker: the bare parts of a sync, on its side."""
+    """Methods that vLLM adds to the engine's worker: the engine's side of a sync's parts."""
+
+    model_runner: Any  # these attributes belong to vLLM's worker
+    vllm_config: Any
+    weight_transfer_engine: Any
 
     def bench_pid(self) -> int:
         return os.getpid()
 
     def bench_broadcast(self, bucket_bytes: int, total: int) -> float:
-        return bare_broadcast(self.weight_transfer_engine._receiver.group, bucket_bytes, total)  # type: ignore[attr-defined]
+        return bare_broadcast(self.weight_transfer_engine._receiver.group, bucket_bytes, total)
 
     def bench_load(self, path: str) -> float:
-        """Seconds of vLLM's own reload of tensors that are already in memory, in the file's order of layers."""
-        import torch
+        """Return the seconds of vLLM's reload of tensors that are already in memory, in the order of the layers."""
         from safetensors.torch import load_file
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         if getattr(self, "_bench_tensors", None) is None:
             tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-            self._bench_tensors: Any = sorted(tensors.items(), key=lambda item: layer_order(item[0]))
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+            self._bench_tensors = sorted(tensors.items(), key=lambda item: layer_order(item[0]))
+        model = self.model_runner.get_model()
         start = time.perf_counter()
-        with torch.no_grad(), set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
             model.load_weights(self._bench_tensors)
-            finalize_layerwise_reload(model, self.vllm_config.model_config)  # type: ignore[attr-defined]
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
         return time.perf_counter() - start
 
     def bench_digest(self, on: bool) -> None:
@@ -161,11 +175,7 @@ class WorkerExtension:
 
 
 def switch_digest(module: str, on: bool) -> None:
-    """Replace a module's digest function by one that costs nothing, or put it back."""
-    import importlib
-
-    import torch
-
+    """Restore a module's digest function, or replace it by one that takes no time."""
     from megarl.weights.digest import digest
 
     def nothing(payload: torch.Tensor, *, version: int, bucket: int) -> torch.Tensor:
@@ -175,32 +185,29 @@ def switch_digest(module: str, on: bool) -> None:
 
 
 def layer_order(name: str) -> tuple[int, str]:
+    """Return a sort key by layer: embeddings first, final norm and output layer last."""
     parts = name.split(".")
     return (int(parts[2]) if parts[1] == "layers" else -1 if "embed" in name else 10**6, name)
 
 
-def bare_broadcast(group: Any, bucket_bytes: int, total: int) -> float:
-    """Seconds to broadcast `total` bytes from rank 0, one bucket after another, in one buffer."""
-    import torch
-
-    buffer = torch.ones(bucket_bytes, dtype=torch.uint8)
+def bare_broadcast(group: Group, bucket_bytes: int, total: int) -> float:
+    """Return the seconds to broadcast `total` bytes from rank 0 by one uint8 buffer, bucket after bucket."""
+    buffer_B = torch.ones(bucket_bytes, dtype=torch.uint8)
     group._begin(120.0)
-    group.broadcast(buffer[:1], 0).wait()
+    group.broadcast(buffer_B[:1], 0).wait()
     start = time.perf_counter()
     for offset in range(0, total, bucket_bytes):
-        group.broadcast(buffer[: min(bucket_bytes, total - offset)], 0).wait()
+        group.broadcast(buffer_B[: min(bucket_bytes, total - offset)], 0).wait()
     return time.perf_counter() - start
 
 
 def rank_main(directory: Path, runs: int, bucket_mb: float) -> None:
-    """One of the two trainer ranks; rank 0 also holds the engine's front end."""
+    """Run one of the two trainer ranks; rank 0 also runs the front end of the engine."""
     from datetime import timedelta
 
     from megarl import platforms
 
     platforms.activate()
-    import torch
-
     from megarl.models.export import HFExporter
     from megarl.models.layout import Layout
     from megarl.models.loader import load_hf_weights
@@ -221,9 +228,9 @@ def rank_main(directory: Path, runs: int, bucket_mb: float) -> None:
 
 
 class Bench:
-    def __init__(self, directory: Path, exporter: Any, bucket_mb: float) -> None:
-        import torch
+    """The measurements on one trainer rank; `times` holds the seconds of each, by name."""
 
+    def __init__(self, directory: Path, exporter: HFExporter, bucket_mb: float) -> None:
         from megarl.weights.sender import SyncSettings, WeightSender
 
         self.directory = directory
@@ -235,8 +242,6 @@ class Bench:
         self.times: dict[str, list[float]] = {}
 
     def run(self, runs: int) -> None:
-        import torch
-
         if self.rank == 0:
             from tests.support.live_engine import LiveReplica
 
@@ -262,7 +267,7 @@ class Bench:
             self._switch_digest(True)
             self._time("gather", self._gather)
             for size in BROADCAST_MB:
-                self._time(f"broadcast {size} MiB", lambda size=size: self._broadcast(size * 2**20))
+                self._time(f"broadcast {size} MiB", partial(self._broadcast, size * 2**20))
             self._time("load", lambda: self._worker("bench_load", str(self.directory / "model" / "model.safetensors")))
         if self.rank == 0:
             self._write_results()
@@ -270,8 +275,6 @@ class Bench:
         torch.distributed.barrier()
 
     def _publish(self, times: int, version: int, name: str = "sync") -> int:
-        import torch
-
         for _ in range(times):
             version += 1
             torch.distributed.barrier()
@@ -298,58 +301,48 @@ class Bench:
             return 0.0
         total = self.sender.plan.total_bytes
         remote = self._worker_future("bench_broadcast", bucket_bytes, total)
+        assert self.sender._group is not None
         own = bare_broadcast(self.sender._group, bucket_bytes, total)
         return max(own, remote.result(120)[0])
 
-    def _worker(self, method: str, *args: Any) -> Any:
+    def _worker(self, method: str, *args: object) -> Any:  # whatever the method of WorkerExtension returns
         return self._worker_future(method, *args).result(300)[0] if self.rank == 0 else 0.0
 
-    def _worker_future(self, method: str, *args: Any) -> Any:
-        import asyncio
-
+    def _worker_future(self, method: str, *args: object) -> Future[list[Any]]:
         return asyncio.run_coroutine_threadsafe(
             self.engine._engine.collective_rpc(method, args=args), self.engine._loop
         )
 
-    def _time(self, name: str, function: Any) -> None:
-        import torch
-
+    def _time(self, name: str, function: Callable[[], float]) -> None:
         torch.distributed.barrier()
         self.times.setdefault(name, []).append(function())
 
     def _phase(self, name: str, seconds: float) -> None:
-        """All ranks rest in this phase for a while."""
-        import torch
-
+        """Announce a phase to the watcher and wait in it with all ranks."""
         torch.distributed.barrier()
         if self.rank == 0:
-            temporary = self.directory / "phase.new"
-            temporary.write_text(name)
-            temporary.rename(self.directory / "phase")
+            (self.directory / "phase.new").write_text(name)
+            (self.directory / "phase.new").rename(self.directory / "phase")
         time.sleep(seconds)
         torch.distributed.barrier()
 
     def _write_pids(self) -> None:
-        import torch
-
         pids: list[Any] = [None, None]
         torch.distributed.all_gather_object(pids, os.getpid())
         if self.rank == 0:
             names = {"trainer rank 0": pids[0], "trainer rank 1": pids[1], "engine": self._worker("bench_pid")}
-            temporary = self.directory / "pids.new"
-            temporary.write_text(json.dumps(names))
-            temporary.rename(self.directory / "pids.json")
+            (self.directory / "pids.new").write_text(json.dumps(names))
+            (self.directory / "pids.new").rename(self.directory / "pids.json")
 
     def _write_results(self) -> None:
         plan = self.sender.plan
         sizes = {spec.name: spec.nbytes for spec in plan.specs}
         fused: dict[str, int] = {}
         for name, nbytes in sizes.items():
-            module = (
-                name.rsplit(".", 2)[0] if any(f".{p}_proj." in name for p in ("q", "k", "v", "gate", "up")) else name
-            )
+            is_fused = any(f".{part}_proj." in name for part in ("q", "k", "v", "gate", "up"))
+            module = name.rsplit(".", 2)[0] if is_fused else name
             fused[module] = fused.get(module, 0) + nbytes
-        result = {
+        measured = {
             "seconds": {name: statistics.median(values) for name, values in self.times.items()},
             "bytes": plan.total_bytes,
             "buckets": len(plan.buckets),
@@ -357,10 +350,11 @@ class Bench:
             "largest_tensor": max(sizes.values()),
             "largest_module": max(fused.values()),
         }
-        (self.directory / "measured.json").write_text(json.dumps(result))
+        (self.directory / "measured.json").write_text(json.dumps(measured))
 
 
 def make_rows(measured: dict[str, Any], memory: dict[str, int]) -> list[dict[str, Any]]:
+    """Return the rows of the report: name, ratio, bound, ok, details."""
     seconds = measured["seconds"]
     broadcasts = {name: value for name, value in seconds.items() if name.startswith("broadcast")}
     best = min(broadcasts, key=broadcasts.__getitem__)

@@ -1,4 +1,4 @@
-"""The errors that cross packages: a user's mistake, a failed conversion, a failed pool, a failed weight sync."""
+"""Exceptions that several packages raise or catch: of configs, conversions, the rollout pool and the weight sync."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
-    """One or several problems of a configuration; `problems` holds one line each, key first."""
+    """One or several problems of a configuration.
+
+    Attributes:
+        problems: one line per problem, beginning with the config key.
+        source: the file that was read; empty if the config came from elsewhere.
+    """
 
     def __init__(self, problems: Sequence[str], source: str = "") -> None:
         self.problems = list(problems)
@@ -20,14 +25,14 @@ class ConfigError(ValueError):
 
 
 class ConversionError(ValueError):
-    """A conversion cannot go on; the message names the file and the remedy."""
+    """A conversion cannot continue; the message names the file and the remedy."""
 
 
 class RolloutError(RuntimeError):
-    """The pool cannot go on; the message names the part that failed and why."""
+    """The rollout pool cannot continue; the message names the part that failed and the reason."""
 
 
-class ReplicaFailed(RolloutError):  # noqa: N818  (a fact, not an exception's name: "replica failed")
+class ReplicaFailed(RolloutError):  # noqa: N818
     """One replica died or refused to work; `replica` is its index."""
 
     def __init__(self, replica: int, message: str) -> None:
@@ -39,20 +44,22 @@ class ReplicaFailed(RolloutError):  # noqa: N818  (a fact, not an exception's na
 
 
 class NoReplicaLeft(ReplicaFailed):
-    """The last replica that served has failed."""
+    """The last working replica has failed."""
 
 
 class SupervisorFailed(RolloutError):  # noqa: N818
-    """The supervisor did not start, or is gone."""
+    """The supervisor did not start, or has ended."""
 
 
 class WeightSyncError(RuntimeError):
-    """A sync did not complete, and its version was published nowhere.
+    """A weight sync did not complete; no replica serves its version.
 
     Attributes:
-        version: the version that was being published.
-        failed_members: members or replicas that failed (never those that only lost their peer).
-        needs_restart: replicas between start and finish; their weights are undefined and they must be restarted.
+        version: the version that was to be published.
+        failed_members: members of the sync group or replicas that failed themselves, without those that only lost
+            the connection to a failed member.
+        needs_restart: replicas that had begun to load and did not finish. Their weights are undefined, so they have
+            to be restarted.
     """
 
     def __init__(
@@ -64,17 +71,17 @@ class WeightSyncError(RuntimeError):
         self.needs_restart = tuple(needs_restart)
 
 
-class SyncAborted(WeightSyncError):  # noqa: N818 - a state of the group, raised in every member but the first
-    """Another member failed first; this one was released from its wait."""
+class SyncAborted(WeightSyncError):  # noqa: N818
+    """Another member of the sync failed; raised in the members that were waiting for it."""
 
 
 class PeerTimeout(WeightSyncError):  # noqa: N818
-    """A wait reached its deadline; the message says who waited for whom."""
+    """A wait reached its deadline; the message names the waiting member and the one it waited for."""
 
 
 class ConnectionLost(WeightSyncError):  # noqa: N818
-    """A peer closed its connection in mid-broadcast; somebody else failed, or will be named by the leader."""
+    """A peer closed its connection during a broadcast; the leader reports the member that failed first."""
 
 
 class DigestMismatch(WeightSyncError):  # noqa: N818
-    """A bucket is not what its sender sent; it was not loaded."""
+    """A received bucket differs from the one that was sent; it was not loaded."""

@@ -1,4 +1,4 @@
-"""Where a process's output goes: everything that it and its libraries print, to a file of its own.
+"""Redirects everything that a process and its libraries print to a log file.
 
 File descriptors 1 and 2 are redirected, not only `sys.stdout`, because NCCL, gloo and vLLM write from C++.
 """
@@ -14,7 +14,7 @@ from typing import TextIO
 
 
 def redirect_output(log_file: Path) -> TextIO:
-    """Send this process's stdout, stderr and logging to `log_file`; return the terminal it had before."""
+    """Append this process's stdout, stderr and logging to `log_file`; return a stream to the previous stderr."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

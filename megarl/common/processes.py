@@ -1,8 +1,12 @@
-"""Process identity and clean-up: nothing that a run started may outlive it.
+"""Process identity and clean-up: no process that a run started may outlive the run.
 
-A process is named by (pid, start time): a pid alone may have been reused. Three nets, each enough for most ends:
-PR_SET_PDEATHSIG ties a child to the *thread* that forked it (so arm it only where that thread lives as long as its
-process), a watch thread ties a process to any other one on its host, and `sweep` kills what is left.
+A process is identified by (pid, start time), because the kernel reuses pids. Three mechanisms end the processes of a
+run; most failures are covered by each of them:
+
+- `die_with_parent` (PR_SET_PDEATHSIG) kills a child when the *thread* that forked it ends, so it may be used only
+  where that thread lives as long as its process;
+- `die_with` ends a process when any other process on the same host ends, by a thread that watches it;
+- `sweep` kills the processes that remain.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psutil
@@ -26,14 +30,14 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process that cannot be confused with a later one of the same pid. `start_time` in clock ticks since boot."""
+    """Identifies a process even after its pid was reused; `start_time` is in clock ticks since boot."""
 
     pid: int
     start_time: int
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """ProcessLookupError if there is no such process."""
+        """Return the identity of the process that has `pid`; raises ProcessLookupError if there is none."""
         state = _stat(pid)
         if state is None:
             raise ProcessLookupError(f"no process {pid}")
@@ -41,11 +45,12 @@ class ProcessId:
 
     @classmethod
     def own(cls) -> ProcessId:
+        """Return the identity of this process."""
         return cls.of(os.getpid())
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """(state letter, start time) from /proc, None if the process is gone."""
+    """Return (state letter, start time) from /proc/PID/stat; None if the process does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The command may contain spaces and parentheses: fields start after the last ')'.
@@ -56,15 +61,16 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 
 def is_alive(process: ProcessId) -> bool:
-    """False also for a zombie: it runs nothing any more."""
+    """Tell whether the process still runs; a zombie does not."""
     state = _stat(process.pid)
     return state is not None and state[1] == process.start_time and state[0] not in "ZX"
 
 
 def die_with_parent(expected_parent: int | None = None) -> None:
-    """Ask the kernel for SIGKILL when the thread that forked this process ends. Idempotent.
+    """Let the kernel send this process SIGKILL when the thread that forked it ends. Idempotent.
 
-    `expected_parent`: its pid, default what multiprocessing knows; if it is already gone, exit at once.
+    `expected_parent` is the parent's pid; the default is the parent that multiprocessing recorded, if any. If that
+    process has already ended, this one exits at once with status 1. Raises OSError if the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -77,12 +83,15 @@ def die_with_parent(expected_parent: int | None = None) -> None:
 
 
 def die_with(process: ProcessId, name: str, interval_s: float = 1.0) -> threading.Thread:
-    """Watch `process` (on this host, not necessarily the parent) from a daemon thread; exit when it is gone."""
+    """Start a daemon thread that ends this process and its descendants when `process` ends; return the thread.
+
+    `process` is on the same host but need not be the parent; it is checked every `interval_s` seconds.
+    """
 
     def watch() -> None:
         while is_alive(process):
             time.sleep(interval_s)
-        logger.error("%s (pid %d) is gone: exiting", name, process.pid)
+        logger.error("%s (pid %d) has ended: this process exits", name, process.pid)
         for handler in logging.getLogger().handlers:
             handler.flush()
         kill(descendants(os.getpid()), signal.SIGKILL)
@@ -94,7 +103,10 @@ def die_with(process: ProcessId, name: str, interval_s: float = 1.0) -> threadin
 
 
 def descendants(pid: int) -> set[ProcessId]:
-    """All living descendants of `pid`, itself not included. Orphans have left the tree: record them in time."""
+    """Return all living descendants of `pid`, without `pid` itself.
+
+    A process whose parent has ended is not found: callers that need it have to record it before.
+    """
     children: dict[int, list[int]] = {}
     for candidate in psutil.pids():
         try:
@@ -115,7 +127,7 @@ def descendants(pid: int) -> set[ProcessId]:
 
 
 def kill(processes: Iterable[ProcessId], signal_number: int) -> None:
-    """Signal every one that is still the process it was."""
+    """Send the signal to each process that still runs; a later process with the same pid gets none."""
     for process in processes:
         if is_alive(process):
             try:
@@ -125,7 +137,7 @@ def kill(processes: Iterable[ProcessId], signal_number: int) -> None:
 
 
 def sweep(processes: Iterable[ProcessId], grace_s: float, timeout_s: float = 5.0) -> set[ProcessId]:
-    """SIGTERM, up to `grace_s` later SIGKILL; returns what is still alive `timeout_s` after that."""
+    """Send SIGTERM, then SIGKILL to those alive after `grace_s` seconds; return those alive `timeout_s` later."""
     remaining = set(processes)
     kill(remaining, signal.SIGTERM)
     remaining = _wait_gone(remaining, grace_s)
@@ -134,18 +146,10 @@ def sweep(processes: Iterable[ProcessId], grace_s: float, timeout_s: float = 5.0
 
 
 def _wait_gone(processes: set[ProcessId], timeout_s: float) -> set[ProcessId]:
+    """Wait up to `timeout_s` until all have ended; return those that have not."""
     deadline = time.monotonic() + timeout_s
     while True:
         processes = {process for process in processes if is_alive(process)}
         if not processes or time.monotonic() > deadline:
             return processes
         time.sleep(0.05)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str, interval_s: float = 0.05) -> None:
-    """Poll `condition`; TimeoutError saying `what` was waited for."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
-        time.sleep(interval_s)

@@ -1,8 +1,9 @@
-"""How a run is asked to stop early, and how it says why it ended: RUN_DIR/stop, SIGTERM, RUN_DIR/exit.json.
+"""Stop requests and the exit record of a run: RUN_DIR/stop, SIGTERM, RUN_DIR/exit.json.
 
-A batch script that learns of its time limit writes RUN_DIR/stop (`#SBATCH --signal=B:USR1@N` reaches it alone; a signal
-to torchrun's agent would kill the ranks). Ranks agree on it at the step boundary, save, write exit.json and exit 0. The
-script judges by that file, because a rank's exit code does not survive torchrun's restarts.
+A batch script that receives the signal of its time limit writes RUN_DIR/stop. `#SBATCH --signal=B:USR1@N` signals
+only the script, because a signal to torchrun's agent would kill the ranks. At the next step boundary all ranks agree to
+stop, save, write exit.json and exit with status 0. The script reads the outcome from that file, because torchrun's
+restarts hide the exit codes of the ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Status = Literal["finished", "preempted", "failed"]
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """Content of RUN_DIR/exit.json; `step`: training steps done, or, if preempted, those that are saved."""
+    """Content of RUN_DIR/exit.json; `step` counts the finished training steps, or the saved ones if preempted."""
 
     status: Status
     step: int
@@ -37,7 +38,7 @@ def write_exit(run_dir: Path, record: ExitRecord) -> None:
 
 
 def read_exit(run_dir: Path) -> ExitRecord | None:
-    """None if the run has not said how it ended: it is running, or was killed."""
+    """Return the exit record; None if there is none because the run still runs or was killed."""
     try:
         return ExitRecord(**json.loads((run_dir / EXIT_FILE).read_text()))
     except FileNotFoundError:
@@ -45,14 +46,14 @@ def read_exit(run_dir: Path) -> ExitRecord | None:
 
 
 def ask_to_stop(run_dir: Path, reason: str) -> None:
-    """Make the run save and end at its next step boundary. The first reason stays."""
+    """Request that the run saves and ends at its next step boundary; an earlier request keeps its reason."""
     path = run_dir / STOP_FILE
     if not path.exists():
         path.write_text(reason + "\n")
 
 
 def stop_reason(run_dir: Path) -> str | None:
-    """Why the run was asked to stop; None if it was not."""
+    """Return the reason of the stop request; None if there is no request."""
     try:
         return (run_dir / STOP_FILE).read_text().strip() or "asked to stop"
     except FileNotFoundError:
@@ -60,18 +61,19 @@ def stop_reason(run_dir: Path) -> str | None:
 
 
 def forget(run_dir: Path) -> None:
-    """Remove what an earlier launch in the same directory left; by whoever starts a run, before it starts."""
+    """Remove the stop request and the exit record of an earlier launch; called before a run starts."""
     for name in (STOP_FILE, EXIT_FILE):
         (run_dir / name).unlink(missing_ok=True)
 
 
 class TerminationFlag:
-    """SIGTERM as a wish, not an end. Install it in the main thread after `ray.init`, which sets its own handler."""
+    """A handler by which SIGTERM requests a stop instead of ending the process; `raised` is the request."""
 
     def __init__(self) -> None:
         self.raised = False
 
     def install(self) -> None:
+        """Install the handler. Call it in the main thread and after `ray.init`, which sets its own handler."""
         signal.signal(signal.SIGTERM, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:

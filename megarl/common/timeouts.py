@@ -1,6 +1,9 @@
-"""Margins between two bounds of one wait, so that the inner one, which knows more, speaks first."""
+"""Margins between the timeouts of nested waits.
+
+The inner wait knows the cause of a delay, so it has to end first and report it.
+"""
 
 from __future__ import annotations
 
-# Time that the other ranks grant rank 0 beyond the bound of what it does for them.
+# Seconds that the other ranks wait longer than the timeout of the work that rank 0 does for them.
 GRACE_S = 60.0

@@ -1,8 +1,9 @@
-"""Bytes that a forward pass keeps for its backward pass, by what each module of Megatron-Core saves.
+"""Bytes that a forward pass keeps for its backward pass, counted by the tensors that Megatron-Core's modules save.
 
-Two kinds of model: `fused` is Transformer Engine's layer spec (GPUs), the other is Megatron's own modules
-with megarl's RMSNorm and packed attention. Sizes are per packed token; experts are taken as evenly loaded. Tests
-compare the unfused kind with the tensors that autograd really saves; the fused one is from the source only.
+There are two kinds of model: `fused` is Transformer Engine's layer spec (GPUs), the other kind uses Megatron's own
+modules with megarl's RMSNorm and packed attention. Sizes are per packed token, and the experts are assumed to be evenly
+loaded. Tests compare the unfused kind with the tensors that autograd saves; the fused kind is derived from the source
+only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megarl.models.layout import Layout
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Elements per packed token on one rank; `shard` is the hidden size, split under sequence parallelism."""
+    """Elements per packed token on one rank; `shard` is the hidden size, divided by TP under sequence parallelism."""
 
     hidden: int
     shard: int
@@ -53,7 +54,7 @@ class _Sizes:
 
 
 def saved_per_token(config: Config, info: ModelInfo, layout: Layout, layer: int, fused: bool) -> float:
-    """Bytes per packed token that one layer keeps, under the recompute settings of `megatron.transformer`."""
+    """Return the bytes per packed token that one layer keeps under `megatron.transformer`'s recompute settings."""
     sizes = _Sizes.of(config, info, layout, fused)
     passed = config.megatron.transformer
     selective = passed.get("recompute_granularity") == "selective"
@@ -65,7 +66,7 @@ def saved_per_token(config: Config, info: ModelInfo, layout: Layout, layer: int,
     norm = _norm(sizes, sizes.shard)
     total += norm * (1 if "layernorm" not in modules else 0)
     if not info.is_moe_layer(layer):
-        # The MLP's input is the norm's output, kept by the first linear layer or by the checkpoint around it.
+        # The MLP's input is the norm's output, which the first linear layer keeps, or the recomputed block around it.
         total += sizes.shard * sizes.element + (0 if "mlp" in modules else _mlp(sizes, sizes.ffn))
     else:
         total += sizes.shard * sizes.element
@@ -76,7 +77,7 @@ def saved_per_token(config: Config, info: ModelInfo, layout: Layout, layer: int,
 
 
 def chunk_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int, chunk: int, *, fused: bool) -> float:
-    """Bytes that one micro-batch of `trainer.micro_batch_tokens` keeps in one model chunk."""
+    """Return the bytes that one micro-batch of `trainer.micro_batch_tokens` keeps in one model chunk."""
     tokens = config.trainer.micro_batch_tokens
     sizes = _Sizes.of(config, info, layout, fused)
     layers = list(chunk_layers(info, layout, stage, chunk))
@@ -101,10 +102,10 @@ def chunk_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int, chu
 
 
 def recompute_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int, *, fused: bool) -> float:
-    """What backward recomputes at one time, on top of what forward kept.
+    """Return the bytes that backward recomputes at one time, in addition to those that forward kept.
 
-    By then the output's part is released, and with the method `block`, which recomputes a stage's first layers,
-    also the other layers.
+    At that time the tensors of the output layer are already released. With the method `block`, which recomputes the
+    first layers of a stage, those of the other layers are released as well.
     """
     passed = config.megatron.transformer
     granularity = passed.get("recompute_granularity")
@@ -128,51 +129,49 @@ def recompute_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int,
 
 
 def _output_per_token(sizes: _Sizes) -> float:
-    """Final norm, the hidden states that the chunked log-prob pass keeps, and its few numbers per row."""
+    """Return the bytes of the final norm, and of the hidden states and row statistics that the log-prob pass keeps."""
     return _norm(sizes, sizes.shard) + sizes.hidden * sizes.element + 40
 
 
-def in_flight_chunks(layout: Layout, stage: int, micro_batches: int | None = None) -> int:
-    """Chunk passes of which a rank of `stage` holds activations at the worst moment (1F1B or interleaved)."""
+def in_flight_chunks(layout: Layout, stage: int) -> int:
+    """Return the largest number of chunk passes whose activations a rank of `stage` holds (1F1B or interleaved)."""
     if layout.virtual_pipeline is None:
-        deepest = layout.pipeline - stage
-        return deepest if micro_batches is None else min(deepest, micro_batches)
+        return layout.pipeline - stage
     warmup = (layout.pipeline - stage - 1) * 2 + (layout.virtual_pipeline - 1) * layout.pipeline
-    total = warmup + 1
-    return total if micro_batches is None else min(total, micro_batches * layout.virtual_pipeline)
+    return warmup + 1
 
 
 def peak_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int, *, fused: bool) -> float:
-    """Activations of a rank of `stage` at its worst moment, the pipeline being full of micro-batches."""
+    """Return the largest number of bytes of activations of a rank of `stage`, with a full pipeline."""
     chunks = layout.virtual_pipeline or 1
     sizes = [chunk_bytes(config, info, layout, stage, chunk, fused=fused) for chunk in range(chunks)]
     return sum(sizes) / chunks * in_flight_chunks(layout, stage)
 
 
 def logits_bytes(config: Config, info: ModelInfo, layout: Layout) -> int:
-    """Working set of one chunk of the log-prob pass and its backward, and the output weight's gradient."""
+    """Return the bytes of one chunk of the log-prob pass and its backward, and of the output weight's gradient."""
     columns = padded_vocabulary(info, layout.tensor) // layout.tensor
     element = bytes_per_element(config.trainer.precision)
     rows = min(config.trainer.logprob_chunk_tokens, config.trainer.micro_batch_tokens)
     # fp32 logits, exponentials and gradient, and the matrix product in compute precision, in and out.
     chunk = rows * columns * (3 * FP32 + 2 * element)
-    # The weight's gradient is summed over chunks in fp32; in bf16 each product and the result are tensors
-    # too.
+    # The weight's gradient is summed over chunks in fp32; with bf16 each product and the result are separate tensors.
     weight = columns * info.hidden * (FP32 + (2 * element if element != FP32 else 0))
     return chunk + weight
 
 
 def _norm(sizes: _Sizes, width: int) -> float:
-    """What RMSNorm keeps besides its output: its input, and (unfused) the normalised input."""
+    """Return the bytes that RMSNorm keeps besides its output: of its input, and (unfused) of the normalised input."""
     if sizes.fused:
         return width * sizes.element + FP32
     return width * (FP32 + sizes.element) + FP32
 
 
 def _attention(sizes: _Sizes, info: ModelInfo, recompute_core: bool) -> float:
+    """Return the bytes that grouped-query attention keeps, without its norm."""
     element = sizes.element
     mixed = sizes.q + 2 * sizes.kv  # query, key and value are views of one tensor
-    kept = mixed * element + (sizes.q + sizes.kv) * element  # values; rotated query and key
+    kept = mixed * element + (sizes.q + sizes.kv) * element  # the projection, and the rotated query and key
     if info.qk_norm:
         if sizes.fused:
             kept += (sizes.q + sizes.kv) * element
@@ -181,22 +180,23 @@ def _attention(sizes: _Sizes, info: ModelInfo, recompute_core: bool) -> float:
             kept += sizes.q * element if element == FP32 else 0
     if not sizes.fused:
         kept += 4 * sizes.head * element  # cosines and sines
-    # The output, and (unfused) the sequences' outputs joined for the projection.
+    # The attention's output, and (unfused) the outputs of the sequences concatenated for the projection.
     outputs = 1 if sizes.fused or recompute_core else 2
     return kept + outputs * sizes.q * element + (0 if recompute_core else sizes.q / sizes.head * FP32)
 
 
 def _latent_attention(sizes: _Sizes, mla: LatentAttention, recompute_core: bool) -> float:
+    """Return the bytes that multi-head latent attention keeps, without its input norm."""
     element, split = sizes.element, sizes.hidden // sizes.shard
     heads = sizes.q // sizes.head
     kept = 4.0 * mla.rotated * element  # cosines and sines
     for rank, made in ((mla.query_rank or 0, mla.query_rank or 0), (mla.kv_rank, mla.kv_rank + mla.rotated)):
-        # Norm and the scaled result. In fp32 its input is a view of what was gathered over the tensor-parallel ranks.
+        # Norm and scaled result. In fp32 the norm's input is a view of the tensor gathered over the TP ranks.
         kept += _norm(sizes, rank) / split + rank * element / split
         if not sizes.fused and element == FP32:
             kept += made * FP32 - rank * FP32 / split
     values = heads * mla.value
-    padded = values if sizes.fused or recompute_core else sizes.q  # the fused kernels take one head size
+    padded = values if sizes.fused or recompute_core else sizes.q  # fused attention kernels need equal head sizes
     kept += (2 * sizes.q + padded) * element
     if recompute_core:
         return kept + values * element
@@ -204,11 +204,12 @@ def _latent_attention(sizes: _Sizes, mla: LatentAttention, recompute_core: bool)
 
 
 def _mlp(sizes: _Sizes, width: int) -> float:
-    """Both halves of the first product, and its activation; unfused also the steps between."""
+    """Return the bytes of both halves of the first product and of the activation; unfused also of its steps."""
     return (3 if sizes.fused else 5) * width * sizes.element
 
 
 def _experts(sizes: _Sizes, recompute_activation: bool) -> float:
+    """Return the bytes that the router and the routed experts keep."""
     router = sizes.router * (FP32 + 1) + sizes.routed * 24
     rows = sizes.hidden + (sizes.moe_ffn * (2 if recompute_activation else 3 if sizes.fused else 6))
     return router + sizes.routed * rows * sizes.element

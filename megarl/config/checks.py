@@ -1,6 +1,6 @@
-"""What several sections, the model, the files and the machine have to agree on, before any process starts.
+"""Checks that involve several sections, the model, the files or the machine; they run before any process starts.
 
-Every check yields problems as `key: what is wrong; how to fix it`. Nothing here imports torch or Megatron.
+Every check yields its problems as `key: what is wrong; how to fix it`. Nothing here imports torch or Megatron.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.read_config import load_info
 from megarl.models.source import hf_files, megatron_step
+from megarl.rewards.resolve import SHIPPED
+
+PARQUET_SUFFIXES = (".parquet", ".pq")
 
 Device = Literal["cuda", "cpu"]
 
-# Why sampling in training has to be plain: key of `sampling`, its neutral value.
+# Keys of `sampling` and the values that training needs: others change the distribution that the engine samples from.
 _PLAIN_SAMPLING = {
     "top_p": 1.0,
     "top_k": -1,
@@ -37,7 +40,7 @@ _PLAIN_SAMPLING = {
 
 
 def detect_device() -> Device:
-    """The device path that a run on this machine takes: CUDA needs a GPU and a torch that is built for it."""
+    """Return the device that a run on this machine uses: cuda if there are a GPU and a torch that is built for it."""
     try:
         built_for_cpu = version("torch").endswith("+cpu")
     except PackageNotFoundError:
@@ -46,10 +49,11 @@ def detect_device() -> Device:
 
 
 def check(config: Config, *, device: Device | None = None, files: bool = True) -> ModelInfo:
-    """Raise ConfigError listing every problem; return what model.path's config.json says.
+    """Check the whole config; return the model's description from config.json.
 
-    `device`: the path that the run will take (default: this machine's). `files=False` leaves out what is only
-    known where the run will be (data, weights, tokenizer), for planning on another machine.
+    Raises ConfigError that lists every problem. `device` is the device of the run (default: this machine's).
+    `files=False` omits the checks of files that exist only where the run will be (data, weights, tokenizer), for
+    planning on another machine.
     """
     device = device or detect_device()
     problems = list(_sizes(config)) + list(_sampling(config)) + list(_evaluation(config))
@@ -77,7 +81,7 @@ def check(config: Config, *, device: Device | None = None, files: bool = True) -
 
 
 def max_sequence_tokens(config: Config, info: ModelInfo) -> int:
-    """Upper bound of prompt + response tokens of any sample, training and evaluation."""
+    """Return the upper bound of prompt + response tokens of any sample in training and evaluation."""
     if config.rollout.max_model_len is not None:
         return config.rollout.max_model_len
     if config.data.max_prompt_tokens is None:
@@ -86,21 +90,24 @@ def max_sequence_tokens(config: Config, info: ModelInfo) -> int:
 
 
 def longest_response(config: Config) -> int:
-    """Upper bound of response tokens, training and evaluation."""
+    """Return the upper bound of response tokens in training and evaluation."""
     evaluated = config.evaluation.max_tokens or 0
     return max(config.sampling.max_tokens, evaluated if config.evaluation.sets else 0)
 
 
 @dataclass(frozen=True)
 class PromptLimit:
-    """The longest prompt that is taken, in tokens, and the setting that says so."""
+    """The longest allowed prompt in tokens, and the setting that it results from."""
 
     tokens: int
     setting: str
 
 
 def prompt_limit(config: Config, info: ModelInfo) -> PromptLimit:
-    """What training prompts have to fit: beside a longest response into the engine and into one micro-batch."""
+    """Return the limit of training prompts.
+
+    A prompt and a longest response together have to fit the engine and one micro-batch.
+    """
     if config.data.max_prompt_tokens is not None:
         return PromptLimit(config.data.max_prompt_tokens, "data.max_prompt_tokens")
     engine = evaluation_prompt_limit(config, info)
@@ -111,7 +118,7 @@ def prompt_limit(config: Config, info: ModelInfo) -> PromptLimit:
 
 
 def evaluation_prompt_limit(config: Config, info: ModelInfo) -> PromptLimit:
-    """What the engine takes beside a longest response; a held-out prompt is never trained on."""
+    """Return the limit of held-out prompts: with a longest response they have to fit the engine, but no micro-batch."""
     tokens = max_sequence_tokens(config, info) - longest_response(config)
     if config.rollout.max_model_len is not None:
         return PromptLimit(tokens, "rollout.max_model_len - the longest response")
@@ -124,8 +131,7 @@ def _sizes(config: Config) -> Iterator[str]:
     batch, trainer = config.batch, config.trainer
     if trainer.mini_batches > batch.groups:
         yield (
-            f"trainer.mini_batches: {trainer.mini_batches} updates from {batch.groups} groups; a group is "
-            "never "
+            f"trainer.mini_batches: {trainer.mini_batches} updates from {batch.groups} groups; a group is never "
             f"split, so use at most batch.groups={batch.groups}"
         )
     if trainer.optimizer.min_lr > trainer.optimizer.lr:
@@ -144,7 +150,7 @@ def _sizes(config: Config) -> Iterator[str]:
     if buffer > config.sampling.max_tokens:
         yield (
             f"algorithm.overlong.buffer_tokens: {buffer} is more than sampling.max_tokens="
-            f"{config.sampling.max_tokens}; the punished tail has to lie below the limit"
+            f"{config.sampling.max_tokens}; the penalised range has to end at that limit, so lower it"
         )
 
 
@@ -153,20 +159,19 @@ def _sampling(config: Config) -> Iterator[str]:
         value = getattr(config.sampling, name)
         if value != neutral:
             yield (
-                f"sampling.{name}: must be {neutral} in training, not {value}: the engine's log-probs "
-                "would be of "
+                f"sampling.{name}: must be {neutral} in training, not {value}: the engine's log-probs would be of "
                 "a distribution that the trainer cannot rebuild, and every importance ratio would be wrong; "
                 "remove it (evaluation.sampling may use it)"
             )
     if config.sampling.stop_token_ids is not None and not config.sampling.stop_token_ids:
-        yield "sampling.stop_token_ids: empty, so no response would ever end; list ids or remove the key"
+        yield "sampling.stop_token_ids: empty, so no response would end by itself; list ids or remove the key"
 
 
 def _evaluation(config: Config) -> Iterator[str]:
     names = [each.name for each in config.evaluation.sets]
     for index, name in enumerate(names):
         if "/" in name or not name.strip():
-            yield (f"evaluation.sets.{index}.name: {name!r} must be non-empty and without '/' (it names metrics)")
+            yield f"evaluation.sets.{index}.name: {name!r} must be non-empty and without '/' (it names metrics)"
         if name in names[:index]:
             yield f"evaluation.sets.{index}.name: {name!r} is given twice; rename one"
     if config.evaluation.every and not names:
@@ -174,30 +179,31 @@ def _evaluation(config: Config) -> Iterator[str]:
 
 
 def _checkpoint(config: Config) -> Iterator[str]:
-    knobs = config.checkpoint
-    if knobs.keep_best is not None:
+    settings = config.checkpoint
+    if settings.keep_best is not None:
         sets = [each.name for each in config.evaluation.sets]
-        if not any(knobs.keep_best.startswith(f"eval/{name}/") for name in sets):
+        if not any(settings.keep_best.startswith(f"eval/{name}/") for name in sets):
             known = ", ".join(f"eval/{name}/greedy" for name in sets) or "none: evaluation.sets is empty"
-            yield f"checkpoint.keep_best: {knobs.keep_best!r} is no metric of an evaluation set; try {known}"
+            yield f"checkpoint.keep_best: {settings.keep_best!r} is no metric of an evaluation set; try {known}"
         elif not config.evaluation.every:
             yield "checkpoint.keep_best: needs evaluations during the run; set evaluation.every"
-    if knobs.hf_export_every and knobs.every and knobs.hf_export_every % knobs.every:
+    if settings.hf_export_every and settings.every and settings.hf_export_every % settings.every:
         yield (
-            f"checkpoint.hf_export_every: {knobs.hf_export_every} is not divisible by checkpoint.every={knobs.every}, "
-            "so that some exports would have no checkpoint; make it so"
+            f"checkpoint.hf_export_every: {settings.hf_export_every} is not divisible by "
+            f"checkpoint.every={settings.every}, so some exports would have no checkpoint; use a multiple of it"
         )
-    if knobs.resume not in ("auto", "never") and not Path(knobs.resume).is_dir():
-        yield f"checkpoint.resume: no such directory: {knobs.resume}; give auto, never or a checkpoint"
+    if settings.resume not in ("auto", "never") and not Path(settings.resume).is_dir():
+        yield f"checkpoint.resume: no such directory: {settings.resume}; use auto, never or the path of a checkpoint"
 
 
 def _reward(config: Config) -> Iterator[str]:
     function = config.reward.function
-    if function in ("gsm8k", "math"):
+    if function in SHIPPED:
         return
     module, colon, name = function.partition(":")
     if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        yield (f"reward.function: {function!r} is neither gsm8k, math nor an import path package.module:function")
+        shipped = ", ".join(SHIPPED)
+        yield f"reward.function: {function!r} is neither {shipped} nor an import path package.module:function"
         return
     try:
         found = importlib.util.find_spec(module.split(".", maxsplit=1)[0]) is not None
@@ -214,11 +220,12 @@ def _transport(config: Config, device: Device) -> Iterator[str]:
 
 
 def launch_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of the section `launch`."""
     stop, save = config.launch.stop_before_s, config.timeouts.save_s
     if stop is not None and stop <= save:
         yield (
-            f"launch.stop_before_s: {stop} s for ending a step and saving, but a save alone may take "
-            f"{save:.0f} s (timeouts.save_s); raise the first or lower the second"
+            f"launch.stop_before_s: {stop} s to end a step and save, but a save alone may take {save:.0f} s "
+            "(timeouts.save_s); raise the first or lower the second"
         )
 
 
@@ -229,7 +236,7 @@ def _files(config: Config) -> Iterator[str]:
     for key, path in named:
         if not path.is_file():
             yield f"{key}: no such file: {path} {here}; relative paths start at the current directory"
-        elif path.suffix not in (".jsonl", ".json", ".parquet"):
+        elif path.suffix not in (".jsonl", ".json", *PARQUET_SUFFIXES):
             yield f"{key}: {path} is neither .jsonl nor .parquet; convert or rename it"
     models = [("model.path", config.model.path, config.model.load_weights)]
     if config.needs_reference and config.reference.path is not None:
@@ -246,13 +253,16 @@ def _files(config: Config) -> Iterator[str]:
             yield f"{key}: {error}"
             continue
         if weights and step is None and not any(path.glob("*.safetensors")):
-            yield (f"{key}: {path} holds no *.safetensors; convert the checkpoint, or set model.load_weights=false")
+            yield f"{key}: {path} holds no *.safetensors; convert the checkpoint, or set model.load_weights=false"
         if key == "model.path" and not any((files / n).is_file() for n in ("tokenizer.json", "tokenizer.model")):
             yield f"{key}: {files} holds no tokenizer.json; copy the tokenizer files of the model into it"
 
 
 def _shape(config: Config, info: ModelInfo) -> Iterator[str]:
-    """A plan made for another model would be found out by a crash, hours later."""
+    """Yield a problem if `model.shape` describes another model than `model.path`.
+
+    The plan would then be of another model, and the run could fail hours later.
+    """
     if config.model.shape is None:
         return
     try:
@@ -284,18 +294,16 @@ def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
     elif prompt is not None and prompt + response > (limit or info.max_positions):
         yield (
             f"data.max_prompt_tokens: {prompt} + {response} response tokens exceed "
-            f"{'rollout.max_model_len' if limit else 'the model'}'s {limit or info.max_positions}; lower "
-            "one of them"
+            f"{'rollout.max_model_len' if limit else 'the model'}'s {limit or info.max_positions}; lower one of them"
         )
     longest = max_sequence_tokens(config, info)
     bounded = prompt is not None or limit is not None
     if bounded and config.trainer.micro_batch_tokens < longest:
         yield (
-            f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} is less than the longest "
-            "sample "
+            f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} is less than the longest sample "
             f"({longest} tokens); a sample is never split, so raise it to at least {longest}"
         )
-    # Without a bound, prompts are held to what a micro-batch has room for: there has to be some.
+    # Without a configured bound, the micro-batch limits the prompts, so it needs room for one.
     if not bounded and config.trainer.micro_batch_tokens <= config.sampling.max_tokens:
         yield (
             f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} leaves no room for a prompt beside "

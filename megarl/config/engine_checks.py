@@ -1,4 +1,4 @@
-"""Fields of vLLM's engine that may be passed through `rollout.engine_kwargs`, read without importing vLLM."""
+"""Checks the fields of `rollout.engine_kwargs` against vLLM's source, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from megarl.config.schema import Config
 
-# Set by megarl itself, for reasons that a user's value would break. The plan and the replica refuse these.
+# Fields that megarl sets itself, each with the reason or the key to use instead. Plan and replica refuse them.
 RESERVED: dict[str, str] = {
     "model": "set model.path",
     "tokenizer": "set model.path",
     "tensor_parallel_size": "set rollout.tensor_parallel",
     "data_parallel_size": "set rollout.replicas",
     "pipeline_parallel_size": "an engine is split by rollout.tensor_parallel only",
-    "distributed_executor_backend": "megarl needs mp: Ray's executor would take GPUs outside the replica",
+    "distributed_executor_backend": "megarl needs mp: Ray's executor would use GPUs outside the replica",
     "max_model_len": "set rollout.max_model_len",
     "max_num_seqs": "set rollout.max_num_seqs",
     "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
@@ -27,7 +27,7 @@ RESERVED: dict[str, str] = {
     "seed": "set run.seed",
     "logprobs_mode": "megarl needs processed_logprobs: temperature must be in the engine's log-probs",
     "weight_transfer_config": "megarl needs its own weight transfer backend",
-    "load_format": "megarl decides it",
+    "load_format": "megarl chooses it",
     "quantization": "a quantised engine samples from another policy than the trainer's",
     "enable_lora": "LoRA is not supported",
     "skip_tokenizer_init": "always true: token ids in and out",
@@ -35,20 +35,20 @@ RESERVED: dict[str, str] = {
 
 
 def engine_problems(config: Config) -> Iterator[str]:
-    """Reserved and unknown engine fields; unknown ones only where vLLM is installed."""
+    """Yield a problem for each reserved field, and for each unknown one if vLLM is installed."""
     known = engine_fields()
     for name in config.rollout.engine_kwargs:
         key = f"rollout.engine_kwargs.{name}"
         if name in RESERVED:
-            yield f"{key}: not for the user: {RESERVED[name]}"
+            yield f"{key}: reserved; {RESERVED[name]}"
         elif known and name not in known:
             near = difflib.get_close_matches(name, known, n=2)
-            yield (f"{key}: vLLM has no such field{'; did you mean ' + ' or '.join(near) + '?' if near else ''}")
+            yield f"{key}: vLLM has no such field{'; did you mean ' + ' or '.join(near) + '?' if near else ''}"
 
 
 @functools.cache
 def engine_fields() -> frozenset[str]:
-    """Names of AsyncEngineArgs' fields in the installed vLLM; empty without one."""
+    """Return the names of AsyncEngineArgs' fields in the installed vLLM; empty if vLLM is not installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return frozenset()

@@ -1,4 +1,4 @@
-"""What GPUs this machine has, asked of NVIDIA's management library: no torch, no process, no CUDA context."""
+"""Lists this machine's GPUs by NVIDIA's management library (NVML), without torch, a process or a CUDA context."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of this machine; `memory` in bytes."""
+    """One GPU of this machine; `memory` is in bytes."""
 
     name: str
     memory: int
 
 
 class _Memory(ctypes.Structure):
+    """NVML's nvmlMemory_t."""
+
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
 @functools.cache
 def local_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that CUDA would see here; none without a driver or if CUDA_VISIBLE_DEVICES is empty."""
+    """Return the GPUs that CUDA would see; none without a driver or if CUDA_VISIBLE_DEVICES is empty."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

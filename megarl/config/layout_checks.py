@@ -1,4 +1,4 @@
-"""Layouts that Megatron-Core cannot run, or runs wrongly, and what may be passed to it."""
+"""Refuses layouts and passed fields that Megatron-Core cannot run or computes wrongly."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megarl.config.megatron_reserved import GPU_ONLY, Target
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 
-# What Megatron-Core 0.16.1 can recompute selectively in the supported families; moe_act needs the grouped GEMM.
+# Modules of the supported families that Megatron-Core 0.16.1 can recompute; moe_act needs the grouped GEMM.
 _RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 
 
 def layout_problems(config: Config) -> Iterator[str]:
-    """What is impossible whatever the model."""
+    """Yield the problems of the parallel layout that do not depend on the model."""
     parallel, gpus = config.trainer.parallel, config.trainer.gpus
     tensor, pipeline = parallel.tensor, parallel.pipeline
     expert_tensor = parallel.expert_tensor or tensor
@@ -33,18 +33,17 @@ def layout_problems(config: Config) -> Iterator[str]:
         yield "trainer.parallel.sequence: sequence parallelism needs tensor > 1; set it to false"
     if parallel.virtual_pipeline is not None and pipeline == 1:
         yield "trainer.parallel.virtual_pipeline: needs pipeline > 1; remove it"
-    # Megatron 0.16.1: gradients of experts are then not reduced over the ranks that hold them (fixed by PR
-    # #5916).
+    # Megatron 0.16.1 does not reduce the experts' gradients over the ranks that hold them (fixed by PR #5916).
     if parallel.expert == 1 and expert_tensor != tensor:
         yield (
             f"trainer.parallel.expert_tensor: {expert_tensor} differs from tensor={tensor} with expert=1; "
-            "megatron-core 0.16.1 then lets the experts of different ranks diverge silently: remove "
+            "megatron-core 0.16.1 then lets the experts of different ranks diverge without an error: remove "
             "expert_tensor"
         )
 
 
 def model_problems(config: Config, info: ModelInfo) -> Iterator[str]:
-    """What this model cannot be split into."""
+    """Yield the parallel sizes that do not divide the sizes of this model."""
     parallel, engine = config.trainer.parallel, config.rollout.tensor_parallel
     tensor = parallel.tensor
     sizes = [("attention heads", info.heads, tensor, "trainer.parallel.tensor")]
@@ -66,16 +65,14 @@ def model_problems(config: Config, info: ModelInfo) -> Iterator[str]:
     for parts, key in ((tensor, "trainer.parallel.tensor"), (engine, "rollout.tensor_parallel")):
         if info.kv_heads % parts and parts % info.kv_heads:
             yield (
-                f"{key}: {info.kv_heads} key-value heads can be neither split nor repeated over {parts} "
-                "ranks; "
+                f"{key}: {info.kv_heads} key-value heads can be neither split nor repeated over {parts} ranks; "
                 f"use a divisor or a multiple of {info.kv_heads}"
             )
     stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
     if info.num_layers % stages:
         key = "virtual_pipeline" if parallel.virtual_pipeline else "pipeline"
         yield (
-            f"trainer.parallel.{key}: the model's {info.num_layers} layers cannot be split into {stages} "
-            "equal "
+            f"trainer.parallel.{key}: the model's {info.num_layers} layers cannot be split into {stages} equal "
             f"chunks (pipeline x virtual_pipeline); use a divisor of {info.num_layers}"
         )
     yield from _expert_problems(config, info)
@@ -89,8 +86,7 @@ def _expert_problems(config: Config, info: ModelInfo) -> Iterator[str]:
         return
     if info.num_experts % parallel.expert:
         yield (
-            f"trainer.parallel.expert: {info.num_experts} experts cannot be split {parallel.expert} ways; "
-            "use a "
+            f"trainer.parallel.expert: {info.num_experts} experts cannot be split {parallel.expert} ways; use a "
             f"divisor of {info.num_experts}"
         )
     expert_tensor = parallel.expert_tensor or parallel.tensor
@@ -112,7 +108,7 @@ def _expert_problems(config: Config, info: ModelInfo) -> Iterator[str]:
 
 
 def megatron_problems(config: Config, device: str) -> Iterator[str]:
-    """Unknown, mistyped, reserved, device-specific and dangerous fields under `megatron`."""
+    """Yield a problem for each unknown, mistyped, reserved, GPU-only or unsafe field under `megatron`."""
     passed: dict[Target, dict[str, Any]] = {
         "transformer": config.megatron.transformer,
         "optimizer": config.megatron.optimizer,
@@ -125,7 +121,7 @@ def megatron_problems(config: Config, device: str) -> Iterator[str]:
                 yield wrong
             elif device == "cpu" and value and name in GPU_ONLY[target]:
                 yield f"megatron.{target}.{name}: needs a GPU, and this run would have none; remove it"
-    yield from _transformer_traps(config, device)
+    yield from _unsafe_fields(config, device)
     optimizer = config.megatron.optimizer.get("optimizer", "adam")
     if optimizer != "adam":
         yield f"megatron.optimizer.optimizer: {optimizer!r} cannot be saved and resumed; use adam"
@@ -135,43 +131,40 @@ def megatron_problems(config: Config, device: str) -> Iterator[str]:
             "trainer.optimizer.distributed=true or remove it"
         )
     if config.megatron.ddp.get("overlap_param_gather") and not config.megatron.ddp.get("overlap_grad_reduce"):
-        yield ("megatron.ddp.overlap_param_gather: megatron-core needs overlap_grad_reduce: true with it; add it")
+        yield "megatron.ddp.overlap_param_gather: megatron-core needs overlap_grad_reduce: true with it; add it"
 
 
-def _transformer_traps(config: Config, device: str) -> Iterator[str]:
-    """Settings with which megatron-core 0.16.1 computes something wrong, or dies in the first step."""
+def _unsafe_fields(config: Config, device: str) -> Iterator[str]:
+    """Yield the settings with which megatron-core 0.16.1 computes wrong results or fails in the first step."""
     fields, parallel = config.megatron.transformer, config.trainer.parallel
     interleaved = parallel.virtual_pipeline is not None
-    # With overlap off, PP=2 posts two sends to one peer and mixes them up: gradients are silently wrong; with
-    # micro-batches of different lengths larger PP dies on shapes.
+    # Without the overlap, PP=2 posts two sends to one peer and confuses them: gradients are wrong without an error.
+    # With micro-batches of different lengths a larger PP fails on shapes.
     for name, wanted in (("overlap_p2p_comm", True), ("batch_p2p_comm", False)):
         if interleaved and name in fields and fields[name] is not wanted:
             yield (
-                f"megatron.transformer.{name}: must be {str(wanted).lower()} with virtual_pipeline: "
-                "megatron-core "
-                "0.16.1 otherwise mixes up the chunks' activations and gradients are silently wrong; "
-                "remove it"
+                f"megatron.transformer.{name}: must be {str(wanted).lower()} with virtual_pipeline: megatron-core "
+                "0.16.1 otherwise confuses the chunks' activations, and gradients are wrong without an error; remove it"
             )
     if not interleaved and fields.get("overlap_p2p_comm"):
-        yield ("megatron.transformer.overlap_p2p_comm: works only with trainer.parallel.virtual_pipeline; remove it")
+        yield "megatron.transformer.overlap_p2p_comm: works only with trainer.parallel.virtual_pipeline; remove it"
     if fields.get("moe_token_dispatcher_type") == "allgather":
         yield (
             "megatron.transformer.moe_token_dispatcher_type: allgather cannot handle packed micro-batches of "
-            "different lengths (variable_seq_lengths, which dense models need as well); use alltoall or "
-            "remove it"
+            "different lengths (variable_seq_lengths, which dense models need as well); use alltoall or remove it"
         )
     if fields.get("moe_token_dispatcher_type") == "flex" and device == "cpu":
         yield "megatron.transformer.moe_token_dispatcher_type: flex needs a GPU; use alltoall"
     yield from _recompute_problems(fields, device)
     if device == "cpu" and parallel.expert > 1 and (parallel.expert_tensor or parallel.tensor) > 1:
         yield (
-            "trainer.parallel.expert_tensor: without GPUs megatron-core's uneven all-gather fails for "
-            "expert > 1 "
+            "trainer.parallel.expert_tensor: without GPUs megatron-core's uneven all-gather fails for expert > 1 "
             "and expert_tensor > 1 (gloo: invalid tensor size); set expert_tensor=1"
         )
 
 
 def _recompute_problems(fields: dict[str, Any], device: str) -> Iterator[str]:
+    """Yield the problems of the recompute settings."""
     modules = fields.get("recompute_modules")
     if isinstance(modules, list):
         if unknown := [each for each in modules if each not in _RECOMPUTABLE]:
@@ -183,11 +176,10 @@ def _recompute_problems(fields: dict[str, Any], device: str) -> Iterator[str]:
             yield "megatron.transformer.recompute_modules: only with recompute_granularity: selective; add it"
         if device == "cpu" and "moe_act" in modules:
             yield (
-                "megatron.transformer.recompute_modules: moe_act needs the grouped GEMM (a GPU); leave it out, or "
-                "use moe"
+                "megatron.transformer.recompute_modules: moe_act needs the grouped GEMM (a GPU); remove it or use moe"
             )
     if fields.get("recompute_granularity") == "full" and fields.get("recompute_method") is None:
-        yield ("megatron.transformer.recompute_method: set it to uniform or block with recompute_granularity: full")
+        yield "megatron.transformer.recompute_method: set it to uniform or block with recompute_granularity: full"
     if fields.get("recompute_granularity") == "full" and fields.get("recompute_num_layers") is None:
         yield "megatron.transformer.recompute_num_layers: set it (e.g. 1) with recompute_granularity: full"
     if fields.get("recompute_method") is not None and fields.get("recompute_granularity") != "full":

@@ -1,6 +1,6 @@
-"""YAML and `section.key=value` overrides to a `Config`; every mistake is told by its full key, with the fix.
+"""Reads YAML and `section.key=value` overrides into a `Config`; each error names the full key and the fix.
 
-Relative paths stay relative to the current directory, wherever the YAML file lies.
+Relative paths start at the current directory, wherever the YAML file is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.config.schema import Config
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-6 as a number (YAML 1.1 wants 1.0e-6) and refuses a key given twice."""
+    """A SafeLoader that reads 1e-6 as a number (YAML 1.1 requires 1.0e-6) and refuses repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -44,16 +44,19 @@ _Loader.add_implicit_resolver(
 )  # fmt: skip
 
 
-def parse_yaml(text: str) -> Any:
-    """YAML text to plain values. Raises ConfigError with the line of a syntax error or a repeated key."""
+def parse_yaml(text: str) -> object:
+    """Parse YAML text to plain values; raises ConfigError with the line of a syntax error or a repeated key."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError([f"not valid YAML: {' '.join(str(error).split())}"]) from None
 
 
-def parse_override(text: str) -> tuple[list[str], Any]:
-    """`section.key=value` to (["section", "key"], YAML-typed value); an empty value is null."""
+def parse_override(text: str) -> tuple[list[str], object]:
+    """Parse `section.key=value` to (["section", "key"], value as YAML); an empty value is None.
+
+    Raises ConfigError for any other form.
+    """
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
@@ -62,11 +65,14 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of `tree` with each override set; missing sections are made, later overrides win."""
+    """Return a copy of `tree` with all overrides; missing sections are added, and later overrides win.
+
+    Raises ConfigError for an override inside a list or inside a value that is no section.
+    """
     tree = json.loads(json.dumps(tree, default=str))
     for text in overrides:
         path, value = parse_override(text)
-        section: Any = tree
+        section: Any = tree  # a node of nested plain values
         for depth, name in enumerate(path[:-1]):
             if isinstance(section, list):
                 raise ConfigError([f"{'.'.join(path[:depth])}: a list; override it as a whole, e.g. "
@@ -84,7 +90,10 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply overrides, validate. Raises ConfigError; `checks.check` does the rest."""
+    """Read a YAML file, apply the overrides and validate each value.
+
+    Raises ConfigError that lists every problem. Conditions on several sections are checked by `checks.check`.
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -104,28 +113,28 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
 
 def config_from_tree(tree: dict[str, Any]) -> Config:
-    """Validate nested plain values (as read from YAML or JSON); raises ConfigError listing every problem."""
+    """Validate nested plain values, as read from YAML or JSON; raises ConfigError that lists every problem."""
     try:
-        # Strict JSON: no "5" for 5 and no true for 1, yet lists for tuples and strings for paths.
+        # Strict validation refuses "5" for 5 and true for 1; from JSON it accepts lists as tuples and strings as paths.
         return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError([_explain(detail) for detail in error.errors(include_url=False)]) from None
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved config, every default written out; `load_config` reads it back to an equal `Config`."""
+    """Return the config as YAML, defaults included; `load_config` reads it back to an equal `Config`."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The config section class inside an annotation such as `list[EvalSetConfig]` or `KLConfig | None`."""
+def section_of(annotation: object) -> type[BaseModel] | None:
+    """Return the section class inside an annotation such as `list[EvalSetConfig]` or `KLConfig | None`, if any."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for inner in get_args(annotation) if (found := section_of(inner))), None)
 
 
 def walk_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the schema, sections included."""
+    """Yield every dotted key of the schema, sections included."""
     for name, field in section.model_fields.items():
         yield prefix + name
         inner = section_of(field.annotation)
@@ -134,7 +143,7 @@ def walk_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[s
 
 
 def suggest(key: str) -> str:
-    """`; did you mean ...?` for an unknown dotted key, or the keys its section has."""
+    """Return `; did you mean ...?` for an unknown dotted key, or the list of its section's keys."""
     known = list(walk_keys())
     leaf = key.rsplit(".", 1)[-1]
     parent = key.rpartition(".")[0]
@@ -167,7 +176,7 @@ _TYPES = {
 
 
 def _explain(detail: ErrorDetails) -> str:
-    """One pydantic error as `key: what is wrong; what to do`."""
+    """Return one pydantic error as `key: what is wrong; how to fix it`."""
     key = ".".join(str(part) for part in detail["loc"])
     kind, value = detail["type"], detail["input"]
     context: dict[str, Any] = dict(detail.get("ctx") or {})
@@ -192,6 +201,7 @@ def _explain(detail: ErrorDetails) -> str:
 
 
 def _meaning(loc: tuple[int | str, ...]) -> str:
+    """Return the description of a missing key."""
     section: type[BaseModel] = Config
     text = "add it"
     for part in loc:

@@ -1,7 +1,7 @@
-"""Names and types of Megatron-Core's config fields, read from its source without importing it (or torch).
+"""Checks names and types of passed fields against Megatron-Core's source, without importing it (or torch).
 
-`megatron.transformer`, `.optimizer` and `.ddp` pass fields by name; a typo or a wrong type is told here, and
-so is a field that megarl sets itself, or that would re-open one of Megatron's known traps.
+`megatron.transformer`, `.optimizer` and `.ddp` pass fields by name. Unknown names, wrong types and fields that megarl
+sets itself are refused.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import functools
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megarl.config.megatron_reserved import RESERVED, Target
 
-# Per target: file under megatron/core and the classes whose annotated fields it takes.
+# For each target: the classes whose annotated fields it accepts, each with its file under megatron/core.
 _SOURCES: dict[Target, list[tuple[str, str]]] = {
     "transformer": [
         ("model_parallel_config.py", "ModelParallelConfig"),
@@ -34,7 +33,7 @@ CLASS_NAMES: dict[Target, str] = {
 
 @functools.cache
 def fields(target: Target) -> Mapping[str, ast.expr]:
-    """Field name to annotation, of every field that the dataclass's constructor takes."""
+    """Return name -> annotation of every field that the constructor of the target's dataclass accepts."""
     root = core_path()
     found: dict[str, ast.expr] = {}
     for file, class_name in _SOURCES[target]:
@@ -48,7 +47,7 @@ def fields(target: Target) -> Mapping[str, ast.expr]:
 
 @functools.cache
 def core_path() -> Path:
-    """The directory of the installed megatron.core; ValueError if there is none."""
+    """Return the directory of the installed megatron.core; raises ValueError if it is not installed."""
     try:
         spec = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
@@ -58,8 +57,8 @@ def core_path() -> Path:
     return Path(spec.origin).parent
 
 
-def problem(target: Target, name: str, value: Any) -> str | None:
-    """What is wrong with `megatron.TARGET.NAME = value`, with the fix; None if nothing is."""
+def problem(target: Target, name: str, value: object) -> str | None:
+    """Return the problem of `megatron.TARGET.NAME = value` with its fix, or None if there is none."""
     key = f"megatron.{target}.{name}"
     known = fields(target)
     if name not in known:
@@ -67,7 +66,7 @@ def problem(target: Target, name: str, value: Any) -> str | None:
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         return f"{key}: {CLASS_NAMES[target]} of the installed megatron-core has no such field{hint}"
     if name in RESERVED[target]:
-        return f"{key}: not for the user: {RESERVED[target][name]}"
+        return f"{key}: reserved; {RESERVED[target][name]}"
     try:
         fits = _fits(value, known[name])
     except _NotPlainError:
@@ -76,14 +75,17 @@ def problem(target: Target, name: str, value: Any) -> str | None:
 
 
 class _NotPlainError(Exception):
-    """The annotation names something that YAML cannot hold (a callable, a torch.dtype, ...)."""
+    """The annotation is of a type that YAML cannot express (a callable, a torch.dtype, ...)."""
 
 
 _PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 
 
-def _fits(value: Any, annotation: ast.expr) -> bool:
-    """Whether a YAML value fits a type annotation of Megatron's dataclasses."""
+def _fits(value: object, annotation: ast.expr) -> bool:
+    """Tell whether a YAML value fits a type annotation of Megatron's dataclasses.
+
+    Raises _NotPlainError if YAML cannot express that type.
+    """
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         annotation = ast.parse(annotation.value, mode="eval").body
     if isinstance(annotation, ast.Constant):
@@ -102,8 +104,8 @@ def _fits(value: Any, annotation: ast.expr) -> bool:
     return isinstance(value, _PLAIN[name]) and (name == "bool" or not isinstance(value, bool))
 
 
-def _fits_generic(value: Any, name: str, items: list[ast.expr]) -> bool:
-    """The same for `name[items]`."""
+def _fits_generic(value: object, name: str, items: list[ast.expr]) -> bool:
+    """Do the same as `_fits` for an annotation `name[items]`."""
     if name == "Optional":
         return value is None or _fits(value, items[0])
     if name == "Union":
@@ -121,7 +123,8 @@ def _last_name(annotation: ast.expr) -> str:
     return ast.unparse(annotation).split(".")[-1]
 
 
-def _any_fits(value: Any, options: list[ast.expr]) -> bool:
+def _any_fits(value: object, options: list[ast.expr]) -> bool:
+    """Tell whether the value fits one of the annotations; raises _NotPlainError if YAML can express none of them."""
     plain = 0
     for option in options:
         try:

@@ -1,4 +1,4 @@
-"""Fields of Megatron's configs that megarl sets itself, each with the reason or the place to set it."""
+"""Fields of Megatron's configs that megarl sets itself, each with the reason or the key to use instead."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TRANSFORMER = {
     **_each("fp16 bf16 enable_autocast", "set it in trainer.precision"),
     **_each(
         "hidden_dropout attention_dropout moe_input_jitter_eps",
-        "noise must stay off: the trainer's log-probs have to equal the engine's",
+        "noise is off, because the trainer's log-probs have to equal the engine's",
     ),
     **_each(
         "moe_token_dropping moe_expert_capacity_factor moe_pad_expert_input_to_capacity",
@@ -42,19 +42,19 @@ _TRANSFORMER = {
     ),
     **_each(
         "context_parallel_size hybrid_context_parallel hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank",
-        "context parallelism does not exist yet; use tensor or pipeline parallelism",
+        "context parallelism is not supported; use tensor or pipeline parallelism",
     ),
     **_each(
         "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout"
         " account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
-        "every pipeline stage gets the same number of layers",
+        "every pipeline stage has the same number of layers",
     ),
-    **_each("use_cpu_initialization transformer_impl", "the platform decides it"),
+    **_each("use_cpu_initialization transformer_impl", "it depends on the platform"),
     **_each("perform_initialization init_model_with_meta_device", "set model.load_weights"),
     "calculate_per_token_loss": "megarl needs it true: a mean of micro-batch means is wrong for sequences of "
     "different lengths (the loss is normalised by global token counts)",
     "variable_seq_lengths": "megarl needs it true: packed micro-batches differ in length",
-    "moe_router_force_load_balancing": "random routing is for benchmarks: it ignores the router",
+    "moe_router_force_load_balancing": "it routes at random and ignores the router, for benchmarks",
     "defer_embedding_wgrad_compute": "the output layer is projected in chunks, outside Megatron",
     "test_mode": "it is for Megatron's own tests",
 }
@@ -72,7 +72,7 @@ _OPTIMIZER = {
     "overlap_param_gather": "set it in megatron.ddp",
     **_each(
         "use_precision_aware_optimizer optimizer_cpu_offload optimizer_offload_fraction",
-        "its state cannot be saved yet in a form that a resume loads",
+        "its state cannot be saved in a form that a resume can load",
     ),
 }
 
@@ -85,7 +85,7 @@ _DDP = {
     "average_in_collective": "gradients are summed and divided by global token counts; Megatron refuses the "
     "average together with calculate_per_token_loss",
     "num_distributed_optimizer_instances": "state sharded over a part of the data-parallel group cannot be "
-    "saved in a form that another layout loads",
+    "saved in a form that another layout can load",
 }
 
 RESERVED: dict[Target, dict[str, str]] = {

@@ -1,4 +1,4 @@
-"""Memory per GPU of both pools, by named terms; pure arithmetic on the config and the model's sizes."""
+"""Estimates the memory per GPU of both pools by named terms, from the config and the model's sizes only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.models.layout import Layout
 
 GIB = 2**30
 MIB = 2**20
-# Not computed but known from experience: CUDA context, NCCL channels, cuBLAS workspaces, fragmentation.
+# Empirical values for the CUDA context, NCCL channels, cuBLAS workspaces and fragmentation.
 TRAINER_OVERHEAD = 2 * GIB
 ENGINE_OVERHEAD = 2 * GIB
 ENGINE_BATCHED_TOKENS = 8192  # vLLM's default max_num_batched_tokens on large GPUs
@@ -27,7 +27,7 @@ ENGINE_BATCHED_TOKENS = 8192  # vLLM's default max_num_batched_tokens on large G
 
 @dataclass(frozen=True)
 class Term:
-    """Bytes under one name. `when`: always, or only in one phase of the step; the phases do not overlap."""
+    """Bytes with a name; `when` is `always` or a phase of the step. Phases do not overlap."""
 
     name: str
     bytes: int
@@ -37,31 +37,36 @@ class Term:
 
 @dataclass(frozen=True)
 class Memory:
-    """All terms of one GPU (on CPU: of one process), and the device's memory where it is known."""
+    """All terms of one GPU (on CPU: of one process); `limit` is the device's memory in bytes, None if unknown."""
 
     terms: tuple[Term, ...]
     limit: int | None
 
     def total(self, phase: str) -> int:
+        """Return the bytes of one phase, permanent terms included."""
         return sum(term.bytes for term in self.terms if term.when in ("always", phase))
 
     @property
     def phases(self) -> tuple[str, ...]:
+        """The phases that have terms of their own; `always` if there is none."""
         return tuple(dict.fromkeys(term.when for term in self.terms if term.when != "always")) or ("always",)
 
     @property
     def peak_phase(self) -> str:
+        """The phase with the largest total."""
         return max(self.phases, key=self.total)
 
     @property
     def peak(self) -> int:
+        """The largest total of all phases, in bytes."""
         return self.total(self.peak_phase)
 
     def term(self, name: str) -> Term:
+        """Return the first term with this name."""
         return next(term for term in self.terms if term.name == name)
 
     def largest(self) -> Term:
-        """The largest term of the phase with the peak."""
+        """Return the largest term of the peak phase."""
         return max(
             (term for term in self.terms if term.when in ("always", self.peak_phase)), key=lambda term: term.bytes
         )
@@ -70,7 +75,7 @@ class Memory:
 def trainer_memory(
     config: Config, info: ModelInfo, layout: Layout, *, cuda: bool, fused: bool, limit: int | None
 ) -> Memory:
-    """Memory of the fullest trainer rank, over all pipeline stages; `fused` as in `activations`."""
+    """Return the memory of the trainer rank that needs most, over all pipeline stages; `fused` as in `activations`."""
     stages = (_stage_memory(config, info, layout, stage, cuda, fused, limit) for stage in range(layout.pipeline))
     return max(stages, key=lambda memory: memory.peak)
 
@@ -106,24 +111,26 @@ def _stage_memory(
 
 
 def _raw_weights(config: Config, info: ModelInfo, layout: Layout, stage: int) -> int:
+    """Return the bytes of the weights of one rank of `stage`, without buffer padding."""
     chunks = range(layout.virtual_pipeline or 1)
     numel = sum(p.numel for chunk in chunks for p in chunk_parameters(info, layout, stage, chunk))
     return numel * bytes_per_element(config.trainer.precision)
 
 
 def _bucket(config: Config, info: ModelInfo) -> int:
-    """Bytes of one sync bucket: no more than the whole model."""
+    """Return the bytes of one sync bucket, at most those of the whole model."""
     whole = model_parameters(info)[0] * bytes_per_element(config.trainer.precision)
     return min(int(config.weight_sync.bucket_mb * MIB), whole)
 
 
 def _largest_tensor(config: Config, info: ModelInfo) -> int:
-    """The largest Hugging Face tensor, gathered whole during a sync."""
+    """Return the bytes of the largest Hugging Face tensor, which a sync gathers as a whole."""
     widest = max(info.vocab_size, info.ffn, info.heads * info.head_dim)
     return widest * info.hidden * bytes_per_element(config.trainer.precision)
 
 
 def _widest_layer(config: Config, info: ModelInfo, layout: Layout, fused: bool) -> float:
+    """Return the bytes of a micro-batch's activations in the layer that has most, without recomputation."""
     plain = config.model_copy(update={"megatron": config.megatron.model_copy(update={"transformer": {}})})
     layers = range(info.num_layers)
     widest = max(activations.saved_per_token(plain, info, layout, layer, fused) for layer in layers)
@@ -132,7 +139,7 @@ def _widest_layer(config: Config, info: ModelInfo, layout: Layout, fused: bool) 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """One rollout GPU (on CPU: one engine worker); `kv_tokens` is the cache's room over the whole engine."""
+    """One rollout GPU (on CPU: one engine worker); `kv_tokens` is the capacity of the whole engine's KV cache."""
 
     memory: Memory
     kv_tokens: int | None
@@ -142,10 +149,10 @@ class EngineMemory:
 def engine_memory(
     config: Config, info: ModelInfo, max_model_len: int, *, cuda: bool, limit: int | None
 ) -> EngineMemory:
-    """Weights, working memory and KV cache of one engine GPU.
+    """Return weights, working memory and KV cache of one engine GPU.
 
-    vLLM takes `gpu_memory_utilization` of the device and gives to the KV cache what weights and its profiling
-    run leave. Without a GPU the cache has `rollout.cpu_kv_cache_gib`.
+    vLLM uses `gpu_memory_utilization` of the device; the KV cache gets the part that weights and vLLM's profiling run
+    do not need. Without a GPU the cache has `rollout.cpu_kv_cache_gib`.
     """
     rollout = config.rollout
     element = {"auto": bytes_per_element(config.trainer.precision), "bfloat16": 2, "float32": FP32}[rollout.dtype]
@@ -167,25 +174,28 @@ def engine_memory(
         return EngineMemory(Memory(tuple(terms), None), None, per_token)
     used = sum(term.bytes for term in terms)
     cache = max(0, int(limit * rollout.gpu_memory_utilization) - used)
-    terms.append(Term("KV cache", cache, note=f"what {rollout.gpu_memory_utilization:.0%} leaves"))
+    terms.append(Term("KV cache", cache, note=f"the rest of {rollout.gpu_memory_utilization:.0%}"))
     return EngineMemory(Memory(tuple(terms), limit), cache // per_token, per_token)
 
 
 def _cached_channels(info: ModelInfo, ranks: int) -> int:
-    """Elements that one layer caches per token on one rank; latent attention caches the latent, on every rank."""
+    """Return the elements that one layer caches per token on one rank.
+
+    Latent attention caches the latent, in full on every rank.
+    """
     if info.mla:
         return info.mla.kv_rank + info.mla.rotated
     return 2 * max(1, info.kv_heads // ranks) * info.head_dim
 
 
 def _engine_working_set(info: ModelInfo, ranks: int) -> float:
-    """Elements per batched token alive at once in one layer's forward."""
+    """Return the elements per batched token that exist at the same time in one layer's forward pass."""
     width = info.moe_ffn * info.topk if info.num_experts else info.ffn
     return 4 * info.hidden + 3 * max(info.heads * info.head_dim, width) / ranks
 
 
 def _largest_fused(info: ModelInfo, ranks: int) -> int:
-    """Elements of the largest module that vLLM rebuilds as a whole when weights arrive."""
+    """Return the elements of the largest module that vLLM rebuilds as a whole during a weight sync."""
     mlp = 2 * info.ffn * info.hidden
     experts = (info.num_experts or 0) * 2 * info.moe_ffn * info.hidden
     return max(mlp, experts, info.vocab_size * info.hidden) // ranks

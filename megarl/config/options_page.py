@@ -1,10 +1,10 @@
-"""docs/configuration.md, generated from the config classes and the list of reserved Megatron fields."""
+"""Generates docs/configuration.md from the config classes and the list of reserved Megatron fields."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -16,12 +16,12 @@ from megarl.config.schema import Config
 
 _HEAD = """# Configuration
 
-<!-- Generated from megarl/config/schema.py by `megarl docs`; do not edit. -->
+<!-- Generated from the config classes in megarl/config/ by `megarl docs`; do not edit. -->
 
-A run is described by one YAML file. Every key can also be given on the command line as `section.key=value`, where
-the value is read as YAML and a later one wins. Relative paths start at the current directory. An unknown key, a wrong
-type, an impossible layout or a plan that does not fit into the GPUs is an error that names the key and the fix, before
-any process starts:
+A run is described by one YAML file. Every key can also be given on the command line as `section.key=value`; the value
+is read as YAML, and a later one overrides an earlier one. Relative paths start at the current directory. An unknown
+key, a wrong type, an impossible layout or a plan that does not fit into the GPUs is an error that names the key and the
+fix, before any process starts:
 
     megarl plan --config run.yaml trainer.optimizer.lr=1e-5    # the resolved config and the plan; nothing starts
 
@@ -47,12 +47,12 @@ megatron:
     overlap_grad_reduce: true
 ```
 
-These fields are megarl's own to set, and refused:
+These fields are set by megarl itself and refused here:
 """
 
 
 def configuration_page() -> str:
-    """The whole page, Markdown."""
+    """Return the whole page in Markdown."""
     parts = [_HEAD]
     for name, field in Config.model_fields.items():
         section = section_of(field.annotation)
@@ -60,7 +60,7 @@ def configuration_page() -> str:
             parts += list(_section(section, name))
     parts.append(_TAIL)
     for target, fields in RESERVED.items():
-        parts.append(f"\n| `megatron.{target}` | why, or what to set instead |\n|---|---|\n")
+        parts.append(f"\n| `megatron.{target}` | reason, or key to set instead |\n|---|---|\n")
         by_reason: dict[str, list[str]] = {}
         for field_name, reason in fields.items():
             by_reason.setdefault(reason, []).append(field_name)
@@ -70,6 +70,7 @@ def configuration_page() -> str:
 
 
 def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    """Yield heading, description and table of a section, then those of the sections inside it."""
     yield f"\n## `{prefix}`\n\n{(section.__doc__ or '').strip()}\n\n"
     inner: list[tuple[type[BaseModel], str]] = []
     rows = []
@@ -90,6 +91,7 @@ def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def _type(field: FieldInfo) -> str:
+    """Return the type of a field with its bounds, for a table cell."""
     text = _type_name(field.annotation)
     bounds = []
     for limit in field.metadata:
@@ -99,7 +101,7 @@ def _type(field: FieldInfo) -> str:
     return _cell(f"{text}, {', '.join(bounds)}" if bounds else text)
 
 
-def _type_name(annotation: Any) -> str:
+def _type_name(annotation: object) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " \\| ".join(f"`{value}`" for value in arguments)
@@ -111,7 +113,7 @@ def _type_name(annotation: Any) -> str:
         return f"{len(arguments)} x {_type_name(arguments[0])}"
     if origin is dict:
         return "mapping"
-    names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path"}
+    names: dict[object, str] = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path"}
     return names.get(annotation, "section" if section_of(annotation) else str(annotation))
 
 
@@ -129,5 +131,5 @@ def _default(field: FieldInfo) -> str:
 
 
 def _cell(text: str) -> str:
-    """Keep a table cell on one line."""
+    """Put a text on one line and escape it for a table cell."""
     return " ".join(text.split()).replace(" | ", " \\| ")

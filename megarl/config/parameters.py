@@ -1,7 +1,7 @@
-"""The parameters of each trainer rank, and the bytes of weights, gradients and optimizer state they need.
+"""The parameters of each trainer rank, and the bytes of their weights, gradients and optimizer state.
 
-Only sizes: nothing is built. Mirrors Megatron-Core 0.16.1's modules, its DDP buffers
-(distributed/param_and_grad_buffer.py) and its optimizers; tests compare with models that are really built.
+Only sizes are computed. They follow Megatron-Core 0.16.1's modules, DDP buffers (distributed/param_and_grad_buffer.py)
+and optimizers; tests compare them with models that are really built.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ DEFAULT_BUCKET_PER_RANK = 1_000_000
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of one rank; `expert`: reduced over the expert data-parallel group only."""
+    """One parameter of one rank; the gradient of an `expert` one is reduced over the expert data-parallel group."""
 
     name: str
     numel: int
     expert: bool = False
-    own_bucket: bool = False  # tied embeddings on both ends of a pipeline
+    own_bucket: bool = False  # for tied embeddings on the first and the last stage of a pipeline
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes one rank holds from the start to the end of the run."""
+    """Bytes that one rank holds during the whole run."""
 
     weights: int
     gradients: int
@@ -39,16 +39,17 @@ class StateBytes:
 
 
 def bytes_per_element(precision: str) -> int:
+    """Return the bytes of one number in the compute precision `bf16` or `fp32`."""
     return 2 if precision == "bf16" else FP32
 
 
 def padded_vocabulary(info: ModelInfo, tensor: int) -> int:
-    """Rows of the embedding: the next multiple of TP."""
+    """Return the rows of the embedding: the vocabulary size rounded up to a multiple of TP."""
     return -(-info.vocab_size // tensor) * tensor
 
 
 def chunk_layers(info: ModelInfo, layout: Layout, stage: int, chunk: int) -> range:
-    """Global layers of model chunk `chunk` on pipeline stage `stage`."""
+    """Return the global layer numbers of model chunk `chunk` on pipeline stage `stage`."""
     chunks = layout.virtual_pipeline or 1
     per_chunk = info.num_layers // (layout.pipeline * chunks)
     first = (chunk * layout.pipeline + stage) * per_chunk
@@ -56,7 +57,7 @@ def chunk_layers(info: ModelInfo, layout: Layout, stage: int, chunk: int) -> ran
 
 
 def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) -> list[Parameter]:
-    """Parameters of one model chunk of one rank of `stage`, in registration order."""
+    """Return the parameters of one model chunk on one rank of `stage`, in registration order."""
     last_chunk = (layout.virtual_pipeline or 1) - 1
     embeds = stage == 0 and chunk == 0
     predicts = stage == layout.pipeline - 1 and chunk == last_chunk
@@ -124,7 +125,7 @@ def _latent_attention(info: ModelInfo, mla: LatentAttention, tensor: int) -> lis
 
 
 def model_parameters(info: ModelInfo) -> tuple[int, int]:
-    """Parameters of the whole model, and those that a token passes through (embedding tables included)."""
+    """Return the number of parameters of the model, and of those active for one token (embeddings included)."""
     single = Layout()
     total = sum(p.numel for p in chunk_parameters(info, single, 0, 0))
     active = total
@@ -135,11 +136,11 @@ def model_parameters(info: ModelInfo) -> tuple[int, int]:
 
 
 def state_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int) -> StateBytes:
-    """Weights, gradients and optimizer state of the fullest rank of a pipeline stage.
+    """Return weights, gradients and optimizer state of the rank of a pipeline stage that holds most.
 
-    Weights in the compute precision; gradients in fp32 unless `megatron.ddp.grad_reduce_in_fp32` is false;
-    Adam's two moments in fp32, with bf16 also the fp32 master weights. The distributed optimizer divides its
-    state over data-parallel ranks and pads the buffers of weights and gradients.
+    Weights are in the compute precision, gradients in fp32 unless `megatron.ddp.grad_reduce_in_fp32` is false. The
+    optimizer state is Adam's two moments in fp32, and with bf16 also the fp32 master weights. The distributed optimizer
+    shards its state over the data-parallel ranks and pads the buffers of weights and gradients.
     """
     element = bytes_per_element(config.trainer.precision)
     in_fp32 = bool(config.megatron.ddp.get("grad_reduce_in_fp32", True))
@@ -161,7 +162,7 @@ def state_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int) -> 
 
 
 def _bucket_size(config: Config, ranks: int, stage: int, chunk: int) -> int | None:
-    """Elements per DDP bucket; None is one bucket (no overlap, later stages, later chunks)."""
+    """Return the elements per DDP bucket; None means a single bucket (no overlap, later stages, later chunks)."""
     ddp = config.megatron.ddp
     if not ddp.get("overlap_grad_reduce") or stage > 0 or chunk > 0:
         return None
@@ -169,7 +170,7 @@ def _bucket_size(config: Config, ranks: int, stage: int, chunk: int) -> int | No
 
 
 def _buffer(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, config: Config) -> tuple[int, int]:
-    """Elements of the contiguous buffer, and the parameter elements of the fullest rank's optimizer shard."""
+    """Return the elements of the contiguous buffer, and the parameter elements of the largest optimizer shard."""
     if not config.trainer.optimizer.distributed:
         total = sum(p.numel for p in parameters)
         return total, total
@@ -202,7 +203,7 @@ def _buffer(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None
 
 
 def _fullest_shard(buckets: list[list[tuple[int, int]]], ends: list[int], ranks: int) -> int:
-    """Parameter elements of the rank with most of them; every bucket is cut into `ranks` equal ranges."""
+    """Return the parameter elements of the rank with most; every bucket is divided into `ranks` equal ranges."""
     held = [0] * ranks
     start = 0
     for spans, end in zip(buckets, ends, strict=False):

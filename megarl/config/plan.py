@@ -1,4 +1,4 @@
-"""What a config amounts to: ranks, layout, replicas, devices, samples per step, memory per GPU.
+"""The plan of a run, computed from its config: ranks, layout, replicas, devices, samples per step, memory per GPU.
 
 `make_plan` checks everything and starts nothing; it imports neither torch nor vLLM nor Ray.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megarl.common.errors import ConfigError
 from megarl.config.checks import Device, check, detect_device, longest_response, max_sequence_tokens
 from megarl.config.hardware import local_gpus
-from megarl.config.memory import GIB, EngineMemory, Memory, engine_memory, trainer_memory
+from megarl.config.memory import GIB, MIB, EngineMemory, Memory, engine_memory, trainer_memory
 from megarl.config.parameters import model_parameters
 from megarl.config.pools import Pools, resolve_pools
 from megarl.config.schema import Config
@@ -19,7 +19,7 @@ from megarl.config.trainer_layout import trainer_layout
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
 
-# What removes most of each term, told when a plan does not fit.
+# The most effective way to reduce each term, for the error message of a plan that does not fit.
 _REMEDIES = {
     "weights": "raise trainer.parallel.tensor or pipeline (expert for a mixture of experts)",
     "gradients": "raise trainer.parallel.tensor or pipeline (expert for a mixture of experts)",
@@ -36,7 +36,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A checked config, resolved. Bytes and tokens are per GPU (per process on CPU) unless they say otherwise."""
+    """A checked and resolved config; memory is per GPU (on CPU: per process)."""
 
     device: Device
     info: ModelInfo
@@ -57,14 +57,14 @@ class RunPlan:
 
     @property
     def ranks(self) -> int:
-        """Trainer ranks: torchrun's world size."""
+        """The number of trainer ranks, torchrun's world size."""
         return self.layout.world_size
 
 
 def make_plan(config: Config, *, device: Device | None = None, files: bool = True) -> RunPlan:
-    """Check `config` and resolve it. Raises ConfigError listing every problem, memory included.
+    """Check `config` and resolve it; raises ConfigError that lists every problem, memory included.
 
-    `device` and `files` as in `checks.check`.
+    `device` and `files` are those of `checks.check`.
     """
     device = device or detect_device()
     info = check(config, device=device, files=files)
@@ -76,7 +76,7 @@ def make_plan(config: Config, *, device: Device | None = None, files: bool = Tru
         config, info, layout, cuda=cuda, fused=_fused(cuda), limit=_limit(config.trainer.device_memory_gib, cuda)
     )
     engine = engine_memory(config, info, longest, cuda=cuda, limit=_limit(config.rollout.device_memory_gib, cuda))
-    problems = list(_misfits(config, trainer, engine, longest))
+    problems = _memory_problems(config, trainer, engine, longest)
     if problems:
         raise ConfigError(problems)
     batch = config.batch
@@ -102,18 +102,23 @@ def make_plan(config: Config, *, device: Device | None = None, files: bool = Tru
 
 
 def _fused(cuda: bool) -> bool:
-    """Whether the layers will be Transformer Engine's: with it installed here, or where no GPU here can tell."""
+    """Tell whether the plan is for Transformer Engine's layers.
+
+    On a machine with GPUs that depends on its installation; for a plan on a machine without GPUs it is assumed.
+    """
     return cuda and (not local_gpus() or importlib.util.find_spec("transformer_engine") is not None)
 
 
 def _limit(gib: float | None, cuda: bool) -> int | None:
+    """Return a GPU's memory in bytes: the configured one, else that of this machine's first GPU, else None."""
     if gib is not None:
         return int(gib * GIB)
     gpus = local_gpus() if cuda else ()
     return gpus[0].memory if gpus else None
 
 
-def _misfits(config: Config, trainer: Memory, engine: EngineMemory, longest: int) -> list[str]:
+def _memory_problems(config: Config, trainer: Memory, engine: EngineMemory, longest: int) -> list[str]:
+    """Return a problem for each pool that does not fit into its GPUs."""
     problems = []
     if trainer.limit is not None and trainer.peak > trainer.limit:
         problems.append(_too_big("trainer", trainer))
@@ -133,8 +138,7 @@ def _misfits(config: Config, trainer: Memory, engine: EngineMemory, longest: int
     if engine.kv_tokens is not None and engine.kv_tokens < longest:
         cache = memory.term("KV cache").bytes
         problems.append(
-            f"rollout: the KV cache of {gib(cache)} holds {engine.kv_tokens} tokens, less than one "
-            "sequence of "
+            f"rollout: the KV cache of {gib(cache)} holds {engine.kv_tokens} tokens, less than one sequence of "
             f"{longest}: {_REMEDIES['KV cache']}"
             + (" (rollout.cpu_kv_cache_gib without a GPU)" if memory.limit is None else "")
         )
@@ -152,32 +156,31 @@ def _too_big(pool: str, memory: Memory) -> str:
 
 
 def _notes(config: Config, layout: Layout, trainer: Memory, engine: EngineMemory, cuda: bool) -> list[str]:
+    """Return hints about a plan that can run but may be slow or is only partly checked."""
     notes = []
     pools = resolve_pools(config)
     if layout.tensor > pools.trainer.gpus_per_node:
         notes.append(
-            f"trainer.parallel.tensor={layout.tensor} spans nodes of {pools.trainer.gpus_per_node} GPUs: "
-            "every "
+            f"trainer.parallel.tensor={layout.tensor} spans nodes of {pools.trainer.gpus_per_node} GPUs: every "
             "layer then waits for the network"
         )
     if cuda and trainer.limit is None:
         notes.append("GPU memory is unknown here: set trainer.device_memory_gib to have the plan checked against it")
     if config.data.max_prompt_tokens is None and config.rollout.max_model_len is None:
         notes.append(
-            "data.max_prompt_tokens is not set: the plan takes the model's whole context as the longest sequence"
+            "data.max_prompt_tokens is not set: the plan uses the model's whole context as the longest sequence"
         )
     if engine.kv_tokens is not None and engine.memory.limit is not None:
         wanted = config.batch.groups * config.batch.samples_per_group / config.rollout.replicas
         room = engine.kv_tokens / max(1, longest_response(config))
         if room < min(wanted, config.rollout.max_num_seqs):
             notes.append(
-                f"the KV cache holds about {room:.0f} full-length sequences per engine, for {wanted:.0f} "
-                "samples "
+                f"the KV cache holds about {room:.0f} full-length sequences per engine, for {wanted:.0f} samples "
                 "per engine and step: vLLM will preempt or queue"
             )
     return notes
 
 
 def gib(size: float) -> str:
-    """Bytes for people: GiB, or MiB below a tenth of one."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+    """Return bytes as text in GiB, or in MiB below 0.1 GiB."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"

@@ -1,4 +1,4 @@
-"""The plan as tables for people."""
+"""Renders the plan as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 100
 
 
 def print_dry_run(config: Config, plan: RunPlan, stream: TextIO) -> None:
-    """Write the resolved config (YAML) and the plan to `stream`; without colours if it is not a terminal."""
+    """Write the resolved config (YAML) and the plan to `stream`, with colours only if it is a terminal."""
     console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
     console.print(Text("# resolved config", style="bold"))
     if console.is_terminal:
@@ -32,7 +32,7 @@ def print_dry_run(config: Config, plan: RunPlan, stream: TextIO) -> None:
 
 
 def render_plan(plan: RunPlan) -> RenderableType:
-    """Summary, memory of both pools, notes."""
+    """Return the summary, the memory of both pools, and the notes."""
     parts: list[RenderableType] = [
         Text("\n# plan", style="bold"),
         _pairs(_summary(plan)),
@@ -53,6 +53,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
+    """Yield (name, value) of each line of the summary."""
     layout, info = plan.layout, plan.info
     parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"DP {layout.data}"]
     parts += [f"VPP {layout.virtual_pipeline}"] if layout.virtual_pipeline else []
@@ -92,7 +93,7 @@ def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def _memory(title: str, memory: Memory) -> Table:
-    """One row per term; a column per phase, because terms of different phases do not add up."""
+    """Return a table with one row per term and one column per phase; terms of different phases do not overlap."""
     table = Table(box=SIMPLE_HEAD, title=f"memory, {title}", title_justify="left", title_style="bold", pad_edge=False)
     table.add_column("term")
     for phase in memory.phases:

@@ -1,4 +1,4 @@
-"""Which GPUs of which nodes the trainer and the rollout pool hold. Pure arithmetic on the config."""
+"""Assigns GPUs and nodes to the trainer and the rollout pool, from the config only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.schema import Config
 
 @dataclass(frozen=True)
 class Pool:
-    """One side's GPUs: the same device indices on each of its nodes."""
+    """The GPUs of one side: the same device indices on each of its nodes."""
 
     name: str
     gpus: int
@@ -19,12 +19,13 @@ class Pool:
 
     @property
     def gpus_per_node(self) -> int:
+        """The number of GPUs on each of its nodes."""
         return len(self.devices)
 
 
 @dataclass(frozen=True)
 class Pools:
-    """Both sides; `shared`: they live on the same nodes, on disjoint devices."""
+    """The GPUs of both sides; `shared` is true if they are on the same nodes, on disjoint devices."""
 
     trainer: Pool
     rollout: Pool
@@ -32,16 +33,17 @@ class Pools:
 
     @property
     def nodes(self) -> int:
+        """The number of nodes of both sides."""
         return self.trainer.nodes if self.shared else self.trainer.nodes + self.rollout.nodes
 
 
 def rollout_gpus(config: Config) -> int:
-    """GPUs (on CPU: engine workers) of the rollout pool."""
+    """Return the number of GPUs (on CPU: engine workers) of the rollout pool."""
     return config.rollout.replicas * config.rollout.tensor_parallel
 
 
 def resolve_pools(config: Config) -> Pools:
-    """Devices of both pools; ConfigError listing everything that does not fit."""
+    """Return the devices of both pools; raises ConfigError for sizes and devices that do not fit together."""
     trainer, rollout = config.trainer, config.rollout
     problems: list[str] = []
     t_per_node = _per_node("trainer", trainer.gpus, trainer.gpus_per_node, trainer.devices, problems)
@@ -50,14 +52,13 @@ def resolve_pools(config: Config) -> Pools:
     node_size = rollout.gpus_per_node or (len(rollout.devices) if rollout.devices else r_per_node)
     if rollout.tensor_parallel > node_size:
         problems.append(
-            f"rollout.tensor_parallel: {rollout.tensor_parallel} GPUs per engine, but a node gives the pool "
-            f"{node_size}; an engine never spans nodes: lower it to at most {node_size}, raise "
-            "rollout.replicas"
+            f"rollout.tensor_parallel: {rollout.tensor_parallel} GPUs per engine, but the pool has {node_size} on a "
+            f"node; an engine never spans nodes: lower it to at most {node_size} and raise rollout.replicas"
         )
     elif r_per_node % rollout.tensor_parallel:
         problems.append(
             f"rollout.gpus_per_node: {r_per_node} is not a multiple of rollout.tensor_parallel="
-            f"{rollout.tensor_parallel}; an engine never spans nodes"
+            f"{rollout.tensor_parallel}; an engine never spans nodes: change one of them"
         )
     if problems:
         raise ConfigError(problems)
@@ -83,15 +84,17 @@ def resolve_pools(config: Config) -> Pools:
 
 
 def _per_node(name: str, total: int, per_node: int | None, devices: list[int] | None, problems: list[str]) -> int:
-    """GPUs that the pool holds on each of its nodes; appends what is wrong."""
+    """Return the number of GPUs of a pool on each of its nodes; append its problems to `problems`."""
     if devices is not None:
         if not devices or len(set(devices)) != len(devices) or min(devices) < 0:
-            problems.append(f"{name}.devices: {devices} must be distinct indices >= 0")
+            problems.append(f"{name}.devices: {devices} must be distinct indices >= 0; correct the list")
         if per_node is not None and per_node != len(devices):
-            problems.append(f"{name}.devices: {len(devices)} devices but {name}.gpus_per_node={per_node}; drop one")
+            problems.append(
+                f"{name}.devices: {len(devices)} devices but {name}.gpus_per_node={per_node}; remove one of the keys"
+            )
         per_node = max(1, len(devices))
         if total < per_node:
-            problems.append(f"{name}.devices: {per_node} devices for {total} GPUs; list only {total}")
+            problems.append(f"{name}.devices: {per_node} devices for {total} GPUs; list only {total} devices")
     size = min(per_node or total, total)
     if total % size:
         fix = "trainer.gpus" if name == "trainer" else "rollout.replicas x rollout.tensor_parallel"
@@ -100,6 +103,7 @@ def _per_node(name: str, total: int, per_node: int | None, devices: list[int] | 
 
 
 def _shared(config: Config) -> bool:
+    """Tell whether both pools are on the same nodes (`rollout.nodes`)."""
     if config.rollout.nodes != "auto":
         return config.rollout.nodes == "shared"
     per_node = config.trainer.gpus_per_node is not None and config.rollout.gpus_per_node is not None
@@ -108,7 +112,7 @@ def _shared(config: Config) -> bool:
 
 
 def _devices(config: Config, shared: bool, t_size: int, r_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Listed devices as they are; otherwise the lowest indices that the other pool does not hold."""
+    """Return (trainer's, rollout's) devices: the listed ones, else the lowest indices that the other has not."""
     t_listed, r_listed = config.trainer.devices, config.rollout.devices
     taken = set(r_listed or ()) if shared else set()
     t_devices = tuple(t_listed) if t_listed is not None else _lowest(t_size, taken)

@@ -1,48 +1,22 @@
-"""Typed configuration: every knob of a run, with its unit and meaning. Unknown keys are errors.
+"""The typed configuration of a run: every key with its unit and meaning.
 
-These classes only hold and check single values; what needs several sections at once (layouts, overlapping
-pools, sizes that must divide) is in `checks.py`. `docs/configuration.md` is generated from this file.
+These classes check single values; conditions on several sections (layouts, overlapping pools, sizes that must divide)
+are in `checks.py`. `docs/configuration.md` is generated from these classes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-
-class Section(BaseModel):
-    """Infinities and NaN are refused everywhere: JSON, as which the config reaches the pool, would make them null."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, allow_inf_nan=False)
-
-
-def _all_finite(values: dict[str, Any]) -> dict[str, Any]:
-    """The same for what has no type of its own."""
-    for name, value in _leaves(values):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise PydanticCustomError("not_finite", "{name} must be a finite number", {"name": name, "value": value})
-    return values
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
-    if items is None:
-        yield name, value
-        return
-    for key, inner in items:
-        yield from _leaves(inner, f"{name}.{key}" if name else str(key))
-
-
-Passed = Annotated[dict[str, Any], AfterValidator(_all_finite)]
+from megarl.config.job_sections import CheckpointConfig, LaunchConfig, RayConfig, TelemetryConfig, TimeoutsConfig
+from megarl.config.section import Passed, Section
 
 
 class RunConfig(Section):
-    """What the run is called, where it writes and how long it goes on."""
+    """Name, output directory, seed and length of the run."""
 
     name: str = Field("run", description="Name of the run; also the default last part of its directory.")
     dir: Path | None = Field(None, description="Run directory; default `runs/NAME`.")
@@ -50,7 +24,7 @@ class RunConfig(Section):
     steps: int = Field(..., ge=1, description="Number of training steps.")
     deterministic: bool = Field(
         False,
-        description="Route groups to engines by index instead of load, so that a run repeats bit for bit on CPU.",
+        description="Route groups to engines by index instead of load; a run on CPU is then bitwise reproducible.",
     )
     export: bool = Field(True, description="Export the final policy to `RUN_DIR/hf` in Hugging Face format.")
 
@@ -64,13 +38,14 @@ class ModelConfig(Section):
         "(docs/converter.md).",
     )
     shape: Path | None = Field(
-        None, description="Directory with the model's config.json, for planning where `path` is not (recipes have one)."
+        None,
+        description="Directory with the model's config.json, for planning where `path` does not exist (see recipes).",
     )
-    load_weights: bool = Field(True, description="False: keep Megatron's seeded random initialisation.")
+    load_weights: bool = Field(True, description="False keeps Megatron's seeded random initialisation.")
 
 
 class ParallelConfig(Section):
-    """Megatron layout of the trainer ranks. Data parallelism is what remains of `trainer.gpus`."""
+    """Megatron's parallel layout of the trainer ranks. The data-parallel size follows from `trainer.gpus`."""
 
     tensor: int = Field(1, ge=1, description="Tensor-parallel size (TP).")
     pipeline: int = Field(1, ge=1, description="Pipeline-parallel size (PP).")
@@ -81,7 +56,7 @@ class ParallelConfig(Section):
 
 
 class MegatronConfig(Section):
-    """Named fields passed to Megatron-Core's own dataclasses; names and types are checked against them."""
+    """Fields passed by name to Megatron-Core's dataclasses; names and types are checked against them."""
 
     transformer: Passed = Field(default_factory=dict, description="TransformerConfig fields.")
     optimizer: Passed = Field(default_factory=dict, description="OptimizerConfig fields.")
@@ -89,7 +64,7 @@ class MegatronConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Adam and its schedule."""
+    """Adam and its learning-rate schedule."""
 
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
@@ -98,12 +73,12 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's beta1, beta2.")
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
-    clip_grad: float = Field(1.0, ge=0, description="Global gradient-norm clip; 0 = off.")
+    clip_grad: float = Field(1.0, ge=0, description="Upper bound of the global gradient norm; 0 = off.")
     distributed: bool = Field(True, description="Megatron's distributed optimizer (state sharded over DP).")
 
 
 class TrainerConfig(Section):
-    """The trainer ranks."""
+    """The trainer: its GPUs, layout, precision, batching and optimizer."""
 
     gpus: int = Field(1, ge=1, description="Trainer ranks = torchrun's world size (processes on CPU).")
     gpus_per_node: int | None = Field(None, ge=1, description="Trainer GPUs on each node; default: all on one node.")
@@ -111,22 +86,22 @@ class TrainerConfig(Section):
     device_memory_gib: float | None = Field(
         None,
         gt=0,
-        description="Memory of each trainer GPU for the plan, GiB; default: that of this machine's GPU 0.",
+        description="Memory of each trainer GPU in GiB, for the plan; default: that of this machine's GPU 0.",
     )
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     precision: Literal["bf16", "fp32"] = Field("bf16", description="Compute precision; master weights stay fp32.")
     micro_batch_tokens: int = Field(8192, ge=1, description="Upper bound of packed tokens per micro-batch per DP rank.")
-    mini_batches: int = Field(1, ge=1, description="Optimizer updates per step (the batch is split by groups).")
+    mini_batches: int = Field(1, ge=1, description="Optimizer updates per step; the batch is split between groups.")
     logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
 
 
 class ReferenceConfig(Section):
-    """The frozen reference policy; it is only built if a KL coefficient is not zero."""
+    """The frozen reference policy; it is built only if `algorithm.kl.coef` is above 0."""
 
     path: Path | None = Field(None, description="Hugging Face directory or Megatron checkpoint; default `model.path`.")
     placement: Literal["gpu", "cpu_offload"] = Field(
-        "cpu_offload", description="Where its weights live between passes."
+        "cpu_offload", description="Where its weights are kept between passes."
     )
 
 
@@ -134,14 +109,16 @@ class KLConfig(Section):
     """KL to the reference policy."""
 
     coef: float = Field(0.0, ge=0, description="Coefficient; 0 = no reference pass at all.")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators.")
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="One of Schulman's KL estimators.")
     where: Literal["loss", "reward"] = Field("loss", description="Added to the loss, or subtracted from the reward.")
 
 
 class OverlongConfig(Section):
-    """DAPO's soft overlong punishment."""
+    """DAPO's soft penalty for overlong responses."""
 
-    buffer_tokens: int = Field(0, ge=0, description="Length of the punished tail below `sampling.max_tokens`; 0 = off.")
+    buffer_tokens: int = Field(
+        0, ge=0, description="Length of the penalised range below `sampling.max_tokens`, in tokens; 0 = off."
+    )
     penalty: float = Field(1.0, ge=0, description="Penalty at full length.")
 
 
@@ -157,41 +134,44 @@ class AlgorithmConfig(Section):
     clip_dual: float | None = Field(None, gt=1, description="Dual clip c for negative advantages; null = off.")
     kl: KLConfig = Field(default_factory=KLConfig)
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = Field(
-        "token_mean", description="How token losses become one number, by global counts of the mini-batch."
+        "token_mean", description="How token losses are combined, by global counts of the mini-batch."
     )
     entropy_coef: float = Field(0.0, ge=0, description="Entropy bonus coefficient.")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     filter_zero_variance: bool = Field(True, description="Drop (and count) groups whose rewards are all equal.")
     permute_rewards: bool = Field(
         False,
-        description="Control experiment: shuffle the rewards inside each group, so nothing can be learnt.",
+        description="Control experiment: shuffle the rewards inside each group, so that nothing can be learnt.",
     )
     old_logprobs: Literal["rollout", "trainer"] = Field(
-        "rollout", description="Old log-probs: the engine's own, or recomputed by the trainer."
+        "rollout", description="Old log-probs: the engine's, or recomputed by the trainer."
     )
 
 
 class BatchConfig(Section):
-    """How much one training step takes."""
+    """The size of the batch of one training step."""
 
     groups: int = Field(..., ge=1, description="Prompt groups per step.")
     samples_per_group: int = Field(..., ge=2, description="Responses per prompt (n).")
 
 
 class SamplingConfig(Section):
-    """How training responses are sampled."""
+    """Sampling of the training responses."""
 
-    temperature: float = Field(1.0, gt=0, description="Temperature; the trainer divides its logits by it too.")
+    temperature: float = Field(1.0, gt=0, description="Temperature; the trainer divides its logits by it as well.")
     max_tokens: int = Field(..., ge=1, description="Upper bound of response tokens, EOS included.")
-    top_p: float = Field(1.0, description="Must be 1 in training: the trainer cannot see the kept set.")
+    top_p: float = Field(1.0, description="Must be 1 in training: the trainer does not know the set of kept tokens.")
     top_k: int = Field(-1, description="Must be -1 in training.")
     min_p: float = Field(0.0, description="Must be 0 in training.")
     repetition_penalty: float = Field(1.0, description="Must be 1 in training.")
     presence_penalty: float = Field(0.0, description="Must be 0 in training.")
     frequency_penalty: float = Field(0.0, description="Must be 0 in training.")
-    stop_token_ids: list[int] | None = Field(None, description="Default: generation config and chat template.")
+    stop_token_ids: list[int] | None = Field(
+        None, description="Token ids that end a response; default: from generation config, tokenizer and chat template."
+    )
     truncated: Literal["keep", "mask", "zero_reward"] = Field(
-        "keep", description="Responses cut at max_tokens: train as they are, mask from the loss, or reward 0."
+        "keep",
+        description="Responses cut at max_tokens: train on them unchanged, mask them from the loss, or give reward 0.",
     )
 
 
@@ -210,7 +190,7 @@ class EvalSetConfig(Section):
 
     name: str = Field(..., description="Name in metrics and tables.")
     path: Path = Field(..., description="JSONL or Parquet file.")
-    limit: int | None = Field(None, ge=1, description="Only the first so many problems.")
+    limit: int | None = Field(None, ge=1, description="Use only this many problems from the start of the file.")
 
 
 class EvaluationConfig(Section):
@@ -218,12 +198,14 @@ class EvaluationConfig(Section):
 
     sets: list[EvalSetConfig] = Field(default_factory=list, description="Held-out sets; empty = no evaluation.")
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 = only before and after.")
-    max_tokens: int | None = Field(None, ge=1, description="Default `sampling.max_tokens`.")
+    max_tokens: int | None = Field(
+        None, ge=1, description="Upper bound of response tokens; default `sampling.max_tokens`."
+    )
     sampling: EvalSamplingConfig = Field(default_factory=EvalSamplingConfig)
 
 
 class DataConfig(Section):
-    """Prompts."""
+    """The training prompts."""
 
     path: Path = Field(..., description="JSONL or Parquet file.")
     format: Literal["auto", "gsm8k", "problem_answer", "fields"] = Field(
@@ -236,19 +218,19 @@ class DataConfig(Section):
     max_prompt_tokens: int | None = Field(
         None,
         ge=1,
-        description="Longer prompts are an error or skipped; default: what engine and micro-batch have room for.",
+        description="Longest prompt; default: the longest that fits the engine and a micro-batch.",
     )
-    overlong_prompts: Literal["error", "skip"] = Field("error", description="What to do with longer prompts.")
-    shuffle: bool = Field(True, description="Seeded order, new each epoch.")
+    overlong_prompts: Literal["error", "skip"] = Field("error", description="Refuse longer prompts or skip them.")
+    shuffle: bool = Field(True, description="Draw prompts in a seeded random order that is new in each epoch.")
 
 
 class RewardConfig(Section):
-    """The reward function, run in killable processes."""
+    """The reward function, which runs in processes that can be killed."""
 
     function: str = Field("math", description="`gsm8k`, `math`, or an import path `package.module:function`.")
     kwargs: Passed = Field(default_factory=dict, description="Keyword arguments bound to the function.")
     workers: int = Field(1, ge=1, description="Reward processes.")
-    timeout_s: float = Field(10.0, gt=0, description="Seconds per sample; then its process is killed.")
+    timeout_s: float = Field(10.0, gt=0, description="Seconds per sample, after which its process is killed.")
     on_error: float = Field(0.0, description="Reward of a sample whose function hung or raised.")
 
 
@@ -256,159 +238,60 @@ class RolloutConfig(Section):
     """The pool of vLLM engines."""
 
     replicas: int = Field(1, ge=1, description="Number of engines.")
-    tensor_parallel: int = Field(1, ge=1, description="GPUs per engine; never beyond one node.")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs per engine, all on one node.")
     gpus_per_node: int | None = Field(None, ge=1, description="Rollout GPUs on each node; default: all on one node.")
     devices: list[int] | None = Field(None, description="GPU indices of the pool on each node.")
     nodes: Literal["auto", "shared", "separate"] = Field(
         "auto",
-        description="Whether the pool lives on the trainer's nodes; auto: separate if `gpus_per_node` is "
-        "given for both pools and `devices` for neither, otherwise shared.",
+        description="Whether the pool shares the trainer's nodes; auto: separate if `gpus_per_node` is given for both "
+        "pools and `devices` for neither, otherwise shared.",
     )
     device_memory_gib: float | None = Field(
         None,
         gt=0,
-        description="Memory of each rollout GPU for the plan, GiB; default: that of this machine's GPU 0.",
+        description="Memory of each rollout GPU in GiB, for the plan; default: that of this machine's GPU 0.",
     )
     max_model_len: int | None = Field(
-        None, ge=1, description="Prompt + response tokens; default: what data and sampling need."
+        None, ge=1, description="Upper bound of prompt + response tokens; default: what data and sampling need."
     )
     max_num_seqs: int = Field(256, ge=1, description="Concurrent sequences per engine.")
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="vLLM's share of each GPU.")
-    cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache per engine without a GPU, GiB.")
-    enforce_eager: bool | None = Field(None, description="Default: true without a GPU.")
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of each GPU's memory that vLLM uses.")
+    cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache in GiB per engine without a GPU.")
+    enforce_eager: bool | None = Field(None, description="Run vLLM without CUDA graphs; default: true without a GPU.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: as trainer.precision.")
     on_group_failure: Literal["count", "stop"] = Field(
         "count",
-        description="A prompt group that cannot be generated or judged: count it as failed, or end the run. It ends in "
-        "any case when no engine is left, or when as many groups in a row have failed as a step has.",
+        description="A prompt group that cannot be generated or scored: count it as failed, or end the run. In both "
+        "cases the run ends when no engine is left, or when as many consecutive groups have failed as a step has.",
     )
     engine_kwargs: Passed = Field(default_factory=dict, description="Further AsyncEngineArgs fields.")
 
 
 class AdmissionConfig(Section):
-    """How far generation may run ahead of the weights."""
+    """Limits the staleness of the trained tokens: the trainer's version minus the version that generated them."""
 
-    max_staleness: int = Field(0, ge=0, le=0, description="0 = synchronous (the only policy so far).")
+    max_staleness: int = Field(0, ge=0, le=0, description="0 = synchronous training, the only implemented policy.")
 
 
 class WeightSyncConfig(Section):
-    """Trainer to engines."""
+    """The transfer of weights from the trainer to the engines."""
 
     bucket_mb: float = Field(64.0, gt=0, description="Bucket size, MiB.")
     transport: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo without.")
     recompute_kv: bool = Field(True, description="Recompute KV caches of in-flight requests after a sync.")
     restarts: int = Field(
-        1, ge=0, description="Times a failed sync is repeated, with fresh replicas for those it left unusable."
+        1, ge=0, description="Times a failed sync is repeated, after a restart of the replicas that it made unusable."
     )
 
 
 class QueueConfig(Section):
-    """TransferQueue."""
+    """The trajectory queue (TransferQueue)."""
 
     storage_units: int = Field(1, ge=1, description="Storage actors, on the pool's nodes only.")
 
 
-class TelemetryConfig(Section):
-    """What a run writes besides `metrics.jsonl` and `summary.json`."""
-
-    samples_per_step: int = Field(4, ge=0, description="Trajectories per step written to `samples.jsonl`.")
-    tensorboard: bool = Field(True, description="Write TensorBoard events to `RUN_DIR/tensorboard`.")
-    wandb_project: str | None = Field(None, description="Weights & Biases project; null = off.")
-    dump_batches: bool = Field(False, description="Keep whole batches in `RUN_DIR/batches` for `megarl replay`.")
-
-
-class CheckpointConfig(Section):
-    """Saving and resuming a run; see docs/checkpoints.md."""
-
-    dir: Path | None = Field(None, description="Directory of the checkpoints; default `RUN_DIR/checkpoints`.")
-    resume: str = Field(
-        "auto",
-        description="`auto`: the newest complete checkpoint of the run, if there is one; `never`: start anew (what is "
-        "there moves to `RUN_DIR/previous`); or the path of a checkpoint.",
-    )
-    every: int = Field(
-        0, ge=0, description="Steps between saves, and one after the last step; 0 = only when the run is asked to stop."
-    )
-    asynchronous: bool = Field(True, description="Write in the background while training goes on.")
-    keep_last: int = Field(2, ge=1, description="Newest checkpoints to keep.")
-    keep_every: int = Field(0, ge=0, description="Also keep every step divisible by this; 0 = none.")
-    keep_best: str | None = Field(
-        None, description="Also keep the best checkpoint by this evaluation metric, e.g. `eval/heldout/greedy`."
-    )
-    keep_best_mode: Literal["max", "min"] = Field("max", description="Whether larger or smaller is better.")
-    hf_export_every: int = Field(
-        0,
-        ge=0,
-        description="Convert every saved step divisible by this to `RUN_DIR/hf_STEP`, in a niced child; 0 = none.",
-    )
-
-
-class TimeoutsConfig(Section):
-    """Upper bounds of every wait, in seconds; an expired one says who waited for whom."""
-
-    ray_start_s: float = Field(120.0, gt=0, description="Supervisor: Ray head and attach.")
-    engine_start_s: float = Field(900.0, gt=0, description="Engine start, first-probe grace included.")
-    rpc_s: float = Field(120.0, gt=0, description="Any other actor call.")
-    generate_s: float = Field(1800.0, gt=0, description="One step's rollouts, or one evaluation.")
-    queue_s: float = Field(120.0, gt=0, description="One queue read or write.")
-    weight_sync_s: float = Field(600.0, gt=0, description="One weight sync.")
-    collective_s: float = Field(600.0, gt=0, description="One trainer collective.")
-    shutdown_s: float = Field(30.0, gt=0, description="Tear-down of everything the supervisor started.")
-    save_s: float = Field(600.0, gt=0, description="One checkpoint save, from the step boundary to the disk.")
-    node_s: float = Field(
-        120.0, gt=0, description="Silence of a node of the job, late start included, until it is lost."
-    )
-
-
-class RayConfig(Section):
-    """The Ray cluster of the run; by default the supervisor starts its own."""
-
-    address: str | None = Field(
-        None,
-        description="Attach to a running cluster instead; its rollout nodes must offer the resources `megarl_rollout` "
-        "(10000 each) and `megarl_engine` (one per engine).",
-    )
-    num_cpus: int | None = Field(
-        None, ge=1, description="Logical CPUs of each rollout node; default: what the plan needs."
-    )
-
-
-class LaunchConfig(Section):
-    """How a job asks its cluster for nodes and what it does at its time limit; read by `megarl launch` only."""
-
-    time_limit: str | None = Field(
-        None,
-        pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$",
-        description="`[D-]HH:MM:SS` of one allocation; default: the partition's.",
-    )
-    stop_before_s: int | None = Field(
-        None,
-        ge=1,
-        description="Seconds before the time limit (and after a SIGTERM) that the run gets for ending its step and "
-        "saving; default `timeouts.save_s` + 300.",
-    )
-    requeue: bool = Field(True, description="Queue the job again when it was stopped by its time limit.")
-    max_restarts: int = Field(0, ge=0, description="Times torchrun restarts the ranks after a failure.")
-    node_gpus: int | None = Field(None, ge=1, description="GPUs to ask for on each node; default: those used there.")
-    node_cpus: int | None = Field(
-        None, ge=1, description="CPUs to ask for on each node; default: all of an exclusive one."
-    )
-    sbatch: list[str] = Field(
-        default_factory=list, description="Further #SBATCH options, e.g. `--account=x`, `--partition=y`."
-    )
-    setup: list[str] = Field(
-        default_factory=list, description="Shell lines before anything else, e.g. `module load x`."
-    )
-    interface: str | None = Field(
-        None, description="Network interface between the nodes; default: the one on the way to the other nodes."
-    )
-    runtime_env: Path | None = Field(
-        None, description="YAML with `env_vars`, set for every process of the job (launch/runtime_env.yaml)."
-    )
-
-
 class Config(Section):
-    """A whole run."""
+    """The whole configuration of a run."""
 
     run: RunConfig
     model: ModelConfig
@@ -433,13 +316,15 @@ class Config(Section):
 
     @property
     def run_dir(self) -> Path:
+        """The run directory."""
         return self.run.dir or Path("runs") / self.run.name
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the run needs a reference policy."""
+        """True if the run needs a reference policy."""
         return self.algorithm.kl.coef > 0
 
     @property
     def checkpoint_dir(self) -> Path:
+        """The directory of the checkpoints."""
         return self.checkpoint.dir or self.run_dir / "checkpoints"

@@ -1,4 +1,4 @@
-"""The trainer's parallel layout as the config gives it."""
+"""The trainer's parallel layout, made from the config."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megarl.models.layout import Layout
 
 
 def trainer_layout(parallel: ParallelConfig, gpus: int) -> Layout:
-    """The layout of `gpus` trainer ranks under `trainer.parallel`. ValueError as for `Layout`."""
+    """Return the layout of `gpus` trainer ranks under `trainer.parallel`; raises ValueError like `Layout`."""
     return Layout(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,

@@ -1,1 +1,1 @@
-"""Prompts: files, order, tokens."""
+"""Prompts: reading data files, choosing the next prompt, and encoding prompts as token ids."""

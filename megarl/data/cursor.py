@@ -1,4 +1,4 @@
-"""Which prompt comes next: a seeded order, new each epoch, whose whole state is one number."""
+"""The order of the prompts: seeded, new in each epoch, and computed from the number of a draw."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Cursor:
-    """Draws indices 0..n-1 forever, each once per epoch.
+    """An endless sequence of the indices 0..n-1, each once per epoch.
 
-    The order of an epoch is derived from (seed, epoch), never stored; draw k can be asked for directly, so a
-    group that is redrawn after a resume gets the problem it had. It sorts hashes instead of calling a
-    library's shuffle, so that it stays the same under other versions of Python and numpy.
+    The order of an epoch is computed from (seed, epoch) and never stored. Draw k can be computed directly, so a group
+    that is generated again after a resume gets the same problem. The order is an argsort of hashes and not a library's
+    shuffle, so that it stays the same under other versions of Python and numpy.
     """
 
     def __init__(self, n: int, seed: int, shuffle: bool = True) -> None:
@@ -24,17 +24,10 @@ class Cursor:
         self.n = n
         self.seed = seed
         self.shuffle = shuffle
-        self.drawn = 0
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
-    def next(self) -> tuple[int, int]:
-        """(epoch, index) of the next draw."""
-        result = self.at(self.drawn)
-        self.drawn += 1
-        return result
-
     def at(self, draw: int) -> tuple[int, int]:
-        """(epoch, index) of draw number `draw`, counted from 0; does not move the cursor."""
+        """Return (epoch, index) of draw number `draw`, counted from 0."""
         epoch, position = divmod(draw, self.n)
         if not self.shuffle:
             return epoch, position
@@ -43,21 +36,21 @@ class Cursor:
         return epoch, int(self._order[1][position])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"n": self.n, "seed": self.seed, "shuffle": self.shuffle, "drawn": self.drawn}
+        """Return the values that define the order, as JSON content; the caller keeps the number of the next draw."""
+        return {"n": self.n, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if the state belongs to another data set size, seed or order."""
-        for key, now in (("n", self.n), ("seed", self.seed), ("shuffle", self.shuffle)):
-            if state[key] != now:
+        """Check a saved state; raises ValueError if its number of prompts, seed or shuffle flag is another one."""
+        for key, own in (("n", self.n), ("seed", self.seed), ("shuffle", self.shuffle)):
+            if state[key] != own:
                 raise ValueError(
-                    f"the saved prompt cursor has {key} = {state[key]}, but this run has {now}: resume with the "
+                    f"the saved prompt cursor has {key} = {state[key]}, but this run has {own}: resume with the "
                     "data, run.seed and data.shuffle of the saved run"
                 )
-        self.drawn = int(state["drawn"])
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Permutation of 0..n-1, int64, a pure function of its arguments."""
+    """Return a permutation of 0..n-1 as int64 [n]; it depends on the arguments only."""
     with np.errstate(over="ignore"):
         stream = _mix(_mix(np.array([seed], dtype=np.uint64)) + np.uint64(epoch) * _GOLDEN)
         keys = _mix(stream + np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN)
@@ -65,7 +58,7 @@ def epoch_order(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finalizer (Steele, Lea, Flood 2014), a bijection on 64 bits."""
+    """Hash 64-bit integers by splitmix64's finalizer, a bijection (Steele, Lea, Flood 2014)."""
     x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""Prompt files: JSONL or Parquet, checked as a whole when loaded, read row by row when drawn.
+"""Prompt files in JSONL or Parquet: every row is checked when the file is opened, and read again when it is drawn.
 
-A JSONL file is kept as byte offsets of its lines, a Parquet file as an Arrow table; prompts are made when
-asked for, so that a big data set costs neither parsed rows nor token ids in memory.
+Of a JSONL file the byte offsets of its lines are kept in memory, of a Parquet file its Arrow table. Prompts are made on
+access, so a large data set holds neither parsed rows nor token ids in memory.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
+from megarl.config.checks import PARQUET_SUFFIXES
 from megarl.config.schema import DataConfig
 from megarl.data.formats import Format, Prompt, RowError, detect_format, to_prompt
 
 __all__ = ["Prompt", "PromptDataset", "load_prompts"]
 
-PARQUET_SUFFIXES = (".parquet", ".pq")
-
 
 class PromptDataset(Sequence[Prompt]):
-    """Every row has been checked once. Reading raises ValueError if the file has changed since."""
+    """A sequence of prompts whose rows have all been checked; access raises ValueError if a JSONL file has changed."""
 
     def __init__(self, rows: _JsonLines | _Parquet, config: DataConfig, limit: int | None) -> None:
         self.path = rows.path
@@ -43,6 +42,7 @@ class PromptDataset(Sequence[Prompt]):
 
     @property
     def format(self) -> Format:
+        """The format of the file's rows."""
         assert self._format is not None
         return self._format
 
@@ -63,10 +63,10 @@ class PromptDataset(Sequence[Prompt]):
 
 
 def load_prompts(path: Path | str, config: DataConfig, limit: int | None = None) -> PromptDataset:
-    """Open a prompt file and check every row (only the first `limit`, if given).
+    """Open a prompt file and check every row, or only the first `limit` rows.
 
-    `path` may differ from `config.path` (evaluation sets): only the other fields of `config` are used. Raises
-    ValueError naming the file, and the line (or row) and field, of the first thing that is wrong.
+    `path` may differ from `config.path`, as for evaluation sets; only the other fields of `config` are used. Raises
+    ValueError that names the file and the line (Parquet: row) and field of the first problem.
     """
     path = Path(path)
     if not path.is_file():
@@ -76,7 +76,7 @@ def load_prompts(path: Path | str, config: DataConfig, limit: int | None = None)
 
 
 class _JsonLines:
-    """Rows by byte offset. Blank lines are skipped; lines are counted from 1, blank ones included."""
+    """A JSONL file, read by byte offsets. Blank lines are skipped; line numbers count them and start at 1."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,6 +84,7 @@ class _JsonLines:
         self._stamp = _stamp(path)
 
     def scan(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (`path:line`, row) for every row, and record its offset."""
         offset = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -95,6 +96,7 @@ class _JsonLines:
                 offset += len(line)
 
     def read(self, position: int) -> dict[str, Any]:
+        """Return a scanned row by its position, counted from 0. Raises ValueError if the file has changed."""
         if _stamp(self.path) != self._stamp:
             raise ValueError(f"{self.path} has changed since the run started")
         with self.path.open("rb") as file:
@@ -103,6 +105,8 @@ class _JsonLines:
 
 
 class _Parquet:
+    """A Parquet file, held as an Arrow table. Raises ValueError if it cannot be read."""
+
     def __init__(self, path: Path) -> None:
         import pyarrow
         import pyarrow.parquet
@@ -114,6 +118,7 @@ class _Parquet:
             raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
 
     def scan(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (`path, row N`, row) for every row; N counts from 1."""
         number = 0
         for batch in self._table.to_batches():
             for row in batch.to_pylist():
@@ -121,11 +126,13 @@ class _Parquet:
                 yield f"{self.path}, row {number}", row
 
     def read(self, position: int) -> dict[str, Any]:
+        """Return a row by its position, counted from 0."""
         (row,) = self._table.slice(position, 1).to_pylist()
         return dict(row)
 
 
 def _stamp(path: Path) -> tuple[int, int]:
+    """Return (size in bytes, modification time in ns), by which a change of the file is noticed."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
@@ -136,8 +143,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
     except json.JSONDecodeError as error:
-        hint = "; one JSON object per line is needed, not one array" if line.strip() == b"[" else ""
+        hint = "; write one JSON object per line, not one array" if line.strip() == b"[" else ""
         raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}{hint}") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: a JSON object is needed, not {type(row).__name__}")
+        raise ValueError(f"{where}: must be a JSON object, not {type(row).__name__}")
     return row

@@ -1,4 +1,4 @@
-"""From a row of a data file to messages and a reference answer, by named format. Pure."""
+"""Converts a row of a data file to chat messages and a reference answer. Pure functions, one branch per format."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class RowError(ValueError):
-    """A row that cannot be used; whoever knows file and line adds them."""
+    """A row that cannot be used; the caller adds file and line to the message."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem. `index`: its number among the file's rows; `row`: the row's own fields, untouched."""
+    """A problem; `index` is its number among the file's rows, `row` holds all fields of the row unchanged."""
 
     index: int
     messages: list[Message]
@@ -27,12 +27,15 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The last user message, as the model sees it."""
+        """The content of the last user message, as the model sees it."""
         return next(m["content"] for m in reversed(self.messages) if m["role"] == "user")
 
 
 def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
-    """The format of a file from its first row. Raises RowError, with what to set, if it is none of the known."""
+    """Return the format of a file, given its first row.
+
+    Raises RowError that names the settings to change if no known format fits.
+    """
     if config.format != "auto":
         return config.format
     defaults = DataConfig.model_fields
@@ -54,7 +57,7 @@ def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
 
 
 def to_prompt(index: int, row: dict[str, Any], kind: Format, config: DataConfig) -> Prompt:
-    """Raises RowError naming the field that is missing or of the wrong type."""
+    """Make a prompt of a row in format `kind`; raises RowError naming a field that is missing or of a wrong type."""
     if kind == "gsm8k":
         question, answer = _text(row, "question"), _text(row, "answer")
         reference = answer.rpartition("####")[2].strip()
@@ -68,11 +71,11 @@ def to_prompt(index: int, row: dict[str, Any], kind: Format, config: DataConfig)
     return Prompt(index, messages, _answer(row, config.answer_field), row)
 
 
-def _lookup(row: dict[str, Any], field: str) -> Any:
-    """A field, or by a dotted path one inside it (`reward_model.ground_truth`); None if it is not there."""
+def _lookup(row: dict[str, Any], field: str) -> object:
+    """Return a field, or by a dotted path a nested one (`reward_model.ground_truth`); None if there is none."""
     if field in row:
         return row[field]
-    value: Any = row
+    value: object = row
     for part in field.split("."):
         if not isinstance(value, dict):
             return None
@@ -80,7 +83,7 @@ def _lookup(row: dict[str, Any], field: str) -> Any:
     return value
 
 
-def _required(row: dict[str, Any], field: str) -> Any:
+def _required(row: dict[str, Any], field: str) -> object:
     value = _lookup(row, field)
     if value is None:
         raise RowError(f"field {field!r} is missing; the row has {sorted(row)}")
@@ -101,13 +104,13 @@ def _answer(row: dict[str, Any], field: str) -> str:
     return str(value)
 
 
-def _messages(content: Any, field: str, config: DataConfig) -> list[Message]:
+def _messages(content: object, field: str, config: DataConfig) -> list[Message]:
     raw = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not isinstance(raw, list) or not raw:
         raise RowError(f"field {field!r} must be a string or a list of messages, not {content!r:.60}")
     messages = [_message(message, field) for message in raw]
     if messages[-1]["role"] not in ("user", "tool") or all(m["role"] != "user" for m in messages):
-        raise RowError(f"field {field!r} must hold a user message, and end with a user's or a tool's")
+        raise RowError(f"field {field!r} must hold a user message, and its last message must be a user's or a tool's")
     if config.system_prompt is not None:
         if messages[0]["role"] == "system":
             raise RowError(f"field {field!r} has its own system message; remove data.system_prompt")
@@ -117,8 +120,8 @@ def _messages(content: Any, field: str, config: DataConfig) -> list[Message]:
     return messages
 
 
-def _message(message: Any, field: str) -> Message:
-    if isinstance(message, dict):  # Parquet fills the fields that other rows have with None
+def _message(message: object, field: str) -> Message:
+    if isinstance(message, dict):  # Parquet adds the fields of other rows, with the value None
         message = {key: value for key, value in message.items() if value is not None}
     if not isinstance(message, dict) or set(message) != {"role", "content"}:
         raise RowError(f"field {field!r}: a message must have exactly role and content: {message!r:.60}")

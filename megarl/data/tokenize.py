@@ -1,4 +1,4 @@
-"""Prompts to token ids by the tokenizer's chat template, and the token ids that end a response."""
+"""Encodes prompts as token ids by the tokenizer's chat template, and finds the token ids that end a response."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import logging
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megarl.data.formats import Message, Prompt
 from megarl.models.source import hf_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -18,13 +21,13 @@ _MARKER = "megarl-end-of-turn-probe"
 
 
 class PromptTooLongError(ValueError):
-    """A prompt of more tokens than its encoder's limit."""
+    """A prompt has more tokens than the limit of its encoder."""
 
 
-def load_tokenizer(model_dir: Path | str) -> Any:
-    """The tokenizer of a Hugging Face directory or a Megatron checkpoint, nothing fetched.
+def load_tokenizer(model_dir: Path | str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a Hugging Face directory or a Megatron checkpoint, without any download.
 
-    ValueError if there is none.
+    Raises ValueError if there is none that can be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -35,15 +38,15 @@ def load_tokenizer(model_dir: Path | str) -> Any:
 
 
 class PromptEncoder:
-    """Chat template, generation prompt included. `skipped` counts prompts left out by `overlong="skip"`.
+    """Applies the chat template, generation prompt included. Raises ValueError if the tokenizer has none.
 
-    `setting`: where `max_prompt_tokens` comes from, for messages.
-    Raises ValueError if the tokenizer has no chat template.
+    `setting` names the origin of `max_prompt_tokens` in messages; `skipped` counts the prompts that were left out
+    because of `overlong="skip"`.
     """
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         max_prompt_tokens: int | None = None,
         overlong: Literal["error", "skip"] = "error",
         setting: str = "data.max_prompt_tokens",
@@ -60,10 +63,10 @@ class PromptEncoder:
         self.skipped = 0
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids, special tokens of the template included.
+        """Return the token ids of a prompt, special tokens of the template included.
 
-        Raises PromptTooLongError (a ValueError) beyond `max_prompt_tokens`, under both policies; prompts that
-        `valid_indices` let pass never raise it. ValueError if the template refuses the messages.
+        Raises PromptTooLongError (a ValueError) above `max_prompt_tokens`, whatever `overlong` is; prompts at
+        positions that `valid_indices` returned never raise it. Raises ValueError if the template refuses the messages.
         """
         ids = self._ids(prompt.messages, f"prompt {prompt.index}")
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
@@ -74,15 +77,15 @@ class PromptEncoder:
         return ids
 
     def valid_indices(self, prompts: Sequence[Prompt]) -> Sequence[int]:
-        """Positions in `prompts` that fit `max_prompt_tokens`; the others are counted in `skipped`.
+        """Return the positions of the prompts that fit `max_prompt_tokens`, and count the others in `skipped`.
 
-        With `overlong="error"` the first that does not fit raises PromptTooLongError. Prompts are tokenized
-        only if they are long enough to matter, and no token ids are kept.
+        With `overlong="error"` the first prompt that does not fit raises PromptTooLongError. Raises ValueError if no
+        prompt fits. Only prompts whose bytes could exceed the limit are tokenized, and no token ids are kept.
         """
         if self.max_prompt_tokens is None:
             return range(len(prompts))
-        # A token stands for at least one byte of text; the template adds what it adds to an empty turn, once
-        # per message at most.
+        # Upper bound of the tokens without tokenizing: a token stands for at least one byte of text, and the template
+        # adds to each message at most what it adds to a conversation of one message.
         overhead = len(self._ids([{"role": "user", "content": "x"}], "a one-letter prompt"))
         valid = array("q")
         self.skipped = 0
@@ -99,7 +102,7 @@ class PromptEncoder:
                 log.debug("skipped: %s", error)
         if not valid:
             raise ValueError(
-                f"all {len(prompts)} prompts are longer than {self.setting} = {self.max_prompt_tokens}; raise it"
+                f"all {len(prompts)} prompts are longer than {self.setting} = {self.max_prompt_tokens} tokens; raise it"
             )
         if self.skipped:
             log.warning("%d of %d prompts skipped as too long", self.skipped, len(prompts))
@@ -115,16 +118,18 @@ class PromptEncoder:
         # The template writes its special tokens itself; the tokenizer must not add a second BOS.
         ids: list[int] = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
-            raise ValueError(f"{what}: the chat template makes no tokens of it")
+            raise ValueError(f"{what}: the chat template makes no tokens of its messages")
         return ids
 
 
-def stop_token_ids(model_dir: Path | str, tokenizer: Any, configured: Sequence[int] | None = None) -> list[int]:
-    """Token ids that end a response, ascending: `configured` if given, else the union of
-    generation_config.json's `eos_token_id`, the tokenizer's EOS, and the special token that ends an
-    assistant's turn in the chat template.
+def stop_token_ids(
+    model_dir: Path | str, tokenizer: PreTrainedTokenizerBase, configured: Sequence[int] | None = None
+) -> list[int]:
+    """Return the token ids that end a response, ascending.
 
-    Raises ValueError if there is none, or one is outside the tokenizer's vocabulary.
+    These are `configured` if given; otherwise generation_config.json's `eos_token_id`, the tokenizer's EOS, and the
+    special token that ends an assistant's turn in the chat template. Raises ValueError if there is none, or if one is
+    outside the tokenizer's vocabulary.
     """
     if configured is not None:
         found, source = set(configured), "sampling.stop_token_ids"
@@ -145,7 +150,10 @@ def stop_token_ids(model_dir: Path | str, tokenizer: Any, configured: Sequence[i
 
 
 def generation_config_eos(model_dir: Path | str) -> set[int]:
-    """`eos_token_id` of generation_config.json, a number or a list there; empty if absent."""
+    """Return `eos_token_id` of generation_config.json, which holds a number or a list; empty if there is none.
+
+    Raises ValueError if the file is not a JSON object.
+    """
     path = hf_files(model_dir) / "generation_config.json"
     if not path.is_file():
         return set()
@@ -158,8 +166,11 @@ def generation_config_eos(model_dir: Path | str) -> set[int]:
     return {int(i) for i in value} if isinstance(value, list) else {int(value)}
 
 
-def end_of_turn_ids(tokenizer: Any) -> set[int]:
-    """The special token that the chat template writes after an assistant's message; empty if it is none."""
+def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the id of the special token that the chat template writes after an assistant's message.
+
+    The set is empty if the template writes no special token there.
+    """
     from jinja2 import TemplateError
 
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARKER}]
@@ -173,6 +184,6 @@ def end_of_turn_ids(tokenizer: Any) -> set[int]:
     return {int(ids[0])} & _special_ids(tokenizer) if ids else set()
 
 
-def _special_ids(tokenizer: Any) -> set[int]:
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {int(i) for i in tokenizer.all_special_ids} | {int(i) for i, t in added.items() if t.special}

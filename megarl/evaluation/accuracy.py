@@ -1,20 +1,20 @@
 """Evaluation metrics as pure functions: mean@k, unbiased pass@k, maj@k, confidence intervals, lengths.
 
-A *problem* is the list of the responses sampled for one prompt. Every figure is first computed per problem
-and then averaged over problems, so that intervals are over problems (responses to one problem are not
-independent).
+A *problem* is the list of the responses sampled for one prompt. Every metric is computed per problem first and then
+averaged over problems. Confidence intervals are therefore over problems, because responses to one problem are not
+independent of each other.
 
-Intervals: `wilson` (score interval of a proportion) if every problem's value is 0 or 1, or if all problems
-have one and the same value in [0, 1] (a zero variance would claim certainty; a proportion has the largest
-variance that values in [0, 1] with that mean can have); otherwise `normal`: mean ± z·s/√n over problems, cut
-to the metric's range.
+There are two kinds of interval. `wilson`, the score interval of a proportion, is used if every problem's value is 0 or
+1. It is also used if all problems have the same value in [0, 1]: their variance is zero, which would claim certainty,
+and a proportion has the largest variance that values in [0, 1] with the same mean can have. In all other cases `normal`
+is used: mean ± z·s/√n over problems, clipped to the metric's range.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal
@@ -25,7 +25,10 @@ CORRECT_AT = 1.0
 
 @dataclass(frozen=True)
 class SampleFailure:
-    """Why a response says nothing about the model: the engine did not end it, or its judge did not judge it."""
+    """The reason why a response is no evidence about the model.
+
+    `generation`: the engine did not finish it. `reward`: the reward function returned no reward.
+    """
 
     kind: Literal["generation", "reward"]
     message: str
@@ -33,11 +36,11 @@ class SampleFailure:
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """One judged response.
+    """One response with its reward.
 
-    `answer` is the final answer extracted from the text, None if there is none; `tokens` the response length
-    in tokens, EOS included; `truncated` says that it was cut at the token limit. One with a `failure` counts by its
-    score all the same.
+    `answer` is the final answer extracted from the text, None if there is none; `tokens` is the response length, EOS
+    included; `truncated` is true if the response was cut at the token limit. The score of a response with a `failure`
+    counts like any other.
     """
 
     score: float
@@ -59,9 +62,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """One evaluation set under one way of sampling; shares are in [0, 1], lengths in tokens.
+    """The metrics of one evaluation set under one way of sampling; shares are in [0, 1], lengths in tokens.
 
-    Every failed response is either a failed generation or a reward error; `first_failure` says why the first one is.
+    Every failed response counts either in `failed_generations` or in `reward_errors`; `first_failure` is the message of
+    the first one.
     """
 
     name: str
@@ -81,16 +85,18 @@ class EvalReport:
 
     @property
     def responses(self) -> int:
+        """The number of responses."""
         return self.problems * self.samples_per_problem
 
     @property
     def failures(self) -> int:
+        """The number of failed responses."""
         return self.failed_generations + self.reward_errors
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; keys of the headline figures carry their k: `mean@4`, `pass@2`, `maj@4`.
+        """Return the report as JSON content; the main metrics have their k in the key: `mean@4`, `pass@2`, `maj@4`.
 
-        An unbounded end of an interval (one problem, unbounded scores) is null.
+        An infinite end of an interval (one problem, unbounded scores) is None.
         """
         k = self.samples_per_problem
         return {
@@ -112,9 +118,9 @@ class EvalReport:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased probability that at least one of k draws is correct: 1 - C(n-c, k) / C(n, k).
+    """Estimate without bias the probability that at least one of k draws is correct: 1 - C(n-c, k) / C(n, k).
 
-    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. ValueError unless
+    Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. Raises ValueError unless
     0 <= correct <= samples and 1 <= k <= samples.
     """
     if not 0 <= correct <= samples:
@@ -124,56 +130,27 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int | None = None) -> float:
-    """Expected correctness of the majority vote over k of the responses, drawn without replacement.
+def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+    """Return the expected correctness of the majority vote over the responses to one problem.
 
-    Responses without an answer abstain; if all abstain the vote is wrong. Ties are decided by a fair draw
-    among the tied answers, of which this is the exact expectation: nothing depends on order or on a seed.
-    Equal strings are one answer (pass normalised ones); its correctness is the share of its responses judged
-    correct. k None = all responses. ValueError if the lengths differ or k is out of range.
+    Equal strings are one answer, so answers should be normalised; the correctness of an answer is the share of its
+    responses that are correct. Responses without an answer abstain; the vote is wrong if all abstain. A tie is decided
+    by a fair draw among the tied answers; the result is the exact expectation over it, so it depends neither on the
+    order of the responses nor on a seed. Raises ValueError if the lengths differ.
     """
-    n = len(answers)
-    if len(correct) != n:
-        raise ValueError(f"maj@k: {n} answers but {len(correct)} judgements")
-    k = n if k is None else k
-    if not 1 <= k <= n:
-        raise ValueError(f"maj@{k} needs between 1 and {n} responses per vote (there are {n})")
-    counts = Counter(answer for answer in answers if answer is not None)
+    if len(correct) != len(answers):
+        raise ValueError(f"maj@k: {len(answers)} answers but {len(correct)} judgements")
+    votes = Counter(answer for answer in answers if answer is not None)
     right = Counter(answer for answer, ok in zip(answers, correct, strict=True) if ok and answer is not None)
-    abstaining = n - sum(counts.values())
-    sizes = Counter(counts.values())
-    wins = {size: _win_weight(size, sizes, abstaining, k) for size in sizes}
-    total = sum(wins[counts[answer]] * right[answer] / counts[answer] for answer in counts)
-    return total / math.comb(n, k)
-
-
-def _win_weight(size: int, sizes: Mapping[int, int], abstaining: int, k: int) -> float:
-    """Sum over the k-subsets of (the chance that one given answer of `size` responses wins the vote).
-
-    `sizes` maps a count of responses to the number of distinct answers that have it, this one included.
-    """
-    rivals = [other for other, number in sizes.items() for _ in range(number)]
-    rivals.remove(size)
-    total = 0.0
-    for votes in range(1, min(size, k) + 1):
-        # ways[(used, ties)]: choices of `used` responses of the rivals seen so far, none above `votes`,
-        # `ties` equal.
-        ways = {(0, 0): 1}
-        for rival in rivals:
-            grown: dict[tuple[int, int], int] = {}
-            for (used, ties), number in ways.items():
-                for extra in range(min(rival, votes, k - votes - used) + 1):
-                    state = (used + extra, ties + (extra == votes))
-                    grown[state] = grown.get(state, 0) + number * math.comb(rival, extra)
-            ways = grown
-        own = math.comb(size, votes)
-        for (used, ties), number in ways.items():
-            total += own * number * math.comb(abstaining, k - votes - used) / (1 + ties)
-    return total
+    winners = [answer for answer, number in votes.items() if number == max(votes.values())]
+    return sum((1 / len(winners) * right[answer] / votes[answer] for answer in winners), start=0.0)
 
 
 def wilson_interval(successes: float, n: int, confidence: float = DEFAULT_CONFIDENCE) -> tuple[float, float]:
-    """Wilson's score interval of a proportion (Wilson 1927); `successes` in [0, n]. ValueError for n < 1."""
+    """Return Wilson's score interval (low, high) of a proportion (Wilson 1927).
+
+    Raises ValueError unless n >= 1 and 0 <= successes <= n.
+    """
     if n < 1 or not 0 <= successes <= n:
         raise ValueError(f"Wilson interval: {successes} successes of {n} is impossible")
     z = _z(confidence)
@@ -190,9 +167,12 @@ def estimate_mean(
     confidence: float = DEFAULT_CONFIDENCE,
     bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> Estimate:
-    """Mean of one value per problem with its interval (which: see the module's head). ValueError if empty."""
+    """Return the mean of one value per problem, with its interval as described at the head of the module.
+
+    `bounds` is the range of the metric. Raises ValueError if there are no values.
+    """
     if not values:
-        raise ValueError("no problem to evaluate: the evaluation set is empty")
+        raise ValueError("the evaluation set is empty: add problems to it")
     n, mean = len(values), fmean(values)
     in_unit = all(0.0 <= value <= 1.0 for value in values)
     if in_unit and (all(value in {0.0, 1.0} for value in values) or min(values) == max(values)):
@@ -204,7 +184,7 @@ def estimate_mean(
 
 
 def default_ks(samples: int) -> list[int]:
-    """Powers of two up to `samples`, and `samples` itself."""
+    """Return the powers of two up to `samples`, and `samples` itself, ascending."""
     ks = [1 << power for power in range(samples.bit_length()) if 1 << power <= samples]
     return ks if ks[-1] == samples else [*ks, samples]
 
@@ -217,14 +197,14 @@ def evaluate_responses(
     correct_at: float = CORRECT_AT,
     confidence: float = DEFAULT_CONFIDENCE,
 ) -> EvalReport:
-    """The report of one evaluation set. A response is correct when its score is >= `correct_at`.
+    """Compute the report of one evaluation set. A response is correct if its score is >= `correct_at`.
 
-    mean@k is the mean score, pass@k is given for `ks` (default: powers of two up to the samples per problem),
-    maj@k for all responses. ValueError for an empty set, a problem without responses, or unequal numbers of
-    responses.
+    mean@k is the mean score; pass@k is computed for `ks` (default: powers of two up to the samples per problem) and
+    maj@k over all responses. Raises ValueError for an empty set, a problem without responses, or problems with
+    different numbers of responses.
     """
     if not problems:
-        raise ValueError(f"evaluation set {name!r} is empty: nothing to report")
+        raise ValueError(f"evaluation set {name!r} is empty: add problems to it")
     sizes = {len(problem) for problem in problems}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
@@ -236,7 +216,7 @@ def evaluate_responses(
     unit = all(0.0 <= response.score <= 1.0 for response in flat)
     correct = [[response.score >= correct_at for response in problem] for problem in problems]
     votes = [
-        majority_at_k([response.answer for response in problem], judged)
+        majority_vote([response.answer for response in problem], judged)
         for problem, judged in zip(problems, correct, strict=True)
     ]
     failures = [response.failure for response in flat if response.failure is not None]
@@ -266,6 +246,7 @@ def evaluate_responses(
 
 
 def _as_json(estimate: Estimate) -> dict[str, Any]:
+    """Return the estimate as JSON content, with None for an infinite end."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in asdict(estimate).items()
@@ -273,6 +254,7 @@ def _as_json(estimate: Estimate) -> dict[str, Any]:
 
 
 def _z(confidence: float) -> float:
+    """Return the standard normal quantile of a two-sided interval."""
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence must be between 0 and 1, e.g. 0.95, not {confidence}")
     return NormalDist().inv_cdf(0.5 + confidence / 2)

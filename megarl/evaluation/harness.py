@@ -1,6 +1,7 @@
-"""One evaluation of one set, greedy and sampled: the same code in a run and in `megarl eval`.
+"""Evaluates one set, greedy and sampled; the same code runs inside a training run and in `megarl eval`.
 
-What generates and judges a response is passed in, so that this knows no engine and no Ray.
+The function that generates and scores a response is a parameter, so this module depends neither on an engine nor on
+Ray.
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ from megarl.evaluation.accuracy import EvalReport, ScoredResponse, evaluate_resp
 Problem = TypeVar("Problem")
 Mode = Literal["greedy", "sampled"]
 Respond = Callable[[Problem, int, Mode, int], Awaitable[ScoredResponse]]
-"""(problem, its index in the set, mode, sample index) -> the judged response. Greedy ones have sample index
-0.
-"""
+"""(problem, its index in the set, mode, sample index) -> scored response. The sample index of a greedy one is 0."""
 
 
 @dataclass(frozen=True)
 class SetReport:
-    """Both evaluations of one set; `version` is that of the weights."""
+    """Both evaluations of one set; `version` is the version of the evaluated weights."""
 
     name: str
     version: int
@@ -31,24 +30,24 @@ class SetReport:
 
     @property
     def n(self) -> int:
-        """Number of problems."""
+        """The number of problems."""
         return self.greedy.problems
 
     @property
     def failed_generations(self) -> int:
-        """Greedy and sampled responses that the engine did not end."""
+        """The number of greedy and sampled responses that the engine did not finish."""
         return self.greedy.failed_generations + self.sampled.failed_generations
 
     @property
     def reward_errors(self) -> int:
-        """Greedy and sampled responses whose reward function hung or raised."""
+        """The number of greedy and sampled responses whose reward function hung or raised."""
         return self.greedy.reward_errors + self.sampled.reward_errors
 
     @property
     def nothing_judged(self) -> str | None:
-        """What to tell of a set of which every response failed; None for any other."""
+        """The error message for a set of which every response failed; None for any other set."""
         responses = self.greedy.responses + self.sampled.responses
-        if self.failed_generations + self.reward_errors < responses:
+        if self.greedy.failures + self.sampled.failures < responses:
             return None
         return (
             f"all {responses} responses of set {self.name!r} failed ({self.failed_generations} generations, "
@@ -56,7 +55,7 @@ class SetReport:
         )
 
     def metrics(self) -> dict[str, float]:
-        """The declared `eval/{set}/…` metrics."""
+        """Return the declared metrics `eval/{set}/…` of this set."""
         prefix, greedy, sampled = f"eval/{self.name}", self.greedy, self.sampled
         return {
             f"{prefix}/greedy": greedy.mean.value,
@@ -76,7 +75,7 @@ class SetReport:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return both reports as JSON content."""
         return {
             "name": self.name,
             "version": self.version,
@@ -88,22 +87,22 @@ class SetReport:
 async def evaluate_set(
     name: str, problems: Sequence[Problem], respond: Respond[Problem], *, samples: int, version: int
 ) -> SetReport:
-    """Ask for one greedy and `samples` sampled responses to every problem, all at once, and report.
+    """Request one greedy and `samples` sampled responses to every problem, all concurrently, and report on them.
 
-    The first failure of `respond` cancels the rest and is raised. ValueError for an empty set.
+    The first exception of `respond` cancels the other requests and is raised. Raises ValueError for an empty set.
     """
     if not problems:
-        raise ValueError(f"evaluation set {name!r} is empty: nothing to evaluate")
+        raise ValueError(f"evaluation set {name!r} is empty: add problems to it")
     modes: list[tuple[Mode, int]] = [("greedy", 0), *(("sampled", index) for index in range(samples))]
     try:
         async with asyncio.TaskGroup() as tasks:
-            asked = [
-                [tasks.create_task(_ask(respond, problem, index, *mode)) for mode in modes]
+            requests = [
+                [tasks.create_task(_request(respond, problem, index, *mode)) for mode in modes]
                 for index, problem in enumerate(problems)
             ]
     except* Exception as group:
         raise _first(group) from None
-    answers = [[task.result() for task in row] for row in asked]
+    answers = [[task.result() for task in row] for row in requests]
     return SetReport(
         name=name,
         version=version,
@@ -112,11 +111,12 @@ async def evaluate_set(
     )
 
 
-async def _ask(respond: Respond[Problem], problem: Problem, index: int, mode: Mode, sample: int) -> ScoredResponse:
+async def _request(respond: Respond[Problem], problem: Problem, index: int, mode: Mode, sample: int) -> ScoredResponse:
     return await respond(problem, index, mode, sample)
 
 
 def _first(group: BaseException) -> BaseException:
+    """Return the first exception inside nested exception groups."""
     while isinstance(group, BaseExceptionGroup):
         group = group.exceptions[0]
     return group

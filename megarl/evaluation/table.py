@@ -1,4 +1,4 @@
-"""Evaluation reports as a table for the terminal."""
+"""Renders evaluation reports for the terminal: as a table, and as one line of a run's progress."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.evaluation.harness import SetReport
 
 
 def report_table(reports: Sequence[EvalReport]) -> Table:
-    """One row per report: headline figures in percent with their interval, lengths in tokens."""
+    """Return a table with one row per report: metrics in percent with their intervals, lengths in tokens."""
     ks = sorted({k for report in reports for k in report.pass_at if k > 1})
     level = f"{100 * reports[0].confidence:g}%" if reports else ""
     table = Table(title=f"Evaluation ({level} confidence intervals)" if level else "Evaluation")
@@ -51,7 +51,7 @@ def report_table(reports: Sequence[EvalReport]) -> Table:
 
 
 def render_line(label: str, report: SetReport) -> str:
-    """One plain line for the progress output of a run."""
+    """Return one line of plain text for the progress output of a run."""
     greedy, sampled = report.greedy, report.sampled
     return (
         f"eval {report.name} ({label}): greedy {format_estimate(greedy.mean)}, "
@@ -62,11 +62,11 @@ def render_line(label: str, report: SetReport) -> str:
 
 
 def _failures(report: SetReport) -> str:
-    """Only where there are any."""
+    """Return the counts of failures that are not zero, as the end of a line."""
     counts = {"generations failed": report.failed_generations, "rewards failed": report.reward_errors}
     return "".join(f", {count} {what}" for what, count in counts.items() if count)
 
 
 def format_estimate(estimate: Estimate) -> str:
-    """`52.3% [48.0, 56.6]`."""
+    """Return an estimate in percent, like `52.3% [48.0, 56.6]`."""
     return f"{100 * estimate.value:.1f}% [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"

@@ -1,9 +1,9 @@
-"""Whole batches on disk, for `megarl replay` and for what a stopped run leaves behind.
+"""Writes the batches of a run to disk and reads them back, for `megarl replay` and for the analysis of a stopped run.
 
-A step is one or more Parquet files `step_000012.0-of-1.parquet`, one per writer (a DP leader dumps the rows
-it fetched), one row per trajectory, unpadded list columns: pandas or DuckDB read them as they are. A part
-appears atomically, and a step counts only when all its parts are there. Log-probs are float32 (the engine's
-own type, so the round trip is exact), rewards and reward components float64.
+A step is one or more Parquet files `step_000012.0-of-1.parquet`, one per writer (a DP leader writes the rows that it
+fetched). A file has one row per trajectory and unpadded list columns, so pandas and DuckDB read it directly. A part
+appears atomically, and a step is valid only if all its parts are there. Log-probs are float32, the engine's own type,
+so the round trip is exact; rewards and reward components are float64.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FORMAT = "2"
-READABLE = ("1", FORMAT)  # format 1 has neither masks nor streams: every token is sampled
+READABLE = ("1", FORMAT)  # files of format 1 have neither masks nor streams: all their response tokens are sampled
 _PART = re.compile(r"step_(\d{6,})\.(\d+)-of-(\d+)\.parquet")
 
 
 class DumpError(ValueError):
-    """A dumped batch is missing, incomplete or unreadable; the message names the file."""
+    """A recorded batch is missing, incomplete or unreadable; the message names the file."""
 
 
 @dataclass(frozen=True)
 class DumpedBatch:
-    """One step's batch, sorted by (group, sample); `version`: the weights the step started from."""
+    """One step's batch, sorted by (group, sample); `version` is that of the weights at the start of the step."""
 
     step: int
     version: int
@@ -40,7 +40,7 @@ class DumpedBatch:
 
     @property
     def tags(self) -> list[SampleTag]:
-        """The tags every rank of the recorded run saw, in the order of `trajectories`."""
+        """The tags that every rank of the recorded run read, in the order of `trajectories`."""
         return [trajectory.tag for trajectory in self.trajectories]
 
 
@@ -53,10 +53,11 @@ def write_batch(
     part: int = 0,
     parts: int = 1,
 ) -> Path:
-    """Write one part of a step's batch; returns the file. It appears atomically (fsync, then rename).
+    """Write one part of a step's batch atomically (fsync, then rename); return the file.
 
-    With several writers each passes its own `part` of `parts`; an empty part is written too, since a step
-    without all its parts does not count. OSError if the disk refuses; ValueError for an impossible part.
+    With several writers each passes its own `part` of `parts`. A part without rows has to be written as well, because a
+    step is valid only with all its parts. Raises OSError if the file cannot be written and ValueError unless
+    0 <= part < parts.
     """
     import pyarrow.parquet as pq
 
@@ -74,13 +75,13 @@ def write_batch(
     finally:
         temporary.unlink(missing_ok=True)
     for (_, total), stale in _parts(directory).get(step, {}).items():
-        if total != parts:  # left by an attempt with another number of writers
+        if total != parts:  # from an earlier attempt with another number of writers
             stale.unlink(missing_ok=True)
     return path
 
 
 def read_batch(directory: Path, step: int) -> DumpedBatch:
-    """All parts of one step. DumpError if a part is missing or damaged, or a sample appears twice."""
+    """Read all parts of one step. Raises DumpError if a part is missing or damaged, or if a sample occurs twice."""
     found = _parts(directory).get(step, {})
     if not found:
         raise DumpError(f"{directory}: no batch of step {step} was recorded (telemetry.dump_batches=true records them)")
@@ -92,7 +93,7 @@ def read_batch(directory: Path, step: int) -> DumpedBatch:
     for path in found.values():
         part_version, trajectories = _read_part(path, step)
         if version is not None and part_version != version:
-            raise DumpError(f"{path}: weight version {part_version}, but other parts of the step say {version}")
+            raise DumpError(f"{path}: weight version {part_version}, but other parts of the step have {version}")
         version = part_version
         for trajectory in trajectories:
             if trajectory.key in rows:
@@ -104,7 +105,7 @@ def read_batch(directory: Path, step: int) -> DumpedBatch:
 
 
 def recorded_steps(directory: Path) -> list[int]:
-    """Steps of which all parts are there, ascending; empty if the directory does not exist."""
+    """Return the steps of which all parts are there, ascending; empty if the directory does not exist."""
     steps = []
     for step, found in _parts(directory).items():
         totals = {total for _, total in found}
@@ -114,6 +115,7 @@ def recorded_steps(directory: Path) -> list[int]:
 
 
 def _parts(directory: Path) -> dict[int, dict[tuple[int, int], Path]]:
+    """Return the recorded files as step -> (part, number of parts) -> path."""
     steps: dict[int, dict[tuple[int, int], Path]] = {}
     for path in sorted(directory.glob("step_*.parquet")):
         if match := _PART.fullmatch(path.name):

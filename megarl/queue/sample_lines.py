@@ -1,4 +1,4 @@
-"""Lines of `samples.jsonl`: a few trajectories of every step as text, for people to read."""
+"""Lines of `samples.jsonl`: a few trajectories of every step as text, for human readers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from megarl.queue.trajectory import Trajectory
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids -> text, special tokens kept (they are what the model really wrote)."""
+"""Token ids -> text. Special tokens are kept, because they are part of the model's output."""
 
 
 def choose_keys(keys: Sequence[str], count: int, seed: int, step: int) -> list[str]:
-    """`count` of a batch's sample keys (all, if there are fewer), in (group, sample) order.
+    """Draw `count` of a batch's sample keys, or all if there are fewer; return them in (group, sample) order.
 
-    A random draw that depends only on (seed, step, the keys), never on the order of arrival.
+    The random draw depends only on the seed, the step and the set of keys, not on the order of `keys`.
     """
     ordered = sorted(keys, key=lambda key: tuple(map(int, key.split(":"))))
     if count >= len(ordered):
@@ -26,10 +26,10 @@ def choose_keys(keys: Sequence[str], count: int, seed: int, step: int) -> list[s
     return [ordered[index] for index in sorted(picked)]
 
 
-def sample_record(step: int, trajectory: Trajectory, decode: Decode, reference: Any) -> dict[str, Any]:
-    """One line of `samples.jsonl`, JSON-ready (a reward that is not finite becomes null).
+def sample_record(step: int, trajectory: Trajectory, decode: Decode, reference: str | None) -> dict[str, Any]:
+    """Return one line of `samples.jsonl` as JSON content; a reward that is not finite becomes None.
 
-    `reference` is the problem's reference answer, None where it is not known.
+    `reference` is the problem's reference answer, None if it is unknown.
     """
     return {
         "step": step,

@@ -1,8 +1,8 @@
-"""Per-token streams: named values beside the response tokens, one per token, each declared once.
+"""Per-token streams: named series with one value per response token, each declared once.
 
-A stream that the rollout side makes travels in `Trajectory.streams` through the queue and the dumps; one that the
-trainer makes is added to its samples. From there on both go the same way: packed with the tokens, and given to the loss
-under their names. A new stream needs its declaration and nothing else.
+A stream made by the rollout side is transported in `Trajectory.streams` through the queue and the recorded batches; one
+made by the trainer is added to the trainer's samples. Both are then packed with the tokens and passed to the loss under
+their names. A new stream needs only its declaration.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ DType = Literal["float32", "int64", "bool"]
 
 @dataclass(frozen=True)
 class Stream:
-    """A declaration. `made_by`: the side that produces it.
+    """The declaration of a stream; `made_by` is the side that produces it.
 
-    `fill` stands for the tokens of a trajectory that lacks the stream, and for padding.
+    `fill` is the value for the tokens of a trajectory without this stream, and for padding.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Stream:
 
 
 class StreamRegistry:
-    """Streams by name. Every process of a run imports the same declarations."""
+    """The declared streams by name. Every process of a run imports the same declarations."""
 
     def __init__(self, *streams: Stream) -> None:
         self._streams: dict[str, Stream] = {}
@@ -39,14 +39,14 @@ class StreamRegistry:
             self.declare(stream)
 
     def declare(self, stream: Stream) -> Stream:
-        """Add a stream; the same declaration may be repeated. ValueError if another stream has the name."""
+        """Add a stream and return it. Raises ValueError if the name has another declaration already."""
         known = self._streams.setdefault(stream.name, stream)
         if known != stream:
-            raise ValueError(f"stream {stream.name!r} is declared already, and differently: {known}")
+            raise ValueError(f"stream {stream.name!r} is declared already: {known}; choose another name")
         return stream
 
     def __getitem__(self, name: str) -> Stream:
-        """KeyError naming the declared streams for an unknown name."""
+        """Return the stream `name`; raises KeyError that lists the declared streams if there is none."""
         if name not in self._streams:
             raise KeyError(f"stream {name!r} is not declared; declared are {', '.join(self._streams)}")
         return self._streams[name]
@@ -56,7 +56,7 @@ class StreamRegistry:
 
     @property
     def from_rollout(self) -> list[Stream]:
-        """Those that travel through the queue, in the order of their declaration."""
+        """The streams that are transported by the queue, in the order of their declaration."""
         return [stream for stream in self if stream.made_by == "rollout"]
 
 
@@ -65,19 +65,22 @@ REFERENCE_LOGPROBS = "reference_logprobs"
 ADVANTAGES = "advantages"
 
 STREAMS = StreamRegistry(
-    Stream(OLD_LOGPROBS, "Log-probs under the policy that the ratio of the update is against.", made_by="trainer"),
+    Stream(OLD_LOGPROBS, "Log-probs under the old policy, the denominator of the ratio.", made_by="trainer"),
     Stream(REFERENCE_LOGPROBS, "Log-probs under the reference policy.", made_by="trainer"),
     Stream(ADVANTAGES, "Advantage of each token.", made_by="trainer"),
 )
 
 
 def stream_column(stream: Stream) -> str:
-    """Name of a stream's column, which no field of a trajectory has."""
+    """Return the name of a stream's column; it differs from every field of a trajectory."""
     return f"stream_{stream.name}"
 
 
 def stream_row(stream: Stream, trajectory: Trajectory) -> list[float]:
-    """A stream's values of one trajectory. ValueError if there is not one for each response token."""
+    """Return a stream's values for one trajectory, one per response token.
+
+    Raises ValueError if the trajectory holds another number of values.
+    """
     tokens = len(trajectory.response_ids)
     values = list(trajectory.streams.get(stream.name, [stream.fill] * tokens))
     if len(values) != tokens:

@@ -1,4 +1,4 @@
-"""The trajectory: what the rollout pool writes and the trainer reads, and nothing else passes between them."""
+"""The trajectory: the only data that the rollout pool passes to the trainer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One prompt and what followed it. Token ids and per-token values are unpadded lists.
+    """One prompt and the tokens that followed it. Token ids and per-token values are unpadded lists.
 
-    `rollout_logprobs` are the engine's *processed* log-probs (temperature applied), one per response token,
-    EOS included. `response_mask` is 1 for the tokens that the model sampled, and 0 for those that it was given in
-    between (a tool's output); left out, all are sampled. `streams`: further values per response token
-    (`megarl.queue.streams`). `status == "failed"` marks a sample that may be counted but never trained on; `failure`
-    says why.
+    Attributes:
+        rollout_logprobs: the engine's *processed* log-probs (temperature applied), one per response token, EOS too.
+        versions: the weight versions that produced the response, as consecutive spans of tokens.
+        response_mask: 1 for tokens that the model sampled, 0 for tokens that were inserted (a tool's output). If it is
+            omitted, all response tokens are sampled.
+        status: `failed` marks a sample that is counted but must never be trained on; `failure` gives the reason.
+        streams: further values per response token (`megarl.queue.streams`).
     """
 
     group_id: int
@@ -50,16 +52,17 @@ class Trajectory:
 
     @property
     def key(self) -> str:
+        """The key of the sample's row in the queue."""
         return sample_key(self.group_id, self.sample_index)
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest sampled token, by which staleness is judged; -1 for a trajectory without one."""
+        """The version of the oldest sampled token, which defines the staleness; -1 if no token was sampled."""
         return min((span.version for span in self.versions), default=-1)
 
     @property
     def tag(self) -> SampleTag:
-        """What every rank knows of it."""
+        """The summary of this trajectory that every rank reads."""
         return SampleTag(
             key=self.key,
             group_id=self.group_id,
@@ -77,9 +80,9 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class SampleTag:
-    """What every rank knows of every sample of a batch: a few scalars, no tokens.
+    """The summary of a sample that every rank reads for all samples of a batch: scalars, no tokens.
 
-    `response_tokens` are all that followed the prompt, `sampled_tokens` those of them that the model sampled.
+    `response_tokens` counts all tokens after the prompt, `sampled_tokens` those of them that the model sampled.
     """
 
     key: str
@@ -96,18 +99,20 @@ class SampleTag:
 
     @property
     def failed(self) -> bool:
-        """Whether it must never be trained on."""
+        """True if the sample must never be trained on."""
         return self.status == "failed"
 
     @property
     def truncated(self) -> bool:
-        """Whether its response was cut at the token limit."""
+        """True if the response was cut at the token limit."""
         return self.finish_reason == "length"
 
     @property
     def total_tokens(self) -> int:
+        """The number of prompt and response tokens."""
         return self.prompt_tokens + self.response_tokens
 
 
 def sample_key(group_id: int, sample_index: int) -> str:
+    """Return the key of a sample's row in the queue."""
     return f"{group_id}:{sample_index}"

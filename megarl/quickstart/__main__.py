@@ -1,4 +1,4 @@
-"""`python -m megarl.quickstart --out DIR`: make the quickstart's data, tokenizer and checkpoint, once."""
+"""`python -m megarl.quickstart --out DIR` makes the quickstart's data, tokenizer and checkpoint, once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-# Progress bars and notices of the libraries say nothing here.
+# Progress bars and notices of the libraries would hide this program's own output. They read these at import.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, build; returns the exit status (2: a user's mistake, told in one line)."""
+    """Parse the command line and make the assets; return the exit status, 2 for an error of the user."""
     parser = argparse.ArgumentParser(prog="python -m megarl.quickstart", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory to make")
+    parser.add_argument("--out", type=Path, required=True, help="directory to create")
     parser.add_argument("--seed", type=int, default=0, help="seed of problems, initialisation and batches")
-    parser.add_argument("--warm-start-steps", type=int, default=WarmStart.steps, help="supervised steps")
+    parser.add_argument("--warm-start-steps", type=int, default=WarmStart.steps, help="steps of supervised training")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     started = time.monotonic()
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         logger.error("quickstart: %s", error)
         return 2
     if made:
-        logger.info("%s made in %.0f s", arguments.out, time.monotonic() - started)
+        logger.info("made %s in %.0f s", arguments.out, time.monotonic() - started)
     return 0
 
 

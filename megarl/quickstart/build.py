@@ -1,7 +1,7 @@
-"""Makes the quickstart's directory: all or nothing, once, the same bytes from the same seed.
+"""Makes the quickstart's directory atomically and only once; the same seed gives the same bytes.
 
-DIR/train.jsonl, heldout.jsonl, warm_start.jsonl; DIR/model (checkpoint, tokenizer, chat template, generation
-config); DIR/assets.json, which says what was made and is looked at to see whether anything is left to do.
+It holds train.jsonl, heldout.jsonl and warm_start.jsonl, model/ (checkpoint, tokenizer, chat template, generation
+config), and assets.json, which lists the files with their digests; by it a later call finds the directory complete.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megarl.quickstart.warm_start import WarmStart, build_model, warm_start
 
 logger = logging.getLogger(__name__)
 
-RECIPE = 1  # raise it when the same seed should make something else: finished directories are then made anew
+RECIPE = 1  # increase it if the same seed makes other assets: complete directories are then made again
 MANIFEST = "assets.json"
 
 
 def build_assets(out: Path, seed: int = 0, size: WarmStart | None = None) -> bool:
-    """Make everything in `out`, unless it is there already. Returns True if something was made.
+    """Make all assets in `out`, unless they are already there; return True if they were made.
 
-    Raises ValueError if `out` holds anything that this function did not make.
+    Raises ValueError if `out` holds files that this function did not make.
     """
     size = size or WarmStart()
     wanted = {"recipe": RECIPE, "seed": seed, "warm_start": asdict(size)}
@@ -54,6 +54,7 @@ def build_assets(out: Path, seed: int = 0, size: WarmStart | None = None) -> boo
 
 
 def _make(out: Path, seed: int, size: WarmStart) -> dict[str, Any]:
+    """Write data, tokenizer and checkpoint to `out`; return the numbers for the manifest."""
     splits = make_splits(seed)
     _write_jsonl(out / "train.jsonl", (_row(item) for item in splits.train))
     _write_jsonl(out / "heldout.jsonl", (_row(item) for item in splits.heldout))
@@ -73,7 +74,7 @@ def _make(out: Path, seed: int, size: WarmStart) -> dict[str, Any]:
 
 
 def check_written(out: Path) -> None:
-    """Read the three files back and raise AssertionError unless their problems are disjoint."""
+    """Read the three data files back; raises AssertionError unless their problems are disjoint."""
     sets = {}
     for name in ("warm_start", "train", "heldout"):
         texts = [json.loads(line)["problem"] for line in (out / f"{name}.jsonl").read_text().splitlines()]
@@ -91,7 +92,7 @@ def _row(item: Addition) -> dict[str, str]:
 
 
 def _tokenizer_corpus(splits: Splits) -> Iterable[str]:
-    """The text of the warm-start set only, with the roles of the chat template."""
+    """Yield the texts of the warm-start set, with the roles of the chat template."""
     for item in splits.warm_start:
         yield f"user\n{item.problem}"
         yield from (f"assistant\n{text}" for text in solutions(item))
@@ -120,4 +121,5 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
 
 
 def _complete(out: Path, manifest: dict[str, Any]) -> bool:
+    """Tell whether every file of the manifest is there with its digest."""
     return all((out / name).is_file() and _sha256(out / name) == digest for name, digest in manifest["files"].items())

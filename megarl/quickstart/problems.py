@@ -1,6 +1,6 @@
-"""Two-digit additions, split into disjoint warm-start, training and held-out sets, and the worked solutions.
+"""Two-digit additions, split into disjoint warm-start, training and held-out sets, and their worked solutions.
 
-The unit of the split is the unordered pair {a, b}: 47 + 35 and 35 + 47 are always on the same side.
+The unit of the split is the unordered pair {a, b}: 47 + 35 and 35 + 47 are always in the same set.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-CARRY_SHARE = 0.75  # of the problems of each set; a uniform draw would give 0.45
+CARRY_SHARE = 0.75  # share of the problems of each set that have a carry; a uniform draw would give 0.45
 SOLUTIONS_PER_PROBLEM = 4
-CAREFUL_SOLUTIONS = 1  # of the four solutions of a warm-start problem with a carry, so many do not forget it
+CAREFUL_SOLUTIONS = 1  # number of the four solutions of a warm-start problem that do not forget the carry
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Addition:
 
     @property
     def pair(self) -> tuple[int, int]:
-        """What must not be shared between sets: the numbers without their order."""
+        """The two numbers in ascending order; no pair may occur in two sets."""
         return (min(self.a, self.b), max(self.a, self.b))
 
     def solution(self, *, careful: bool) -> str:
-        """Column addition. A solution that is not careful forgets the carry, if there is one."""
+        """Return the solution by column addition; one that is not careful forgets the carry, if there is one."""
         ones = self.a % 10 + self.b % 10
         carry = self.has_carry and careful
         tens = self.a // 10 + self.b // 10 + carry
@@ -56,10 +56,11 @@ class Splits:
 
 
 def make_splits(seed: int, *, heldout: int = 600, train: int = 1000) -> Splits:
-    """Split all pairs of two-digit numbers; `heldout` and `train` count problems.
+    """Split all pairs of two-digit numbers into three sets; `heldout` and `train` are numbers of problems.
 
-    Held-out problems take one order of each pair, training and warm-start problems both. CARRY_SHARE of the problems
-    of each set have a carry; the warm-start set takes all pairs with a carry that are left.
+    The held-out set contains one order of each of its pairs, the other sets both. CARRY_SHARE of the problems of each
+    set have a carry; the warm-start set contains all remaining pairs with a carry. Raises ValueError if there are too
+    few pairs.
     """
     rng = random.Random(f"megarl-quickstart-problems-{seed}")
     pairs = [Addition(a, b) for a in range(10, 100) for b in range(a, 100)]
@@ -69,7 +70,7 @@ def make_splits(seed: int, *, heldout: int = 600, train: int = 1000) -> Splits:
 
     def take(count: int, flag: bool) -> list[Addition]:
         if count > len(pools[flag]):
-            raise ValueError(f"only {len(pools[flag])} pairs are left, {count} asked: lower `heldout` or `train`")
+            raise ValueError(f"only {len(pools[flag])} pairs are left of {count} needed: lower `heldout` or `train`")
         taken, pools[flag] = pools[flag][:count], pools[flag][count:]
         return taken
 
@@ -89,7 +90,7 @@ def make_splits(seed: int, *, heldout: int = 600, train: int = 1000) -> Splits:
 
 
 def check_disjoint(splits: Splits) -> None:
-    """Raise AssertionError unless no pair of numbers, in whichever order, is in two sets, or twice in held-out."""
+    """Check the sets; raises AssertionError if a pair, in any order, is in two sets or twice in the held-out set."""
     sets = {name: {item.pair for item in getattr(splits, name)} for name in ("warm_start", "train", "heldout")}
     for first, second in (("warm_start", "train"), ("warm_start", "heldout"), ("train", "heldout")):
         shared = sets[first] & sets[second]
@@ -100,7 +101,7 @@ def check_disjoint(splits: Splits) -> None:
 
 
 def solutions(problem: Addition) -> list[str]:
-    """The warm-start corpus of one problem: four solutions, of which one remembers a carry."""
+    """Return the four solutions of one warm-start problem; only one of them remembers a carry."""
     return [problem.solution(careful=index < CAREFUL_SOLUTIONS) for index in range(SOLUTIONS_PER_PROBLEM)]
 
 

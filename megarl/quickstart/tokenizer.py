@@ -1,4 +1,4 @@
-"""A real byte-level BPE tokenizer trained on the quickstart's text: digits are single tokens, any text round-trips."""
+"""A byte-level BPE tokenizer trained on the quickstart's text; digits are single tokens, and any text round-trips."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over `texts`, with a ChatML template. The vocabulary's size is even, so TP=2 needs no padding."""
+    """Train byte-level BPE on `texts` and add a ChatML template.
+
+    The size of the vocabulary is even, so TP=2 needs no padding.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -52,6 +55,6 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerFast, problem: str) -> str:
-    """The chat prompt that ends where the assistant begins."""
+    """Return the text of the chat prompt, generation prompt included."""
     messages = [{"role": "user", "content": problem}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

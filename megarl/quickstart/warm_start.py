@@ -1,6 +1,7 @@
-"""Supervised warm start of a small Qwen3, in fp32 with plain torch and transformers.
+"""Supervised training of a small Qwen3 (the warm start), in fp32 with plain torch and transformers.
 
-Shape legend: B sequences, L tokens of a sequence (prompt, response, eos).
+Shape suffixes: N sequences of the corpus, B sequences of a batch, L tokens of a padded sequence (prompt, response,
+EOS), V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from megarl.quickstart.tokenizer import prompt_text
 
 logger = logging.getLogger(__name__)
 
-IGNORED = -100  # cross entropy's ignore index: prompt and padding
+IGNORED = -100  # label of prompt and padding: cross_entropy's ignore_index
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Size of the supervised run; the defaults take about a minute on two cores."""
+    """The size of the supervised training; the defaults take about a minute on two cores."""
 
     steps: int = 450
     batch: int = 64
     lr: float = 3e-3
     warmup: int = 40
-    threads: int = 2  # fixed, because the order of a sum depends on it
+    threads: int = 2  # fixed, because it changes the order of sums and so the rounding
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """A randomly initialised Qwen3 of about 0.4 M parameters; heads and vocabulary divide by TP = 2."""
+    """Make a randomly initialised Qwen3 of about 0.4 M parameters; its heads and vocabulary are divisible by TP=2."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -59,7 +60,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
 
 
 def encode_corpus(tokenizer: PreTrainedTokenizerFast, problems: list[Addition]) -> tuple[Tensor, Tensor]:
-    """All (problem, solution) rows, right-padded: ids and labels, both int64 [rows, L]."""
+    """Return token ids and labels of all (problem, solution) rows, both int64 [N, L] and padded on the right."""
     rows: list[tuple[list[int], list[int]]] = []
     prompts = [prompt_text(tokenizer, problem.problem) for problem in problems]
     texts = [text for problem in problems for text in solutions(problem)]
@@ -69,18 +70,18 @@ def encode_corpus(tokenizer: PreTrainedTokenizerFast, problems: list[Addition]) 
         response = [*solution, tokenizer.eos_token_id]
         rows.append((prompt + response, [IGNORED] * len(prompt) + response))
     longest = max(len(ids) for ids, _ in rows)
-    ids_BL = torch.full((len(rows), longest), tokenizer.pad_token_id)
-    labels_BL = torch.full((len(rows), longest), IGNORED)
+    ids_NL = torch.full((len(rows), longest), tokenizer.pad_token_id)
+    labels_NL = torch.full((len(rows), longest), IGNORED)
     for index, (ids, labels) in enumerate(rows):
-        ids_BL[index, : len(ids)] = torch.tensor(ids)
-        labels_BL[index, : len(ids)] = torch.tensor(labels)
-    return ids_BL, labels_BL
+        ids_NL[index, : len(ids)] = torch.tensor(ids)
+        labels_NL[index, : len(ids)] = torch.tensor(labels)
+    return ids_NL, labels_NL
 
 
 def warm_start(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Addition], seed: int, size: WarmStart
 ) -> float:
-    """Train `model` in place on the solutions of `problems`; returns the mean loss (nats) of the last steps."""
+    """Train `model` in place on the solutions of `problems`; return the mean loss (nats) of the last 20 steps."""
     torch.set_num_threads(size.threads)
     ids_NL, labels_NL = encode_corpus(tokenizer, problems)
     generator = torch.Generator().manual_seed(seed)
@@ -90,10 +91,10 @@ def warm_start(
     started = time.monotonic()
     model.train()
     for step in range(size.steps):
-        rows = torch.randint(len(ids_NL), (size.batch,), generator=generator)
-        logits = model(input_ids=ids_NL[rows], use_cache=False).logits
+        rows_B = torch.randint(len(ids_NL), (size.batch,), generator=generator)
+        logits_BLV = model(input_ids=ids_NL[rows_B], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), labels_NL[rows][:, 1:].flatten(), ignore_index=IGNORED
+            logits_BLV[:, :-1].flatten(0, 1), labels_NL[rows_B][:, 1:].flatten(), ignore_index=IGNORED
         )
         optimizer.zero_grad()
         loss.backward()
@@ -109,7 +110,7 @@ def warm_start(
 
 
 def _lr_factor(step: int, size: WarmStart) -> float:
-    """Linear warm-up, then cosine to a fiftieth of the peak."""
+    """Return the factor of the peak learning rate: linear warm-up, then cosine decay to 0.02."""
     if step < size.warmup:
         return (step + 1) / size.warmup
     progress = (step - size.warmup) / max(1, size.steps - size.warmup)

@@ -1,7 +1,7 @@
-r"""Math answers: math-verify on the last \boxed{} of the response, else on its final answer.
+r"""The `math` reward: compares the last \boxed{} of the response, else its final answer, by math-verify.
 
-math-verify's own time-outs use SIGALRM, which raises outside a main thread; they are off here, because the
-pool kills a process whose sample takes too long.
+math-verify's own timeouts are off, because they use SIGALRM, which raises outside the main thread, and because the pool
+kills a process whose sample takes too long.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 from megarl.rewards.types import RewardInput, RewardResult
 
 _BRACES = re.compile(r"\\?(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
-_TAIL_CHARACTERS = 3000  # a final answer without a box stands at the end; math-verify is slow on long text
+_TAIL_CHARACTERS = 3000  # a final answer without a box is at the end, and math-verify is slow on long text
+Parsed = list[Any]  # math-verify's result, untyped: sympy expressions, then the text that they were read from
 
 
 def math(sample: RewardInput, require_box: bool = False) -> RewardResult:
-    r"""1 if the response's final answer is mathematically equal to the reference, else 0.
+    r"""Return 1 if the final answer of the response is mathematically equal to the reference, else 0.
 
-    Components: `correct`, `parsed` (some answer was found), `boxed` (in a \boxed{}). With `require_box`, a
-    response without a box has no answer. Raises ValueError if the reference itself cannot be read.
+    Components: `correct`, `parsed` (an answer was found), `boxed` (it is in a \boxed{}). With `require_box` a response
+    without a box has no answer. Raises ValueError if the reference cannot be parsed.
     """
     content = last_boxed(sample.response)
     if content is not None:
@@ -39,27 +40,28 @@ def math(sample: RewardInput, require_box: bool = False) -> RewardResult:
 
 @lru_cache(maxsize=4096)
 def compare(reference: str, answer: str) -> tuple[str | None, bool]:
-    """`answer` as `canonical` (None: it cannot be read), and whether it equals `reference`.
+    """Return (`answer` in canonical form, or None if it cannot be parsed; whether it equals `reference`).
 
-    ValueError if the reference cannot be read.
-
-    Kept, because the samples of a group mostly give the same few answers and math-verify takes milliseconds for each.
+    Results are cached, because the samples of a group mostly give the same few answers and math-verify takes
+    milliseconds for each. Raises ValueError if the reference cannot be parsed.
     """
     from math_verify import verify
 
     expected = parse_reference(reference)
     if not expected:
-        raise ValueError(f"the reference answer {reference[-60:]!r} cannot be read by math-verify")
+        raise ValueError(
+            f"the reference answer {reference[-60:]!r} cannot be read by math-verify; correct the data file"
+        )
     found = _parse(answer) if answer else []
     if not found:
         return None, False
     return canonical(found), bool(verify(list(expected), found, timeout_seconds=None))
 
 
-def canonical(found: list[Any]) -> str:
-    r"""One string for one value, of what math-verify read: 0.50, \frac12 and 1/2 are `1/2`, and x = 3 is `3`.
+def canonical(found: Parsed) -> str:
+    r"""Return the same string for equal numbers: 0.50, \frac12 and 1/2 become `1/2`, and x = 3 becomes `3`.
 
-    Not an equivalence as `verify` decides it (that takes pairs): 2(x + 1) and 2x + 2 remain two answers.
+    It does not decide equivalence as `verify` does, which compares pairs: 2(x + 1) and 2x + 2 remain two answers.
     """
     from sympy import Equality, Float, Rational
 
@@ -70,13 +72,13 @@ def canonical(found: list[Any]) -> str:
         value = value.rhs
     try:
         return str(Rational(str(value)) if isinstance(value, Float) else value)
-    except (TypeError, ValueError):  # an infinity, or more digits than Python writes
+    except (TypeError, ValueError):  # an infinity, or more digits than Python converts to text
         return text
 
 
 def _warm_up() -> None:
-    """Import math-verify and build its grammars: seconds, once per process."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-outs are off
+    """Import math-verify and build its grammars, which takes seconds once per process."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its timeouts are off
     for answer in ("7", r"\frac{1}{2}", "1.5"):
         math(RewardInput(prompt="", response=rf"The answer is \boxed{{{answer}}}.", answer=answer))
     math(RewardInput(prompt="", response="The answer is 8.", answer="7"))
@@ -87,7 +89,7 @@ math.warm_up = _warm_up  # type: ignore[attr-defined]
 
 @lru_cache(maxsize=4096)
 def parse_reference(answer: str) -> tuple[Any, ...]:
-    r"""math-verify's reading of a reference: its last \boxed{}, else what follows `####`, else all of it."""
+    r"""Parse a reference answer: its last \boxed{}, else the text after `####`, else all of it. Empty if that fails."""
     content = last_boxed(answer)
     if content is None:
         content = answer.rpartition("####")[2].strip().strip("$")
@@ -95,7 +97,10 @@ def parse_reference(answer: str) -> tuple[Any, ...]:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last-starting \boxed{...} or \fbox{...} whose braces close; None if there is none."""
+    r"""Return the content of the last \boxed{...} or \fbox{...} whose braces are closed; None if there is none.
+
+    Of nested boxes the inner one counts, because it begins later.
+    """
     open_braces: list[tuple[bool, int]] = []
     found: tuple[int, int] | None = None
     for token in _BRACES.finditer(text):
@@ -108,8 +113,8 @@ def last_boxed(text: str) -> str | None:
     return text[found[0] : found[1]].strip() if found else None
 
 
-def _parse(text: str) -> list[Any]:
+def _parse(text: str) -> Parsed:
     from math_verify import parse
 
-    found: list[Any] = parse(text, parsing_timeout=None)
+    found: Parsed = parse(text, parsing_timeout=None)
     return found

@@ -1,4 +1,4 @@
-"""One reward process as its owner thread sees it: start, send, receive with a deadline, kill."""
+"""The parent's side of one reward process: start, send, receive with a timeout, kill."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megarl.rewards.types import Answer, Setup
 
 
 class StartError(RuntimeError):
-    """The process died at its start, or was not ready in time."""
+    """The process ended during its start, or was not ready in time."""
 
 
 class WorkerDiedError(RuntimeError):
-    """The process ended while an answer was awaited."""
+    """The process ended before it answered."""
 
 
 class WorkerTimeoutError(RuntimeError):
@@ -29,14 +29,17 @@ class WorkerTimeoutError(RuntimeError):
 
 
 class RewardProcess:
-    """Starts at construction, without waiting. It dies with the thread that constructs it (PDEATHSIG)."""
+    """A reward process, started by the constructor without waiting until it is ready.
+
+    The kernel kills it when the thread that constructed it ends (PR_SET_PDEATHSIG).
+    """
 
     def __init__(self, function: str, kwargs: dict[str, Any], start_timeout_s: float) -> None:
         self.function = function
         self._start_timeout_s = start_timeout_s
         self._deadline = time.monotonic() + start_timeout_s
         ours, theirs = socket.socketpair()
-        # A stopped process must not block us in the middle of a message.
+        # With these timeouts a suspended process cannot block the parent in the middle of a message.
         bound = struct.pack("ll", int(start_timeout_s) + 1, 0)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
@@ -47,37 +50,39 @@ class RewardProcess:
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # so that what the function itself starts is killed with it
+                start_new_session=True,  # so that processes which the function starts are killed with it
             )
         self._connection = Connection(ours.detach())
         self._setup = Setup(function, kwargs, [entry or os.getcwd() for entry in sys.path])
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def wait_ready(self) -> None:
-        """Until the function is imported and warm. ValueError if it cannot be, StartError if too late."""
+        """Wait until the function is imported and warmed up.
+
+        Raises ValueError if it cannot be used, and StartError if the process ends or is not ready in time.
+        """
         try:
             self._connection.send(self._setup)
             if not self._connection.poll(max(0.0, self._deadline - time.monotonic())):
                 limit = f"{self._start_timeout_s:g} s"
-                raise StartError(f"a reward process was not ready to run {self.function!r} after {limit}")
+                raise StartError(
+                    f"a reward process was not ready to run {self.function!r} after {limit}; raise "
+                    "timeouts.engine_start_s"
+                )
             state, message = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise StartError(f"a reward process for {self.function!r} died at its start: {self._end()}") from error
+            raise StartError(f"a reward process for {self.function!r} ended at its start: {self._end()}") from error
         if state != "ready":
             raise ValueError(message)
 
     def send(self, payloads: list[bytes]) -> None:
-        """A batch of pickled samples. WorkerDiedError if the process is gone."""
+        """Send a batch of pickled samples; raises WorkerDiedError if the process has ended."""
         try:
             self._connection.send(payloads)
         except OSError as error:
             raise WorkerDiedError(self._end()) from error
 
     def receive(self, timeout_s: float) -> Answer:
-        """The next answer. WorkerTimeoutError after `timeout_s`, WorkerDiedError if the process ends."""
+        """Return the next answer; raises WorkerTimeoutError after `timeout_s`, WorkerDiedError if the process ends."""
         try:
             if not self._connection.poll(timeout_s):
                 raise WorkerTimeoutError(f"no reward after {timeout_s:g} s; the process was killed")
@@ -87,7 +92,7 @@ class RewardProcess:
         return answer
 
     def kill(self) -> None:
-        """SIGKILL to the process and its session, and reap it. Safe to repeat, from any thread."""
+        """Send SIGKILL to the process and its session, and reap it. Any thread may call it, also repeatedly."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -95,11 +100,12 @@ class RewardProcess:
             self._process.wait(timeout=10.0)
 
     def close(self) -> None:
-        """Kill, and give the descriptor back; for the owner thread only, which may be reading from it."""
+        """Kill the process and close the connection. Only the thread that receives from it may call this."""
         self.kill()
         self._connection.close()
 
     def _end(self) -> str:
+        """Describe how the process ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(timeout=2.0)
             return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

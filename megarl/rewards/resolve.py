@@ -1,7 +1,7 @@
-"""From a name or an import path to a function `RewardInput -> RewardResult`.
+"""Resolves the name or the import path of a reward function to a function `RewardInput -> RewardResult`.
 
-A user's function may take the whole sample, or name the fields it wants, or be a plain `(response, answer)`;
-it may return a number or a RewardResult. Anything else is a ValueError that says what was expected.
+A user's function may take the whole sample, parameters named after its fields, or `(response, answer)`; it may return a
+number or a RewardResult. Anything else raises ValueError that states the expected form.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFunction:
-    """The reward function behind `gsm8k`, `math` or `package.module:function`, with `kwargs` bound by name.
+    """Return the reward function of `gsm8k`, `math` or `package.module:function`, with `kwargs` bound by name.
 
-    A class is instantiated with `kwargs` and its instance called. An attribute `warm_up` of the function is
-    called here, once per process, so that slow imports do not count as some sample's time.
-    Raises ValueError for a path that cannot be imported or a signature that cannot be adapted.
+    A class is instantiated with `kwargs`, and its instance is the function. If the function has an attribute `warm_up`,
+    it is called here, so that slow imports do not count as the time of a sample. Raises ValueError for a path that
+    cannot be imported or a signature that cannot be adapted.
     """
     target = _import(SHIPPED.get(function, function))
     kwargs = dict(kwargs or {})
@@ -35,12 +35,14 @@ def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFuncti
         try:
             target, kwargs = target(**kwargs), {}
         except TypeError as error:
-            raise ValueError(f"reward function {function!r} cannot be made from {kwargs}: {error}") from error
+            raise ValueError(
+                f"reward function {function!r} cannot be made with reward.kwargs={kwargs}: {error}"
+            ) from error
     if not callable(target):
         raise ValueError(f"reward function {function!r} is a {type(target).__name__}, not a function")
     called = target if inspect.isroutine(target) else type(target).__call__
     if inspect.iscoroutinefunction(called):
-        raise ValueError(f"reward function {function!r} is async: make it plain, it has a process to itself")
+        raise ValueError(f"reward function {function!r} is async: write it with `def`, it has a process of its own")
     adapted = _adapt(function, target, kwargs)
     warm_up = getattr(target, "warm_up", None)
     if callable(warm_up):
@@ -48,8 +50,11 @@ def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFuncti
     return lambda sample: as_result(adapted(sample))
 
 
-def as_result(value: Any) -> RewardResult:
-    """Check what a reward function returned; ValueError if it is no finite number and no RewardResult."""
+def as_result(value: Any) -> RewardResult:  # Any: whatever a user's function returns
+    """Convert the return value of a reward function to a RewardResult.
+
+    Raises ValueError if it is neither a finite number nor a RewardResult with a finite score.
+    """
     try:
         raw = value if isinstance(value, RewardResult) else RewardResult(float(value))
         components = {str(k): float(v) for k, v in raw.components.items()}
@@ -61,8 +66,8 @@ def as_result(value: Any) -> RewardResult:
     return result
 
 
-def import_path(function: Callable[..., Any] | str) -> str:
-    """The import path of a callable; ValueError if another process could not find it by that path."""
+def import_path(function: Callable[..., object] | str) -> str:
+    """Return the import path of a callable; raises ValueError if another process cannot import it by that path."""
     if isinstance(function, str):
         return function
     name = getattr(function, "__qualname__", "")
@@ -75,13 +80,13 @@ def import_path(function: Callable[..., Any] | str) -> str:
     return f"{module}:{name}"
 
 
-def _import(path: str) -> Any:
+def _import(path: str) -> object:
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         names = ", ".join(sorted(SHIPPED))
         raise ValueError(f"reward.function {path!r} is neither {names} nor a path `package.module:function`")
     try:
-        target: Any = importlib.import_module(module_name)
+        target: object = importlib.import_module(module_name)
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"reward.function {path!r}: importing {module_name!r} failed: {cause}") from error
@@ -92,7 +97,8 @@ def _import(path: str) -> Any:
     return target
 
 
-def _adapt(name: str, target: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[[RewardInput], Any]:
+def _adapt(name: str, target: Callable[..., object], kwargs: dict[str, Any]) -> Callable[[RewardInput], object]:
+    """Return a function of one sample that calls `target` with the arguments its signature requires."""
     parameters = _open_parameters(name, target, kwargs)
     takes_rest = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind not in _VARIADIC]
@@ -108,14 +114,14 @@ def _adapt(name: str, target: Callable[..., Any], kwargs: dict[str, Any]) -> Cal
     if len(required) == 2 and all(p.kind is not Parameter.KEYWORD_ONLY for p in required):
         return lambda sample: bound(sample.response, sample.answer)
     raise ValueError(
-        f"reward function {name!r} needs ({', '.join(p.name for p in required)}): it should take one "
-        f"RewardInput, or (response, answer), or parameters named among {', '.join(FIELDS)}; others are "
-        "bound by `reward.kwargs`"
+        f"reward function {name!r} needs ({', '.join(p.name for p in required)}): it has to take one "
+        f"RewardInput, or (response, answer), or parameters named among {', '.join(FIELDS)}; give the others in "
+        "`reward.kwargs`"
     )
 
 
-def _open_parameters(name: str, target: Callable[..., Any], kwargs: dict[str, Any]) -> list[Parameter]:
-    """The parameters that `kwargs` leaves open; ValueError if a kwarg is not among them."""
+def _open_parameters(name: str, target: Callable[..., object], kwargs: dict[str, Any]) -> list[Parameter]:
+    """Return the parameters that `kwargs` does not bind; raises ValueError if a kwarg is no parameter."""
     try:
         parameters = list(inspect.signature(target).parameters.values())
     except (TypeError, ValueError) as error:
@@ -129,7 +135,7 @@ def _open_parameters(name: str, target: Callable[..., Any], kwargs: dict[str, An
 
 
 def _is_sample(parameter: Parameter) -> bool:
-    """True if the only required parameter is the whole sample, not one field of it."""
+    """Tell whether the only required parameter is the whole sample, not one field of it."""
     annotation = parameter.annotation
     if annotation is RewardInput:
         return True

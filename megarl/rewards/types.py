@@ -1,4 +1,4 @@
-"""What a reward function is given, what it returns, and what the pool makes of it."""
+"""Input and result of a reward function, the outcome that the pool reports, and the messages of a reward process."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ErrorReason = Literal["timeout", "exception", "crash", "invalid"]
-ERROR_REASONS: tuple[ErrorReason, ...] = ("timeout", "exception", "crash", "invalid")
 
 
 @dataclass(frozen=True)
 class RewardInput:
-    """One response to be judged. Everything in it must be picklable.
+    """One response to be scored. All of its fields must be picklable.
 
-    `prompt`: the last user message; `answer`: the reference; `row`: all fields of the data row, as they stand
-    in the file; `finish_reason`: stop | length | abort.
+    Attributes:
+        prompt: the last user message.
+        token_ids: the token ids of the response.
+        finish_reason: stop | length | abort.
+        answer: the reference answer.
+        row: all fields of the data row, unchanged.
     """
 
     prompt: str
@@ -28,10 +31,10 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A score and named parts of it; the parts are reported, only the score is trained on.
+    """A score and its named components; training uses only the score, the components are reported as metrics.
 
-    `answer`: the final answer that was judged, equal answers as equal strings, for majority votes. None: there is
-    none, or the function does not say.
+    `answer` is the final answer in a form in which equal answers are equal strings, for majority votes; None if there
+    is none or the function does not return it.
     """
 
     score: float
@@ -41,7 +44,7 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class RewardOutcome:
-    """`error` is None, or says what cost the sample its reward (`score` is then `reward.on_error`)."""
+    """The reward of one sample; `error` is None, or tells why there is none (`score` is then `reward.on_error`)."""
 
     score: float
     components: dict[str, float] = field(default_factory=dict)
@@ -52,13 +55,13 @@ class RewardOutcome:
 
 RewardFunction = Callable[[RewardInput], RewardResult]
 
-# What a reward process sends for one sample: (result, None, "") or (None, reason, message).
+# The message of a reward process for one sample: (result, None, "") or (None, reason, message).
 Answer = tuple[RewardResult | None, ErrorReason | None, str]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A reward process's first message. `path`: the pool's sys.path, so that the same modules are found."""
+    """The first message to a reward process; `path` is the pool's sys.path, so that the same modules are found."""
 
     function: str
     kwargs: dict[str, Any]

@@ -1,37 +1,25 @@
-"""A reward process: `python -m megarl.rewards.worker FD PARENT_PID`, one connection, one sample at a time.
+"""The program of a reward process: `python -m megarl.rewards.worker FD PARENT_PID`.
 
-Protocol over the inherited connection: the pool sends a `Setup`, the worker answers `("ready", "")` or
-`("failed", why)`. Then lists of pickled samples come, and exactly one `Answer` per sample goes back, in
-order, as soon as it is known: so the pool always knows which sample it is waiting for.
+Protocol over the inherited connection FD: the pool sends a `Setup`, the worker answers `("ready", "")` or
+`("failed", reason)`. The pool then sends lists of pickled samples. The worker scores them one at a time and sends one
+`Answer` per sample, in order and without delay, so the pool always knows the sample that it waits for.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
-import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
 
+from megarl.common.processes import die_with_parent
 from megarl.rewards.resolve import as_result, resolve
 from megarl.rewards.types import Answer, ErrorReason, RewardFunction, Setup
 
-PR_SET_PDEATHSIG = 1
 
-
-def die_with(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the parent goes, and go now if it went before we could ask."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:
-        os._exit(1)
-
-
-def judge(function: RewardFunction, payload: bytes) -> Answer:
-    """One sample's answer. Whatever the function raises, SystemExit included, is an answer too."""
+def score(function: RewardFunction, payload: bytes) -> Answer:
+    """Score one pickled sample. Any exception of the function, SystemExit included, becomes part of the answer."""
     try:
         return function(pickle.loads(payload)), None, ""
     except BaseException as error:
@@ -42,6 +30,7 @@ def judge(function: RewardFunction, payload: bytes) -> Answer:
 
 
 def _describe(error: BaseException) -> str:
+    """Return type, message and innermost line of an exception, in at most 500 characters."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     try:
@@ -52,6 +41,7 @@ def _describe(error: BaseException) -> str:
 
 
 def serve(connection: Connection) -> None:
+    """Receive the setup, then score samples until the pool closes the connection."""
     setup: Setup = connection.recv()
     sys.path += [entry for entry in setup.path if entry not in sys.path]
     try:
@@ -69,16 +59,16 @@ def serve(connection: Connection) -> None:
         except EOFError:
             return
         for payload in payloads:
-            connection.send(judge(function, payload))
+            connection.send(score(function, payload))
 
 
 def main() -> None:
     descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    die_with(parent_pid)
-    os.dup2(2, 1)  # what a function prints goes to the log, not into somebody's output
+    die_with_parent(parent_pid)
+    os.dup2(2, 1)  # output that a function prints belongs into the log, not into the output of a command
     with Connection(descriptor) as connection:
         serve(connection)
-    # A function may have left threads behind that would keep the interpreter from ending.
+    # Threads that a function started could prevent the interpreter from ending.
     os._exit(0)
 
 

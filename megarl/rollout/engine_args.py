@@ -26,7 +26,7 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
     rollout = config.rollout
     for key in rollout.engine_kwargs:
         if key in RESERVED:
-            raise ValueError(f"rollout.engine_kwargs.{key}: not for the user: {RESERVED[key]}")
+            raise ValueError(f"rollout.engine_kwargs.{key}: reserved; {RESERVED[key]}")
     # On CPU with one worker the engine process runs the model itself (see `engine_environment`).
     single = "uni" if not cuda else None
     arguments: dict[str, Any] = {

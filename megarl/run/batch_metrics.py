@@ -5,11 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 
+from megarl.evaluation.accuracy import CORRECT_AT
 from megarl.queue.trajectory import SampleTag
 from megarl.run.step import StepPlan
 from megarl.telemetry.metrics import StepMetrics
-
-CORRECT_AT = 1.0
 
 
 def record_batch(metrics: StepMetrics, plan: StepPlan) -> None:

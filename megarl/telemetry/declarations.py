@@ -1,13 +1,13 @@
-"""Every metric of megarl, declared once. `docs/metrics.md` is generated from this table."""
+"""Declares every metric of megarl once; `docs/metrics.md` is generated from these tables."""
 
 from __future__ import annotations
 
 from megarl.telemetry.metrics import Metric, Registry, StepMetrics
 
 GROUPS: dict[str, str] = {
-    "reward": "Rewards of the step's samples, failed ones left out.",
-    "groups": "Prompt groups: how each ended, and how hard they were.",
-    "batch": "What went into the update.",
+    "reward": "Rewards of the step's samples, without failed samples.",
+    "groups": "Prompt groups by outcome, and their difficulty.",
+    "batch": "Contents of the update.",
     "rollout": "Generation.",
     "policy": "The update, over every trained response token of the step.",
     "mismatch": "Engine against trainer: log-probs of the same tokens under the same weights.",
@@ -15,7 +15,7 @@ GROUPS: dict[str, str] = {
     "time": "Seconds of the step by phase; phases do not overlap and add up to `time/step`.",
     "perf": "Speed and memory.",
     "eval": "Held-out evaluation, per set.",
-    "total": "Since the start of the run.",
+    "total": "Totals since the start of the run.",
 }
 
 _REWARD = [
@@ -52,13 +52,13 @@ _GROUPS = [
 _BATCH = [
     Metric("batch/samples", "samples", "sum", "Samples in the batch."),
     Metric("batch/trained_samples", "samples", "sum", "Samples that took part in the update."),
-    Metric("batch/failed_samples", "samples", "sum", "Samples lost: engine error, NaN or -9999 log-prob, abort."),
+    Metric("batch/failed_samples", "samples", "sum", "Failed samples: engine error, NaN or -9999 log-prob, abort."),
     Metric("batch/masked_samples", "samples", "sum", "Truncated samples masked from the loss."),
     Metric("batch/prompt_tokens", "tokens", "sum", "Prompt tokens of the batch."),
     Metric("batch/response_tokens", "tokens", "sum", "Response tokens of the batch."),
     Metric("batch/trained_tokens", "tokens", "sum", "Prompt and response tokens that passed through the update."),
     Metric("batch/loss_tokens", "tokens", "sum", "Response tokens with a loss."),
-    Metric("batch/dp_imbalance", "ratio", "max", "Tokens of the fullest DP rank over their mean; 1 is even."),
+    Metric("batch/dp_imbalance", "ratio", "max", "Largest number of tokens of a DP rank over their mean; 1 is even."),
 ]
 
 _ROLLOUT = [
@@ -76,17 +76,17 @@ _ROLLOUT = [
         "mean",
         "Trainer version minus the version of the oldest token.",
     ),
-    Metric("rollout/version_lag_max", "versions", "max", "The same, largest sample."),
+    Metric("rollout/version_lag_max", "versions", "max", "The same, maximum over samples."),
     Metric("rollout/queue_depth", "groups", "last", "Finished groups waiting when the batch was taken."),
     Metric("rollout/generate_seconds_p50", "s", "last", "Time to generate one sample, median.", True),
     Metric("rollout/generate_seconds_p95", "s", "last", "The same, 95th percentile.", True),
     Metric("rollout/generate_seconds_p99", "s", "last", "The same, 99th percentile.", True),
-    Metric("rollout/generate_seconds_max", "s", "max", "The slowest sample.", True),
-    Metric("rollout/reward_seconds_mean", "s", "mean", "Time to judge one sample.", True),
-    Metric("rollout/reward_seconds_max", "s", "max", "The slowest judgement.", True),
+    Metric("rollout/generate_seconds_max", "s", "max", "The same, slowest sample.", True),
+    Metric("rollout/reward_seconds_mean", "s", "mean", "Time to score one sample.", True),
+    Metric("rollout/reward_seconds_max", "s", "max", "The same, slowest sample.", True),
     Metric("rollout/idle_ratio", "share", "last", "Share of the step's wall time in which no engine ran.", True),
     Metric("rollout/engine_seconds", "s", "sum", "Wall time in which at least one engine ran for training.", True),
-    Metric("rollout/replicas_alive", "replicas", "last", "Engines that serve.", True),
+    Metric("rollout/replicas_alive", "replicas", "last", "Replicas that work.", True),
 ]
 
 _POLICY = [
@@ -106,11 +106,11 @@ _POLICY = [
     Metric("policy/clip_fraction", "share", "weighted", "Share of tokens whose ratio was clipped."),
     Metric("policy/clip_low", "share", "weighted", "Share clipped at 1 - clip_low."),
     Metric("policy/clip_high", "share", "weighted", "Share clipped at 1 + clip_high."),
-    Metric("policy/clip_dual", "share", "weighted", "Share of tokens held by the dual clip."),
+    Metric("policy/clip_dual", "share", "weighted", "Share of tokens limited by the dual clip."),
     Metric("policy/logprob_abs_diff", "nats", "weighted", "|new - old log-prob| per token, during the update."),
-    Metric("policy/logprob_abs_diff_max", "nats", "max", "The same, largest token."),
+    Metric("policy/logprob_abs_diff_max", "nats", "max", "The same, maximum over tokens."),
     Metric("policy/grad_norm", "norm", "mean", "Global gradient norm before clipping, mean over mini-batches."),
-    Metric("policy/grad_norm_max", "norm", "max", "The same, largest mini-batch."),
+    Metric("policy/grad_norm_max", "norm", "max", "The same, maximum over mini-batches."),
     Metric("policy/lr", "1", "last", "Learning rate of the last update."),
     Metric("policy/updates", "updates", "sum", "Optimizer updates."),
     Metric("policy/tokens", "tokens", "sum", "Tokens with a loss, over all updates of the step."),
@@ -128,8 +128,8 @@ _MISMATCH = [
         "weighted",
         "Mean |engine - trainer| over all response tokens.",
     ),
-    Metric("mismatch/logprob_abs_diff_max", "nats", "max", "The same, largest token."),
-    Metric("mismatch/logprob_pearson", "1", "weighted", "Pearson correlation of the two."),
+    Metric("mismatch/logprob_abs_diff_max", "nats", "max", "The same, maximum over tokens."),
+    Metric("mismatch/logprob_pearson", "1", "weighted", "Pearson correlation of engine and trainer log-probs."),
     Metric("mismatch/k3_kl", "nats", "weighted", "k3 estimate of KL(engine || trainer) per token."),
     Metric("mismatch/ess", "share", "weighted", "Relative effective sample size of trainer/engine ratios."),
     Metric("mismatch/tokens", "tokens", "sum", "Response tokens compared."),
@@ -145,15 +145,15 @@ _SYNC = [
 ]
 
 _TIME = [
-    Metric("time/step", "s", "sum", "Wall time of the step, evaluation left out.", True),
-    Metric("time/generate", "s", "sum", "Trainer waited for rollouts.", True),
-    Metric("time/queue", "s", "sum", "Reading tags and rows, and sharing them among ranks.", True),
+    Metric("time/step", "s", "sum", "Wall time of the step, without evaluation.", True),
+    Metric("time/generate", "s", "sum", "Time the trainer waited for rollouts.", True),
+    Metric("time/queue", "s", "sum", "Reading tags and rows, and distributing them to the ranks.", True),
     Metric("time/logprobs", "s", "sum", "Old-policy and reference passes.", True),
     Metric("time/update", "s", "sum", "Forward, backward and optimizer.", True),
     Metric("time/sync", "s", "sum", "Weight sync.", True),
     Metric("time/eval", "s", "sum", "Evaluation; not part of `time/step`.", True),
     Metric("time/save", "s", "sum", "Time the loop waited for a save or an export.", True),
-    Metric("time/other", "s", "sum", "What no phase above accounts for.", True),
+    Metric("time/other", "s", "sum", "Time outside all phases above.", True),
     Metric("time/overhead", "s", "sum", "`time/step` minus engine, log-prob, update and sync time.", True),
     Metric("time/overhead_share", "share", "last", "`time/overhead` over `time/step`.", True),
     Metric("time/trainer_idle_ratio", "share", "last", "`time/generate` over `time/step`.", True),
@@ -191,7 +191,7 @@ _PERF = [
         "perf/trainer_peak_memory_gib",
         "GiB",
         "max",
-        "Peak device memory (resident memory on CPU) of the trainer rank that held most.",
+        "Peak device memory (resident memory on CPU) of the trainer rank with the most.",
         True,
     ),
     Metric("perf/host_memory_gib", "GiB", "max", "Resident memory of a trainer rank.", True),
@@ -214,13 +214,13 @@ _EVAL = [
         "eval/{set}/failed_generations",
         "responses",
         "last",
-        "Responses, greedy and sampled, that the engine aborted or gave without finite log-probs.",
+        "Greedy and sampled responses that the engine aborted or returned without finite log-probs.",
     ),
     Metric(
         "eval/{set}/reward_errors",
         "responses",
         "last",
-        "Responses, greedy and sampled, whose reward function hung or raised: scored `reward.on_error`.",
+        "Greedy and sampled responses whose reward function hung or raised; scored `reward.on_error`.",
     ),
 ]
 
@@ -234,7 +234,7 @@ _TOTAL = [
         "total/groups_rolled_back",
         "groups",
         "last",
-        "Groups that were started, and discarded by a resume; counted beside the history, which redraws them.",
+        "Groups that were started and then discarded by a resume; not in the other totals, because they are redrawn.",
         True,
     ),
     Metric("total/trained_samples", "samples", "last", "Samples trained on."),
@@ -248,5 +248,5 @@ REGISTRY = Registry(
 
 
 def step_metrics() -> StepMetrics:
-    """An empty collector over megarl's own registry."""
+    """Return an empty collector that uses megarl's registry."""
     return StepMetrics(REGISTRY)

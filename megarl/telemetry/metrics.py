@@ -1,7 +1,7 @@
-"""What a metric is, and the registry that refuses a name nobody has declared.
+"""The declaration of a metric, the registry that refuses undeclared names, and the collector of a step's values.
 
-A reducer says how the values recorded under one name during a step (by mini-batches, ranks, groups, ...)
-become that step's number; it is declared, never guessed from the name.
+A reducer defines how the values that were recorded under one name during a step (by mini-batches, ranks, groups, ...)
+are combined into one number. It is declared and never derived from the name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Reducer = Literal["sum", "mean", "max", "min", "last", "weighted"]
 
 
 class UndeclaredMetricError(KeyError):
-    """A metric was recorded under a name that `declarations.py` does not hold."""
+    """A metric was recorded under a name that is not in `declarations.py`."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -25,11 +25,10 @@ class UndeclaredMetricError(KeyError):
 
 @dataclass(frozen=True)
 class Metric:
-    """One declared metric.
+    """The declaration of one metric.
 
-    `name` may hold `{placeholders}`, each standing for one name without a slash (`eval/{set}/greedy`).
-    `timing` marks what depends on the clock or the machine: everything else repeats bit for bit in a
-    deterministic run.
+    `name` may contain `{placeholders}`, each for one name without a slash (`eval/{set}/greedy`). `timing` marks a
+    metric that depends on the clock or the machine; all others are bitwise reproducible in a deterministic run.
     """
 
     name: str
@@ -40,6 +39,7 @@ class Metric:
 
     @property
     def pattern(self) -> re.Pattern[str]:
+        """The pattern of the names that this declaration covers."""
         pieces = re.split(r"\{\w+\}", self.name)
         return re.compile("[^/]+".join(re.escape(piece) for piece in pieces))
 
@@ -63,7 +63,7 @@ class Registry:
         yield from (metric for _, metric in self._templates)
 
     def lookup(self, name: str) -> Metric:
-        """The declaration of `name`; raises UndeclaredMetricError with the nearest declared names."""
+        """Return the declaration of `name`; raises UndeclaredMetricError that suggests similar declared names."""
         metric = self._exact.get(name)
         if metric is None:
             metric = next((m for pattern, m in self._templates if pattern.fullmatch(name)), None)
@@ -77,17 +77,18 @@ class Registry:
 
 
 class StepMetrics:
-    """Collects one step's values and reduces each name by its declared reducer.
-
-    `record(name, value)` any number of times; `weighted` needs a weight, the others take none.
-    """
+    """Collects the values of one step and reduces those of each name by its declared reducer."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._values: dict[str, list[tuple[float, float]]] = {}
 
     def record(self, name: str, value: float, weight: float | None = None) -> None:
-        """UndeclaredMetricError for an unknown name, ValueError for a weight missing or out of place."""
+        """Record one value; a name may be recorded any number of times in a step.
+
+        Raises UndeclaredMetricError for an unknown name, and ValueError unless a weight is given exactly for the
+        reducer `weighted`.
+        """
         reducer = self._registry.lookup(name).reducer
         if (weight is not None) != (reducer == "weighted"):
             need = "needs a weight" if weight is None else f"takes no weight: its reducer is {reducer}"
@@ -95,20 +96,20 @@ class StepMetrics:
         self._values.setdefault(name, []).append((float(value), 1.0 if weight is None else float(weight)))
 
     def update(self, values: Mapping[str, float], prefix: str = "", weight: float | None = None) -> None:
-        """Record every item of `values` under `prefix + key`; `weight` goes to the weighted ones only."""
+        """Record every item of `values` under `prefix + key`; `weight` is used for the reducer `weighted` only."""
         for key, value in values.items():
             weighted = self._registry.lookup(prefix + key).reducer == "weighted"
             self.record(prefix + key, value, weight if weighted else None)
 
     def reduce(self) -> dict[str, float]:
-        """Name to reduced value, in the order of first recording; forgets everything recorded."""
+        """Return name -> reduced value, in the order of first recording, and clear the collector."""
         reduced = {name: reduce(self._registry.lookup(name).reducer, pairs) for name, pairs in self._values.items()}
         self._values = {}
         return reduced
 
 
 def reduce(reducer: Reducer, pairs: list[tuple[float, float]]) -> float:
-    """Reduce (value, weight) pairs, at least one; `weighted` with total weight 0 is NaN."""
+    """Reduce one or more (value, weight) pairs to one number; `weighted` with total weight 0 gives NaN."""
     values = [value for value, _ in pairs]
     if reducer == "sum":
         return math.fsum(values)

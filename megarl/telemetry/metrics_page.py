@@ -1,4 +1,4 @@
-"""docs/metrics.md, generated from the declarations."""
+"""Generates docs/metrics.md from the declarations."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _HEAD = """# Metrics
 <!-- Generated from megarl/telemetry/declarations.py by `megarl docs`; do not edit. -->
 
 Every step writes one line to `RUN_DIR/metrics.jsonl` (`step`, `wall_time` and the metrics below) and the same numbers
-to TensorBoard, and to Weights & Biases if configured. A name that is not declared here is refused. The reducer says
-how several values recorded in one step (by mini-batches or ranks) become one; `weighted` means weighted by tokens.
+to TensorBoard, and to Weights & Biases if configured. A name that is not declared here is refused. The reducer defines
+how several values recorded in one step (by mini-batches or ranks) are combined; `weighted` means weighted by tokens.
 Metrics marked ⏱ depend on the clock or the machine; all others repeat exactly in a deterministic run. NaN and
 infinities are written as null.
 """
 
 
 def metrics_page() -> str:
-    """The whole page, Markdown."""
+    """Return the whole page in Markdown."""
     parts = [_HEAD]
     for group, meaning in GROUPS.items():
         parts.append(f"\n## `{group}/`\n\n{meaning}\n\n| metric | unit | reducer | meaning |\n|---|---|---|---|\n")

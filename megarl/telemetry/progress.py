@@ -1,4 +1,4 @@
-"""What the user sees of a run: one aligned line per step, and on a terminal a live line below it."""
+"""The progress output of a run: one aligned line per step, and on a terminal a live line below it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADER_EVERY = 25
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the step table: the metric it shows and a format for its value."""
+    """One column of the step table; `style` is a format specification or `compact`."""
 
     title: str
     metric: str
@@ -22,6 +22,7 @@ class Column:
     style: str = ".3f"
 
     def cell(self, values: Mapping[str, float]) -> str:
+        """Return the value of this column, right-aligned; `-` if the metric is missing."""
         value = values.get(self.metric)
         if value is None or not math.isfinite(value):
             return ("-" if value is None else str(value)).rjust(self.width)
@@ -47,18 +48,21 @@ LIVE_COLUMNS = tuple(column for column in COLUMNS if column.metric in LIVE)
 
 
 class Progress:
-    """Prints to `stream`; the live line only on a terminal. Nothing else may write between two calls."""
+    """Prints the progress of a run of `steps` steps to `stream`, with a live line if that is a terminal.
+
+    Nothing else may write to `stream` between two calls.
+    """
 
     def __init__(self, stream: TextIO, steps: int) -> None:
         self._stream = stream
         self._steps = steps
         self._printed = 0
         self._live = False
-        self._newest = ""  # of the last step, for the live line
+        self._newest = ""  # the part of the live line that shows the last step
         self._tty = stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """One line of the table; the header is repeated every HEADER_EVERY lines."""
+        """Print one line of the table; the header is repeated every HEADER_EVERY lines."""
         width = len(str(self._steps))
         if self._printed % HEADER_EVERY == 0:
             titles = "  ".join(column.title.rjust(column.width) for column in COLUMNS)
@@ -72,13 +76,13 @@ class Progress:
         self._line(f"{step:>{width}}/{self._steps}  {cells}  {left:>7}")
 
     def message(self, text: str) -> None:
-        """A line of its own, e.g. an evaluation or a restart."""
+        """Print a separate line, for example of an evaluation or a restart."""
         self._line(text)
 
     def status(self, text: str) -> None:
-        """Replace the live line (a terminal only): what the run is doing now, and the last step in short."""
+        """Replace the live line, on a terminal only: the current activity and a summary of the last step."""
         if self._tty:
-            # A line that wraps could not be replaced.
+            # A line longer than the terminal would wrap and could not be replaced.
             line = (text + self._newest)[: shutil.get_terminal_size().columns - 1]
             self._stream.write(f"\r\x1b[2K{line}")
             self._stream.flush()
@@ -101,7 +105,7 @@ class Progress:
 
 
 def compact(value: float) -> str:
-    """1234567 -> 1.23M; three significant digits."""
+    """Return a number with three significant digits and a unit prefix, like 1.23M for 1234567."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit * 0.9995:
             return f"{value / limit:.3g}{unit}"
@@ -109,7 +113,7 @@ def compact(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 42s, 3m10s, 2h05m or 3d04h."""
+    """Return seconds as text like 42s, 3m10s, 2h05m or 3d04h."""
     total = round(max(0.0, seconds))
     if total < 60:
         return f"{total}s"

@@ -1,6 +1,6 @@
-"""Where metrics and samples go: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases, the terminal.
+"""The outputs for metrics and samples: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases, the terminal.
 
-Only one rank writes. A sink never changes a value, and none accepts a metric that is not declared.
+Only one rank writes. A sink never changes a value, and undeclared metrics are refused before any sink gets them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from megarl.telemetry.progress import Progress
 
 
 class Sink(Protocol):
+    """One output for the reduced metrics of each step."""
+
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def roll_back(self, step: int) -> None:
-        """The run goes on after `step`: what is beyond it is no longer its history."""
+        """Discard the metrics after `step`, because the run resumes there."""
 
     def close(self) -> None: ...
 
 
 class JsonlSink:
-    """One JSON object per call, `step` and `wall_time` (Unix seconds) first; flushed for `tail -f`.
+    """Appends one JSON object per line, `step` and `wall_time` (Unix seconds) first, and flushes each line.
 
     NaN and infinities are written as null.
     """
@@ -42,9 +44,10 @@ class JsonlSink:
         self.write_object({"step": step, "wall_time": round(time.time(), 3), **values})
 
     def roll_back(self, step: int) -> None:
-        """Nothing: `checkpoint/save/history.py` has cut the file."""
+        """Do nothing: `checkpoint/save/history.py` has already cut the file."""
 
     def write_object(self, content: Mapping[str, Any]) -> None:
+        """Append one line."""
         self._file.write(json.dumps(finite(content), allow_nan=False, ensure_ascii=False) + "\n")
         self._file.flush()
 
@@ -53,7 +56,7 @@ class JsonlSink:
 
 
 class WandbSink:
-    """Weights & Biases; the package is not among the locked ones, the user installs it."""
+    """Logs to Weights & Biases. The locked requirements do not contain the package; the user has to install it."""
 
     def __init__(self, project: str, config: Config) -> None:
         try:
@@ -73,14 +76,14 @@ class WandbSink:
         self._run.log(dict(values), step=step)
 
     def roll_back(self, step: int) -> None:
-        """Nothing: a resumed run is a run of its own there."""
+        """Do nothing: a resumed run is a separate run in Weights & Biases."""
 
     def close(self) -> None:
         self._run.finish()
 
 
 class MetricsWriter:
-    """All the sinks of a run. `write` once per step with the step's reduced metrics."""
+    """All sinks of a run; `write` is called once per step with the reduced metrics of the step."""
 
     def __init__(self, sinks: list[Sink], samples: JsonlSink | None, progress: Progress) -> None:
         self._sinks = sinks
@@ -89,7 +92,7 @@ class MetricsWriter:
 
     @classmethod
     def open(cls, config: Config, terminal: TextIO) -> MetricsWriter:
-        """Open what `telemetry` asks for in the run directory, appending to what is there."""
+        """Open the sinks that the section `telemetry` selects; they append to the files of the run directory."""
         run_dir, telemetry = config.run_dir, config.telemetry
         sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
         if telemetry.tensorboard:
@@ -103,13 +106,13 @@ class MetricsWriter:
 
     @classmethod
     def silent(cls) -> MetricsWriter:
-        """For the ranks that do not write: it checks the names of metrics and does nothing else."""
+        """Return a writer for the ranks that do not write; it only checks the names of metrics."""
         return cls([], None, Progress(open(os.devnull, "w", encoding="utf-8"), 0))
 
     def write(self, step: int, values: Mapping[str, float], *, terminal: bool = True) -> None:
-        """Send to every sink, and with `terminal` print a step line.
+        """Write to every sink, and with `terminal` print a line of the step table.
 
-        UndeclaredMetricError before anything is written.
+        Raises UndeclaredMetricError for an undeclared name, before anything is written.
         """
         for name in values:
             REGISTRY.lookup(name)
@@ -119,12 +122,12 @@ class MetricsWriter:
             self.progress.step(step, values)
 
     def roll_back(self, step: int) -> None:
-        """The run goes on from `step`."""
+        """Discard the metrics after `step` in every sink, because the run resumes there."""
         for sink in self._sinks:
             sink.roll_back(step)
 
     def sample(self, step: int, content: Mapping[str, Any]) -> None:
-        """Append to samples.jsonl: prompt, response, reference, rewards, finish reason, version."""
+        """Append one sample to samples.jsonl (`megarl.queue.sample_lines`)."""
         if self._samples is not None:
             self._samples.write_object({"step": step, **content})
 

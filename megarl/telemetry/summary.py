@@ -1,4 +1,4 @@
-"""RUN_DIR/summary.json: the few numbers by which a run is judged."""
+"""RUN_DIR/summary.json: the main results of a run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ _LOGPROB_DIFF = {"mean": "mismatch/logprob_abs_diff_mean", "max": "mismatch/logp
 
 
 class RunSummary:
-    """Accumulates the summary over the run from the reduced metrics of each step.
+    """Accumulates the summary of a run from the reduced metrics of each step.
 
-    Throughput is total tokens over total seconds of that side at work: trained tokens over log-prob and
-    update time, response tokens over engine time. `loop_overhead_share` is total overhead over total step
-    time.
+    Throughput is total tokens divided by the busy seconds of that side: trained tokens by log-prob and update time,
+    response tokens by engine time. `loop_overhead_share` is total overhead divided by total step time.
     """
 
-    key = "summary"  # of its state in a checkpoint
+    key = "summary"  # the name of its state in a checkpoint
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -44,11 +43,11 @@ class RunSummary:
 
     @property
     def wall_seconds(self) -> float:
-        """Seconds since the summary was made, and those of the history it went on from."""
+        """Seconds since this object was made, plus those of the run that it continues."""
         return self._before_s + self._clock() - self._start
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON, for a checkpoint."""
+        """Return the state for a checkpoint, as JSON content."""
         return {
             "steps": self.steps,
             "wall_seconds": self.wall_seconds,
@@ -58,12 +57,12 @@ class RunSummary:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's history."""
+        """Continue from the state of a checkpoint."""
         self.steps, self._before_s = int(state["steps"]), float(state["wall_seconds"])
         self._totals, self._logprob, self._eval = dict(state["totals"]), dict(state["logprob"]), dict(state["eval"])
 
     def step(self, values: Mapping[str, float]) -> None:
-        """Take one finished step's metrics (names as declared; missing ones count as 0)."""
+        """Add the metrics of one finished step, by their declared names; missing ones count as 0."""
         self.steps += 1
         for name in _SUMMED:
             self._totals[name] = self._totals.get(name, 0.0) + values.get(name, 0.0)
@@ -74,15 +73,15 @@ class RunSummary:
             self._logprob["last"] = measured
 
     def eval_before(self, greedy: float, sampled: float, n: int) -> None:
-        """Accuracies in [0, 1] of the first evaluation set before step 1, over `n` problems."""
+        """Set the accuracies, in [0, 1], of the first evaluation set before step 1; `n` is its number of problems."""
         self._eval["before"] = {"greedy": greedy, "sampled": sampled, "n": n}
 
     def eval_after(self, greedy: float, sampled: float, n: int) -> None:
-        """The newest evaluation of the same set; each call replaces the one before."""
+        """Set the accuracies of the newest evaluation of the same set; each call replaces the previous one."""
         self._eval["after"] = {"greedy": greedy, "sampled": sampled, "n": n}
 
     def as_dict(self, exit_status: str) -> dict[str, Any]:
-        """The content of summary.json. What was not measured is null."""
+        """Return the content of summary.json; values that were not measured are None."""
         total = self._totals.get
         trainer = _rate(total("batch/trained_tokens", 0.0), total("time/logprobs", 0.0) + total("time/update", 0.0))
         rollout = _rate(total("batch/response_tokens", 0.0), total("rollout/engine_seconds", 0.0))
@@ -101,7 +100,7 @@ class RunSummary:
         }
 
     def write(self, path: Path, exit_status: str) -> dict[str, Any]:
-        """Write atomically (`exit_status`: finished, preempted or failed); returns what was written."""
+        """Write summary.json atomically and return its content; `exit_status` is finished, preempted or failed."""
         content = self.as_dict(exit_status)
         write_json(path, content)
         return content

@@ -1,4 +1,4 @@
-"""TensorBoard scalars, each step in one event that is in the file when `write` returns."""
+"""Writes TensorBoard scalars, one event per step, which is in the file when `write` returns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-# Its SummaryWriter hands events to a thread by way of a queue: what it holds when a run is killed would be lost.
+# Not tensorboardX's SummaryWriter: it passes events to a thread through a queue, which is lost when a run is killed.
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
@@ -18,7 +18,7 @@ class TensorBoardSink:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        # Two runs may begin in the same second.
+        # The pid is in the name because two runs may start in the same second.
         self._writer = EventsWriter(str(directory / "events"), f".{os.getpid()}.megarl")
         self._writer.flush()
 
@@ -27,7 +27,7 @@ class TensorBoardSink:
         self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
 
     def roll_back(self, step: int) -> None:
-        """Viewers drop what earlier files hold beyond `step`."""
+        """Write the event by which viewers discard the values of earlier files after `step`."""
         log = SessionLog(status=SessionLog.START)
         self._add(Event(wall_time=time.time(), step=step + 1, session_log=log))
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: phases that never overlap and add up to the wall time of the step."""
+"""Measures the time of a step by phases that never overlap and add up to the wall time of the step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class PhaseTimer:
-    """Exclusive wall-clock time per phase. A phase inside another stops the outer one's clock while it runs.
+    """Measures exclusive wall-clock time per phase: a phase inside another one interrupts the outer phase's clock.
 
-    `finish_step(engine_seconds)` closes a step. Evaluation is reported but is not part of the step.
+    Evaluation is reported but is not part of the step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -23,38 +23,29 @@ class PhaseTimer:
         self._stack: list[str] = []
         self._since = self._start = clock()
 
-    @property
-    def current(self) -> str | None:
-        """The innermost open phase."""
-        return self._stack[-1] if self._stack else None
-
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """Charge the time of the block to `name`; ValueError for an unknown phase."""
+        """Add the time of the block to phase `name`; raises ValueError for an unknown phase."""
         if name not in PHASES:
             raise ValueError(f"unknown phase {name!r}; phases are {', '.join(PHASES)}")
-        self._charge()
+        self._count_time()
         self._stack.append(name)
         try:
             yield
         finally:
-            self._charge()
+            self._count_time()
             self._stack.pop()
 
-    def seconds(self, name: Phase) -> float:
-        """Seconds charged to `name` so far in this step, closed blocks only."""
-        return self._seconds.get(name, 0.0)
-
     def finish_step(self, engine_seconds: float = 0.0) -> dict[str, float]:
-        """Close the step; returns the `time/*` metrics and `rollout/idle_ratio`, and starts the next step.
+        """Close the step, start the next one, and return the `time/*` metrics and `rollout/idle_ratio`.
 
-        `engine_seconds`: wall time in which an engine ran for this step. Overhead is everything outside
-        engine, log-prob, update and sync time: queue, rewards, Ray, the loop's own work. With rollouts that
-        run while the trainer works, only the engine time that the trainer waited for counts.
+        `engine_seconds` is the wall time in which an engine ran for this step. Overhead is the time outside engine,
+        log-prob, update and sync time: queue, rewards, Ray, the loop itself. If engines run while the trainer works,
+        only the engine time for which the trainer waited is subtracted. Raises RuntimeError inside a phase.
         """
         if self._stack:
             raise RuntimeError(f"the step ends inside phase {self._stack[-1]!r}")
-        self._charge()
+        self._count_time()
         now = self._since
         took = {name: self._seconds.get(name, 0.0) for name in PHASES}
         step = now - self._start - took["eval"]
@@ -74,7 +65,8 @@ class PhaseTimer:
         self._seconds, self._start = {}, now
         return result
 
-    def _charge(self) -> None:
+    def _count_time(self) -> None:
+        """Add the time since the last call to the innermost open phase."""
         now = self._clock()
         if self._stack:
             name = self._stack[-1]

@@ -20,12 +20,13 @@ import pytest
 
 from megarl.cluster.handle import launch_supervisor, read_state
 from megarl.common.errors import ReplicaFailed, RolloutError
-from megarl.common.processes import ProcessId, descendants, is_alive, wait_until
+from megarl.common.processes import ProcessId, descendants, is_alive
 from megarl.data.tokenize import load_tokenizer
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from tests.support.pool import TestPool, pool_config, start_pool
 from tests.support.pool_checks import GONE_S, assert_all_go, check_rows, command_of, everything, serve
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 

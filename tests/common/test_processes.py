@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from megarl.common.processes import ProcessId, descendants, is_alive, kill, sweep, wait_until
+from megarl.common.processes import ProcessId, descendants, is_alive, kill, sweep
+from tests.support.waiting import wait_until
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
@@ -98,8 +98,3 @@ def test_a_watcher_ends_with_a_process_that_is_not_its_parent() -> None:
     watched.kill()
     watched.wait(timeout=10)
     assert watcher.wait(timeout=10) == 1
-
-
-def test_waiting_too_long_says_for_what(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match=r"0 s for a file that never comes"):
-        wait_until((tmp_path / "never").exists, 0.1, "a file that never comes")

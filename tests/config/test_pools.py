@@ -61,7 +61,7 @@ def test_overlap_is_refused_unless_the_nodes_differ() -> None:
 
 def test_an_engine_never_spans_nodes() -> None:
     message = refusal(rollout={"replicas": 1, "tensor_parallel": 16, "gpus_per_node": 8})
-    assert "rollout.tensor_parallel: 16 GPUs per engine, but a node gives the pool 8" in message
+    assert "rollout.tensor_parallel: 16 GPUs per engine, but the pool has 8 on a node" in message
     assert "not a multiple of rollout.tensor_parallel=4" in refusal(
         rollout={"replicas": 3, "tensor_parallel": 4, "gpus_per_node": 6}
     )

@@ -113,7 +113,7 @@ GOOD = {"problem": "1?", "answer": "1"}
     ("rows", "config", "message"),
     [
         ([GOOD, '{"problem": "1?", '], {}, r":2: not JSON: .* at column"),
-        ([GOOD, GOOD, "[1]"], {}, r":3: a JSON object is needed, not list"),
+        ([GOOD, GOOD, "[1]"], {}, r":3: must be a JSON object, not list"),
         (["["], {}, r":1: not JSON: .* not one array"),
         ([GOOD, b'{"problem": "\xff"}'], {}, r":2: not UTF-8 at byte 13"),
         ([GOOD, {"problem": "2?"}], {}, r":2: field 'answer' is missing; the row has \['problem'\]"),

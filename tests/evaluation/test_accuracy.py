@@ -19,15 +19,13 @@ from megarl.evaluation.accuracy import (
     default_ks,
     estimate_mean,
     evaluate_responses,
-    majority_at_k,
+    majority_vote,
     pass_at_k,
     wilson_interval,
 )
 from megarl.evaluation.table import report_table
 
-responses = st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=7).flatmap(
-    lambda pairs: st.tuples(st.just(pairs), st.integers(1, len(pairs)))
-)
+responses = st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=7)
 
 
 def subsets(pairs, k):
@@ -68,43 +66,36 @@ def vote(draw, rate):
 
 @settings(max_examples=200, deadline=None)
 @given(responses)
-def test_majority_is_the_mean_vote_over_all_subsets(case):
-    pairs, k = case
+def test_majority_is_the_vote_over_all_responses(pairs):
     rate = {}
     for answer in {answer for answer, _ in pairs} - {None}:
         judged = [ok for each, ok in pairs if each == answer]
         rate[answer] = sum(judged) / len(judged)
-    draws = subsets(pairs, k)
-    expected = sum(vote(draw, rate) for draw in draws) / len(draws)
     answers, correct = [answer for answer, _ in pairs], [ok for _, ok in pairs]
-    assert majority_at_k(answers, correct, k) == pytest.approx(expected, abs=1e-12)
+    assert majority_vote(answers, correct) == pytest.approx(vote(pairs, rate), abs=1e-12)
 
 
 @settings(deadline=None)
 @given(responses, st.randoms())
-def test_majority_does_not_depend_on_order(case, random):
-    pairs, k = case
+def test_majority_does_not_depend_on_order(pairs, random):
     shuffled = random.sample(pairs, len(pairs))
-    assert majority_at_k(*zip(*pairs), k) == pytest.approx(majority_at_k(*zip(*shuffled), k), abs=1e-12)
+    assert majority_vote(*zip(*pairs)) == pytest.approx(majority_vote(*zip(*shuffled)), abs=1e-12)
 
 
 def test_majority_exact_values():
-    assert majority_at_k(["1", "2", "2"], [True, False, False]) == 0.0
-    assert majority_at_k(["1", "2", "2"], [False, True, True]) == 1.0
-    assert majority_at_k(["1", "2"], [True, False]) == 0.5  # a tie
-    assert majority_at_k([None, None, "7"], [False, False, True]) == 1.0  # the others abstain
-    assert majority_at_k([None, None], [False, False]) == 0.0
-    # AIME-like: 64 samples, many distinct answers, must be quick at every k.
+    assert majority_vote(["1", "2", "2"], [True, False, False]) == 0.0
+    assert majority_vote(["1", "2", "2"], [False, True, True]) == 1.0
+    assert majority_vote(["1", "2"], [True, False]) == 0.5  # a tie
+    assert majority_vote([None, None, "7"], [False, False, True]) == 1.0  # the others abstain
+    assert majority_vote([None, None], [False, False]) == 0.0
+    # AIME-like: 64 samples, many distinct answers.
     answers = ["right"] * 10 + [str(i) for i in range(54)]
-    assert majority_at_k(answers, [a == "right" for a in answers], 64) == 1.0
-    assert majority_at_k(answers, [a == "right" for a in answers], 1) == pytest.approx(10 / 64)
+    assert majority_vote(answers, [a == "right" for a in answers]) == 1.0
 
 
 def test_majority_refuses_bad_input():
     with pytest.raises(ValueError, match="2 answers but 1 judgements"):
-        majority_at_k(["a", "b"], [True])
-    with pytest.raises(ValueError, match="maj@3"):
-        majority_at_k(["a", "b"], [True, False], 3)
+        majority_vote(["a", "b"], [True])
 
 
 def test_wilson_reference_values():

@@ -16,8 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.queue.rows import decode, encode
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.queue.transfer import QueueReader, QueueWriter, bounded, decode, encode, start_queue
+from megarl.queue.transfer import QueueReader, QueueWriter, bounded, start_queue
 from tests.support import pool as _tokens  # noqa: F401  (one Ray access token for this process)
 
 float32 = st.floats(width=32, allow_nan=False, max_value=0.0)
@@ -132,7 +133,7 @@ def test_rows_come_back_exact_in_any_order_and_only_those_asked_for(queue: dict[
     reader.clear(list(written))
     reader.clear(["0:0"])
     assert reader.read_tags() == []
-    with pytest.raises(KeyError, match="0 of the 1 rows"):
+    with pytest.raises(KeyError, match="0 of the 1 requested rows"):
         reader.fetch(["0:0"])
     with pytest.raises(KeyError, match="1 of 1 rows"):
         reader.read_tags(["0:0"])

@@ -2,7 +2,6 @@ r"""Math answers through math-verify, \boxed{} first."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import threading
@@ -17,6 +16,7 @@ from megarl.rewards.math import compare, last_boxed, math
 from megarl.rewards.types import RewardInput
 from megarl.rewards.worker_pool import RewardPool
 from tests.support.checkout import EXCERPTS
+from tests.support.reward_pool import make_reward_pool, score_all
 
 EXCERPT = EXCERPTS / "problems.jsonl"
 
@@ -139,7 +139,7 @@ def test_outside_the_main_thread() -> None:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    pool = RewardPool("math", workers=1, timeout_s=3.0)
+    pool = make_reward_pool("math", timeout_s=3.0)
     yield pool
     pool.close()
 
@@ -147,7 +147,7 @@ def pool() -> Iterator[RewardPool]:
 def test_a_hostile_answer_is_killed_in_the_pool(pool: RewardPool) -> None:
     """sympy works on this tower for hours; a policy does find such answers."""
     samples = [RewardInput("", rf"\boxed{{{x}}}", answer="3") for x in ("3", "10^{10^{10^{10}}}", "6/2")]
-    outcomes = asyncio.run(pool.score_many(samples))
+    outcomes = score_all(pool, samples)
     assert [o.score for o in outcomes] == [1.0, 0.0, 1.0]
     assert [o.answer for o in outcomes] == ["3", None, "3"]
     assert [o.reason for o in outcomes] == [None, "timeout", None]
@@ -166,4 +166,4 @@ def test_the_full_files_own_answers_are_right(pool: RewardPool) -> None:
         lines = (Path(os.environ["MEGARL_DATA"]) / "math" / f"{name}.jsonl").read_text().splitlines()
         answers = [str(json.loads(line)["answer"]) for line in lines]
         samples = [RewardInput("", rf"Hence \boxed{{{a}}}", answer=a) for a in answers]
-        assert [o.score for o in asyncio.run(pool.score_many(samples))] == [1.0] * rows
+        assert [o.score for o in score_all(pool, samples)] == [1.0] * rows

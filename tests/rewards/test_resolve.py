@@ -40,7 +40,7 @@ def test_field_names_are_not_taken_by_position() -> None:
     [
         (f"{HERE}:three", {}, "RewardInput, or \\(response, answer\\)"),
         (f"{HERE}:not_callable", {}, "is a int, not a function"),
-        (f"{HERE}:Scaled", {"size": 1}, "cannot be made from"),
+        (f"{HERE}:Scaled", {"size": 1}, "cannot be made with"),
         (f"{HERE}:coroutine", {}, "async"),
         (HERE, {}, "package.module:function"),
         ("megarl.rewards.types:RewardInput.nothing", {}, "has no"),

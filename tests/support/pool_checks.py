@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from megarl.common.processes import ProcessId, descendants, is_alive, wait_until
+from megarl.common.processes import ProcessId, descendants, is_alive
 from megarl.queue.trajectory import Trajectory
 from tests.support.pool import TestPool
+from tests.support.waiting import wait_until
 
 GONE_S = 30.0
 

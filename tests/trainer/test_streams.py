@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megarl.queue.dump import read_batch, write_batch
+from megarl.queue.rows import decode, encode
 from megarl.queue.streams import STREAMS, Stream, StreamRegistry
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.queue.transfer import decode, encode
 from tests.support.ranks.streams import WEIGHT, declared
 from tests.support.tensors import merge, worst
 

@@ -1,0 +1,114 @@
+"""The config sections of the job around the training: telemetry, checkpoints, timeouts, Ray, launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from megarl.config.section import Section
+
+
+class TelemetryConfig(Section):
+    """Outputs of a run besides `metrics.jsonl` and `summary.json`."""
+
+    samples_per_step: int = Field(4, ge=0, description="Trajectories per step written to `samples.jsonl`.")
+    tensorboard: bool = Field(True, description="Write TensorBoard events to `RUN_DIR/tensorboard`.")
+    wandb_project: str | None = Field(None, description="Weights & Biases project; null = off.")
+    dump_batches: bool = Field(False, description="Record whole batches in `RUN_DIR/batches` for `megarl replay`.")
+
+
+class CheckpointConfig(Section):
+    """Saving and resuming a run; see docs/checkpoints.md."""
+
+    dir: Path | None = Field(None, description="Directory of the checkpoints; default `RUN_DIR/checkpoints`.")
+    resume: str = Field(
+        "auto",
+        description="`auto`: the newest complete checkpoint of the run, if there is one; `never`: start from the "
+        "beginning (existing results are moved to `RUN_DIR/previous`); or the path of a checkpoint.",
+    )
+    every: int = Field(
+        0,
+        ge=0,
+        description="Steps between saves; the last step is saved as well. 0 = save only after a stop request.",
+    )
+    asynchronous: bool = Field(True, description="Write in the background while training continues.")
+    keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
+    keep_every: int = Field(0, ge=0, description="Also keep every step divisible by this; 0 = none.")
+    keep_best: str | None = Field(
+        None, description="Also keep the best checkpoint by this evaluation metric, e.g. `eval/heldout/greedy`."
+    )
+    keep_best_mode: Literal["max", "min"] = Field("max", description="Whether larger or smaller is better.")
+    hf_export_every: int = Field(
+        0,
+        ge=0,
+        description="Convert every saved step divisible by this to `RUN_DIR/hf_STEP`, in a child process of low "
+        "priority; 0 = none.",
+    )
+
+
+class TimeoutsConfig(Section):
+    """Upper bounds of all waits, in seconds; the error of an expired one names the waiting part and its peer."""
+
+    ray_start_s: float = Field(120.0, gt=0, description="Supervisor: start of the Ray head, and attaching to it.")
+    engine_start_s: float = Field(900.0, gt=0, description="Start of an engine, a first test request included.")
+    rpc_s: float = Field(120.0, gt=0, description="Any other actor call.")
+    generate_s: float = Field(1800.0, gt=0, description="One step's rollouts, or one evaluation.")
+    queue_s: float = Field(120.0, gt=0, description="One queue read or write.")
+    weight_sync_s: float = Field(600.0, gt=0, description="One weight sync.")
+    collective_s: float = Field(600.0, gt=0, description="One trainer collective.")
+    shutdown_s: float = Field(30.0, gt=0, description="Shutdown of everything the supervisor started.")
+    save_s: float = Field(600.0, gt=0, description="One checkpoint save, from the step boundary to the disk.")
+    node_s: float = Field(
+        120.0, gt=0, description="Time without a sign of life, also at its start, after which a node counts as lost."
+    )
+
+
+class RayConfig(Section):
+    """The Ray cluster of the run; by default the supervisor starts its own."""
+
+    address: str | None = Field(
+        None,
+        description="Attach to a running cluster instead; its rollout nodes must offer the resources `megarl_rollout` "
+        "(10000 each) and `megarl_engine` (one per engine).",
+    )
+    num_cpus: int | None = Field(
+        None, ge=1, description="Logical CPUs of each rollout node; default: what the plan needs."
+    )
+
+
+class LaunchConfig(Section):
+    """The job's request for nodes, and its behaviour at the time limit; read by `megarl launch` only."""
+
+    time_limit: str | None = Field(
+        None,
+        pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$",
+        description="`[D-]HH:MM:SS` of one allocation; default: the partition's.",
+    )
+    stop_before_s: int | None = Field(
+        None,
+        ge=1,
+        description="Seconds that the run has before the time limit, and after a SIGTERM, to end its step and save; "
+        "default `timeouts.save_s` + 300.",
+    )
+    requeue: bool = Field(True, description="Queue the job again if it was stopped by its time limit.")
+    max_restarts: int = Field(0, ge=0, description="Times torchrun restarts the ranks after a failure.")
+    node_gpus: int | None = Field(
+        None, ge=1, description="GPUs to request on each node; default: those that the run uses."
+    )
+    node_cpus: int | None = Field(
+        None, ge=1, description="CPUs to request on each node; default: all CPUs of an exclusive node."
+    )
+    sbatch: list[str] = Field(
+        default_factory=list, description="Further #SBATCH options, e.g. `--account=x`, `--partition=y`."
+    )
+    setup: list[str] = Field(
+        default_factory=list, description="Shell lines that run before anything else, e.g. `module load x`."
+    )
+    interface: str | None = Field(
+        None, description="Network interface between the nodes; default: the one that routes to the other nodes."
+    )
+    runtime_env: Path | None = Field(
+        None, description="YAML with `env_vars`, set for every process of the job (launch/runtime_env.yaml)."
+    )

@@ -1,0 +1,36 @@
+"""Reward pools with defaults for tests, and what tests ask of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rewards.worker_pool import RewardPool
+
+
+def make_reward_pool(
+    function: str | Callable[..., object],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    workers: int = 1,
+    timeout_s: float = 10.0,
+    on_error: float = 0.0,
+) -> RewardPool:
+    return RewardPool(
+        function, kwargs or {}, workers=workers, timeout_s=timeout_s, on_error=on_error, start_timeout_s=120.0
+    )
+
+
+def score_all(pool: RewardPool, samples: Sequence[RewardInput]) -> list[RewardOutcome]:
+    """Score samples concurrently; outcomes in the order of the samples."""
+
+    async def gather() -> list[RewardOutcome]:
+        return list(await asyncio.gather(*(pool.score(sample) for sample in samples)))
+
+    return asyncio.run(gather())
+
+
+def worker_pids(pool: RewardPool) -> list[int]:
+    return [process._process.pid for process in pool._processes.values()]
