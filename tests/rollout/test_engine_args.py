@@ -56,7 +56,7 @@ def test_the_plan_refuses_what_the_replica_refuses(tmp_path: Path, cuda: bool) -
     for name in set(engine_args(config(tmp_path), cuda=cuda, max_model_len=80)) - defaults | {"weight_transfer_config"}:
         broken = config(tmp_path, rollout={"engine_kwargs": {name: None}})
         assert [problem.split(": ")[0] for problem in engine_problems(broken)] == [f"rollout.engine_kwargs.{name}"]
-        with pytest.raises(ValueError, match=rf"rollout\.engine_kwargs\.{name}: not for the user"):
+        with pytest.raises(ValueError, match=rf"rollout\.engine_kwargs\.{name}: reserved"):
             engine_args(broken, cuda=cuda)
 
 
