@@ -37,7 +37,7 @@ quickstart: setup  ## The main job, end to end on a CPU: Megatron TP=2 + vLLM + 
 	$(VENV)/bin/torchrun --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/quickstart_cpu.yaml
 
 test: setup-test  ## Every part: real Megatron, real vLLM, real Ray; up to 12 minutes on 2 cores.
-	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs
+	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs -n 2 --dist loadfile
 
 test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; up to 25 minutes.
 	$(PY) -m pytest tests/system -m "not slow"
@@ -52,13 +52,13 @@ test-slow-models: setup-test  ## Every family through every layout, loader, expo
 test-slow-trainer: setup-test  ## Every layout of the trainer, its memory, and save and resume between layouts.
 	$(PY) -m pytest -m slow tests/trainer tests/platforms tests/config tests/checkpoint/save
 
-test-slow-pool: setup-test  ## Engines, replicas and weight sync, the long way.
+test-slow-pool: setup-test  ## Slow tests of engines, replicas and weight sync.
 	$(PY) -m pytest -m slow tests/rollout tests/weights tests/cluster tests/commands
 
-test-slow-system: setup-test  ## Whole runs, the long way: random kills, learning, its control.
+test-slow-system: setup-test  ## Slow whole runs: random kills, learning and its control.
 	$(PY) -m pytest -m slow tests/system
 
-test-all: test test-system test-slow-models test-slow-trainer test-slow-pool test-slow-system  ## All of these but the cluster's.
+test-all: test test-system test-slow-models test-slow-trainer test-slow-pool test-slow-system  ## All of the targets above but test-cluster.
 
 lint: setup-test  ## ruff, mypy and the layers (import-linter).
 	$(PY) -m ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -59,3 +60,10 @@ def test_a_forbidden_import_is_found(tree: Path, module: str, line: str, told: s
     ended = lint_imports(tree)
     assert ended.returncode != 0
     assert told in ended.stdout.replace("`", ""), ended.stdout
+
+
+@pytest.mark.parametrize("package", ["megarl", "megarl/checkpoint"])
+def test_packages_that_are_in_no_layer_import_nothing(package: str) -> None:
+    """The contract cannot see them: one is the container itself, the other is listed by its parts."""
+    tree = ast.parse((ROOT / package / "__init__.py").read_text())
+    assert not any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(tree))

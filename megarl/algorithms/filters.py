@@ -74,8 +74,6 @@ class ShapedBatch:
     filtered_groups: int = 0  # zero variance
     failed_groups: int = 0  # fewer than two samples that did not fail
     masked_samples: int = 0
-    solved_all: int = 0  # groups whose raw rewards are all equal and > 0
-    solved_none: int = 0  # groups whose raw rewards are all equal and <= 0
     filtered_keys: list[str] = field(default_factory=list)  # samples of filtered groups
     failed_keys: list[str] = field(default_factory=list)  # failed samples, and the remaining ones of failed groups
 
@@ -101,7 +99,7 @@ def shape_batch(groups: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> 
     if len(set(keys)) != len(keys):
         raise ValueError("two samples of the batch share a key")
     kept: list[list[ShapedSample]] = []
-    counts = dict.fromkeys(("filtered_groups", "failed_groups", "solved_all", "solved_none"), 0)
+    counts = dict.fromkeys(("filtered_groups", "failed_groups"), 0)
     filtered: list[str] = []
     failed = [sample.key for group in groups for sample in group if sample.failed]
     for index, group in enumerate(groups):
@@ -110,8 +108,6 @@ def shape_batch(groups: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> 
             counts["failed_groups"] += 1
             failed += [sample.key for sample in alive]
             continue
-        if zero_variance([sample.reward for sample in alive]):
-            counts["solved_all" if alive[0].reward > 0 else "solved_none"] += 1
         shaped = [shape_sample(sample, spec) for sample in alive]
         rewards = [reward for reward, _ in shaped]
         if spec.filter_zero_variance and zero_variance(rewards):

@@ -23,7 +23,7 @@ from megarl.evaluation.harness import SetReport
 from megarl.rollout.admission import Counters
 from megarl.rollout.controller import BatchReady
 from megarl.rollout.devices import HeldDevices
-from megarl.rollout.pool import as_replica_failure
+from megarl.rollout.fleet import as_rollout_error
 from megarl.rollout.replica import replica_name
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ReplicaClient:
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(f"{self.name} did not answer {method} within {timeout_s:.0f} s") from None
         except Exception as error:
-            raise as_replica_failure(self.index, method, error, f"see {self._log}") from error
+            raise as_rollout_error(self.index, method, error, f"see {self._log}") from error
 
 
 class PoolHandles:

@@ -61,9 +61,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--reward", default="math", metavar="NAME", help="gsm8k, math or package.module:function (default: %(default)s)"
     )
     add("--samples", type=int, default=4, metavar="K", help="sampled responses per problem (default: %(default)s)")
-    add("--temperature", type=float, default=1.0, metavar="T", help="temperature of the sampled responses (default: 1)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (default: 1)")
-    add("--top-k", type=int, default=-1, metavar="K", help="top-k sampling (default: off)")
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="temperature of the sampled responses (default: %(default)s)",
+    )
+    add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (default: %(default)s)")
+    add("--top-k", type=int, default=-1, metavar="K", help="top-k sampling; -1 = off (default: %(default)s)")
     add(
         "--max-tokens",
         type=int,

@@ -32,6 +32,10 @@ class RolloutError(RuntimeError):
     """The rollout pool cannot continue; the message names the part that failed and the reason."""
 
 
+class RequestFailed(RolloutError):  # noqa: N818
+    """An engine refused a request; the engine is sound."""
+
+
 class ReplicaFailed(RolloutError):  # noqa: N818
     """One replica died or refused to work; `replica` is its index."""
 
@@ -85,3 +89,16 @@ class ConnectionLost(WeightSyncError):  # noqa: N818
 
 class DigestMismatch(WeightSyncError):  # noqa: N818
     """A received bucket differs from the one that was sent; it was not loaded."""
+
+
+def clear_text(error: BaseException) -> str:
+    """The message of an error for people: our own and plain ones as they are, others with their type in front."""
+    clear = isinstance(error, RolloutError | TimeoutError | ValueError)
+    return str(error) if clear and str(error) else f"{type(error).__name__}: {error}"
+
+
+def first_exception(group: BaseException) -> BaseException:
+    """Return the first exception inside nested exception groups."""
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group

@@ -36,8 +36,11 @@ class Cursor:
         return epoch, int(self._order[1][position])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values that define the order, as JSON content; the caller keeps the number of the next draw."""
-        return {"n": self.n, "seed": self.seed, "shuffle": self.shuffle}
+        """Return the values that define the order, as JSON content.
+
+        The caller keeps the number of the next draw; `drawn` stays in the format for readers that ask for it.
+        """
+        return {"n": self.n, "seed": self.seed, "shuffle": self.shuffle, "drawn": 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check a saved state; raises ValueError if its number of prompts, seed or shuffle flag is another one."""

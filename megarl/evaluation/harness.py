@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from megarl.common.errors import first_exception
 from megarl.evaluation.accuracy import EvalReport, ScoredResponse, evaluate_responses
 
 Problem = TypeVar("Problem")
@@ -101,7 +102,7 @@ async def evaluate_set(
                 for index, problem in enumerate(problems)
             ]
     except* Exception as group:
-        raise _first(group) from None
+        raise first_exception(group) from None
     answers = [[task.result() for task in row] for row in requests]
     return SetReport(
         name=name,
@@ -113,10 +114,3 @@ async def evaluate_set(
 
 async def _request(respond: Respond[Problem], problem: Problem, index: int, mode: Mode, sample: int) -> ScoredResponse:
     return await respond(problem, index, mode, sample)
-
-
-def _first(group: BaseException) -> BaseException:
-    """Return the first exception inside nested exception groups."""
-    while isinstance(group, BaseExceptionGroup):
-        group = group.exceptions[0]
-    return group

@@ -82,7 +82,8 @@ def stream_row(stream: Stream, trajectory: Trajectory) -> list[float]:
     Raises ValueError if the trajectory holds another number of values.
     """
     tokens = len(trajectory.response_ids)
-    values = list(trajectory.streams.get(stream.name, [stream.fill] * tokens))
+    convert = {"float32": float, "int64": int, "bool": bool}[stream.dtype]
+    values = [convert(value) for value in trajectory.streams.get(stream.name, [stream.fill] * tokens)]
     if len(values) != tokens:
         raise ValueError(
             f"sample {trajectory.key}: stream {stream.name!r} has {len(values)} values for {tokens} response tokens"

@@ -59,18 +59,21 @@ class Admission:
         self._done: dict[str, int] = {"trained": 0, "filtered": 0, "dropped_stale": 0, "failed": 0}
         self._committed_steps: int = 0
         self._attempts = 0  # groups ever started, those that a resume has discarded included
-        self._base = (0, 0)  # (version, groups admitted) from which capacity counts
+        # (version, groups admitted) from which capacity counts: at the first version that is set in this history.
+        self._base: tuple[int, int] | None = None
 
     def set_version(self, version: int) -> None:
         """Record that the engines serve `version`. Raises ValueError if it is lower than the last one."""
         if version < self.version:
             raise ValueError(f"weight version went back from {self.version} to {version}")
         self.version = version
+        if self._base is None:
+            self._base = (version, self.counters.admitted)
 
     @property
     def capacity(self) -> int:
         """The number of groups that may have been admitted in total at this version."""
-        if self.version < 0:
+        if self._base is None:
             return 0
         version, admitted = self._base
         return admitted + (self.version - version + 1 + self.max_staleness) * self.groups
@@ -187,7 +190,7 @@ class Admission:
         self._redraw = list(state["unsettled"])
         self._in_flight, self._finished, self._taken = set(), {}, {}
         self._attempts = max(attempts, self._attempts, int(state["attempts"]))
-        self._base = (self._committed_steps, self.counters.admitted)
+        self._base = None
 
 
 def usable_samples(statuses: Iterable[str], minimum: int = 2) -> bool:

@@ -52,17 +52,15 @@ class BatchStats:
     generate_seconds: list[float] = field(default_factory=list)
     reward_seconds: list[float] = field(default_factory=list)
     reward_errors: Counter[str] = field(default_factory=Counter)
-    sample_failures: Counter[str] = field(default_factory=Counter)
     skipped_prompts: int = 0
     engine_seconds: float = 0.0
 
-    def metrics(self, *, queue_depth: int, replicas_alive: int) -> dict[str, float]:
+    def metrics(self, *, replicas_serving: int) -> dict[str, float]:
         """Return the declared `rollout/*` and `reward/*` metrics that only the rollout side can measure."""
         values: dict[str, float] = {
             "rollout/skipped_prompts": self.skipped_prompts,
-            "rollout/queue_depth": queue_depth,
             "rollout/engine_seconds": self.engine_seconds,
-            "rollout/replicas_alive": replicas_alive,
+            "rollout/replicas_alive": replicas_serving,
             "reward/errors": sum(self.reward_errors.values()),
         }
         if self.generate_seconds:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from megarl.rollout.batch_stats import BusyClock
-from megarl.rollout.pool import RolloutPool
+from megarl.rollout.fleet import Fleet
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 
 
@@ -28,7 +28,7 @@ class Batcher:
 
     def __init__(
         self,
-        pool: RolloutPool,
+        pool: Fleet,
         *,
         chunk: int | None = None,
         in_turn: bool = False,

@@ -16,8 +16,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +24,25 @@ from megarl.common.files import write_json
 from megarl.common.output import redirect_output
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
-from megarl.queue.trajectory import sample_key
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.admission import Admission, Counters, usable_samples
 from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.background import BackgroundTasks
 from megarl.rollout.batch_stats import BatchStats, BusyClock
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.devices import HeldDevices
-from megarl.rollout.evaluate_on_pool import evaluate_on_pool, write_records
+from megarl.rollout.evaluate_on_fleet import evaluate_on_fleet, write_records
 from megarl.rollout.failure_policy import FailurePolicy
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.prompts import PromptSource
+from megarl.rollout.ready_batches import BatchReady, ReadyBatches
 from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS_FILE = "attempts.json"
-
-
-@dataclass(frozen=True)
-class BatchReady:
-    """A batch that the trainer may take.
-
-    `keys`: all its samples, failed ones included, in (group, sample) order. `timings`: the declared `rollout/*`,
-    `reward/errors` and `total/groups_rolled_back` metrics of this batch.
-    """
-
-    step: int
-    keys: list[str]
-    counters: Counters
-    timings: dict[str, float]
 
 
 class RolloutController:
@@ -74,12 +59,10 @@ class RolloutController:
             sys.path.insert(0, cwd)
         spec.watch_supervisor()
         self._admission = Admission(self.config.batch.groups, self.config.admission.max_staleness)
-        self._batches: dict[int, BatchReady] = {}
-        self._failures = FailurePolicy(self.config.rollout.on_group_failure, self.config.batch.groups)
+        self._batches = ReadyBatches(self.config.batch.samples_per_group)
+        self._failures = self._failure_policy()
         self._engine_time = BusyClock()
-        self._failure: RolloutError | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
+        self._tasks = BackgroundTasks()
 
     async def start(self) -> dict[str, float]:
         """Start queue and reward processes, load prompts and tokenizer, attach to the replicas.
@@ -103,7 +86,7 @@ class RolloutController:
             Fleet.attach(self.spec, config.rollout.replicas, timeouts),
             self._rewards.start(),
         )
-        self._batcher = Batcher(self._fleet.pool, clock=self._engine_time)
+        self._batcher = Batcher(self._fleet, clock=self._engine_time)
         self._runner = GroupRunner(
             config, SingleTurn(), self._source, self._batcher, self._rewards, partition=self.partition
         )
@@ -130,20 +113,20 @@ class RolloutController:
 
         Idempotent.
         """
-        self._check()
+        self._tasks.check()
         self._fleet.admit_joining()
         self._admission.set_version(version)
         return await self.admit() if admit else self._admission.counters
 
     async def admit(self) -> Counters:
         """Start every group that the version allows."""
-        self._check()
+        self._tasks.check()
         groups = self._admission.admit()
         if groups:
             # Written before any of them starts, so that a resume can count the groups that were started in vain.
             write_json(self.run_dir / ATTEMPTS_FILE, {"attempts": self._admission.attempts})
         for group_id in groups:
-            self._spawn(self._group(group_id))
+            self._tasks.start(self._group(group_id))
         return self._admission.counters
 
     async def wait_batch(self, step: int, timeout_s: float) -> BatchReady:
@@ -153,48 +136,37 @@ class RolloutController:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            self._check()
-            if step in self._batches:
-                return self._batches[step]
-            self._take(step)
-            if step in self._batches:
-                continue
-            self._changed.clear()
+            self._tasks.check()
+            if (batch := self._batches.get(step) or self._take(step)) is not None:
+                return batch
+            self._tasks.changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+                await asyncio.wait_for(self._tasks.changed.wait(), deadline - time.monotonic())
             except TimeoutError:
                 groups = sorted(self._admission.in_flight)
                 raise RolloutError(
                     f"the trainer waited {timeout_s:.0f} s for the batch of step {step}; {len(groups)} groups in "
-                    f"flight: {groups[:8]}, replicas alive: {self._fleet.pool.alive}"
+                    f"flight: {groups[:8]}, replicas alive: {self._fleet.serving}"
                 ) from None
 
-    def _take(self, step: int) -> None:
-        """Put the batch of `step` into `_batches`, if its groups are ready."""
-        taken = self._admission.batch(step)
-        if taken is None:
-            return
-        samples = range(self.config.batch.samples_per_group)
+    def _take(self, step: int) -> BatchReady | None:
+        """Take the batch of `step`, if its groups are ready."""
+        if self._admission.batch(step) is None:
+            return None
         stats, self._runner.stats = self._runner.stats, BatchStats()
         stats.engine_seconds = self._engine_time.take(time.monotonic())
-        counters = self._admission.counters
-        self._batches[step] = BatchReady(
-            step=step,
-            keys=[sample_key(group, index) for group in sorted(taken[0] + taken[1]) for index in samples],
-            counters=counters,
-            timings=stats.metrics(queue_depth=counters.ready, replicas_alive=len(self._fleet.pool.alive))
-            | {"total/groups_rolled_back": counters.rolled_back},
-        )
+        metrics = stats.metrics(replicas_serving=len(self._fleet.serving))
+        return self._batches.take(step, self._admission, metrics)
 
     async def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> Counters:
         """Settle the groups of `step` and remove their rows from the queue.
 
         Raises ValueError if the numbers do not account for every group once.
         """
-        self._check()
+        self._tasks.check()
         self._admission.commit(step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed)
         batch = self._batches.pop(step)
-        self._spawn(self._writer.clear(batch.keys))
+        self._tasks.start(self._writer.clear(batch.keys))
         counters = self._admission.counters
         if not counters.balanced:
             raise RolloutError(f"group counters do not add up after step {step}: {counters}")
@@ -206,13 +178,13 @@ class RolloutController:
 
     async def evaluate(self, version: int, label: str = "") -> list[SetReport]:
         """Evaluate every configured set, greedy and sampled; with `label`, write RUN_DIR/eval_{label}.jsonl."""
-        self._check()
+        self._tasks.check()
         eval_sets = await asyncio.to_thread(self._source.eval_sets)
         reports = []
         for eval_set in eval_sets:
-            report = await evaluate_on_pool(
+            report = await evaluate_on_fleet(
                 eval_set,
-                self._fleet.pool,
+                self._fleet,
                 self._rewards.score,
                 self._source.decode,
                 version=version,
@@ -255,14 +227,14 @@ class RolloutController:
         return self._admission.counters
 
     async def _drop_everything(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.drop()
         await self._batcher.cancel()
         await self._writer.clear_all()
         self._batches.clear()
-        self._failure, self._runner.stats = None, BatchStats()
+        self._failures, self._runner.stats = self._failure_policy(), BatchStats()
+
+    def _failure_policy(self) -> FailurePolicy:
+        return FailurePolicy(self.config.rollout.on_group_failure, self.config.batch.groups)
 
     async def members(self) -> list[int]:
         """Return the indices of all replicas, lost and joining ones included."""
@@ -278,32 +250,9 @@ class RolloutController:
 
     async def shutdown(self) -> None:
         """Cancel the groups in flight, end the reward processes and close the queue."""
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         await asyncio.to_thread(self._rewards.close)
         self._queue.close()
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine as a task; its failure ends the run."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled() or task.exception() is None:
-            return
-        error = task.exception()
-        logger.error("rollout failed", exc_info=error)
-        if self._failure is None:
-            clear = isinstance(error, (RolloutError, TimeoutError, ValueError))
-            text = str(error) if clear else f"{type(error).__name__}: {error}"
-            self._failure = error if isinstance(error, RolloutError) else RolloutError(f"rollout failed: {text}")
-        self._changed.set()
 
     async def _group(self, group_id: int) -> None:
         """Run one prompt group and write it to the queue. Raises RolloutError if its failure ends the run."""
@@ -312,9 +261,9 @@ class RolloutController:
             self._failures.succeeded()
         except Exception as error:
             logger.warning("group %d failed", group_id, exc_info=error)
-            if (end := self._failures.judge(group_id, error)) is not None:
+            if (end := self._failures.decide(group_id, error)) is not None:
                 raise end from error
             rows = self._runner.failed(group_id, str(error) or type(error).__name__)
         await self._writer.put_group(rows)
         self._admission.finish(group_id, usable_samples(row.status for row in rows))
-        self._changed.set()
+        self._tasks.changed.set()

@@ -1,4 +1,4 @@
-"""The replicas of a run: which exist, which serve, and how lost ones are replaced.
+"""The replicas of a run: which exist, which serve, how requests reach them, and how lost ones are replaced.
 
 The config gives the number of replicas at the start. After that only the fleet knows how many there are.
 """
@@ -8,31 +8,47 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megarl.common.errors import RolloutError
+from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
 from megarl.rollout.devices import HeldDevices
-from megarl.rollout.pool import RolloutPool
 from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
+from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.routing import Router
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
+# Ends an actor and starts a new one of the same index; raises ReplicaFailed if it does not come up.
+Restart = Callable[[int, "ActorHandle"], Awaitable["ActorHandle"]]
+
 
 class Fleet:
-    """Holds all replicas (`members`), lost and joining ones included, and the `pool` of those that serve."""
+    """Holds all replicas: those that serve, those that are lost, and those that join at the next version.
 
-    def __init__(self, spec: ReplicaSpec, replicas: dict[int, ActorHandle], timeouts: TimeoutsConfig) -> None:
-        """`replicas`: started EngineReplica actors by index."""
-        self._spec, self._timeouts = spec, timeouts
+    Requests of one call go to one replica. A replica that dies or does not answer in time is lost, and its requests
+    are sampled again on another one, with the same seeds. A request that an engine refuses says nothing about the
+    engine.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[int, ActorHandle],
+        timeouts: TimeoutsConfig,
+        restart: Restart,
+        describe: Callable[[int], str] = str,
+    ) -> None:
+        """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is."""
+        self._replicas = dict(replicas)
+        self._router = Router(self._replicas)
+        self._timeouts, self._restart, self._describe = timeouts, restart, describe
         self._joining: set[int] = set()
-        self._members = set(replicas)
-        self.pool = RolloutPool(replicas, timeout_s=timeouts.generate_s, describe=self._where_its_log_is)
+        self.lost: dict[int, ReplicaFailed] = {}
 
     @classmethod
     async def attach(cls, spec: ReplicaSpec, count: int, timeouts: TimeoutsConfig) -> Fleet:
@@ -54,40 +70,99 @@ class Fleet:
                         f"the controller waited {timeouts.engine_start_s:.0f} s for replica {index}"
                     ) from None
                 await asyncio.sleep(0.05)
-        return cls(spec, replicas, timeouts)
+        logs = Path(spec.run_dir) / "logs"
+        return cls(
+            replicas,
+            timeouts,
+            lambda index, old: restart_replica(spec, index, old, timeouts.engine_start_s),
+            lambda index: f"see {logs / f'replica-{index}.log'}",
+        )
 
     @property
     def members(self) -> list[int]:
-        """The indices of all replicas, sorted."""
-        return sorted(self._members)
+        """Indices of all replicas, sorted."""
+        return sorted(self._replicas)
 
-    def admit_joining(self) -> None:
-        """Let the restarted replicas serve. Call it when they hold the current weights."""
-        for index in sorted(self._joining):
-            self.pool.admit(index)
-        self._joining.clear()
+    @property
+    def serving(self) -> list[int]:
+        """Indices of the replicas that serve, sorted."""
+        return sorted(self._router.load)
+
+    async def generate(
+        self, prefix: Hashable, requests: Sequence[GenerateRequest], *, home: int | None = None
+    ) -> list[GenerateResult]:
+        """Return responses in the order of `requests`. `prefix` and `home`: see `Router.assign`.
+
+        Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica was lost.
+        """
+        while True:
+            index = self._router.assign(prefix, len(requests), home)
+            try:
+                return await self.call(index, "generate", list(requests), timeout_s=self._timeouts.generate_s)
+            except ReplicaFailed as error:
+                self.lose(index, error)
+                logger.warning("sampling %d requests again: %s", len(requests), error)
+            finally:
+                self._router.finish(prefix, index, len(requests))
+
+    async def call(self, index: int, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call one method of one replica and return its result, whose type is the method's.
+
+        Raises RequestFailed for a request that the engine refused, ReplicaFailed for any other failure and after
+        `timeout_s`.
+        """
+        reference = getattr(self._replicas[index], method).remote(*args)
+        try:
+            return await asyncio.wait_for(reference, timeout_s)
+        except TimeoutError:
+            raise ReplicaFailed(
+                index, f"waited {timeout_s:.0f} s for replica {index} to {method}; {self._describe(index)}"
+            ) from None
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            raise as_rollout_error(index, method, error, self._describe(index)) from error
+
+    def lose(self, index: int, reason: ReplicaFailed) -> None:
+        """Send nothing more to a replica. Raises NoReplicaLeft, with the message of `reason`, if it is the last one."""
+        if index in self.lost:
+            return
+        if self.serving == [index]:
+            raise NoReplicaLeft(index, str(reason)) from reason
+        self.lost[index] = reason
+        self._router.remove(index)
 
     async def restart(self, indices: Sequence[int]) -> None:
         """Replace replicas by new ones under the same names; they serve after `admit_joining`.
 
-        Raises RolloutError if one does not start. The controller owns them: actors of a rank would end with the rank.
+        Raises RolloutError if one does not come up. The controller owns them: the actors of a rank would end with the
+        rank.
         """
 
         async def restart_one(index: int) -> None:
-            old = self.pool.handle(index)
-            new = await restart_replica(self._spec, index, old, self._timeouts.engine_start_s)
-            self.pool.replace(index, new)
+            fresh = await self._restart(index, self._replicas[index])
+            if index in self._router.load and self.serving != [index]:
+                self._router.remove(index)
+            self._replicas[index] = fresh
             self._joining.add(index)
 
         await asyncio.gather(*(restart_one(index) for index in indices))
 
+    def admit_joining(self) -> None:
+        """Let the replaced replicas serve. Call it when they hold the current weights."""
+        for index in sorted(self._joining):
+            self.lost.pop(index, None)
+            if index not in self._router.load:
+                self._router.add(index)
+        self._joining.clear()
+
     async def reset(self) -> None:
-        """Drop all requests of every engine, and replace engines that fail to do so or are in the middle of a sync."""
+        """Make every engine drop its requests and be ready to serve; replace those that cannot."""
         broken = []
 
         async def reset_one(index: int) -> None:
             try:
-                await self.pool.call(index, "reset", timeout_s=self._timeouts.rpc_s)
+                await self.call(index, "reset", timeout_s=self._timeouts.rpc_s)
             except RolloutError as error:
                 logger.warning("replacing replica %d: %s", index, error)
                 broken.append(index)
@@ -97,7 +172,24 @@ class Fleet:
 
     async def devices(self) -> list[HeldDevices]:
         """Return the devices that each serving replica holds."""
-        return [await self.pool.call(index, "devices", timeout_s=self._timeouts.rpc_s) for index in self.pool.alive]
+        return [await self.call(index, "devices", timeout_s=self._timeouts.rpc_s) for index in self.serving]
 
-    def _where_its_log_is(self, index: int) -> str:
-        return f"see {Path(self._spec.run_dir) / 'logs' / f'replica-{index}.log'}"
+
+def as_rollout_error(index: int, method: str, error: Exception, where: str) -> RequestFailed | ReplicaFailed:
+    """Convert what an actor call raised: the replica's own error, which Ray wraps, or the death of the actor.
+
+    `where`: where the replica's log is.
+    """
+    cause = getattr(error, "cause", None)
+    for own in (error, cause):
+        if isinstance(own, RequestFailed):
+            return RequestFailed(str(own))
+        if isinstance(own, ReplicaFailed):
+            return ReplicaFailed(index, f"{own}; {where}")
+    if "ActorDied" in type(error).__name__ or "ActorUnavailable" in type(error).__name__:
+        return ReplicaFailed(index, f"replica {index} died while it was asked to {method}; {where}")
+    detail = str(cause or error).strip().splitlines()
+    return ReplicaFailed(
+        index,
+        f"replica {index} failed to {method}: {type(cause or error).__name__}: {detail[0] if detail else ''}; {where}",
+    )

@@ -7,7 +7,9 @@ import logging
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
+from megarl.common.errors import first_exception
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome
@@ -17,7 +19,7 @@ from megarl.rollout.batch_stats import BatchStats
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.prompts import Drawn, PromptSource
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, request_seed
-from megarl.rollout.to_trajectory import defect, failed_trajectory
+from megarl.rollout.to_trajectory import check_trajectory, defect, failed_trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +57,14 @@ class GroupRunner:
                     tasks.create_task(self.loop.run(SampleContext(self, prompt, group_id, index))) for index in samples
                 ]
         except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
-        return [task.result() for task in running]
+            raise first_exception(group) from None
+        rows = [task.result() for task in running]
+        for index, row in enumerate(rows):
+            check_trajectory(row, group_id, index)
+        return rows
 
     def failed(self, group_id: int, reason: str) -> list[Trajectory]:
         """Return the trajectories of a group that could not be run: without tokens, counted, never trained on."""
-        self.stats.sample_failures[reason] += self.config.batch.samples_per_group
         return [failed_trajectory(group_id, index, reason) for index in range(self.config.batch.samples_per_group)]
 
 
@@ -70,15 +74,23 @@ class SampleContext:
     def __init__(self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int) -> None:
         self.prompt, self.group_id, self.sample_index = prompt, group_id, sample_index
         self._runner = runner
-        self._seed = request_seed(runner.config.run.seed, group_id, sample_index)
-        self.rng = random.Random(self._seed)
+        self._turns = 0
+        self.rng = random.Random(self._seed(0))
 
-    async def generate(self, token_ids: Sequence[int]) -> GenerateResult:
+    def _seed(self, turn: int) -> int:
+        return request_seed(self._runner.config.run.seed, self.group_id, self.sample_index, turn)
+
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> GenerateResult:
+        """See `AgentContext.generate`."""
+        turn, self._turns = self._turns, self._turns + 1
+        sampling = self._runner.sampling
+        if max_tokens is not None:
+            sampling = replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
         request = GenerateRequest(
-            request_id=f"{self._runner.partition}-{self.group_id}-{self.sample_index}",
+            request_id=f"{self._runner.partition}-{self.group_id}-{self.sample_index}-{turn}",
             prompt_ids=list(token_ids),
-            sampling=self._runner.sampling,
-            seed=self._seed,
+            sampling=sampling,
+            seed=self._seed(turn),
         )
         home = self.group_id if self._runner.config.run.deterministic else None
         result = await self._runner.batcher.generate(request, prefix=self.group_id, home=home)
@@ -86,12 +98,12 @@ class SampleContext:
         return result
 
     async def judge(self, result: GenerateResult) -> RewardOutcome | None:
-        if failure := defect(result):
-            self._runner.stats.sample_failures[failure.split(" at ")[0]] += 1
+        """See `AgentContext.judge`."""
+        if defect(result):
             return None
         text = self._runner.source.decode(result.response_ids)
         started = time.monotonic()
-        reward_input = self.prompt.judge(text, result.response_ids, result.finish_reason)
+        reward_input = self.prompt.reward_input(text, result.response_ids, result.finish_reason)
         outcome: RewardOutcome = await self._runner.rewards.score(reward_input)
         stats = self._runner.stats  # read here: meanwhile a batch may have been taken, and its statistics replaced
         stats.reward_seconds.append(time.monotonic() - started)

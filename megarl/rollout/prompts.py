@@ -16,7 +16,7 @@ from megarl.data.dataset import Prompt, load_prompts
 from megarl.data.tokenize import PromptEncoder, load_tokenizer, stop_token_ids
 from megarl.models.read_config import load_info
 from megarl.rewards.types import RewardInput
-from megarl.rollout.evaluate_on_pool import EvalProblem, EvalSet
+from megarl.rollout.evaluate_on_fleet import EvalProblem, EvalSet
 from megarl.rollout.requests import SamplingSpec
 
 
@@ -31,7 +31,7 @@ class Drawn:
     def answer(self) -> str:
         return self.prompt.answer
 
-    def judge(self, response: str, token_ids: list[int], finish_reason: str) -> RewardInput:
+    def reward_input(self, response: str, token_ids: list[int], finish_reason: str) -> RewardInput:
         """Return the reward function's input for one response."""
         return RewardInput(
             prompt=self.prompt.text,
@@ -91,7 +91,7 @@ class PromptSource:
         problems = []
         for prompt in load_prompts(chosen.path, config.data, chosen.limit):
             drawn = Drawn(prompt, encoder.encode(prompt))
-            problems.append(EvalProblem(drawn.ids, drawn.judge, prompt.answer))
+            problems.append(EvalProblem(drawn.ids, drawn.reward_input, prompt.answer))
         max_tokens = config.evaluation.max_tokens or config.sampling.max_tokens
         return EvalSet(
             name=chosen.name,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.common.errors import ReplicaFailed
+from megarl.common.errors import ReplicaFailed, RequestFailed
 from megarl.common.output import redirect_output
 from megarl.common.processes import ProcessId, die_with
 from megarl.config.schema import Config
@@ -161,14 +161,20 @@ class EngineReplica:
             pass
 
     async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
-        """Return the responses in the order of `requests`. Raises ReplicaFailed if the engine died."""
+        """Return the responses in the order of `requests`.
+
+        Raises ReplicaFailed if the engine died, RequestFailed if it refused a request.
+        """
         engine = self._check()
         try:
             return await asyncio.gather(*(self._generate(engine, request) for request in requests))
         except ReplicaFailed:
             raise
         except Exception as error:
-            raise self._failure(f"generation failed: {_reason(error)}", error) from error
+            failure = self._failure(f"generation failed: {_reason(error)}", error)
+            if engine.errored:
+                raise failure from error
+            raise RequestFailed(f"replica {self.index} refused a request: {_reason(error)}") from error
 
     async def _generate(self, engine: AsyncLLM, request: GenerateRequest) -> GenerateResult:
         from vllm import SamplingParams

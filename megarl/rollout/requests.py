@@ -70,10 +70,12 @@ class GenerateResult:
     seconds: float = 0.0
 
 
-def request_seed(run_seed: int, group_id: int, sample_index: int) -> int:
-    """Return the 63-bit seed of one sample, the same on every machine.
+def request_seed(run_seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:
+    """Return the 63-bit seed of one request, the same on every machine.
 
-    It depends on these three numbers only, so a redrawn group is sampled with the same seeds.
+    It depends on these numbers only, so a redrawn group is sampled with the same seeds. `turn`: number of the request
+    within its sample.
     """
-    digest = hashlib.blake2b(f"{run_seed}/{group_id}/{sample_index}".encode(), digest_size=8).digest()
+    place = f"{run_seed}/{group_id}/{sample_index}" + (f"/{turn}" if turn else "")
+    digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megarl.queue.streams import STREAMS, stream_row
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome
 from megarl.rollout.requests import GenerateResult
@@ -80,3 +81,24 @@ def trajectory(
         status="failed" if failure else "ok",
         failure=failure,
     )
+
+
+def check_trajectory(row: Trajectory, group_id: int, sample_index: int) -> None:
+    """Check what an agent loop returned. Raises ValueError naming the sample and what is wrong with it."""
+    if (row.group_id, row.sample_index) != (group_id, sample_index):
+        raise ValueError(f"the agent loop of sample {group_id}:{sample_index} returned a trajectory of {row.key}")
+    tokens = len(row.response_ids)
+    for name, values in (("response_mask", row.response_mask), ("rollout_logprobs", row.rollout_logprobs)):
+        if len(values) != tokens:
+            raise ValueError(f"sample {row.key}: {name} has {len(values)} values for {tokens} response tokens")
+    for name in row.streams:
+        stream = STREAMS[name]
+        if stream.made_by != "rollout":
+            raise ValueError(f"sample {row.key}: stream {name!r} is made by the trainer, not by an agent loop")
+        stream_row(stream, row)
+    if row.status == "ok":
+        versioned = {token for span in row.versions for token in range(span.start, span.end)}
+        missing = [token for token, sampled in enumerate(row.response_mask) if sampled and token not in versioned]
+        if not tokens or missing:
+            what = f"no weight version for response token {missing[0]}" if missing else "no response token"
+            raise ValueError(f"sample {row.key}: {what}")

@@ -16,12 +16,12 @@ def train(session: Session) -> None:
     config, policy, pool, recorder = session.config, session.policy, session.pool, session.recorder
     publish(session, session.version)
     if session.first_step == 0:
-        evaluate(session, "before")
+        evaluate(session, 0, "before")
     recorder.start_clock()
     for step in session.steps():
         pool.admit()
         batch = pool.take_batch(step, session.version)
-        plan = plan_step(batch.tags, config, dp_size=parallel.dp_size(), version=session.version)
+        plan = plan_step(batch.tags, config, dp_size=parallel.dp_size(), version=batch.version)
         rows = pool.fetch(batch, plan)
         with pool.keep_batch_on_failure(batch):
             train_step(policy, plan, rows, config, recorder.timer, recorder.metrics)
@@ -29,10 +29,10 @@ def train(session: Session) -> None:
         publish(session, session.version + 1)
         recorder.step(batch, plan)
         if evaluation_due(session, step + 1):
-            evaluate(session, f"step_{step + 1}")
+            evaluate(session, step + 1, f"step_{step + 1}")
         session.checkpoint(step + 1)
     if session.stopped is None:
-        evaluate(session, "after")
+        evaluate(session, config.run.steps, "after")
         session.export()
 
 
@@ -50,10 +50,10 @@ def evaluation_due(session: Session, steps_done: int) -> bool:
     return bool(every) and steps_done % every == 0 and steps_done < session.config.run.steps
 
 
-def evaluate(session: Session, label: str) -> None:
+def evaluate(session: Session, steps_done: int, label: str) -> None:
     """Evaluate the published weights on all sets; responses go to RUN_DIR/eval_{label}.jsonl. Collective."""
     if not session.config.evaluation.sets:
         return
     with session.recorder.phase("eval", f"evaluating ({label})"):
         reports = session.pool.evaluate(session.version, label)
-    session.recorder.evaluation(session.version, label, reports)
+    session.recorder.evaluation(steps_done, session.version, label, reports)

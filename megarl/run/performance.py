@@ -41,7 +41,7 @@ class Performance:
         _, self._active = model_parameters(info)
         self._attention = info.num_layers * info.heads * (info.head_dim + info.value_dim) / 2
         self._trainer_gpus = config.trainer.gpus
-        self._rollout_gpus = config.rollout.replicas * config.rollout.tensor_parallel
+        self._engine_gpus = config.rollout.tensor_parallel
         self._peak = self._peak_tflops()
 
     def flops_per_token(self, context: float) -> float:
@@ -59,6 +59,7 @@ class Performance:
         tokens = values["batch/trained_tokens"]
         seconds = values["time/logprobs"] + values["time/update"]
         step, engine = values["time/step"], values.get("rollout/engine_seconds", 0.0)
+        rollout_gpus = max(1.0, values.get("rollout/replicas_alive", 0.0)) * self._engine_gpus
         result = {"perf/host_memory_gib": psutil.Process().memory_info().rss / GIB}
         if tokens and seconds:
             rate = tokens / seconds
@@ -73,10 +74,10 @@ class Performance:
         if engine:
             rate = values["batch/response_tokens"] / engine
             result["perf/rollout_tokens_per_second"] = rate
-            result["perf/rollout_tokens_per_second_per_gpu"] = rate / self._rollout_gpus
+            result["perf/rollout_tokens_per_second_per_gpu"] = rate / rollout_gpus
         if step:
             result["perf/tokens_per_second"] = tokens / step
-            result["perf/tokens_per_second_per_gpu"] = tokens / step / (self._trainer_gpus + self._rollout_gpus)
+            result["perf/tokens_per_second_per_gpu"] = tokens / step / (self._trainer_gpus + rollout_gpus)
         return result
 
     def _extra_passes(self) -> float:

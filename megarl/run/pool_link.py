@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from megarl.cluster.client import PoolClient, connect_ray
 from megarl.cluster.handle import SupervisorHandle
@@ -29,7 +29,22 @@ from megarl.trainer import parallel
 from megarl.trainer.policy import NonFiniteError
 from megarl.weights.handles import EngineHandles
 
+H = TypeVar("H")
 T = TypeVar("T")
+
+
+class _Held(Generic[H]):
+    """Something that only some ranks hold: `use` calls a function with it there, and returns None elsewhere."""
+
+    def __init__(self) -> None:
+        self._it: H | None = None
+
+    def hold(self, it: H) -> H:
+        self._it = it
+        return it
+
+    def use(self, function: Callable[[H], T]) -> T | None:
+        return None if self._it is None else function(self._it)
 
 
 class DisagreementError(RuntimeError):
@@ -43,8 +58,8 @@ class PoolLink:
 
     def __init__(self, config: Config, peers: Peers, recorder: Recorder) -> None:
         self._config, self._peers, self._recorder = config, peers, recorder
-        self._client: PoolClient | None = None  # on rank 0
-        self._reader: QueueReader | None = None  # on leaders
+        self._client: _Held[PoolClient] = _Held()  # on rank 0
+        self._reader: _Held[QueueReader] = _Held()  # on leaders
         self._history: dict[str, Any] | None = None
 
     def attach(self, launch: Future[SupervisorHandle] | None) -> None:
@@ -58,27 +73,30 @@ class PoolLink:
         def connect() -> tuple[SupervisorHandle, list[HeldDevices]]:
             assert launch is not None
             handle = launch.result(timeout=timeouts.ray_start_s + timeouts.node_s + GRACE_S / 2)
-            self._client = PoolClient.connect(handle, self._config)
-            self._client.begin(self._history)
-            return handle, self._client.devices()
+            self._recorder.load_tokenizer()  # while the engines start
+            client = self._client.hold(PoolClient.connect(handle, self._config))
+            client.begin(self._history)
+            return handle, client.devices()
 
         handle, held = self._peers.on_first_rank(connect)
         refuse_overlap(self._peers.gather(own_device(self._peers.rank)), held)
         if parallel.is_leader():
             connect_ray(handle, timeouts.ray_start_s)
-            self._reader = QueueReader.attach(handle.partition, namespace=handle.namespace, timeout_s=timeouts.queue_s)
+            self._reader.hold(
+                QueueReader.attach(handle.partition, namespace=handle.namespace, timeout_s=timeouts.queue_s)
+            )
 
     def engine_handles(self) -> EngineHandles | None:
         """Return the handles that the weight sync calls the engines by, on rank 0; None elsewhere. Not collective."""
-        return self._client.engine_handles() if self._client is not None else None
+        return self._client.use(lambda pool: pool.engine_handles())
 
     def set_version(self, version: int) -> None:
         """Tell the controller that every engine serves `version`. Not collective: only rank 0 acts."""
-        self._tell(lambda pool: pool.set_version(version, admit=False))
+        self._client.use(lambda pool: pool.set_version(version, admit=False))
 
     def admit(self) -> None:
         """Start every group that the published version allows. Not collective: only rank 0 acts."""
-        self._tell(lambda pool: pool.admit())
+        self._client.use(lambda pool: pool.admit())
 
     def take_batch(self, step: int, version: int) -> StepBatch:
         """Wait for the groups of `step`, which updates the weights of `version`; return keys and tags on every rank."""
@@ -117,7 +135,7 @@ class PoolLink:
         """Tell the controller how every group ended; it then frees the rows. Not collective: only rank 0 acts."""
         outcome = plan.outcome
         self._write_samples(batch)  # while the rows are still in the queue
-        self._tell(
+        self._client.use(
             lambda pool: pool.commit(
                 batch.step,
                 trained=outcome.trained,
@@ -129,10 +147,13 @@ class PoolLink:
 
     def _write_samples(self, batch: StepBatch) -> None:
         """Write a few trajectories of the step, with their reference answers, to samples.jsonl. On rank 0."""
-        if self._client is not None and self._reader is not None:
-            rows = self._reader.fetch(self._recorder.sample_keys(batch))
-            references = self._client.references([row.group_id for row in rows])
+
+        def write(pool: PoolClient) -> None:
+            rows = self._reader.use(lambda queue: queue.fetch(self._recorder.sample_keys(batch))) or []
+            references = pool.references([row.group_id for row in rows])
             self._recorder.samples(batch, [(row, references.get(row.group_id)) for row in rows])
+
+        self._client.use(write)
 
     def evaluate(self, version: int, label: str) -> list[SetReport]:
         """Evaluate all sets on the pool; responses go to RUN_DIR/eval_{label}.jsonl."""
@@ -140,8 +161,7 @@ class PoolLink:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rollout side's committed history as JSON content. On rank 0."""
-        assert self._client is not None
-        return self._client.state_dict()
+        return self._client.use(lambda pool: pool.state_dict()) or {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the history that `attach` makes the pool resume."""
@@ -149,33 +169,21 @@ class PoolLink:
 
     def close(self, *, keep_pool: bool) -> None:
         """Disconnect from the queue and end the pool (unless kept); bounded, and safe after a failure."""
-        if self._reader is not None:
-            self._reader.close()
-        if self._client is not None and not keep_pool:
-            self._client.close()
+        self._reader.use(lambda queue: queue.close())
+        if not keep_pool:
+            self._client.use(lambda pool: pool.close())
 
     def _ask(self, question: Callable[[PoolClient], T]) -> T:
         """Call the controller on rank 0 and return its answer on every rank."""
-
-        def ask() -> T:
-            assert self._client is not None
-            return question(self._client)
-
-        return self._peers.on_first_rank(ask)
-
-    def _tell(self, message: Callable[[PoolClient], object]) -> None:
-        """Call the controller on rank 0; the other ranks do nothing and do not wait."""
-        if self._client is not None:
-            message(self._client)
+        return self._peers.on_first_rank(lambda: cast(T, self._client.use(question)))
 
     def _read(self, question: Callable[[QueueReader], T]) -> T:
         """Read the queue on the leader and return the result on every rank of its replica."""
-        answer = question(self._reader) if self._reader is not None else None
-        return parallel.model_parallel_broadcast_object(answer)
+        return parallel.model_parallel_broadcast_object(cast(T, self._reader.use(question)))
 
     def _dump(self, directory: Path, batch: StepBatch) -> None:
         """Write the whole batch, filtered groups included; each leader writes its share."""
-        if self._reader is not None:
-            rank, replicas = parallel.dp_rank(), parallel.dp_size()
-            rows = self._reader.fetch(batch.keys[rank::replicas])
+        rank, replicas = parallel.dp_rank(), parallel.dp_size()
+        rows = self._reader.use(lambda queue: queue.fetch(batch.keys[rank::replicas]))
+        if rows is not None:
             write_batch(directory, batch.step, batch.version, rows, part=rank, parts=replicas)

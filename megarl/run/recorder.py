@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from megarl.checkpoint.save.history import positions
-from megarl.common.run_files import ExitRecord, write_exit
+from megarl.checkpoint.save.history import ROLLED_BACK, positions, roll_back
+from megarl.common.run_files import ExitRecord
 from megarl.config.schema import Config
 from megarl.data.tokenize import load_tokenizer
 from megarl.evaluation.harness import SetReport
@@ -70,7 +70,7 @@ class LastEvaluation:
     def __init__(self) -> None:
         self._version: int | None = None
         self._metrics: dict[str, float] = {}
-        self.current = 0  # the version of the weights that are being saved
+        self.current = 0  # the version that was published last
 
     def record(self, version: int, metrics: dict[str, float]) -> None:
         """Keep the metrics of an evaluation of the weights of `version`."""
@@ -128,8 +128,8 @@ class Recorder:
         self._performance = Performance(self._config, info)
 
     def load_tokenizer(self) -> None:
-        """Load the tokenizer that rank 0 decodes samples with. Called while the engines start."""
-        if self._peers.is_first and self._config.telemetry.samples_per_step:
+        """Load the tokenizer that decodes samples. On rank 0."""
+        if self._config.telemetry.samples_per_step:
             self._tokenizer = load_tokenizer(self._config.model.path)
 
     def say(self, text: str) -> None:
@@ -158,6 +158,7 @@ class Recorder:
 
     def sync(self, version: int, report: SyncReport) -> None:
         """Record the publication of a version."""
+        self._evaluated.current = version
         self.metrics.update(
             {
                 "seconds": report.seconds,
@@ -196,21 +197,21 @@ class Recorder:
         values["time/eta"] = values["total/wall_seconds"] / steps_done * (self._config.run.steps - steps_done)
         self.summary.step(values)
         self._writer.write(steps_done, values)
-        self._write_summary("running")
+        self._writer.write_summary(self.summary, "running")
 
-    def evaluation(self, version: int, label: str, reports: Sequence[SetReport]) -> None:
-        """Record and print an evaluation of the weights of `version`, one report per set."""
+    def evaluation(self, steps_done: int, version: int, label: str, reports: Sequence[SetReport]) -> None:
+        """Record and print an evaluation of the weights of `version`, one report per set, after `steps_done` steps."""
         first = reports[0]
-        record = self.summary.eval_before if label == "before" else self.summary.eval_after
-        record(first.greedy.mean.value, first.sampled.mean.value, first.n)
+        self.summary.evaluation(label, first.greedy.mean.value, first.sampled.mean.value, first.n)
         self._evaluated.record(version, {key: value for each in reports for key, value in each.metrics().items()})
         for report in reports:
             self.say(render_line(label, report))
-            self._writer.write(version, report.metrics(), terminal=False)
+            self._writer.write(steps_done, report.metrics() | {"eval/version": version}, terminal=False)
 
-    def saving(self, version: int) -> None:
-        """Note that a checkpoint of the weights of `version` is about to be made."""
-        self._evaluated.current = version
+    def cut_result_files(self, step: int, positions: dict[str, int]) -> None:
+        """Truncate the result files to their positions at the checkpoint of `step`. On rank 0."""
+        if moved := roll_back(self._config.run_dir, positions):
+            self.say(f"{moved} records beyond step {step} moved to {self._config.run_dir / ROLLED_BACK}")
 
     def roll_back(self, step: int) -> None:
         """Note that the run resumes from `step`."""
@@ -218,14 +219,9 @@ class Recorder:
 
     def finish(self, record: ExitRecord) -> None:
         """Write RUN_DIR/summary.json and RUN_DIR/exit.json."""
-        self._write_summary(record.status)
-        if self._peers.is_first:
-            write_exit(self._run_dir, record)
+        self._writer.write_summary(self.summary, record.status)
+        self._writer.write_exit(record)
 
     def close(self) -> None:
         """Close the metric files."""
         self._writer.close()
-
-    def _write_summary(self, status: str) -> None:
-        if self._peers.is_first:
-            self.summary.write(self._run_dir / "summary.json", status)

@@ -13,7 +13,6 @@ from typing import TextIO
 import torch
 
 from megarl.checkpoint.save.checkpointer import Checkpointer
-from megarl.checkpoint.save.history import ROLLED_BACK, roll_back
 from megarl.checkpoint.save.resume import Candidate
 from megarl.cluster.handle import SupervisorHandle
 from megarl.common.run_files import ExitRecord
@@ -69,16 +68,7 @@ class Session:
     def _resume(self) -> int:
         """Load the checkpoint that `checkpoint.resume` names, if any; return the steps done by its history."""
 
-        def cut_result_files(chosen: Candidate) -> None:
-            """Truncate the result files to the checkpoint, if it is of this run, before anything is loaded."""
-            if chosen.own:
-                files = self.checkpointer.directory.state(chosen.step)["files"]
-                if moved := roll_back(self.config.run_dir, files):
-                    self.recorder.say(
-                        f"{moved} records beyond step {chosen.step} moved to {self.config.run_dir / ROLLED_BACK}"
-                    )
-
-        record = self.checkpointer.restore(cut_result_files)
+        record = self.checkpointer.restore(self._cut_result_files)
         if record is None:
             return 0
         restore(self.parts, record)
@@ -86,11 +76,15 @@ class Session:
         self.version = int(record["version"])
         return int(record["step"])
 
+    def _cut_result_files(self, chosen: Candidate) -> None:
+        """Truncate the result files to the checkpoint, if it is of this run. Rank 0, before anything is loaded."""
+        if chosen.own:
+            self.recorder.cut_result_files(chosen.step, self.checkpointer.directory.state(chosen.step)["files"])
+
     def _connect(self, launch: Future[SupervisorHandle] | None) -> None:
         """Wait for the pool and form the weight-sync group with its engines."""
         self.recorder.say("waiting for the rollout engines")
         started = time.perf_counter()
-        self.recorder.load_tokenizer()
         self.pool.attach(launch)
         self.recorder.say(f"engines are up ({time.perf_counter() - started:.0f} s)")
         self.sender.connect(self.pool.engine_handles())
@@ -121,7 +115,6 @@ class Session:
     def save(self, steps_done: int, *, wait: bool = False) -> bool:
         """Save a checkpoint, due or not; with `wait`, return when it is complete. False if it failed."""
         with self.recorder.phase("save"):
-            self.recorder.saving(self.version)
             record = {"version": self.version} | self.peers.on_first_rank(lambda: collect(self.parts))
             return self.checkpointer.save(steps_done, record, wait=wait)
 

@@ -198,6 +198,7 @@ _PERF = [
 ]
 
 _EVAL = [
+    Metric("eval/version", "version", "last", "Version of the weights that were evaluated."),
     Metric("eval/{set}/greedy", "share", "last", "Accuracy at temperature 0."),
     Metric("eval/{set}/sampled", "share", "last", "mean@k at `evaluation.sampling`."),
     Metric("eval/{set}/greedy_low", "share", "last", "Lower end of the 95% interval."),

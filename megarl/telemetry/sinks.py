@@ -14,9 +14,11 @@ from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from megarl.common.files import finite
+from megarl.common.run_files import ExitRecord, write_exit
 from megarl.config.schema import Config
 from megarl.telemetry.declarations import REGISTRY
 from megarl.telemetry.progress import Progress
+from megarl.telemetry.summary import RunSummary
 
 
 class Sink(Protocol):
@@ -85,7 +87,11 @@ class WandbSink:
 class MetricsWriter:
     """All sinks of a run; `write` is called once per step with the reduced metrics of the step."""
 
-    def __init__(self, sinks: list[Sink], samples: JsonlSink | None, progress: Progress) -> None:
+    def __init__(
+        self, sinks: list[Sink], samples: JsonlSink | None, progress: Progress, run_dir: Path | None = None
+    ) -> None:
+        """`run_dir`: where summary and exit record go; None: nowhere."""
+        self._run_dir = run_dir
         self._sinks = sinks
         self._samples = samples
         self.progress = progress
@@ -102,7 +108,7 @@ class MetricsWriter:
         if telemetry.wandb_project is not None:
             sinks.append(WandbSink(telemetry.wandb_project, config))
         samples = JsonlSink(run_dir / "samples.jsonl") if telemetry.samples_per_step else None
-        return cls(sinks, samples, Progress(terminal, config.run.steps))
+        return cls(sinks, samples, Progress(terminal, config.run.steps), run_dir)
 
     @classmethod
     def silent(cls) -> MetricsWriter:
@@ -130,6 +136,16 @@ class MetricsWriter:
         """Append one sample to samples.jsonl (`megarl.queue.sample_lines`)."""
         if self._samples is not None:
             self._samples.write_object({"step": step, **content})
+
+    def write_summary(self, summary: RunSummary, status: str) -> None:
+        """Write RUN_DIR/summary.json."""
+        if self._run_dir is not None:
+            summary.write(self._run_dir / "summary.json", status)
+
+    def write_exit(self, record: ExitRecord) -> None:
+        """Write RUN_DIR/exit.json."""
+        if self._run_dir is not None:
+            write_exit(self._run_dir, record)
 
     def close(self) -> None:
         self.progress.close()

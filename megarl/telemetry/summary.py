@@ -72,13 +72,13 @@ class RunSummary:
             self._logprob.setdefault("first", measured)
             self._logprob["last"] = measured
 
-    def eval_before(self, greedy: float, sampled: float, n: int) -> None:
-        """Set the accuracies, in [0, 1], of the first evaluation set before step 1; `n` is its number of problems."""
-        self._eval["before"] = {"greedy": greedy, "sampled": sampled, "n": n}
+    def evaluation(self, label: str, greedy: float, sampled: float, n: int) -> None:
+        """Record accuracies in [0, 1] of the first set over `n` problems.
 
-    def eval_after(self, greedy: float, sampled: float, n: int) -> None:
-        """Set the accuracies of the newest evaluation of the same set; each call replaces the previous one."""
-        self._eval["after"] = {"greedy": greedy, "sampled": sampled, "n": n}
+        `label`: `before` (the first step), `after` (the last step), anything else for one in between.
+        """
+        name = label if label in ("before", "after") else "latest"
+        self._eval[name] = {"greedy": greedy, "sampled": sampled, "n": n}
 
     def as_dict(self, exit_status: str) -> dict[str, Any]:
         """Return the content of summary.json; values that were not measured are None."""
@@ -91,6 +91,7 @@ class RunSummary:
             "wall_seconds": round(self.wall_seconds, 3),
             "eval_before": self._eval["before"],
             "eval_after": self._eval["after"],
+            **({"eval_latest": self._eval["latest"]} if self._eval.get("latest") else {}),
             "trained_samples": int(total("batch/trained_samples", 0.0)),
             "tokens_per_second": {"trainer": trainer, "rollout": rollout},
             "loop_overhead_share": _rate(total("time/overhead", 0.0), total("time/step", 0.0)),

@@ -44,7 +44,6 @@ def test_mixed_batch() -> None:
         [("e:0", 4, -0.5), ("e:1", 4, 0.5)],  # the failed sample is in no baseline
     ]
     assert (batch.trained_groups, batch.filtered_groups, batch.failed_groups) == (2, 2, 1)
-    assert (batch.solved_all, batch.solved_none) == (1, 1)
     assert batch.filtered_keys == ["b:0", "b:1", "c:0", "c:1", "c:2"]
     assert sorted(batch.failed_keys) == ["d:0", "d:1", "e:2"]
 
@@ -52,7 +51,7 @@ def test_mixed_batch() -> None:
 def test_filter_off_trains_on_zero_advantages() -> None:
     batch = shape_batch([group("a", 1.0, 1.0)], shaping(advantage="grpo", filter_zero_variance=False))
     assert [s.advantage for s in batch.groups[0]] == [0.0, 0.0]
-    assert (batch.trained_groups, batch.filtered_groups, batch.solved_all) == (1, 0, 1)
+    assert (batch.trained_groups, batch.filtered_groups) == (1, 0)
 
 
 def test_the_filter_judges_shaped_rewards() -> None:

@@ -132,6 +132,23 @@ def test_resume_redraws_unsettled_groups_under_their_ids() -> None:
     assert resumed.admit() == [1, 2, 4, 5]
 
 
+def test_versions_are_not_steps() -> None:
+    """A history at version 7 after one step admits as much as any other."""
+    admission = Admission(4)
+    admission.set_version(6)
+    assert admission.admit() == [0, 1, 2, 3]
+    for group in range(4):
+        admission.finish(group, ok=True)
+    admission.batch(0)
+    admission.commit(0, trained=4, filtered=0, dropped_stale=0, failed=0)
+    admission.set_version(7)
+    resumed = Admission(4)
+    resumed.load_state_dict(admission.state_dict())
+    assert resumed.capacity == 0  # the engines may have no weights yet
+    resumed.set_version(7)
+    assert resumed.admit() == [4, 5, 6, 7]
+
+
 @given(
     steps=st.integers(0, 4), beyond=st.integers(0, 3), groups=st.integers(1, 4), now=st.integers(1, 6),
     kept=st.booleans(),

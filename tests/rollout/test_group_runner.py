@@ -15,6 +15,7 @@ from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.admission import Admission
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.background import BackgroundTasks
 from megarl.rollout.controller import RolloutController
 from megarl.rollout.failure_policy import FailurePolicy
 from megarl.rollout.group_runner import GroupRunner
@@ -42,7 +43,7 @@ class FakeSource:
         def judge(text: str, ids: list[int], reason: str) -> RewardInput:
             return RewardInput("", text, ids, reason)
 
-        return SimpleNamespace(ids=[5] * (group_id + 1), judge=judge, answer="7")
+        return SimpleNamespace(ids=[5] * (group_id + 1), reward_input=judge, answer="7")
 
     def decode(self, ids: list[int]) -> str:
         return "x" * len(ids)
@@ -74,7 +75,7 @@ def test_single_turn_asks_once_for_each_sample_and_judges_it(config: Config) -> 
     assert all(row.prompt_ids == [5] * 3 and row.response_ids == [9] * 3 and row.reward == 3.0 for row in rows)
     assert all(row.response_mask == [1, 1, 1] and row.oldest_version == 4 for row in rows)
     seeds = [request_seed(config.run.seed, 2, index) for index in range(count)]
-    assert batcher.asked == [(f"p-2-{index}", [5] * 3, seeds[index], 2, None) for index in range(count)]
+    assert batcher.asked == [(f"p-2-{index}-0", [5] * 3, seeds[index], 2, None) for index in range(count)]
     assert made.stats.generate_seconds == [0.25] * count and len(made.stats.reward_seconds) == count
 
 
@@ -121,7 +122,7 @@ def test_a_failed_group_is_counted_and_the_next_one_is_not_its_concern(config: C
     admission.set_version(0)
     controller: Any = SimpleNamespace(
         _runner=runner(config, Failing())[0], _failures=FailurePolicy("count", 2), _writer=writer,
-        _admission=admission, _changed=asyncio.Event(),
+        _admission=admission, _tasks=BackgroundTasks(),
     )  # fmt: skip
 
     async def run() -> None:

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,9 @@ def compare_runs(name: str, before: Path, after: Path) -> None:
             *({str(key): value for key, value in contents_of(run / "checkpoints" / checkpoint).items()}
               for run in (before, after)),
         )  # fmt: skip
-    _same(f"{name}: recorded batches", *(_batches(run / "batches") for run in (before, after)))
+    tables = [_batches(run / "batches") for run in (before, after)]
+    columns = set.intersection(*({name for row in table.values() for name in row} for table in tables))
+    _same(f"{name}: recorded batches", *(_texts(table, columns) for table in tables))
     _same(f"{name}: answers of evaluations", *(_files(run, "eval_*.jsonl") for run in (before, after)))
     _same(f"{name}: samples", *(_lines(run / "samples.jsonl") for run in (before, after)))
     _same(f"{name}: metrics", *(_metrics(run / "metrics.jsonl") for run in (before, after)))
@@ -131,16 +133,24 @@ def _metrics(path: Path) -> dict[str, Any]:
     return {f"line {number}, {name}": value for number, line in enumerate(lines) for name, value in line.items()}
 
 
-def _batches(directory: Path) -> dict[str, str]:
-    """Every recorded trajectory with its prompt, as text; read without the project's own reader."""
+def _batches(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return every recorded trajectory with its prompt, without the project's own reader."""
     parts = sorted(directory.glob("*.parquet"))
     rows = [(path.name, row) for path in parts for row in pandas.read_parquet(path).to_dict("records")]
-    return {f"{name}, row {number}": _text(row) for number, (name, row) in enumerate(rows)}
+    return {f"{name}, row {number}": row for number, (name, row) in enumerate(rows)}
 
 
-def _text(row: Mapping[str, Any]) -> str:
-    plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in row.items()}
-    return json.dumps(plain, sort_keys=True, default=str)
+def _texts(table: Mapping[str, Mapping[str, Any]], columns: Collection[str]) -> dict[str, str]:
+    """Return the columns of each row as text. A column that only one tree has says nothing of a difference."""
+    return {
+        key: json.dumps(
+            {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()
+             if name in columns},
+            sort_keys=True,
+            default=str,
+        )
+        for key, row in table.items()
+    }  # fmt: skip
 
 
 def _same(what: str, before: Any, after: Any) -> None:

@@ -89,7 +89,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-3, "rope_theta": 50000.0},
     ),
 }
-MOE = frozenset({"deepseek_v3", "mixtral", "moonlight", "qwen3_moe"})
+MOE = ("deepseek_v3", "mixtral", "moonlight", "qwen3_moe")
 # Single tokens, equal neighbours, one long text alone, totals that TP must pad.
 LENGTHS = [(5, 5, 17, 60), (45,), (7, 1, 9), (3, 3, 4)]
 

@@ -164,7 +164,7 @@ def test_tensorboard_has_every_step_at_once_and_a_rollback_drops_what_was_beyond
 def test_a_resumed_summary_counts_on(tmp_path: Path) -> None:
     now = [0.0]
     first = RunSummary(clock=lambda: now[0])
-    first.eval_before(greedy=0.1, sampled=0.2, n=5)
+    first.evaluation("before", greedy=0.1, sampled=0.2, n=5)
     first.step({"batch/trained_samples": 8, "time/step": 10.0, "time/overhead": 1.0})
     now[0] = 20.0
     state = json.loads(json.dumps(first.state_dict()))
@@ -182,7 +182,7 @@ def test_a_resumed_summary_counts_on(tmp_path: Path) -> None:
 def test_summary_has_exactly_what_was_asked_for(tmp_path: Path) -> None:
     now = [0.0]
     summary = RunSummary(clock=lambda: now[0])
-    summary.eval_before(greedy=0.1, sampled=0.2, n=500)
+    summary.evaluation("before", greedy=0.1, sampled=0.2, n=500)
     for step in range(3):
         summary.step(
             {
@@ -192,7 +192,7 @@ def test_summary_has_exactly_what_was_asked_for(tmp_path: Path) -> None:
                 "mismatch/logprob_abs_diff_mean": 1e-7 * (step + 1), "mismatch/logprob_abs_diff_max": 1e-5 * (step + 1),
             }
         )  # fmt: skip
-    summary.eval_after(greedy=0.6, sampled=0.5, n=500)
+    summary.evaluation("after", greedy=0.6, sampled=0.5, n=500)
     now[0] = 42.0
     written = summary.write(tmp_path / "runs" / "summary.json", "finished")
     assert json.loads((tmp_path / "runs" / "summary.json").read_text()) == written

@@ -115,6 +115,7 @@ def _by_megatron(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]
 @contextmanager
 def _single_rank() -> Iterator[None]:
     """Initialise torch.distributed and Megatron's groups for this process alone."""
+    from megarl.config.schema import TimeoutsConfig
     from megarl.models.layout import Layout
     from megarl.trainer import parallel
 
@@ -123,7 +124,7 @@ def _single_rank() -> Iterator[None]:
         store = torch.distributed.FileStore(f"{directory}/store", 1)
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
         try:
-            parallel.initialize(Layout(), seed=0, timeout_s=600)
+            parallel.initialize(Layout(), seed=0, timeout_s=TimeoutsConfig().collective_s)
             try:
                 yield
             finally:

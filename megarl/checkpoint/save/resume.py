@@ -124,12 +124,15 @@ def contradictions(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the config keys whose values differ, as `key: old -> new`, sorted. A resume applies and reports them."""
+    """Return the config keys whose values differ, as `key: old -> new`, sorted. A resume applies and reports them.
+
+    Keys that the saved config does not have are left out: it is an older version's.
+    """
     before, after = dict(_flatten(saved)), dict(_flatten(now))
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not key.startswith("checkpoint.resume")
+        for key in sorted(before)
+        if before[key] != after.get(key) and not key.startswith("checkpoint.resume")
     ]
 
 

@@ -23,7 +23,7 @@ class AgentContext(Protocol):
     prompt: Drawn
     rng: random.Random
 
-    async def generate(self, token_ids: Sequence[int]) -> GenerateResult:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> GenerateResult:
         """Sample the model's continuation of `token_ids` with the run's `sampling` section.
 
         Raises RolloutError if no replica is left or the answer takes longer than `timeouts.generate_s`.

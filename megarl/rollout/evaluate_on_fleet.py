@@ -14,7 +14,7 @@ from megarl.rewards.gsm8k import final_number
 from megarl.rewards.math import last_boxed
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.batcher import Batcher
-from megarl.rollout.pool import RolloutPool
+from megarl.rollout.fleet import Fleet
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, request_seed
 from megarl.rollout.to_trajectory import generation_failure
 
@@ -24,10 +24,13 @@ CHUNK = 32
 
 @dataclass(frozen=True)
 class EvalProblem:
-    """One held-out problem, tokenized. `judge(text, token ids, finish reason)` makes the reward function's input."""
+    """One held-out problem, tokenized.
+
+    `reward_input(text, token ids, finish reason)` makes the reward function's input.
+    """
 
     prompt_ids: list[int]
-    judge: Callable[[str, list[int], str], RewardInput]
+    reward_input: Callable[[str, list[int], str], RewardInput]
     reference: str
 
 
@@ -47,9 +50,9 @@ class EvalSet:
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
-async def evaluate_on_pool(
+async def evaluate_on_fleet(
     eval_set: EvalSet,
-    pool: RolloutPool,
+    pool: Fleet,
     score: Callable[[RewardInput], Awaitable[RewardOutcome]],
     decode: Callable[[Sequence[int]], str],
     *,
@@ -74,7 +77,7 @@ async def evaluate_on_pool(
         )
         result = await batcher.generate(request)
         text = decode(result.response_ids)
-        outcome = await score(problem.judge(text, result.response_ids, result.finish_reason))
+        outcome = await score(problem.reward_input(text, result.response_ids, result.finish_reason))
         eval_set.records.append(_record(problem, index, mode, sample, text, result, outcome, decode))
         return ScoredResponse(
             score=outcome.score,

@@ -10,7 +10,7 @@ import pytest
 from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
-from megarl.rollout.evaluate_on_pool import EvalProblem, EvalSet, answer_of, evaluate_on_pool
+from megarl.rollout.evaluate_on_fleet import EvalProblem, EvalSet, answer_of, evaluate_on_fleet
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 
 
@@ -34,7 +34,7 @@ def evaluate(pool: Pool, outcome: RewardOutcome, text: str = "it is 7") -> SetRe
     problems = [EvalProblem([1, 2], lambda text, ids, reason: RewardInput("", text, ids, reason), "7")] * 2
     spec = SamplingSpec.greedy(8, (0,))
     wanted = EvalSet("dev", problems, spec, spec, samples=2)
-    return asyncio.run(evaluate_on_pool(wanted, pool, score, lambda ids: text, version=0, tag="t"))  # type: ignore[arg-type]
+    return asyncio.run(evaluate_on_fleet(wanted, pool, score, lambda ids: text, version=0, tag="t"))  # type: ignore[arg-type]
 
 
 GOOD = RewardOutcome(1.0, {"parsed": 1.0}, answer="7")

@@ -1,0 +1,61 @@
+"""Batches that the trainer may take: from finished groups to keys and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megarl.queue.trajectory import sample_key
+from megarl.rollout.admission import Admission, Counters
+
+
+@dataclass(frozen=True)
+class BatchReady:
+    """A batch that the trainer may take: `keys` of all its samples, failed ones included, by group and sample.
+
+    `timings`: declared `rollout/*` and `reward/errors` metrics of this batch.
+    """
+
+    step: int
+    keys: list[str]
+    counters: Counters
+    timings: dict[str, float]
+
+
+class ReadyBatches:
+    """The batches that were taken from admission and are not committed."""
+
+    def __init__(self, samples_per_group: int) -> None:
+        self._samples = range(samples_per_group)
+        self._batches: dict[int, BatchReady] = {}
+
+    def get(self, step: int) -> BatchReady | None:
+        """Return the batch of a step if it has been taken."""
+        return self._batches.get(step)
+
+    def take(self, step: int, admission: Admission, metrics: Mapping[str, float]) -> BatchReady:
+        """Take the batch of a step, whose groups must be ready. `metrics`: what was measured of it."""
+        taken = admission.batch(step)
+        if taken is None:
+            raise ValueError(f"the groups of step {step} are not ready")
+        counters = admission.counters
+        batch = BatchReady(
+            step=step,
+            keys=[sample_key(group, index) for group in sorted(taken[0] + taken[1]) for index in self._samples],
+            counters=counters,
+            timings={
+                **metrics,
+                "rollout/queue_depth": counters.ready,
+                "total/groups_rolled_back": counters.rolled_back,
+            },
+        )
+        self._batches[step] = batch
+        return batch
+
+    def pop(self, step: int) -> BatchReady:
+        """Return the batch of a step, which is committed."""
+        return self._batches.pop(step)
+
+    def clear(self) -> None:
+        """Drop all batches."""
+        self._batches.clear()
