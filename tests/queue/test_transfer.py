@@ -1,4 +1,7 @@
-"""Trajectories through a real TransferQueue: bit-exact, unpadded, bounded, separated by partition."""
+"""Trajectories through a real TransferQueue: bit-exact, unpadded, bounded, separated by partition.
+
+A group of which nothing was generated, and declared streams, go through the recorded batches and the step's plan too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +20,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.queue.dump import read_batch, write_batch
 from megarl.queue.rows import decode, encode
+from megarl.queue.sample_lines import sample_record
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.queue.transfer import QueueReader, QueueWriter, bounded, start_queue
+from megarl.rollout.to_trajectory import failed_trajectory
+from megarl.run.batch_metrics import record_batch
+from megarl.run.step import plan_step
+from megarl.telemetry.declarations import step_metrics
 from tests.support import pool as _tokens  # noqa: F401  (one Ray access token for this process)
+from tests.support.configs import config
+from tests.support.declared_streams import EVERY_DTYPE, declared
 
 float32 = st.floats(width=32, allow_nan=False, max_value=0.0)
 
@@ -138,6 +150,72 @@ def test_rows_come_back_exact_in_any_order_and_only_those_asked_for(queue: dict[
     with pytest.raises(KeyError, match="1 of 1 rows"):
         reader.read_tags(["0:0"])
     assert reader.fetch([]) == []
+    writer.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("company", ["alone", "with other groups"])
+def test_a_group_of_which_nothing_was_generated(queue: dict[str, Any], tmp_path: Path, company: str) -> None:
+    """Its rows are empty in every column: prompt, response, mask, log-probs and versions."""
+    writer, reader = QueueWriter.attach(**queue), QueueReader.attach(**queue)
+    failed = [failed_trajectory(1, index, "replica 0 refused a request") for index in range(3)]
+    groups = [failed] if company == "alone" else [group(0, [2, 3, 4]), failed, group(2, [1, 1, 5])]
+    rows = [row for each in groups for row in each]
+
+    async def write() -> None:
+        await asyncio.gather(*(writer.put_group(each) for each in groups))
+
+    asyncio.run(write())
+    keys = [row.key for row in rows]
+    assert reader.fetch(keys) == rows and reader.fetch([failed[1].key]) == [failed[1]]
+    tags = reader.read_tags(keys)
+    assert tags == [row.tag for row in rows]
+    write_batch(tmp_path, 0, 0, reader.fetch(keys))
+    recorded = read_batch(tmp_path, 0)
+    assert recorded.trajectories == rows
+    for read in (tags, recorded.tags):  # as the training loop and as `megarl replay` plan the step
+        plan = plan_step(read, config("model"), dp_size=2, version=0)
+        assert (plan.outcome.failed, plan.outcome.admitted) == (1, len(groups))
+        assert not set(plan.keys_of(0) + plan.keys_of(1)) & {row.key for row in failed}
+    metrics = step_metrics()
+    record_batch(metrics, plan)
+    values = metrics.reduce()
+    assert (values["groups/failed"], values["batch/failed_samples"]) == (1, 3)
+    line = sample_record(1, reader.fetch([failed[0].key])[0], lambda ids: " ".join(map(str, ids)), None)
+    assert (line["prompt"], line["response"], line["versions"]) == ("", "", [])
+    assert (line["status"], line["failure"]) == ("failed", "replica 0 refused a request")
+    reader.clear(keys)
+    writer.close()
+    reader.close()
+
+
+def test_declared_streams_of_every_dtype_arrive_and_missing_ones_are_filled(
+    queue: dict[str, Any], tmp_path: Path
+) -> None:
+    exact: dict[str, list[float]] = {
+        "test_weight": [0.5, -0.0, 1e-40],
+        "test_expert": [2**62 + 1, -1, 0],
+        "test_flag": [True, False, True],
+    }
+    full, part = (
+        Trajectory(3, i, [1], [4, 5, 6], [-1.0] * 3, (VersionSpan(0, 0, 3),), "stop", 0.0, streams=streams)
+        for i, streams in enumerate((exact, {"test_expert": [7, 8, 9]}))
+    )
+    rows = [full, part, failed_trajectory(3, 2, "lost")]
+    writer, reader = QueueWriter.attach(**queue), QueueReader.attach(**queue)
+    with declared(*EVERY_DTYPE):
+        asyncio.run(writer.put_group(rows))
+        back = reader.fetch([row.key for row in rows])
+        write_batch(tmp_path, 0, 0, back)
+        recorded = read_batch(tmp_path, 0).trajectories
+    filled = {"test_weight": [1.0] * 3, "test_expert": [7, 8, 9], "test_flag": [True] * 3}
+    for found in (back, recorded):
+        assert [row.streams for row in found[1:]] == [filled, {name: [] for name in exact}]
+        float32 = torch.tensor(exact["test_weight"]).tolist()
+        assert found[0].streams == exact | {"test_weight": float32}
+        assert math.copysign(1, found[0].streams["test_weight"][1]) == -1
+        assert [type(values[0]) for values in found[0].streams.values()] == [float, int, bool]
+    reader.clear([row.key for row in rows])
     writer.close()
     reader.close()
 

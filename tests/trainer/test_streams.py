@@ -1,20 +1,17 @@
-"""A stream is declared once, and then reaches the loss: through queue and dump, every layout, and packing."""
+"""A declared stream reaches the loss through packing, under every layout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megarl.queue.dump import read_batch, write_batch
 from megarl.queue.rows import decode, encode
-from megarl.queue.streams import STREAMS, Stream, StreamRegistry
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from tests.support.ranks.streams import WEIGHT, declared
+from tests.support.declared_streams import WEIGHT, declared
 from tests.support.tensors import merge, worst
 
 CASE = "tests.support.ranks.streams:gradients_of_weighted_likelihood"
@@ -27,7 +24,7 @@ def _declared() -> Iterator[None]:
 
 
 def trajectories(*, zero: bool = False) -> list[Trajectory]:
-    """Ragged, with given tokens in the middle of some; the weights differ from token to token and sample to sample."""
+    """Return trajectories of different lengths, some with inserted tokens; every token has a weight of its own."""
     generator = torch.Generator().manual_seed(3)
     rows = []
     for number, (prompt, response) in enumerate([(3, 5), (1, 9), (6, 2), (4, 7), (2, 4)]):
@@ -48,35 +45,6 @@ def trajectories(*, zero: bool = False) -> list[Trajectory]:
             )
         )
     return rows
-
-
-def test_through_queue_and_dump(tmp_path: Path) -> None:
-    rows = trajectories()
-    rows = [*rows[:-1], replace(rows[-1], streams={})]  # a trajectory without it gets the declared fill
-    filled = [*rows[:-1], replace(rows[-1], streams={WEIGHT.name: [1.0] * 4})]
-    assert [row.streams for row in decode(*encode(rows))] == [
-        {WEIGHT.name: torch.tensor(row.streams[WEIGHT.name]).tolist()} for row in filled
-    ]
-    assert [row.response_mask for row in decode(*encode(rows))] == [row.response_mask for row in rows]
-    write_batch(tmp_path, 0, 0, rows)
-    read = read_batch(tmp_path, 0).trajectories
-    assert [row.response_mask for row in read] == [row.response_mask for row in rows]
-    assert [row.streams for row in read] == [row.streams for row in decode(*encode(rows))]
-    assert [tag.sampled_tokens for tag in read_batch(tmp_path, 0).tags] == [5, 7, 2, 5, 4]
-
-
-def test_a_stream_of_another_length_is_refused() -> None:
-    rows = trajectories()
-    with pytest.raises(ValueError, match=r"sample 0:0: stream 'test_weight' has 1 values for 5 response tokens"):
-        encode([replace(rows[0], streams={WEIGHT.name: [1.0]})])
-
-
-def test_a_name_has_one_declaration() -> None:
-    registry = StreamRegistry(Stream("a", "One."))
-    registry.declare(Stream("a", "One."))
-    with pytest.raises(ValueError, match="'a' is declared already"):
-        registry.declare(Stream("a", "Another."))
-    assert {stream.name for stream in STREAMS.from_rollout} >= {WEIGHT.name}
 
 
 @pytest.mark.world

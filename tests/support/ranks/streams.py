@@ -1,9 +1,7 @@
-"""A per-token stream that only the tests declare, and a loss that is made of it."""
+"""A loss that is made of a per-token stream which only the tests declare."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +9,10 @@ import torch
 
 from megarl.algorithms.losses import LossInputs, MicroBatchLoss
 from megarl.algorithms.stats import LossStats
-from megarl.queue.streams import STREAMS, Stream
 from megarl.queue.trajectory import Trajectory
 from megarl.trainer.batch import TrainSample
+from tests.support.declared_streams import WEIGHT, declared
 from tests.support.ranks.policy import exported_gradients, own_share, policy_under
-
-WEIGHT = Stream("test_weight", "A weight of each token, made up by the tests.", fill=1.0)
-
-
-@contextmanager
-def declared(stream: Stream = WEIGHT) -> Iterator[None]:
-    """The stream is declared inside the block only: other tests' queues do not know it."""
-    STREAMS.declare(stream)
-    try:
-        yield
-    finally:
-        del STREAMS._streams[stream.name]
 
 
 def weighted_likelihood(inputs: LossInputs) -> MicroBatchLoss:

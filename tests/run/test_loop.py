@@ -1,0 +1,143 @@
+"""The loop, with parts that note their calls: what happens in which order, and for which step and version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.run.loop import train
+from tests.support.configs import config as config_of
+from tests.support.fake_session import FakeRun, fake_run
+from tests.support.old_records import OLD_RECORD
+
+SETS = [{"name": "held_out", "path": "held_out.jsonl"}]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRun]:
+    def make(steps: int, **changes: Any) -> FakeRun:
+        settings = {"run__dir": str(tmp_path), "run__export": False, "evaluation__sets": SETS} | changes
+        return fake_run(config_of("model", run__steps=steps, **settings), monkeypatch)
+
+    return make
+
+
+def journal_of_training(run: FakeRun) -> list[str]:
+    """Build the session, train, and return what training did."""
+    session = run.build()
+    run.journal.clear()
+    train(session)
+    return run.journal
+
+
+def test_the_order_of_a_run(make_run: Callable[..., FakeRun]) -> None:
+    run = make_run(2)
+    run.due = {2}
+    assert journal_of_training(run) == [
+        "publish 0",
+        "record sync of version 0",
+        "set version 0",
+        "evaluate before of version 0",
+        "record before at 0 of version 0: ['report of version 0']",
+        "start the clock",
+        "admit",
+        "take batch 0 for version 0",
+        "fetch plan for version 0",
+        "train plan for version 0",
+        "commit 0",
+        "publish 1",
+        "record sync of version 1",
+        "set version 1",
+        "record step 0 of plan for version 0",
+        "poll the save",
+        "admit",
+        "take batch 1 for version 1",
+        "fetch plan for version 1",
+        "train plan for version 1",
+        "commit 1",
+        "publish 2",
+        "record sync of version 2",
+        "set version 2",
+        "record step 1 of plan for version 1",
+        "poll the save",
+        "save 2",
+        "evaluate after of version 2",
+        "record after at 2 of version 2: ['report of version 2']",
+    ]
+
+
+def test_a_resumed_run_continues_with_the_step_and_the_version_of_its_checkpoint(
+    make_run: Callable[..., FakeRun],
+) -> None:
+    """The version is not the step: it is published first, unchanged, and every step raises it by one."""
+    run = make_run(5, evaluation__every=2)
+    run.record = {**OLD_RECORD, "step": 3, "version": 7}
+    journal = journal_of_training(run)
+    assert journal[:4] == ["publish 7", "record sync of version 7", "set version 7", "start the clock"]
+    taken = [line for line in journal if line.startswith("take")]
+    assert taken == ["take batch 3 for version 7", "take batch 4 for version 8"]
+    recorded = [line for line in journal if line.startswith("record") and " at " in line]
+    assert recorded == [
+        "record step_4 at 4 of version 8: ['report of version 8']",
+        "record after at 5 of version 9: ['report of version 9']",
+    ]
+    assert [line for line in journal if line.startswith("publish")] == ["publish 7", "publish 8", "publish 9"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "labels"),
+    [
+        (5, 2, ["before at 0", "step_2 at 2", "step_4 at 4", "after at 5"]),
+        (4, 2, ["before at 0", "step_2 at 2", "after at 4"]),  # the last step has one evaluation
+        (2, 0, ["before at 0", "after at 2"]),
+        (3, 1, ["before at 0", "step_1 at 1", "step_2 at 2", "after at 3"]),
+    ],
+)
+def test_evaluations_are_labelled_by_the_steps_that_are_done(
+    make_run: Callable[..., FakeRun], steps: int, every: int, labels: list[str]
+) -> None:
+    journal = journal_of_training(make_run(steps, evaluation__every=every))
+    recorded = [line for line in journal if line.startswith("record ") and " at " in line]
+    assert [line.removeprefix("record ").partition(" of ")[0] for line in recorded] == labels
+
+
+def test_an_evaluation_precedes_the_save_of_its_weights(make_run: Callable[..., FakeRun]) -> None:
+    """`checkpoint.keep_best` compares the metrics that the checkpoint holds."""
+    run = make_run(4, evaluation__every=2)
+    run.due = {2}
+    journal = journal_of_training(run)
+    assert journal.index("evaluate step_2 of version 2") < journal.index("save 2")
+
+
+def test_without_sets_nothing_is_evaluated(make_run: Callable[..., FakeRun]) -> None:
+    journal = journal_of_training(make_run(2, evaluation__sets=[], evaluation__every=1))
+    assert not [line for line in journal if line.startswith("evaluate")]
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_neither_evaluates_nor_exports(make_run: Callable[..., FakeRun]) -> None:
+    run = make_run(5, run__export=True)
+    run.stop_after = {2: "SIGTERM"}
+    journal = journal_of_training(run)
+    assert journal[-1] == "save 2 and wait"
+    assert not [line for line in journal if "after" in line or "export" in line]
+    assert run.session is not None and run.session.stopped == "SIGTERM"
+
+
+def test_a_finished_run_exports_its_policy_last(make_run: Callable[..., FakeRun]) -> None:
+    assert journal_of_training(make_run(1, run__export=True))[-1] == "export to hf"
+
+
+def test_a_failed_update_keeps_its_batch_and_publishes_nothing(make_run: Callable[..., FakeRun]) -> None:
+    run = make_run(3)
+
+    def fail() -> None:
+        raise ArithmeticError("nan")
+
+    run.train = fail
+    session = run.build()
+    with pytest.raises(ArithmeticError):
+        train(session)
+    assert run.journal[-2:] == ["train plan for version 0", "keep batch 0: nan"]

@@ -1,0 +1,345 @@
+"""The ranks' connection to the pool: who calls the controller, who reads the queue, and what every rank gets.
+
+Ranks are threads; controller and queue are objects of this process that note every call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
+
+from megarl.common.errors import RolloutError
+from megarl.config.schema import Config
+from megarl.queue.dump import read_batch, recorded_steps
+from megarl.queue.trajectory import SampleTag, Trajectory
+from megarl.rollout.admission import Counters
+from megarl.rollout.devices import HeldDevices
+from megarl.rollout.ready_batches import BatchReady
+from megarl.run import pool_link
+from megarl.run.failure import PeerFailedError
+from megarl.run.pool_link import DisagreementError, PoolLink
+from megarl.run.step import StepPlan, plan_step
+from megarl.run.step_batch import StepBatch
+from megarl.trainer.policy import NonFiniteError
+from tests.support.configs import config as config_of
+from tests.support.recorded_steps import make_batch
+from tests.support.thread_ranks import ThreadPeers, ThreadRanks
+
+T = TypeVar("T")
+ROWS = {row.key: row for row in make_batch(0)}
+VERSION = 5  # of the weights; the step is 0
+
+
+class Journal:
+    """Every call of the fakes as (rank, what), in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, str]] = []
+        self._lock = threading.Lock()
+
+    def note(self, rank: int, what: str) -> None:
+        with self._lock:
+            self.entries.append((rank, what))
+
+    def of(self, rank: int) -> list[str]:
+        return [what for at, what in self.entries if at == rank]
+
+
+class FakeClient:
+    """The controller: one batch of recorded trajectories."""
+
+    def __init__(self, journal: Journal, rank: int, failure: Exception | None = None) -> None:
+        self._journal, self._rank, self._failure = journal, rank, failure
+
+    def _note(self, what: str) -> None:
+        self._journal.note(self._rank, what)
+
+    def begin(self, state: dict[str, Any] | None) -> None:
+        self._note(f"begin {state}")
+
+    def devices(self) -> list[HeldDevices]:
+        return [HeldDevices("replica 0", "host", ("GPU-7",))]
+
+    def wait_batch(self, step: int) -> BatchReady:
+        self._note(f"wait_batch {step}")
+        if self._failure is not None:
+            raise self._failure
+        return BatchReady(step, list(ROWS), Counters(), {"rollout/replicas_alive": 2.0})
+
+    def set_version(self, version: int, admit: bool) -> None:
+        self._note(f"set_version {version} {admit}")
+
+    def admit(self) -> None:
+        self._note("admit")
+
+    def references(self, groups: Sequence[int]) -> dict[int, str]:
+        self._note(f"references {sorted(groups)}")
+        return {group: f"answer {group}" for group in groups}
+
+    def commit(self, step: int, **numbers: int) -> None:
+        self._note(f"commit {step} {numbers}")
+
+    def evaluate(self, version: int, label: str) -> list[str]:
+        self._note(f"evaluate {version} {label}")
+        return [f"report of {version}"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"admission": {"steps": 1}}
+
+    def engine_handles(self) -> str:
+        return "handles"
+
+    def close(self) -> None:
+        self._note("close the pool")
+
+
+class FakeReader:
+    def __init__(self, journal: Journal, rank: int, fetch_s: float = 0.0) -> None:
+        self._journal, self._rank, self._fetch_s = journal, rank, fetch_s
+
+    def read_tags(self, keys: Sequence[str]) -> list[SampleTag]:
+        self._journal.note(self._rank, "read_tags")
+        return [ROWS[key].tag for key in keys]
+
+    def fetch(self, keys: Sequence[str]) -> list[Trajectory]:
+        self._journal.note(self._rank, f"fetch {len(keys)}")
+        time.sleep(self._fetch_s)
+        return [ROWS[key] for key in keys]
+
+    def close(self) -> None:
+        self._journal.note(self._rank, "close the reader")
+
+
+class FakeRecorder:
+    """Chooses the first sample of each group, as the real recorder does at random."""
+
+    def __init__(self, journal: Journal, rank: int) -> None:
+        self._journal, self._rank = journal, rank
+
+    @contextmanager
+    def phase(self, name: str, status: str = "") -> Iterator[None]:
+        yield
+
+    def status(self, text: str) -> None: ...
+
+    def load_tokenizer(self) -> None:
+        self._journal.note(self._rank, "load_tokenizer")
+
+    def sample_keys(self, batch: StepBatch) -> list[str]:
+        return [key for key in batch.keys if key.endswith(":0")]
+
+    def samples(self, batch: StepBatch, rows: Sequence[tuple[Trajectory, str | None]]) -> None:
+        self._journal.note(self._rank, f"samples {[(row.key, answer) for row, answer in rows]}")
+
+
+class Links:
+    """Ranks of two replicas with two ranks each; `run` gives every rank a `PoolLink`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
+        self.config = config
+        self.journal = Journal()
+        self.ranks = ThreadRanks(replicas=2, size=2)
+        self.failure: Exception | None = None
+        self.held_by_ranks: tuple[str, ...] = ()
+        self.slow_reader: int | None = None
+        here = self.ranks._here
+        monkeypatch.setattr(pool_link, "parallel", self.ranks)
+        connect = lambda handle, config: FakeClient(self.journal, here.rank, self.failure)  # noqa: E731
+        monkeypatch.setattr(pool_link, "PoolClient", SimpleNamespace(connect=connect))
+        monkeypatch.setattr(pool_link, "QueueReader", SimpleNamespace(attach=self._reader))
+        ray = lambda handle, timeout_s: self.journal.note(here.rank, f"connect {handle.partition}")  # noqa: E731
+        monkeypatch.setattr(pool_link, "connect_ray", ray)
+        own = lambda rank: HeldDevices(f"trainer rank {rank}", "host", self.held_by_ranks)  # noqa: E731
+        monkeypatch.setattr(pool_link, "own_device", own)
+
+    def _reader(self, partition: str, **_: Any) -> FakeReader:
+        rank = self.ranks._here.rank
+        return FakeReader(self.journal, rank, fetch_s=0.3 if rank == self.slow_reader else 0.0)
+
+    def run(self, function: Callable[[PoolLink], T], *, attached: bool = True) -> list[T | Exception]:
+        def on_rank(peers: ThreadPeers) -> T:
+            link = PoolLink(self.config, peers, FakeRecorder(self.journal, peers.rank))  # type: ignore[arg-type]
+            if attached:
+                link.attach(launched() if peers.is_first else None)
+            return function(link)
+
+        return self.ranks.run(on_rank)
+
+
+def launched() -> Future[Any]:
+    launch: Future[Any] = Future()
+    launch.set_result(SimpleNamespace(partition="run.0", namespace="run"))
+    return launch
+
+
+@pytest.fixture
+def links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Links:
+    return Links(monkeypatch, config_of("model", run__dir=str(tmp_path / "run")))
+
+
+def batch_of(step: int = 0) -> StepBatch:
+    return StepBatch(step, VERSION, list(ROWS), [row.tag for row in ROWS.values()], {})
+
+
+def plan_of(link: PoolLink, tags: Sequence[SampleTag] = ()) -> StepPlan:
+    version = max(row.oldest_version for row in ROWS.values())
+    return plan_step(tags or batch_of().tags, link._config, dp_size=2, version=version)
+
+
+def test_rank_0_connects_to_the_controller_and_leaders_to_the_queue(links: Links) -> None:
+    assert links.run(lambda link: link.engine_handles()) == ["handles", None, None, None]
+    assert links.journal.of(0) == ["load_tokenizer", "begin None", "connect run.0"]
+    assert links.journal.of(2) == ["connect run.0"]
+    assert links.journal.of(1) == links.journal.of(3) == []
+
+
+def test_the_pool_resumes_the_loaded_history(links: Links) -> None:
+    def resume(link: PoolLink) -> dict[str, Any]:
+        link.load_state_dict({"admission": {"steps": 7}})
+        link.attach(launched() if link._peers.is_first else None)
+        return link.state_dict()
+
+    assert links.run(resume, attached=False) == [{"admission": {"steps": 1}}, {}, {}, {}]
+    assert "begin {'admission': {'steps': 7}}" in links.journal.of(0)
+
+
+def test_a_gpu_of_both_sides_is_an_error_on_every_rank(links: Links) -> None:
+    links.held_by_ranks = ("GPU-7",)
+    outcomes = links.run(lambda link: None)
+    assert all(isinstance(each, RolloutError) and "GPU-7 on host" in str(each) for each in outcomes)
+
+
+def test_every_rank_gets_the_batch_and_one_rank_of_each_replica_reads_it(links: Links) -> None:
+    first, *others = links.run(lambda link: link.take_batch(0, VERSION))
+    assert first == StepBatch(0, VERSION, list(ROWS), batch_of().tags, {"rollout/replicas_alive": 2.0})
+    assert others == [first] * 3
+    assert links.journal.of(0)[3:] == ["wait_batch 0", "read_tags"] and links.journal.of(2)[1:] == ["read_tags"]
+    assert links.journal.of(1) == links.journal.of(3) == []
+
+
+def test_a_failure_of_the_controller_is_raised_on_every_rank(links: Links) -> None:
+    links.failure = RolloutError("rollout failed: no engine")
+    own, *others = links.run(lambda link: link.take_batch(0, VERSION))
+    assert own is links.failure
+    assert all(isinstance(each, PeerFailedError) and "no engine" in str(each) for each in others)
+
+
+def test_each_replica_gets_its_own_rows(links: Links) -> None:
+    found = links.run(lambda link: (plan_of(link), link.fetch(batch_of(), plan_of(link))))
+    for rank, outcome in enumerate(found):
+        plan, rows = outcome  # type: ignore[misc]
+        keys = plan.keys_of(rank // 2)
+        assert keys and rows == {key: ROWS[key] for key in keys}
+    assert not links.config.run_dir.exists()  # no dump unless it is configured
+
+
+def test_replicas_with_different_plans_train_on_nothing(links: Links) -> None:
+    def disagree(link: PoolLink) -> Mapping[str, Trajectory]:
+        tags = batch_of().tags
+        if link._peers.rank >= 2:  # the second replica has other rewards
+            tags = [replace(tag, reward=1.0 - tag.reward) if tag.group_id == 0 else tag for tag in tags[3:]]
+        return link.fetch(batch_of(step=4), plan_of(link, tags))
+
+    outcomes = links.run(disagree)
+    assert all(isinstance(each, DisagreementError) and "step 4: DP ranks" in str(each) for each in outcomes)
+    assert not any(what.startswith("fetch") for _, what in links.journal.entries)
+
+
+def test_recorded_batches_are_whole(links: Links) -> None:
+    links.config = config_of("model", run__dir=str(links.config.run_dir), telemetry__dump_batches=True)
+    links.run(lambda link: link.fetch(batch_of(), plan_of(link)))
+    recorded = read_batch(links.config.run_dir / "batches", 0)
+    assert recorded.version == VERSION and recorded.trajectories == list(ROWS.values())
+
+
+def test_samples_are_written_before_commit_frees_the_rows(links: Links) -> None:
+    links.run(lambda link: link.commit(batch_of(), plan_of(link)))
+    assert links.journal.of(0)[3:] == [
+        "fetch 4",
+        "references [0, 1, 2, 3]",
+        f"samples {[(f'{group}:0', f'answer {group}') for group in range(4)]}",
+        "commit 0 {'trained': 3, 'filtered': 1, 'dropped_stale': 0, 'failed': 0}",
+    ]
+    assert links.journal.of(2)[1:] == links.journal.of(1) == []
+
+
+def test_a_batch_with_a_non_finite_update_is_kept_whole(links: Links) -> None:
+    def fail(link: PoolLink) -> None:
+        with link.keep_batch_on_failure(batch_of(step=3)):
+            raise NonFiniteError("the gradient norm is nan")
+
+    outcomes = links.run(fail)
+    kept = links.config.run_dir / "failed_batch"
+    expected = f"step 3: the gradient norm is nan; the batch is kept in {kept}"
+    assert [str(each) for each in outcomes] == [expected] * 4
+    assert all(isinstance(each, NonFiniteError) for each in outcomes)
+    assert read_batch(kept, 3).trajectories == list(ROWS.values())
+
+
+def test_no_rank_ends_before_every_part_of_the_failed_batch_is_written(links: Links) -> None:
+    """torchrun kills the other ranks when the first one exits."""
+    links.slow_reader = 2
+    complete: list[list[int]] = []
+
+    def fail(link: PoolLink) -> None:
+        try:
+            with link.keep_batch_on_failure(batch_of()):
+                raise NonFiniteError("nan")
+        finally:
+            complete.append(recorded_steps(links.config.run_dir / "failed_batch"))
+
+    links.run(fail)
+    assert complete == [[0]] * 4
+
+
+def test_another_failure_keeps_no_batch(links: Links) -> None:
+    def fail(link: PoolLink) -> None:
+        with link.keep_batch_on_failure(batch_of()):
+            raise ValueError("a mistake")
+
+    assert [str(each) for each in links.run(fail)] == ["a mistake"] * 4
+    assert not links.config.run_dir.exists()
+
+
+def test_every_rank_gets_the_evaluation(links: Links) -> None:
+    assert links.run(lambda link: link.evaluate(VERSION, "before")) == [["report of 5"]] * 4
+    assert links.journal.of(0)[3:] == ["evaluate 5 before"]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_close_ends_the_pool_unless_it_is_kept(links: Links, keep: bool) -> None:
+    assert links.run(lambda link: link.close(keep_pool=keep)) == [None] * 4
+    assert links.journal.of(0)[3:] == ["close the reader"] + ["close the pool"] * (not keep)
+    assert links.journal.of(2)[1:] == ["close the reader"]
+    assert links.journal.of(1) == links.journal.of(3) == []
+
+
+def everything_not_collective(link: PoolLink) -> list[Any]:
+    handles = link.engine_handles()
+    link.set_version(3)
+    link.admit()
+    link.commit(batch_of(), plan_of(link))
+    state = link.state_dict()
+    link.close(keep_pool=False)
+    return [handles, state]
+
+
+def test_ranks_that_hold_nothing_do_nothing(links: Links) -> None:
+    outcomes = links.run(everything_not_collective)
+    assert outcomes == [["handles", {"admission": {"steps": 1}}], *[[None, {}]] * 3]
+    assert links.journal.of(1) == links.journal.of(3) == []
+    assert links.journal.of(0)[3:5] == ["set_version 3 False", "admit"]
+
+
+def test_a_link_that_never_attached_can_be_closed(links: Links) -> None:
+    assert links.run(everything_not_collective, attached=False) == [[None, {}]] * 4
+    assert links.journal.entries == []

@@ -1,0 +1,246 @@
+"""What a run writes about itself, on the rank that writes and on one that does not, and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.common.run_files import ExitRecord
+from megarl.config.schema import Config
+from megarl.evaluation.accuracy import ScoredResponse
+from megarl.evaluation.harness import SetReport, evaluate_set
+from megarl.models.read_config import load_info
+from megarl.queue.trajectory import Trajectory
+from megarl.rollout.to_trajectory import failed_trajectory
+from megarl.run import recorder as recorder_module
+from megarl.run.recorder import LastEvaluation, Recorder, ResultFiles, Totals
+from megarl.run.step import plan_step
+from megarl.run.step_batch import StepBatch
+from megarl.weights.replica_calls import SyncReport
+from tests.support.configs import config as config_of
+from tests.support.recorded_steps import make_batch
+from tests.support.tiny import make_tiny_model
+
+PEAK_GIB = 1.5
+ROWS = make_batch(0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("recorder") / "model")
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path) -> Config:
+    return config_of(model, run__dir=str(tmp_path / "run"), run__steps=4, telemetry__samples_per_step=2)
+
+
+@pytest.fixture
+def open_recorder(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Recorder]]:
+    """`open_recorder(rank)` is the recorder of a rank whose clock has started; its terminal is `recorder.terminal`."""
+    monkeypatch.setattr(recorder_module, "peak_memory_gib", lambda group: PEAK_GIB)
+    opened = []
+
+    def get(rank: int = 0) -> Recorder:
+        terminal = io.StringIO()
+        made = Recorder(config, SimpleNamespace(is_first=rank == 0, group=None), terminal)  # type: ignore[arg-type]
+        made.terminal = terminal  # type: ignore[attr-defined]
+        made.describe_model(load_info(config.model.path))
+        made.load_tokenizer()
+        opened.append(made)
+        return made
+
+    yield get
+    for each in opened:
+        each.close()
+
+
+def report(score: float = 1.0, version: int = 0) -> SetReport:
+    """Return the report of a set of two problems, of which the first gets `score` and the second 0."""
+
+    async def respond(problem: str, index: int, mode: str, sample: int) -> ScoredResponse:
+        return ScoredResponse(score if index == 0 else 0.0, "7", tokens=3)
+
+    return asyncio.run(evaluate_set("held_out", ["a", "b"], respond, samples=2, version=version))
+
+
+def take_step(recorder: Recorder, config: Config, step: int = 0, rows: list[Trajectory] = ROWS) -> None:
+    """Record one step of the recorded trajectories, as the loop does."""
+    batch = StepBatch(step, 0, [row.key for row in rows], [row.tag for row in rows], {"rollout/replicas_alive": 1.0})
+    plan = plan_step(batch.tags, config, dp_size=1, version=0)
+    with recorder.phase("update"):
+        recorder.metrics.record("policy/updates", 1)
+    recorder.step(batch, plan)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- the parts that a checkpoint keeps
+
+
+STEP_VALUES = st.fixed_dictionaries(
+    {f"groups/{name}": st.integers(0, 99) for name in Totals.GROUPS}
+    | {f"batch/{name}": st.integers(0, 10**6) for name in Totals.BATCH}
+)
+
+
+@given(st.lists(STEP_VALUES, min_size=1, max_size=6), st.integers(0, 6))
+def test_totals_are_sums_over_the_committed_history(steps: list[dict[str, int]], saved_after: int) -> None:
+    whole, first, resumed = Totals(), Totals(), Totals()
+    for values in steps:
+        reported = whole.add({name: float(value) for name, value in values.items()})
+    for values in steps[:saved_after]:
+        first.add({name: float(value) for name, value in values.items()})
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for values in steps[saved_after:]:
+        resumed.add({name: float(value) for name, value in values.items()})
+    assert resumed.state_dict() == whole.state_dict()
+    sums = {name: sum(values[name] for values in steps) for name in steps[0]}
+    for name, value in sums.items():
+        kind, _, short = name.partition("/")
+        assert reported[f"total/groups_{short}" if kind == "groups" else f"total/{short}"] == value
+
+
+def test_keep_best_gets_the_metrics_of_the_saved_weights_only() -> None:
+    last = LastEvaluation()
+    assert last.state_dict() == {}  # nothing has been evaluated, at version 0 neither
+    last.record(0, {"eval/held_out/greedy": 0.5})
+    assert last.state_dict() == {"eval/held_out/greedy": 0.5}
+    last.current = 1  # version 1 is published
+    assert last.state_dict() == {}
+    last.record(1, {"eval/held_out/greedy": 0.7})
+    assert last.state_dict() == {"eval/held_out/greedy": 0.7}
+
+
+def test_a_resumed_run_has_no_evaluation_of_its_own_weights() -> None:
+    """The metrics in the checkpoint describe weights that the next checkpoint does not hold."""
+    last = LastEvaluation()
+    last.load_state_dict({"eval/held_out/greedy": 0.5})
+    assert last.state_dict() == {}
+
+
+def test_positions_are_those_of_complete_records(config: Config, open_recorder: Callable[..., Recorder]) -> None:
+    recorder, files = open_recorder(), ResultFiles(config)
+    assert files.state_dict() == {"metrics.jsonl": 0, "samples.jsonl": 0}
+    take_step(recorder, config)
+    position = files.state_dict()["metrics.jsonl"]
+    assert position == (config.run_dir / "metrics.jsonl").stat().st_size > 0
+    take_step(recorder, config, step=1)
+    recorder.cut_result_files(1, {"metrics.jsonl": position, "samples.jsonl": 0})
+    assert [line["step"] for line in lines(config.run_dir / "metrics.jsonl")] == [1]
+    assert [line["step"] for line in lines(config.run_dir / "rolled_back.jsonl")] == [2]
+    assert "1 records beyond step 1 moved to" in recorder.terminal.getvalue()  # type: ignore[attr-defined]
+
+
+# --- steps, evaluations, samples, the end
+
+
+def test_a_step_is_written_with_totals_times_and_throughput(
+    config: Config, open_recorder: Callable[..., Recorder]
+) -> None:
+    recorder = open_recorder()
+    take_step(recorder, config)
+    take_step(recorder, config, step=1)
+    first, second = lines(config.run_dir / "metrics.jsonl")
+    assert (first["step"], second["step"]) == (1, 2)
+    assert (first["groups/trained"], first["groups/filtered"], first["groups/admitted"]) == (3, 1, 4)
+    assert (first["total/groups_trained"], second["total/groups_trained"]) == (3, 6)
+    assert second["total/groups_admitted"] == 8 and second["batch/failed_samples"] == 1
+    assert second["rollout/replicas_alive"] == 1 and second["policy/updates"] == 1
+    assert second["perf/trainer_peak_memory_gib"] == PEAK_GIB
+    assert second["time/eta"] == pytest.approx(second["total/wall_seconds"] / 2 * 2)  # two of four steps are done
+    assert 0 < first["time/update"] < first["time/step"]
+    summary = json.loads((config.run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["exit"]) == (2, "running")
+    assert "2/4" in recorder.terminal.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_start_up_belongs_to_no_step(config: Config, open_recorder: Callable[..., Recorder]) -> None:
+    recorder = open_recorder()
+    recorder.sync(0, SyncReport(version=0, seconds=3.0, bytes=8, buckets=1, digest_seconds=0.5))
+    with recorder.phase("sync"):
+        pass
+    try:
+        recorder.start_clock()
+    finally:
+        gc.unfreeze()
+    recorder.sync(1, SyncReport(version=1, seconds=2.0, bytes=8, buckets=1, digest_seconds=0.5, restarted=("a",)))
+    take_step(recorder, config)
+    (line,) = lines(config.run_dir / "metrics.jsonl")
+    assert (line["sync/seconds"], line["sync/version"], line["sync/restarted_replicas"]) == (2.0, 1, 1)
+    assert line["time/sync"] == 0.0
+
+
+def test_an_evaluation_is_written_at_the_steps_done_with_its_version(
+    config: Config, open_recorder: Callable[..., Recorder]
+) -> None:
+    recorder = open_recorder()
+    recorder.sync(5, SyncReport(version=5, seconds=1.0, bytes=8, buckets=1, digest_seconds=0.1))
+    recorder.evaluation(3, 5, "step_3", [report(version=5), replace(report(0.0, 5), name="other")])
+    held_out, other = lines(config.run_dir / "metrics.jsonl")
+    assert (held_out["step"], held_out["eval/version"], held_out["eval/held_out/greedy"]) == (3, 5, 0.5)
+    assert (other["step"], other["eval/version"], other["eval/other/greedy"]) == (3, 5, 0.0)
+    shown = recorder.terminal.getvalue()  # type: ignore[attr-defined]
+    assert shown.count("(step_3): greedy") == 2 and "3/4" not in shown  # a line per set, none of the step table
+    kept = {part.key: part.state_dict() for part in recorder.parts}["metrics"]
+    ours = ("eval/held_out/", "eval/other/")
+    assert kept == {name: value for name, value in (held_out | other).items() if name.startswith(ours)}
+    recorder.sync(6, SyncReport(version=6, seconds=1.0, bytes=8, buckets=1, digest_seconds=0.1))
+    assert {part.key: part.state_dict() for part in recorder.parts}["metrics"] == {}
+
+
+def test_the_summary_has_the_evaluations_before_between_and_after(
+    config: Config, open_recorder: Callable[..., Recorder]
+) -> None:
+    recorder = open_recorder()
+    for steps, label, score in ((0, "before", 0.0), (2, "step_2", 0.5), (4, "after", 1.0)):
+        recorder.evaluation(steps, steps, label, [report(score)])
+    recorder.finish(ExitRecord("finished", 4, ""))
+    summary = json.loads((config.run_dir / "summary.json").read_text())
+    found = [summary[name] and summary[name]["greedy"] for name in ("eval_before", "eval_latest", "eval_after")]
+    assert found == [0.0, 0.25, 0.5] and summary["exit"] == "finished"
+    assert json.loads((config.run_dir / "exit.json").read_text()) == {"status": "finished", "step": 4, "reason": ""}
+
+
+def test_samples_are_text_and_a_failed_one_is_empty(config: Config, open_recorder: Callable[..., Recorder]) -> None:
+    recorder = open_recorder()
+    batch = StepBatch(6, 0, [row.key for row in ROWS], [row.tag for row in ROWS], {})
+    chosen = recorder.sample_keys(batch)
+    assert len(chosen) == 2 and set(chosen) <= set(batch.keys)
+    failed = failed_trajectory(9, 0, "the tool is gone")
+    recorder.samples(batch, [(ROWS[0], "42"), (failed, None)])
+    first, second = lines(config.run_dir / "samples.jsonl")
+    assert (first["step"], first["reference"], first["response_tokens"]) == (7, "42", len(ROWS[0].response_ids))
+    assert first["response"] and first["prompt"]
+    assert (second["prompt"], second["response"], second["status"]) == ("", "", "failed")
+    assert second["failure"] == "the tool is gone" and second["versions"] == []
+
+
+def test_another_rank_writes_nothing_and_measures_all_the_same(
+    config: Config, open_recorder: Callable[..., Recorder]
+) -> None:
+    recorder = open_recorder(rank=1)
+    recorder.say("waiting")
+    recorder.status("training")
+    recorder.sync(1, SyncReport(version=1, seconds=1.0, bytes=8, buckets=1, digest_seconds=0.1))
+    take_step(recorder, config)
+    recorder.evaluation(1, 1, "step_1", [report()])
+    recorder.roll_back(0)
+    recorder.finish(ExitRecord("finished", 1, ""))
+    assert not config.run_dir.exists() and recorder.terminal.getvalue() == ""  # type: ignore[attr-defined]
+    states = {part.key: part.state_dict() for part in recorder.parts}
+    assert states["totals"]["groups_admitted"] == 4 and states["summary"]["steps"] == 1
+    assert states["metrics"]["eval/held_out/greedy"] == 0.5

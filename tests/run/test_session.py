@@ -1,0 +1,153 @@
+"""The session: the order in which its parts are built, resumed, saved and ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.configs import config as config_of
+from tests.support.fake_session import FakeRun, fake_run
+from tests.support.old_records import OLD_RECORD
+
+PARTS = ("rollout", "summary", "totals", "files", "metrics")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
+    config = config_of("model", run__dir=str(tmp_path), run__steps=5, timeouts__save_s=90)
+    return fake_run(config, monkeypatch)
+
+
+def test_a_new_run_is_built_before_the_engines_are_awaited(run: FakeRun) -> None:
+    session = run.build()
+    assert run.journal == [
+        "parallel state",
+        "policy",
+        "attach",
+        "connect the sender to handles",
+        "install the stop vote",
+    ]
+    assert (session.first_step, session.steps_done, session.version, session.stopped) == (0, 0, 0, None)
+    assert [part.key for part in session.parts] == list(PARTS)
+
+
+def test_a_resumed_run_loads_every_part_before_it_attaches_to_the_pool(run: FakeRun) -> None:
+    """The pool needs the resumed history when it begins; files are cut before anything is loaded."""
+    run.record = {**OLD_RECORD, "version": 7}
+    session = run.build()
+    assert run.journal == [
+        "parallel state",
+        "policy",
+        "cut files at 3: {'metrics.jsonl': 300}",
+        "load the policy",
+        *(f"{key} resumes" for key in PARTS),
+        "metrics from step 3",
+        "attach",
+        "connect the sender to handles",
+        "install the stop vote",
+    ]
+    assert (session.first_step, session.steps_done, session.version) == (3, 3, 7)
+    assert list(session.steps()) == [3, 4]
+
+
+def test_a_record_of_the_first_format_has_the_step_as_its_version(run: FakeRun) -> None:
+    run.record = OLD_RECORD
+    session = run.build()
+    assert session.first_step == session.version == 3
+
+
+def test_the_files_of_another_run_are_not_cut(run: FakeRun) -> None:
+    run.record, run.own = OLD_RECORD, False
+    run.build()
+    assert not [line for line in run.journal if line.startswith("cut")]
+
+
+def test_a_save_holds_the_version_and_every_part(run: FakeRun) -> None:
+    session = run.build()
+    session.version = 4
+    assert session.save(2, wait=True)
+    saved = session.checkpointer.saved[2]  # type: ignore[attr-defined]
+    assert saved == {"version": 4} | {key: {"of": key} for key in PARTS}
+
+
+def test_a_checkpoint_is_saved_when_it_is_due(run: FakeRun) -> None:
+    run.due = {2}
+    session = run.build()
+    run.journal.clear()
+    session.checkpoint(1)
+    session.checkpoint(2)
+    assert run.journal == ["poll the save", "poll the save", "save 2"]
+
+
+def test_a_stop_request_is_saved_at_the_step_where_all_agree(run: FakeRun) -> None:
+    run.stop_after = {2: "the time limit is near"}
+    session = run.build()
+    assert list(session.steps()) == [0, 1]
+    assert session.stopped == "the time limit is near" and session.steps_done == 2
+    assert run.journal[-1] == "save 2 and wait"
+    assert "stopping after 2 of 5 steps: the time limit is near" in session.recorder.said  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_stop_before_the_first_step_saves_nothing(run: FakeRun, resumed: bool) -> None:
+    run.record = OLD_RECORD if resumed else None
+    run.stop_after = {0: "SIGTERM", 3: "SIGTERM"}
+    session = run.build()
+    assert list(session.steps()) == [] and session.stopped == "SIGTERM"
+    assert not [line for line in run.journal if line.startswith("save")]
+
+
+def test_a_stop_after_the_last_step_is_a_stop(run: FakeRun) -> None:
+    """The evaluation and the export that follow could take longer than the time that is left."""
+    run.stop_after = {5: "SIGTERM"}
+    session = run.build()
+    assert list(session.steps()) == [0, 1, 2, 3, 4] and session.stopped == "SIGTERM"
+    assert run.journal[-1] == "save 5 and wait"
+
+
+@pytest.mark.parametrize(("saved_before", "resumes_at"), [(1, 1), (None, 0)])
+def test_a_stop_whose_save_fails_reports_where_the_next_run_resumes(
+    run: FakeRun, saved_before: int | None, resumes_at: int
+) -> None:
+    run.stop_after, run.failing_saves = {2: "SIGTERM"}, {2}
+    session = run.build()
+    session.checkpointer.newest = saved_before
+    assert list(session.steps()) == [0, 1]
+    assert session.stopped == "SIGTERM; the checkpoint of step 2 could not be saved"
+    assert session.steps_done == resumes_at
+    session.finish()
+    assert f"step={resumes_at}" in run.journal[-2]
+
+
+@pytest.mark.parametrize(
+    ("stopped", "end", "export_s"),
+    [
+        (None, "end: ExitRecord(status='finished', step=5, reason='')", 90),
+        ("SIGTERM", "end: ExitRecord(status='preempted', step=5, reason='SIGTERM')", 0),
+    ],
+)
+def test_the_end_of_a_run(run: FakeRun, stopped: str | None, end: str, export_s: int) -> None:
+    """A preempted run has no time for an export that is still being written."""
+    session = run.build()
+    session.steps_done, session.stopped = 5, stopped
+    run.journal.clear()
+    session.finish()
+    assert run.journal == ["complete the save", end, f"finish the export in {export_s} s"]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_closing_leaves_the_sync_group_before_the_pool_ends(run: FakeRun, keep: bool) -> None:
+    session = run.build()
+    run.journal.clear()
+    session.close(keep_pool=keep)
+    assert run.journal == ["close the sender", "disconnect" if keep else "end the pool", "close the recorder"]
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_policy_is_exported_if_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    run = fake_run(config_of("model", run__dir=str(tmp_path), run__export=wanted), monkeypatch)
+    run.build().export()
+    assert run.journal[-1:] == (["export to hf"] if wanted else ["install the stop vote"])

@@ -1,0 +1,225 @@
+"""A real `Session` whose parts are fakes that note every call, and the loop that uses it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.common.run_files import ExitRecord
+from megarl.config.schema import Config
+from megarl.run import loop, session
+from megarl.run.session import Session
+from megarl.run.step_batch import StepBatch
+
+
+class Part:
+    """A `Stateful` part that notes what it stores and loads."""
+
+    def __init__(self, key: str, journal: list[str]) -> None:
+        self.key, self._journal = key, journal
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": self.key}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._journal.append(f"{self.key} resumes")
+
+
+class FakeRecorder:
+    def __init__(self, run: FakeRun) -> None:
+        self._note = run.journal.append
+        self.parts = [Part(key, run.journal) for key in ("summary", "totals", "files", "metrics")]
+        self.timer = self.metrics = None
+        self.said: list[str] = []
+        self.say = self.said.append
+        self.describe_model = lambda info: None
+
+    @contextmanager
+    def phase(self, name: str, status: str = "") -> Iterator[None]:
+        yield
+
+    def start_clock(self) -> None:
+        self._note("start the clock")
+
+    def sync(self, version: int, report: str) -> None:
+        self._note(f"record {report}")
+
+    def step(self, batch: StepBatch, plan: str) -> None:
+        self._note(f"record step {batch.step} of {plan}")
+
+    def evaluation(self, steps_done: int, version: int, label: str, reports: Sequence[str]) -> None:
+        self._note(f"record {label} at {steps_done} of version {version}: {reports}")
+
+    def roll_back(self, step: int) -> None:
+        self._note(f"metrics from step {step}")
+
+    def cut_result_files(self, step: int, positions: dict[str, int]) -> None:
+        self._note(f"cut files at {step}: {positions}")
+
+    def finish(self, record: ExitRecord) -> None:
+        self._note(f"end: {record}")
+
+    def close(self) -> None:
+        self._note("close the recorder")
+
+
+class FakePool(Part):
+    def __init__(self, run: FakeRun) -> None:
+        super().__init__("rollout", run.journal)
+        self._note, self._run = run.journal.append, run
+
+    def attach(self, launch: object) -> None:
+        self._note("attach")
+
+    def engine_handles(self) -> str:
+        return "handles"
+
+    def set_version(self, version: int) -> None:
+        self._note(f"set version {version}")
+
+    def admit(self) -> None:
+        self._note("admit")
+
+    def take_batch(self, step: int, version: int) -> StepBatch:
+        self._note(f"take batch {step} for version {version}")
+        return StepBatch(step, version, [], [], {})
+
+    def fetch(self, batch: StepBatch, plan: str) -> dict[str, Any]:
+        self._note(f"fetch {plan}")
+        return {}
+
+    @contextmanager
+    def keep_batch_on_failure(self, batch: StepBatch) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._note(f"keep batch {batch.step}: {error}")
+            raise
+
+    def commit(self, batch: StepBatch, plan: str) -> None:
+        self._note(f"commit {batch.step}")
+
+    def evaluate(self, version: int, label: str) -> list[str]:
+        self._note(f"evaluate {label} of version {version}")
+        return [f"report of version {version}"]
+
+    def close(self, *, keep_pool: bool) -> None:
+        self._note("disconnect" if keep_pool else "end the pool")
+
+
+class FakeSender:
+    def __init__(self, run: FakeRun) -> None:
+        self._note = run.journal.append
+
+    def connect(self, handles: object) -> None:
+        self._note(f"connect the sender to {handles}")
+
+    def publish(self, version: int) -> str:
+        self._note(f"publish {version}")
+        return f"sync of version {version}"
+
+    def close(self) -> None:
+        self._note("close the sender")
+
+
+class FakeCheckpointer:
+    """Saves nothing; a save of a step in `run.failing_saves` fails."""
+
+    def __init__(self, run: FakeRun) -> None:
+        self._run, self._note = run, run.journal.append
+        self.newest: int | None = None
+        self.saved: dict[int, dict[str, Any]] = {}
+        self.directory = SimpleNamespace(state=lambda step: {"files": {"metrics.jsonl": 100 * step}})
+
+    def restore(self, prepare: Callable[[Any], None]) -> dict[str, Any] | None:
+        record = self._run.record
+        if record is not None:
+            prepare(SimpleNamespace(own=self._run.own, step=record["step"]))
+            self._note("load the policy")
+        return record
+
+    def due(self, steps_done: int) -> bool:
+        return steps_done in self._run.due
+
+    def poll(self, *, wait: bool = False) -> bool:
+        self._note("complete the save" if wait else "poll the save")
+        return True
+
+    def save(self, step: int, record: dict[str, Any], *, wait: bool) -> bool:
+        self._note(f"save {step}{' and wait' if wait else ''}")
+        self.saved[step] = record
+        if step in self._run.failing_saves:
+            return False
+        self.newest = step
+        return True
+
+    def finish(self, export_s: float) -> None:
+        self._note(f"finish the export in {export_s:.0f} s")
+
+
+class FakeRun:
+    """The state of one run: what its checkpointer restores, when it is asked to stop, which saves fail."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.journal: list[str] = []
+        self.record: dict[str, Any] | None = None
+        self.own = True  # the restored checkpoint is one of this run directory
+        self.stop_after: dict[int, str] = {}  # steps done -> reason
+        self.due: set[int] = set()
+        self.failing_saves: set[int] = set()
+        self.train: Callable[[], None] = lambda: None
+        self.session: Session | None = None
+
+    def build(self) -> Session:
+        self.session = Session(self.config, None, io.StringIO())
+        return self.session
+
+    def agree(self) -> str | None:
+        assert self.session is not None
+        return self.stop_after.get(self.session.steps_done)
+
+
+def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
+    """Return a run whose `build` makes a session of fakes; `megarl.run.loop.train` then trains with fake steps."""
+    run = FakeRun(config)
+    note = run.journal.append
+
+    def plan_step(tags: object, config: Config, *, dp_size: int, version: int) -> str:
+        return f"plan for version {version}"
+
+    def train_step(policy: object, plan: str, *rest: object) -> None:
+        note(f"train {plan}")
+        run.train()
+
+    def install() -> None:
+        note("install the stop vote")
+
+    def save_hf(exporter: object, model: Path, target: Path, **options: object) -> None:
+        note(f"export to {target.name}")
+
+    fakes: dict[str, Any] = {
+        "Peers": lambda timeouts: SimpleNamespace(is_first=True, group=None, on_first_rank=lambda function: function()),
+        "Recorder": lambda config, peers, terminal: FakeRecorder(run),
+        "load_info": lambda path: None,
+        "parallel": SimpleNamespace(initialize=lambda layout, **options: note("parallel state")),
+        "Policy": lambda config, layout, info: note("policy") or SimpleNamespace(module_chunks=[]),
+        "HFExporter": lambda chunks, info, dtype: None,
+        "save_hf": save_hf,
+        "PoolLink": lambda config, peers, recorder: FakePool(run),
+        "WeightSender": lambda config, exporter: FakeSender(run),
+        "Checkpointer": lambda config, policy, group, say: FakeCheckpointer(run),
+        "StopVote": lambda run_dir, peers: SimpleNamespace(agree=run.agree, install=install),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(session, name, fake)
+    monkeypatch.setattr(loop, "parallel", SimpleNamespace(dp_size=lambda: 2))
+    monkeypatch.setattr(loop, "plan_step", plan_step)
+    monkeypatch.setattr(loop, "train_step", train_step)
+    return run
