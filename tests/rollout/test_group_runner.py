@@ -1,62 +1,26 @@
-"""A group is its samples' agent loops; a loop that fails takes its group along, and no other."""
+"""The group runner: one agent loop for each sample of a group, and the requests that the loops make."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rewards.types import RewardInput, RewardOutcome
-from megarl.rollout.admission import Admission
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
-from megarl.rollout.background import BackgroundTasks
-from megarl.rollout.controller import RolloutController
-from megarl.rollout.failure_policy import FailurePolicy
 from megarl.rollout.group_runner import GroupRunner
-from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
-from tests.support.pool import pool_config
+from megarl.rollout.requests import GenerateRequest, request_seed
+from megarl.rollout.to_trajectory import trajectory
+from tests.support.configs import config as config_of
+from tests.support.fake_rollout import VERSION, FakeBatcher, FakeRewards, FakeSource
 
 
-@dataclass
-class FakeBatcher:
-    """Answers with as many tokens as the request's prompt has."""
-
-    asked: list[tuple[str, list[int], int | None, Any, int | None]] = field(default_factory=list)
-
-    async def generate(self, request: GenerateRequest, prefix: Any = None, home: int | None = None) -> GenerateResult:
-        self.asked.append((request.request_id, request.prompt_ids, request.seed, prefix, home))
-        ids = [9] * len(request.prompt_ids)
-        spans = (VersionSpan(4, 0, len(ids)),)
-        return GenerateResult(request.request_id, ids, [-0.5] * len(ids), spans, "stop", 0, 0.25)
-
-
-class FakeSource:
-    stop_token_ids = (2,)
-
-    def draw(self, group_id: int) -> Any:
-        def judge(text: str, ids: list[int], reason: str) -> RewardInput:
-            return RewardInput("", text, ids, reason)
-
-        return SimpleNamespace(ids=[5] * (group_id + 1), reward_input=judge, answer="7")
-
-    def decode(self, ids: list[int]) -> str:
-        return "x" * len(ids)
-
-
-class FakeRewards:
-    async def score(self, judged: RewardInput) -> RewardOutcome:
-        return RewardOutcome(float(len(judged.response)))
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    return pool_config(tmp_path_factory.mktemp("group-runner"))
+@pytest.fixture
+def config() -> Config:
+    return config_of("model", sampling={"max_tokens": 16})
 
 
 def runner(config: Config, loop: AgentLoop | None = None) -> tuple[GroupRunner, FakeBatcher]:
@@ -73,9 +37,11 @@ def test_single_turn_asks_once_for_each_sample_and_judges_it(config: Config) -> 
     count = config.batch.samples_per_group
     assert [row.key for row in rows] == [f"2:{index}" for index in range(count)]
     assert all(row.prompt_ids == [5] * 3 and row.response_ids == [9] * 3 and row.reward == 3.0 for row in rows)
-    assert all(row.response_mask == [1, 1, 1] and row.oldest_version == 4 for row in rows)
+    assert all(row.response_mask == [1, 1, 1] and row.oldest_version == VERSION for row in rows)
     seeds = [request_seed(config.run.seed, 2, index) for index in range(count)]
-    assert batcher.asked == [(f"p-2-{index}-0", [5] * 3, seeds[index], 2, None) for index in range(count)]
+    assert batcher.asked == [
+        (GenerateRequest(f"p-2-{index}-0", [5] * 3, made.sampling, seeds[index]), 2, None) for index in range(count)
+    ]
     assert made.stats.generate_seconds == [0.25] * count and len(made.stats.reward_seconds) == count
 
 
@@ -91,7 +57,7 @@ class TwoTurns:
         mask = [*[1] * len(first.response_ids), 0, *[1] * len(second.response_ids)]
         assert outcome is not None
         return Trajectory(
-            ctx.group_id, ctx.sample_index, ctx.prompt.ids, ids, [0.0] * len(ids), (VersionSpan(4, 0, len(ids)),),
+            ctx.group_id, ctx.sample_index, ctx.prompt.ids, ids, [0.0] * len(ids), (VersionSpan(VERSION, 0, len(ids)),),
             "stop", outcome.score, response_mask=mask,
         )  # fmt: skip
 
@@ -102,37 +68,84 @@ def test_a_loop_of_ones_own_repeats_itself(config: Config) -> None:
     assert len({tuple(row.response_ids) for row in first}) > 1  # each sample draws for itself
 
 
-class Failing:
+def test_each_turn_has_a_request_id_and_a_seed_of_its_own(config: Config) -> None:
+    made, batcher = runner(config, TwoTurns())
+    asyncio.run(made.run(1))
+    count, run_seed = config.batch.samples_per_group, config.run.seed
+    asked = {request.request_id: request.seed for request, _, _ in batcher.asked}
+    assert asked == {
+        f"p-1-{index}-{turn}": request_seed(run_seed, 1, index, turn) for index in range(count) for turn in range(2)
+    }
+    assert len(set(asked.values())) == len(asked) == 2 * count == len(made.stats.generate_seconds)
+    assert len(made.stats.reward_seconds) == count  # the second answer is scored
+
+
+def test_a_deterministic_run_sends_a_group_to_the_replica_of_its_number(config: Config) -> None:
+    made, batcher = runner(config.model_copy(update={"run": config.run.model_copy(update={"deterministic": True})}))
+    asyncio.run(made.run(7))
+    assert [(prefix, home) for _, prefix, home in batcher.asked] == [(7, 7)] * config.batch.samples_per_group
+
+
+class Capped:
+    """Asks for at most `limits[i]` tokens in turn i."""
+
+    def __init__(self, *limits: int | None) -> None:
+        self.limits = limits
+
     async def run(self, ctx: AgentContext) -> Trajectory:
-        if ctx.group_id == 1 and ctx.sample_index == 2:
+        for limit in self.limits[:-1]:
+            await ctx.generate(ctx.prompt.ids, max_tokens=limit)
+        result = await ctx.generate(ctx.prompt.ids, max_tokens=self.limits[-1])
+        return trajectory(ctx.group_id, ctx.sample_index, ctx.prompt.ids, result, await ctx.judge(result))
+
+
+def test_a_loop_can_lower_max_tokens_and_not_raise_it(config: Config) -> None:
+    made, batcher = runner(config, Capped(5, None, 16, 99))
+    asyncio.run(made.run(0))
+    first = [request for request, _, _ in batcher.asked if request.request_id.startswith("p-0-0-")]
+    assert [request.sampling.max_tokens for request in first] == [5, 16, 16, 16]
+    assert [replace(request.sampling, max_tokens=16) for request in first] == [made.sampling] * 4
+
+
+class WithoutVersions:
+    """Returns a trajectory whose tokens have no weight version."""
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        return replace(await SingleTurn().run(ctx), versions=())
+
+
+def test_the_trajectory_of_a_loop_is_checked(config: Config) -> None:
+    with pytest.raises(ValueError, match="sample 2:0: no weight version for response token 0"):
+        asyncio.run(runner(config, WithoutVersions())[0].run(2))
+
+
+class Failing:
+    """Fails in sample 2; the others wait until they are cancelled."""
+
+    def __init__(self) -> None:
+        self.cancelled = 0
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        if ctx.sample_index == 2:
             raise ConnectionError("the tool is gone")
-        return await SingleTurn().run(ctx)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        raise AssertionError
 
 
-@dataclass
-class FakeWriter:
-    groups: list[list[Trajectory]] = field(default_factory=list)
+def test_a_loop_that_fails_ends_the_loops_of_its_group(config: Config) -> None:
+    loop = Failing()
+    with pytest.raises(ConnectionError, match="the tool is gone"):
+        asyncio.run(runner(config, loop)[0].run(0))
+    assert loop.cancelled == config.batch.samples_per_group - 1
 
-    async def put_group(self, rows: list[Trajectory]) -> None:
-        self.groups.append(rows)
 
-
-def test_a_failed_group_is_counted_and_the_next_one_is_not_its_concern(config: Config) -> None:
-    admission, writer = Admission(2), FakeWriter()
-    admission.set_version(0)
-    controller: Any = SimpleNamespace(
-        _runner=runner(config, Failing())[0], _failures=FailurePolicy("count", 2), _writer=writer,
-        _admission=admission, _tasks=BackgroundTasks(),
-    )  # fmt: skip
-
-    async def run() -> None:
-        for group_id in admission.admit():
-            await RolloutController._group(controller, group_id)
-
-    asyncio.run(run())
-    good, failed = writer.groups
-    assert all(row.status == "ok" for row in good)
-    assert [(row.key, row.status, row.failure, row.oldest_version) for row in failed] == [
-        (f"1:{index}", "failed", "the tool is gone", -1) for index in range(config.batch.samples_per_group)
-    ]
-    assert admission.batch(0) == ([0], [1])
+def test_the_samples_of_a_failed_group_are_empty_and_counted(config: Config) -> None:
+    rows = runner(config)[0].failed(3, "no answer")
+    assert [row.key for row in rows] == [f"3:{index}" for index in range(config.batch.samples_per_group)]
+    assert {(row.status, row.failure, row.oldest_version, row.tag.total_tokens) for row in rows} == {
+        ("failed", "no answer", -1, 0)
+    }

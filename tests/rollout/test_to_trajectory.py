@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 
-from megarl.queue.trajectory import VersionSpan
+from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rewards.types import RewardOutcome
 from megarl.rollout.requests import GenerateResult, request_seed
-from megarl.rollout.to_trajectory import defect, trajectory
+from megarl.rollout.to_trajectory import check_trajectory, defect, failed_trajectory, trajectory
+from tests.support.declared_streams import EVERY_DTYPE, declared
 
 GOOD = GenerateResult("r", [5, 6, 2], [-0.5, -1.25, 0.0], (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)), "stop", 0)
 
@@ -52,3 +54,58 @@ def test_seeds_depend_on_run_group_and_sample_only() -> None:
     seeds = {request_seed(run, group, sample) for run in range(4) for group in range(40) for sample in range(8)}
     assert len(seeds) == 4 * 40 * 8 and all(0 <= seed < 1 << 63 for seed in seeds)
     assert request_seed(0, 0, 0) == 4808561972376111626
+
+
+# Three response tokens, of which the second was inserted by the agent loop and has neither log-prob nor version.
+LOOPED = Trajectory(
+    group_id=7,
+    sample_index=1,
+    prompt_ids=[1, 2],
+    response_ids=[5, 60, 2],
+    rollout_logprobs=[-0.5, 0.0, -1.0],
+    versions=(VersionSpan(3, 0, 1), VersionSpan(4, 2, 3)),
+    finish_reason="stop",
+    reward=1.0,
+    response_mask=[1, 0, 1],
+)
+
+
+def test_a_sound_trajectory_of_a_loop_passes() -> None:
+    check_trajectory(LOOPED, 7, 1)
+    with declared(*EVERY_DTYPE):
+        check_trajectory(replace(LOOPED, streams={"test_weight": [0.5] * 3, "test_expert": [1] * 3}), 7, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"group_id": 8}, "the agent loop of sample 7:1 returned a trajectory of 8:1"),
+        ({"sample_index": 0}, "the agent loop of sample 7:1 returned a trajectory of 7:0"),
+        ({"response_mask": [1, 0]}, "sample 7:1: response_mask has 2 values for 3 response tokens"),
+        ({"rollout_logprobs": [0.0] * 4}, "sample 7:1: rollout_logprobs has 4 values for 3 response tokens"),
+        (
+            {"streams": {"advantages": [0.0] * 3}},
+            "sample 7:1: stream 'advantages' is made by the trainer, not by an agent loop",
+        ),
+        ({"streams": {"test_weight": [0.0]}}, "sample 7:1: stream 'test_weight' has 1 values for 3 response tokens"),
+        ({"versions": (VersionSpan(3, 0, 1),)}, "sample 7:1: no weight version for response token 2"),
+        ({"response_mask": [1, 1, 1]}, "sample 7:1: no weight version for response token 1"),
+        (
+            {"response_ids": [], "rollout_logprobs": [], "response_mask": [], "versions": ()},
+            "sample 7:1: no response token",
+        ),
+    ],
+)
+def test_a_faulty_trajectory_of_a_loop_is_named(changed: dict, message: str) -> None:
+    with declared(), pytest.raises(ValueError, match=re.escape(message) + "$"):
+        check_trajectory(replace(LOOPED, **changed), 7, 1)
+
+
+def test_a_stream_that_nobody_declared_is_named() -> None:
+    with pytest.raises(KeyError, match="stream 'test_weight' is not declared"):
+        check_trajectory(replace(LOOPED, streams={"test_weight": [0.0] * 3}), 7, 1)
+
+
+def test_a_failed_trajectory_needs_neither_tokens_nor_versions() -> None:
+    check_trajectory(failed_trajectory(7, 1, "no answer"), 7, 1)
+    check_trajectory(replace(LOOPED, status="failed", versions=()), 7, 1)

@@ -16,7 +16,7 @@ from tests.support.thread_ranks import ThreadPeers, ThreadRanks
 WORLD = 3
 
 
-def vote(run_dir: Path, *, signalled: tuple[int, ...] = ()) -> list[str | None | Exception]:
+def vote(run_dir: Path, *, signalled: tuple[int, ...] = ()) -> list[str | Exception | None]:
     """Return what each rank agrees to; `signalled`: the ranks that have received SIGTERM."""
 
     def on_rank(peers: ThreadPeers) -> str | None:

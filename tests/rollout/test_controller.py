@@ -1,0 +1,280 @@
+"""The controller without engines: batches of a step, failed groups, and what a restarted trainer finds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.common.errors import NoReplicaLeft, RolloutError
+from megarl.config.schema import Config
+from megarl.queue.trajectory import Trajectory
+from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
+from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.controller import ATTEMPTS_FILE
+from tests.support.configs import config as config_of
+from tests.support.fake_rollout import LocalController, local_controller
+
+GROUPS, SAMPLES = 3, 2
+WAIT_S = 5.0
+
+
+@pytest.fixture
+def config() -> Config:
+    return config_of("model", batch={"groups": GROUPS, "samples_per_group": SAMPLES})
+
+
+@pytest.fixture
+def local(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalController:
+    return local_controller(config, tmp_path, monkeypatch)
+
+
+def keys_of(*groups: int) -> list[str]:
+    return [f"{group}:{index}" for group in groups for index in range(SAMPLES)]
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_the_batches_of_two_steps(local: LocalController) -> None:
+    controller, queue = local.controller, local.queue
+
+    async def scenario() -> None:
+        for step in range(2):
+            counters = await controller.set_version(step)
+            assert (counters.admitted, counters.in_flight) == (GROUPS * (step + 1), GROUPS)
+            assert (await controller.admit()).admitted == GROUPS * (step + 1)  # the version allows no more
+            batch = await controller.wait_batch(step, WAIT_S)
+            groups = range(step * GROUPS, (step + 1) * GROUPS)
+            assert batch.keys == keys_of(*groups) and set(batch.keys) == queue.rows.keys()
+            assert batch is await controller.wait_batch(step, WAIT_S)  # until it is committed
+            assert batch.timings["rollout/replicas_alive"] == 1 and batch.counters.taken == GROUPS
+            counters = await controller.commit(step, trained=2, filtered=1, dropped_stale=0, failed=0)
+            assert counters.balanced and (counters.trained, counters.filtered) == (2 * (step + 1), step + 1)
+            await asyncio.sleep(0)  # the rows are removed by a task
+            assert not queue.rows
+        assert await controller.references([4]) == {4: "answer 4"}
+
+    run(scenario)
+
+
+def test_versions_without_admission_start_nothing(local: LocalController) -> None:
+    """The loop publishes a version, evaluates it, and only then lets groups start."""
+
+    async def scenario() -> None:
+        assert (await local.controller.set_version(0, admit=False)).admitted == 0
+        assert (await local.controller.admit()).admitted == GROUPS
+        assert local.fleet.joined == 1  # replaced replicas serve from the version on
+
+    run(scenario)
+
+
+def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: LocalController) -> None:
+    local.fleet.held = {1}
+
+    async def scenario() -> None:
+        await local.controller.set_version(0)
+        with pytest.raises(RolloutError, match=r"waited 0 s for the batch of step 0; 1 groups in flight: \[1\]"):
+            await local.controller.wait_batch(0, 0.1)
+        await local.controller.shutdown()
+
+    run(scenario)
+
+
+def test_wrong_numbers_are_refused_and_settle_nothing(local: LocalController) -> None:
+    async def scenario() -> None:
+        await local.controller.set_version(0)
+        await local.controller.wait_batch(0, WAIT_S)
+        with pytest.raises(ValueError, match="do not account for its 3 groups"):
+            await local.controller.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0)
+        assert (await local.controller.counters()).taken == GROUPS and len(local.queue.rows) == GROUPS * SAMPLES
+
+    run(scenario)
+
+
+class FailsInGroup1:
+    """Fails in one sample of group 1, after another sample of that group has been answered."""
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        if ctx.group_id == 1 and ctx.sample_index == 1:
+            raise ConnectionError("the tool is gone")
+        return await SingleTurn().run(ctx)
+
+
+class MarksTheWrongSample:
+    """Returns a trajectory of another group."""
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        row = await SingleTurn().run(ctx)
+        return row if ctx.group_id != 1 else Trajectory(**{**vars(row), "group_id": 7})
+
+
+@pytest.mark.parametrize(
+    ("loop", "failure"),
+    [
+        (FailsInGroup1(), "the tool is gone"),
+        (MarksTheWrongSample(), "the agent loop of sample 1:0 returned a trajectory of 7:0"),
+    ],
+)
+def test_a_failed_group_is_counted_and_the_others_are_trained(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: AgentLoop, failure: str
+) -> None:
+    local = local_controller(config, tmp_path, monkeypatch, loop)
+
+    async def scenario() -> None:
+        await local.controller.set_version(0)
+        batch = await local.controller.wait_batch(0, WAIT_S)
+        rows = [local.queue.rows[key] for key in batch.keys]
+        assert batch.keys == keys_of(0, 1, 2)
+        assert [row.status for row in rows] == ["ok", "ok", "failed", "failed", "ok", "ok"]
+        assert [(row.failure, row.prompt_ids, row.response_ids, row.oldest_version) for row in rows[2:4]] == [
+            (failure, [], [], -1)
+        ] * SAMPLES
+        counters = await local.controller.commit(0, trained=2, filtered=0, dropped_stale=0, failed=1)
+        assert counters.balanced and (counters.trained, counters.failed) == (2, 1)
+        assert local.controller._admission.unsettled == []  # no group is drawn again
+
+    run(scenario)
+
+
+def test_a_group_whose_samples_all_fail_in_the_engine_is_failed(local: LocalController) -> None:
+    """Samples with a defect are not scored; a group needs two good ones."""
+    empty = local.fleet.generate
+
+    async def generate(prefix: int, requests: list, *, home: int | None = None) -> list:
+        results = await empty(prefix, requests, home=home)
+        return [type(r)(**{**vars(r), "logprobs": [float("nan")] * len(r.logprobs)}) for r in results]
+
+    async def scenario() -> None:
+        local.fleet.generate = generate  # type: ignore[method-assign]
+        await local.controller.set_version(0)
+        await local.controller.wait_batch(0, WAIT_S)
+        assert {row.failure for row in local.queue.rows.values()} == {"log-prob nan at response token 0"}
+        counters = await local.controller.commit(0, trained=0, filtered=0, dropped_stale=0, failed=GROUPS)
+        assert counters.balanced and counters.failed == GROUPS
+
+    run(scenario)
+
+
+def test_begin_resets_the_failure_policy(local: LocalController) -> None:
+    """GROUPS failures in a row end the run; those before a restart of the trainer do not count."""
+    failing = range(GROUPS - 1)
+    local.fleet.failures = {group: TimeoutError("late") for group in failing}
+    local.fleet.held = {GROUPS - 1}
+
+    async def scenario() -> None:
+        for _ in range(3):
+            await local.controller.begin(None)
+            while (await local.controller.set_version(0)).in_flight > 1:
+                await asyncio.sleep(0.01)
+            assert {row.failure for row in local.queue.rows.values()} == {"late"}
+        local.fleet.failures[GROUPS - 1], local.fleet.held = TimeoutError("late"), set()
+        await local.controller.begin(None)
+        await local.controller.set_version(0)
+        with pytest.raises(RolloutError, match=f"{GROUPS} prompt groups in a row failed in rollout; the last"):
+            await local.controller.wait_batch(0, WAIT_S)
+
+    run(scenario)
+
+
+def test_a_failure_that_ends_the_run_is_raised_by_every_call_until_begin(local: LocalController) -> None:
+    controller = local.controller
+    local.fleet.failures = {1: NoReplicaLeft(0, "replica 0 died")}
+
+    async def scenario() -> None:
+        await controller.set_version(0)
+        with pytest.raises(NoReplicaLeft, match="replica 0 died"):
+            await controller.wait_batch(0, WAIT_S)
+        calls: list[Callable[[], Awaitable[object]]] = [
+            lambda: controller.wait_batch(0, WAIT_S),
+            lambda: controller.set_version(1),
+            controller.admit,
+            lambda: controller.evaluate(0),
+            lambda: controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0),
+        ]
+        for call in calls:
+            with pytest.raises(NoReplicaLeft, match="replica 0 died"):
+                await call()
+        local.fleet.failures = {}
+        await controller.begin(None)
+        await controller.set_version(0)
+        assert (await controller.wait_batch(0, WAIT_S)).keys == keys_of(*range(GROUPS))
+
+    run(scenario)
+
+
+def test_a_queue_that_fails_ends_the_run(local: LocalController) -> None:
+    """Its rows are missing, so the group cannot be counted as failed either."""
+    local.queue.failure = TimeoutError("process 7 waited 60 s for the trajectory queue to take 2 rows")
+
+    async def scenario() -> None:
+        await local.controller.set_version(0)
+        with pytest.raises(RolloutError, match="rollout failed: process 7 waited 60 s"):
+            await local.controller.wait_batch(0, WAIT_S)
+
+    run(scenario)
+
+
+def test_begin_drops_what_the_trainer_before_left_and_redraws_it(local: LocalController) -> None:
+    controller = local.controller
+
+    async def scenario() -> None:
+        await controller.set_version(0)
+        await controller.wait_batch(0, WAIT_S)
+        await controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0)
+        state = json.loads(json.dumps(await controller.state_dict()))
+        local.fleet.held = {4}  # one group of step 1 is in flight when the trainer dies, the others are in the queue
+        await controller.set_version(1)
+        while len(local.queue.rows) < (GROUPS - 1) * SAMPLES:
+            await asyncio.sleep(0.01)
+        counters = await controller.begin(state)
+        assert (counters.admitted, counters.rolled_back, counters.in_flight) == (GROUPS, GROUPS, 0)
+        assert not local.queue.rows and local.fleet.resets == 1
+        local.fleet.held = set()
+        await controller.set_version(1)
+        batch = await controller.wait_batch(1, WAIT_S)
+        assert batch.keys == keys_of(3, 4, 5) and batch.timings["total/groups_rolled_back"] == GROUPS
+
+    run(scenario)
+
+
+def test_groups_that_a_killed_controller_started_count_as_rolled_back(local: LocalController, tmp_path: Path) -> None:
+    (tmp_path / ATTEMPTS_FILE).write_text('{"attempts": 17}')
+
+    async def scenario() -> None:
+        state = {"admission": local.controller._admission.state_dict(), "source": {"seed": 0}}
+        assert (await local.controller.begin(state)).rolled_back == 17
+        await local.controller.set_version(0)
+        assert json.loads((tmp_path / ATTEMPTS_FILE).read_text()) == {"attempts": 17 + GROUPS}
+        await local.controller.shutdown()
+
+    run(scenario)
+
+
+def test_other_prompts_than_the_saved_ones_are_refused(local: LocalController) -> None:
+    async def scenario() -> None:
+        state = await local.controller.state_dict() | {"source": {"seed": 1}}
+        with pytest.raises(ValueError, match="saved prompts"):
+            await local.controller.begin(state)
+
+    run(scenario)
+
+
+def test_skipped_prompts_are_reported_once_in_a_history(local: LocalController) -> None:
+    async def scenario() -> None:
+        await local.controller.begin(None)
+        skipped = []
+        for step in range(2):
+            await local.controller.set_version(step)
+            skipped.append((await local.controller.wait_batch(step, WAIT_S)).timings["rollout/skipped_prompts"])
+            await local.controller.commit(step, trained=3, filtered=0, dropped_stale=0, failed=0)
+        assert skipped == [3, 0]
+        await local.controller.begin(await local.controller.state_dict())
+        await local.controller.set_version(2)
+        assert (await local.controller.wait_batch(2, WAIT_S)).timings["rollout/skipped_prompts"] == 0
+
+    run(scenario)

@@ -1,0 +1,66 @@
+"""Batches between admission and commit: keys of all samples, the counters of the moment, one batch per step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rollout.admission import Admission
+from megarl.rollout.ready_batches import ReadyBatches
+
+SAMPLES = 3
+
+
+def ready(groups: int, order: list[int], failed: set[int], *, staleness: int = 0) -> Admission:
+    """Return an admission whose groups have finished in `order`; those in `failed` cannot be trained on."""
+    admission = Admission(groups, staleness)
+    admission.set_version(0)
+    admission.admit()
+    for group in order:
+        admission.finish(group, ok=group not in failed)
+    return admission
+
+
+@given(st.permutations(range(4)), st.sets(st.integers(0, 3)))
+def test_keys_are_those_of_all_samples_by_group_and_sample(order: list[int], failed: set[int]) -> None:
+    batch = ReadyBatches(SAMPLES).take(0, ready(4, order, failed), {"rollout/replicas_alive": 2.0})
+    assert batch.keys == [f"{group}:{index}" for group in range(4) for index in range(SAMPLES)]
+    assert (batch.step, batch.counters.taken, batch.counters.balanced) == (0, 4, True)
+    assert batch.timings == {
+        "rollout/replicas_alive": 2.0,
+        "rollout/queue_depth": 0,
+        "total/groups_rolled_back": 0,
+    }
+
+
+def test_the_groups_that_finished_first_are_taken_and_the_others_wait_in_the_queue() -> None:
+    batch = ReadyBatches(1).take(0, ready(2, [3, 0, 2], set(), staleness=1), {})
+    assert batch.keys == ["0:0", "3:0"] and batch.timings["rollout/queue_depth"] == 1
+    assert batch.counters.in_flight == 1
+
+
+def test_rolled_back_groups_are_reported_with_every_batch() -> None:
+    admission = Admission(2)
+    admission.load_state_dict(admission.state_dict(), attempts=5)
+    admission.set_version(0)
+    for group in admission.admit():
+        admission.finish(group, ok=True)
+    assert ReadyBatches(1).take(0, admission, {}).timings["total/groups_rolled_back"] == 5
+
+
+def test_a_step_whose_groups_are_not_ready_has_no_batch() -> None:
+    batches = ReadyBatches(SAMPLES)
+    with pytest.raises(ValueError, match="the groups of step 0 are not ready"):
+        batches.take(0, ready(2, [0], set()), {})
+    assert batches.get(0) is None
+
+
+def test_a_batch_is_kept_until_it_is_committed_or_dropped() -> None:
+    batches = ReadyBatches(SAMPLES)
+    batch = batches.take(0, ready(2, [0, 1], set()), {})
+    assert batches.get(0) is batch and batches.get(1) is None
+    assert batches.pop(0) is batch and batches.get(0) is None
+    batches.take(0, ready(2, [0, 1], set()), {})
+    batches.clear()
+    assert batches.get(0) is None

@@ -1,0 +1,160 @@
+"""The parts of a rollout controller without engines: prompts, rewards, a fleet and a queue in this process.
+
+`local_controller(config, directory)` is a real `RolloutController` that is joined to them, outside Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import Config
+from megarl.queue.trajectory import Trajectory, VersionSpan
+from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rollout import controller as controller_module
+from megarl.rollout.agents.agent_loop import AgentLoop
+from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.batcher import Batcher
+from megarl.rollout.controller import RolloutController
+from megarl.rollout.group_runner import GroupRunner
+from megarl.rollout.replica import ReplicaSpec
+from megarl.rollout.requests import GenerateRequest, GenerateResult
+
+VERSION = 4  # of the weights that the fake engines serve
+ENGINE_S = 0.25
+
+
+def response(request: GenerateRequest) -> GenerateResult:
+    """Return as many tokens as the request's prompt has."""
+    ids = [9] * len(request.prompt_ids)
+    spans = (VersionSpan(VERSION, 0, len(ids)),)
+    return GenerateResult(request.request_id, ids, [-0.5] * len(ids), spans, "stop", 0, ENGINE_S)
+
+
+@dataclass
+class FakeBatcher:
+    """Answers every request at once, and keeps it with the prefix and the home that it was sent with."""
+
+    asked: list[tuple[GenerateRequest, Any, int | None]] = field(default_factory=list)
+
+    async def generate(self, request: GenerateRequest, prefix: Any = None, home: int | None = None) -> GenerateResult:
+        self.asked.append((request, prefix, home))
+        return response(request)
+
+
+class FakeSource:
+    """The prompt of group g has g + 1 tokens."""
+
+    stop_token_ids = (2,)
+    skipped = 3
+
+    def draw(self, group_id: int) -> Any:
+        def judge(text: str, ids: list[int], reason: str) -> RewardInput:
+            return RewardInput("", text, ids, reason)
+
+        return SimpleNamespace(ids=[5] * (group_id + 1), reward_input=judge, answer="7")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "x" * len(ids)
+
+    def reference(self, group_id: int) -> str:
+        return f"answer {group_id}"
+
+    def eval_sets(self) -> list[Any]:
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state != self.state_dict():
+            raise ValueError("the saved prompts are other ones")
+
+
+class FakeRewards:
+    """The reward is the length of the text."""
+
+    async def score(self, judged: RewardInput) -> RewardOutcome:
+        return RewardOutcome(float(len(judged.response)))
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class FakeFleet:
+    """One replica. `failures`: the errors of requests by group; `held`: groups whose requests are never answered."""
+
+    failures: dict[int, Exception] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)
+    serving: list[int] = field(default_factory=lambda: [0])
+    resets: int = 0
+    joined: int = 0
+
+    async def generate(
+        self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None
+    ) -> list[GenerateResult]:
+        if prefix in self.held:
+            await asyncio.Event().wait()
+        if prefix in self.failures:
+            raise self.failures[prefix]
+        return [response(request) for request in requests]
+
+    def admit_joining(self) -> None:
+        self.joined += 1
+
+    async def reset(self) -> None:
+        self.resets += 1
+
+
+@dataclass
+class FakeQueue:
+    """The rows of the queue by key; `groups` are the groups in the order in which they were written."""
+
+    rows: dict[str, Trajectory] = field(default_factory=dict)
+    groups: list[Sequence[Trajectory]] = field(default_factory=list)
+    failure: Exception | None = None
+
+    async def put_group(self, rows: Sequence[Trajectory]) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.groups.append(rows)
+        self.rows |= {row.key: row for row in rows}
+
+    async def clear(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.rows.pop(key, None)
+
+    async def clear_all(self) -> None:
+        self.rows.clear()
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class LocalController:
+    """A controller with its fake parts."""
+
+    controller: RolloutController
+    fleet: FakeFleet
+    queue: FakeQueue
+
+
+def local_controller(
+    config: Config, directory: Path, monkeypatch: pytest.MonkeyPatch, loop: AgentLoop | None = None
+) -> LocalController:
+    """Return a started controller whose run directory is `directory`; its constructor redirects no output."""
+    monkeypatch.setattr(controller_module, "redirect_output", lambda path: None)
+    spec = ReplicaSpec(config.model_dump_json(), str(directory), "run", cuda=False, max_model_len=64, supervisor=None)
+    made: Any = RolloutController(spec, "run.0")
+    fleet, queue, source, rewards = FakeFleet(), FakeQueue(), FakeSource(), FakeRewards()
+    batcher = Batcher(fleet, clock=made._engine_time)  # type: ignore[arg-type]
+    made._fleet, made._writer, made._queue, made._source, made._rewards = fleet, queue, queue, source, rewards
+    made._batcher = batcher
+    made._runner = GroupRunner(config, loop or SingleTurn(), source, batcher, rewards, partition="run.0")  # type: ignore[arg-type]
+    return LocalController(made, fleet, queue)
