@@ -180,8 +180,9 @@ def as_rollout_error(index: int, method: str, error: Exception, where: str) -> R
 
     `where`: where the replica's log is.
     """
+    # Ray raises a subclass of the cause's type whose text is the replica's whole traceback: read the cause first.
     cause = getattr(error, "cause", None)
-    for own in (error, cause):
+    for own in (cause, error):
         if isinstance(own, RequestFailed):
             return RequestFailed(str(own))
         if isinstance(own, ReplicaFailed):

@@ -13,17 +13,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.cluster.handle import launch_supervisor, read_state
-from megarl.common.errors import ReplicaFailed, RolloutError
+from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.common.processes import ProcessId, descendants, is_alive
+from megarl.data.cursor import Cursor
 from megarl.data.tokenize import load_tokenizer
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
+from megarl.run.batch_metrics import record_batch
+from megarl.run.step import plan_step
+from megarl.telemetry.declarations import step_metrics
+from tests.support.configs import write_problems
 from tests.support.pool import TestPool, pool_config, start_pool
 from tests.support.pool_checks import GONE_S, assert_all_go, check_rows, command_of, everything, serve
 from tests.support.waiting import wait_until
@@ -31,6 +37,9 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.engine
 
 TEMPERATURE = 0.7
+MODEL_LEN = 64
+REFUSED_STEP, REFUSED_GROUP = 3, 13
+PROBLEMS = 32
 
 
 def fake_agent() -> subprocess.Popen[bytes]:
@@ -48,8 +57,23 @@ def agent() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory, agent: subprocess.Popen[bytes]) -> Iterator[TestPool]:
-    sampling = {"temperature": TEMPERATURE, "max_tokens": 24}
-    running = start_pool(tmp_path_factory.mktemp("pool"), agent_pid=agent.pid, sampling=sampling)
+    """A pool whose engine refuses the prompt of REFUSED_GROUP, which is longer than the engine's sequences.
+
+    The command line refuses such a config, which `start_pool` does not check as a whole.
+    """
+    directory = tmp_path_factory.mktemp("pool")
+    path = write_problems(directory / "problems.jsonl", PROBLEMS)
+    problems = path.read_text().splitlines()
+    refused = Cursor(PROBLEMS, seed=0).at(REFUSED_GROUP)[1]
+    problems[refused] = json.dumps({"problem": "1+" * MODEL_LEN + "1", "answer": str(MODEL_LEN + 1)})
+    path.write_text("\n".join(problems) + "\n")
+    running = start_pool(
+        directory,
+        agent_pid=agent.pid,
+        sampling={"temperature": TEMPERATURE, "max_tokens": 24},
+        data={"path": path, "max_prompt_tokens": 4 * MODEL_LEN},
+        rollout={"max_model_len": MODEL_LEN},
+    )
     yield running
     running.close()
 
@@ -102,29 +126,67 @@ def test_rewards_judge_the_text_without_special_tokens(pool: TestPool, reader: Q
     pool.client.commit(2, trained=0, filtered=4, dropped_stale=0, failed=0)
 
 
+def test_a_request_that_the_engine_refuses_fails_its_call_and_leaves_the_replica_in_service(pool: TestPool) -> None:
+    [replica] = pool.client.engine_handles().replicas()
+    spec = SamplingSpec(4, 0.0, (2,))
+    long, short = GenerateRequest("long", [5] * (MODEL_LEN + 1), spec), GenerateRequest("short", [5, 6], spec)
+    with pytest.raises(RequestFailed, match=r"^replica 0 refused a request: .*maximum.*length"):
+        replica.call("generate", [long], timeout_s=60)
+    with pytest.raises(RequestFailed, match=r"^replica 0 refused a request"):
+        replica.call("generate", [replace(short, request_id="beside"), long], timeout_s=60)
+    assert replica.call("health", timeout_s=60)["replica"] == 0
+    assert 1 <= len(replica.call("generate", [short], timeout_s=60)[0].response_ids) <= 4
+
+
+def test_a_group_whose_request_is_refused_is_counted_as_failed(pool: TestPool, reader: QueueReader) -> None:
+    """The other groups of the step are sampled by the same replica, and every group ends once."""
+    batch = pool.config.batch
+    serve(pool, REFUSED_STEP)
+    ready = pool.client.wait_batch(REFUSED_STEP)
+    rows = reader.fetch(ready.keys)
+    failed = [row for row in rows if row.group_id == REFUSED_GROUP]
+    assert len(rows) == batch.groups * batch.samples_per_group and len(failed) == batch.samples_per_group
+    for row in failed:
+        assert row.status == "failed" and row.failure.startswith("replica 0 refused a request: ")
+        assert (row.prompt_ids, row.response_ids, row.rollout_logprobs, row.versions) == ([], [], [], ())
+    check_rows(pool, [row for row in rows if row.group_id != REFUSED_GROUP], version=REFUSED_STEP)
+    assert ready.timings["rollout/replicas_alive"] == 1 and ready.counters.balanced
+    tags = reader.read_tags(ready.keys)
+    plan = plan_step(tags, pool.config, dp_size=1, version=REFUSED_STEP)
+    metrics = step_metrics()
+    record_batch(metrics, plan)
+    values = metrics.reduce()
+    assert values["groups/failed"] == 1 and values["groups/admitted"] == batch.groups
+    assert values["batch/failed_samples"] == batch.samples_per_group
+    ended = {name: int(values[f"groups/{name}"]) for name in ("trained", "filtered", "dropped_stale", "failed")}
+    counters = pool.client.commit(REFUSED_STEP, **ended)
+    assert counters.balanced and counters.failed == 1
+    assert counters.admitted == counters.settled == (REFUSED_STEP + 1) * batch.groups
+
+
 def test_wrong_bookkeeping_and_missing_batches_are_errors(pool: TestPool) -> None:
     with pytest.raises(ValueError, match="never taken"):
-        pool.client.commit(3, trained=4, filtered=0, dropped_stale=0, failed=0)
-    with pytest.raises(RolloutError, match=r"waited 0 s for the batch of step 3; 0 groups in flight"):
-        pool.client.wait_batch(3, timeout_s=0.3)
+        pool.client.commit(4, trained=4, filtered=0, dropped_stale=0, failed=0)
+    with pytest.raises(RolloutError, match=r"waited 0 s for the batch of step 4; 0 groups in flight"):
+        pool.client.wait_batch(4, timeout_s=0.3)
 
 
 def test_going_back_drops_what_is_in_flight_and_redraws_the_same_groups(pool: TestPool, reader: QueueReader) -> None:
-    """As a restarted trainer does: the state of step 3, with step 3's groups in flight, in the queue or taken."""
+    """A restarted trainer begins from step 4 while that step's groups are in flight, in the queue or taken."""
     state = pool.client.state_dict()
-    assert state["admission"]["steps"] == 3
+    assert state["admission"]["steps"] == 4
     responses = []
     for wait in (True, False):
-        serve(pool, 3)
+        serve(pool, 4)
         if wait:
-            ready = pool.client.wait_batch(3)
+            ready = pool.client.wait_batch(4)
         counters = pool.client.begin(state)
-        assert counters.balanced and counters.admitted == 3 * pool.config.batch.groups
+        assert counters.balanced and counters.admitted == 4 * pool.config.batch.groups
         wait_until(lambda: reader.read_tags() == [], 10, "the queue to be empty")
     assert counters.rolled_back == 2 * pool.config.batch.groups
     for _ in range(2):
-        serve(pool, 3)
-        again = pool.client.wait_batch(3)
+        serve(pool, 4)
+        again = pool.client.wait_batch(4)
         assert again.keys == ready.keys and again.counters.rolled_back >= counters.rolled_back
         responses.append([row.response_ids for row in reader.fetch(again.keys)])
         pool.client.begin(state)
@@ -132,9 +194,9 @@ def test_going_back_drops_what_is_in_flight_and_redraws_the_same_groups(pool: Te
 
 
 def test_evaluation_repeats_and_keeps_every_answer(pool: TestPool) -> None:
-    [first], [second] = pool.client.evaluate(3, "before"), pool.client.evaluate(3, "again")
+    [first], [second] = pool.client.evaluate(4, "before"), pool.client.evaluate(4, "again")
     assert first == second
-    assert (first.name, first.version, first.n) == ("held_out", 3, 8)
+    assert (first.name, first.version, first.n) == ("held_out", 4, 8)
     assert first.greedy.mean.value != first.sampled.mean.value
     records = [json.loads(line) for line in (pool.config.run_dir / "eval_before.jsonl").read_text().splitlines()]
     assert len(records) == 16 and {record["mode"] for record in records} == {"greedy", "sampled"}
@@ -179,11 +241,11 @@ def test_a_killed_engine_actor_fails_its_calls_by_name_and_takes_its_engine_alon
 
     def wait() -> None:
         try:
-            pool.client.wait_batch(3)
+            pool.client.wait_batch(4)
         except RolloutError as error:
             serve_error.append(error)
 
-    pool.client.set_version(3)
+    pool.client.set_version(4)
     thread = threading.Thread(target=wait)
     thread.start()
     time.sleep(0.5)

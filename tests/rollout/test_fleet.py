@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
@@ -118,7 +119,7 @@ def test_a_replaced_replica_serves_only_after_it_is_admitted() -> None:
 
 
 class ActorDiedError(Exception):
-    """As Ray names it."""
+    """Has the name of Ray's exception."""
 
 
 def test_errors_of_an_actor_call_are_told_apart() -> None:
@@ -127,6 +128,22 @@ def test_errors_of_an_actor_call_are_told_apart() -> None:
     assert str(died) == "replica 2 died while it was asked to generate; see log" and died.replica == 2
     other = as_rollout_error(1, "pause", ValueError("first\nsecond"), "see log")
     assert str(other) == "replica 1 failed to pause: ValueError: first; see log"
+
+
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    [
+        (RequestFailed("replica 1 refused a request: too long"), "replica 1 refused a request: too long"),
+        (ReplicaFailed(1, "replica 1 is dead"), "replica 1 is dead; see log"),
+        (OSError("no space"), "replica 1 failed to generate: OSError: no space; see log"),
+    ],
+)
+def test_the_text_of_an_error_is_the_replicas_own_and_not_the_traceback(cause: Exception, message: str) -> None:
+    """What Ray raises is an instance of the cause's type too, but its text is the traceback of the remote call."""
+    raised = RayTaskError("generate", "Traceback (most recent call last): ...", cause, pid=1, ip="host", actor_id="a")
+    dual = raised.as_instanceof_cause()
+    assert isinstance(dual, type(cause)) and str(dual) != str(cause)
+    assert str(as_rollout_error(1, "generate", dual, "see log")) == message
 
 
 def test_a_refused_request_costs_no_replica() -> None:
