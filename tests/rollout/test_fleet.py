@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+import tests.support.ray_token  # noqa: F401  # isort: skip  # before Ray is imported
 from ray.exceptions import RayTaskError
 
 from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError

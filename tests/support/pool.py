@@ -6,21 +6,17 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tests.support.ray_token  # noqa: F401  # sets the environment before anything imports Ray
 from megarl.cluster.client import PoolClient
 from megarl.cluster.handle import SupervisorHandle, launch_supervisor
 from megarl.config.schema import Config
 from tests.support.configs import with_sections, write_problems
 from tests.support.tiny import make_tiny_model
-
-# One token for all pools of this process: Ray reads it once.
-os.environ.setdefault("RAY_AUTH_MODE", "token")
-os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def pool_config(directory: Path, model: Path | None = None, **sections: dict[str, Any]) -> Config:
