@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
 from megarl.rollout.fleet import Fleet, as_rollout_error
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
+from tests.support.checkout import ROOT
 
 SPEC = SamplingSpec(4, 1.0, (2,))
 
@@ -193,3 +195,20 @@ def test_reset_replaces_what_cannot_serve() -> None:
         return [await fleet.generate("a", requests(0), home=1)]
 
     assert asyncio.run(run()) == [["1:0.0", "1:0.1"]] and new.served
+
+
+def replicas_of_the_config_are_read(source: str) -> bool:
+    """Whether the code has an expression that ends in `rollout.replicas`."""
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "replicas" and ast.unparse(node.value).endswith("rollout")
+        for node in ast.walk(ast.parse(source))
+    )
+
+
+def test_only_planning_and_the_start_read_the_number_of_replicas_from_the_config() -> None:
+    """Replicas join and leave: whoever needs their number while a run goes on asks the fleet."""
+    package = ROOT / "megarl"
+    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py")
+             if replicas_of_the_config_are_read(path.read_text())}  # fmt: skip
+    assert found == {"config/plan.py", "config/pools.py", "rollout/controller.py", "cluster/supervisor.py"}
+    assert replicas_of_the_config_are_read("for i in range(self.config.rollout.replicas): ...")

@@ -1,4 +1,6 @@
-"""Compares the log-probs of two models on the same texts: they show mistakes that a round trip undoes.
+"""Compares the log-probs of two models on the same texts.
+
+This finds a mistake that both directions of the converter share, which a round trip would not show.
 
 A Hugging Face directory is run with `transformers`, a Megatron checkpoint with Megatron-Core, each in fp32 on one
 device. Shapes: T tokens of a text, V vocabulary rows.

@@ -15,7 +15,8 @@ from megarl.models.loader import LISTED, left_out_note
 
 @dataclass
 class Comparison:
-    """The outcome by Hugging Face names: bit-equal tensors (buffers: of equal values) are counted, others are listed.
+    """The outcome by Hugging Face names. Tensors that are equal bit for bit are counted, as are buffers of equal values;
+    all others are listed.
 
     `missing`: only in the first model; `unexpected`: only in the second.
     """

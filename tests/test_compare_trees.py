@@ -1,0 +1,77 @@
+"""The comparison of two trees sees a difference in everything that it says it compares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, save
+
+from tests.support.compare_trees import DifferenceError, compare_runs
+
+
+def write_run(directory: Path) -> Path:
+    """The files of a finished run that are compared, as small as they can be."""
+    checkpoint = directory / "checkpoints" / "iter_0000003"
+    for folder in (directory / "hf", directory / "batches", checkpoint):
+        folder.mkdir(parents=True)
+    (directory / "hf" / "model.safetensors").write_bytes(b"weights")
+    write_checkpoint(checkpoint, 1.0)
+    write_batches(directory, "the prompt")
+    (directory / "eval_3.jsonl").write_text('{"response": "4"}\n')
+    (directory / "samples.jsonl").write_text('{"response": "5"}\n')
+    write_metrics(directory, 0.5)
+    return directory
+
+
+def write_checkpoint(checkpoint: Path, value: float) -> None:
+    save({"weight": torch.full((4,), value)}, storage_writer=FileSystemWriter(checkpoint), no_dist=True)
+
+
+def write_batches(run: Path, prompt: str, **more: int) -> None:
+    rows = [{"prompt": prompt, "response_ids": [1, 2], **more}]
+    pandas.DataFrame(rows).to_parquet(run / "batches" / "step_0000000.parquet")
+
+
+def write_metrics(run: Path, loss: float, seconds: float = 1.0) -> None:
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "policy/loss": loss, "time/step": seconds}) + "\n")
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "exported files": lambda run: (run / "hf" / "model.safetensors").write_bytes(b"weightz"),
+    "checkpoints": lambda run: (run / "checkpoints" / "iter_0000003").rename(run / "checkpoints" / "iter_0000004"),
+    "tensors of iter_0000003": lambda run: write_checkpoint(run / "checkpoints" / "iter_0000003", 2.0),
+    "recorded batches": lambda run: write_batches(run, "another prompt"),
+    "answers of evaluations": lambda run: (run / "eval_3.jsonl").write_text('{"response": "5"}\n'),
+    "samples": lambda run: (run / "samples.jsonl").write_text('{"response": "4"}\n'),
+    "metrics": lambda run: write_metrics(run, 0.5000001),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_difference_is_found_and_named(tmp_path: Path, what: str) -> None:
+    before, after = write_run(tmp_path / "before"), write_run(tmp_path / "after")
+    compare_runs("dense", before, after)
+    CHANGES[what](after)
+    with pytest.raises(DifferenceError, match=f"^dense: {what}: "):
+        compare_runs("dense", before, after)
+
+
+@pytest.mark.parametrize("removed", ["hf/model.safetensors", "eval_3.jsonl"])
+def test_nothing_to_compare_is_no_equality(tmp_path: Path, removed: str) -> None:
+    before, after = write_run(tmp_path / "before"), write_run(tmp_path / "after")
+    for run in (before, after):
+        (run / removed).unlink()
+    with pytest.raises(DifferenceError, match="there are none"):
+        compare_runs("dense", before, after)
+
+
+def test_timings_and_columns_of_one_tree_are_no_difference(tmp_path: Path) -> None:
+    before, after = write_run(tmp_path / "before"), write_run(tmp_path / "after")
+    write_metrics(after, 0.5, seconds=2.0)
+    write_batches(after, "the prompt", response_mask=1)
+    compare_runs("dense", before, after)
