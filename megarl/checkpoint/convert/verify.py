@@ -15,8 +15,9 @@ from megarl.models.loader import LISTED, left_out_note
 
 @dataclass
 class Comparison:
-    """The outcome by Hugging Face names. Tensors that are equal bit for bit are counted, as are buffers of equal values;
-    all others are listed.
+    """The outcome by Hugging Face names. Tensors equal bit for bit and buffers of equal values are counted.
+
+    All others are listed.
 
     `missing`: only in the first model; `unexpected`: only in the second.
     """
