@@ -66,8 +66,8 @@ def find_nvcc(site: Path, environment: Mapping[str, str]) -> Nvcc:
         f"no nvcc of CUDA {CUDA_MAJOR}, which the build of {PACKAGE} asks for its version.\n"
         + "".join(f"  looked in {line}\n" for line in seen)
         + f"Fix: pip install --no-deps the locked nvidia-cuda-nvcc (requirements/{LOCK.name}), or install the CUDA "
-        f"{CUDA_MAJOR} toolkit and set CUDA_HOME to its directory. Without {PACKAGE} a run on GPUs uses Megatron's own, "
-        "slower modules."
+        f"{CUDA_MAJOR} toolkit and set CUDA_HOME to its directory. Without {PACKAGE} a run on GPUs uses Megatron's "
+        "own, slower modules."
     )
 
 

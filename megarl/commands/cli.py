@@ -90,7 +90,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from megarl.commands.doctor import examine, render
+    from megarl.commands.doctor.examine import examine
+    from megarl.commands.doctor.report import render
 
     report = examine()
     sys.stdout.write(report.to_json() if options.json else render(report))
