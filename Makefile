@@ -41,14 +41,15 @@ setup-gpu: $(GPU_VENV)/.ready  ## Make .venv-gpu from requirements/gpu.lock on a
 $(GPU_VENV)/.ready: $(GPU_VENV)/.te $(GPU_VENV)/.kernels pyproject.toml
 	$(GPU_PIP) --no-build-isolation -e .
 	touch $@
-	$(GPU_PY) -m megarl doctor
+	-$(GPU_PY) -m megarl doctor
 
 gpu-packages: $(GPU_VENV)/.packages
 
+# `===`: not another build of that version, such as 2.13.0+cpu, where pip's sources have one.
 $(GPU_VENV)/.packages: requirements/gpu.lock
 	@echo "setting up $(GPU_VENV) from requirements/gpu.lock (5 to 15 minutes, 11 GB)"
 	$(PYTHON) -m venv $(GPU_VENV)
-	grep -v '^transformer-engine-torch=' requirements/gpu.lock | $(GPU_PIP) -r /dev/stdin
+	sed -e '/^transformer-engine-torch=/d' -e 's/^torch==/torch===/' requirements/gpu.lock | $(GPU_PIP) -r /dev/stdin
 	touch $@
 
 gpu-te: $(GPU_VENV)/.te

@@ -31,7 +31,7 @@ GIB_PER_JOB = 4  # what one compiler needs for a file that includes torch's head
 BUILD_TIMEOUT_S = 7200
 
 
-class MissingPart(Exception):
+class MissingPartError(Exception):
     """Something that the build needs is not on this machine; the message says what to do."""
 
 
@@ -47,7 +47,7 @@ def find_nvcc(site: Path, environment: Mapping[str, str]) -> Nvcc:
     """Return the first nvcc of CUDA 13, from CUDA_HOME, this environment's packages, PATH or /usr/local/cuda.
 
     Raises:
-        MissingPart: there is none; the message names every place and what is there.
+        MissingPartError: there is none; the message names every place and what is there.
     """
     on_path = shutil.which("nvcc", path=environment.get("PATH", ""))
     places = {
@@ -62,7 +62,7 @@ def find_nvcc(site: Path, environment: Mapping[str, str]) -> Nvcc:
         if home and release and release.partition(".")[0] == str(CUDA_MAJOR):
             return Nvcc(home, release)
         seen.append(f"{name}: {f'CUDA {release} at {home}' if release else 'no nvcc'}")
-    raise MissingPart(
+    raise MissingPartError(
         f"no nvcc of CUDA {CUDA_MAJOR}, which the build of {PACKAGE} asks for its version.\n"
         + "".join(f"  looked in {line}\n" for line in seen)
         + f"Fix: pip install --no-deps the locked nvidia-cuda-nvcc (requirements/{LOCK.name}), or install the CUDA "
@@ -88,7 +88,7 @@ def build_environment(site: Path, environment: Mapping[str, str], cores: int, me
     of compilers that run at the same time.
 
     Raises:
-        MissingPart: nvcc, a header or the C++ compiler is missing.
+        MissingPartError: nvcc, a header or the C++ compiler is missing.
     """
     nvcc = find_nvcc(site, environment)
     cudnn, nccl = site / "nvidia" / "cudnn", site / "nvidia" / "nccl"
@@ -100,9 +100,9 @@ def build_environment(site: Path, environment: Mapping[str, str], cores: int, me
     }
     for header, source in headers.items():
         if not header.is_file():
-            raise MissingPart(f"{header} is missing; install {source}")
+            raise MissingPartError(f"{header} is missing; install {source}")
     if not shutil.which(environment.get("CXX", "c++"), path=environment.get("PATH", "")):
-        raise MissingPart("no C++ compiler; install one (Debian: apt-get install g++)")
+        raise MissingPartError("no C++ compiler; install one (Debian: apt-get install g++)")
     paths = [str(cudnn / "include"), str(nccl / "include"), environment.get("CPATH", "")]
     return {
         "CUDA_HOME": str(nvcc.home),
@@ -113,6 +113,27 @@ def build_environment(site: Path, environment: Mapping[str, str], cores: int, me
         "NVTE_FRAMEWORK": "pytorch",
         "NVTE_PYTORCH_FORCE_BUILD": "TRUE",  # else setup.py first looks on GitHub for a wheel that nothing pins
     }
+
+
+def check_torch(cuda: str | None) -> None:
+    """Raise MissingPartError unless the installed torch, whose CUDA version is `cuda`, is the one to build for."""
+    if cuda is None or cuda.partition(".")[0] != str(CUDA_MAJOR):
+        raise MissingPartError(
+            f"the installed torch is built for {'CPUs' if cuda is None else f'CUDA {cuda}'}, not CUDA {CUDA_MAJOR}.\n"
+            "Fix: pip install --no-deps --force-reinstall the locked torch, with === instead of ==, so that pip does not "
+            "take another build of the same version"
+        )
+
+
+def _cuda_of_torch() -> str | None:
+    """Return the CUDA version of the installed torch, None for a CPU build. Raises MissingPartError without torch."""
+    command = [sys.executable, "-c", "import torch; print(torch.version.cuda or '')"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise MissingPartError(
+            f"torch cannot be imported: {done.stderr.strip().splitlines()[-1]}\nFix: make gpu-packages"
+        )
+    return done.stdout.strip() or None
 
 
 def build_command() -> list[str]:
@@ -132,8 +153,9 @@ def main() -> int:
     options = parser.parse_args()
     site = Path(sysconfig.get_paths()["purelib"])
     try:
+        check_torch(_cuda_of_torch())
         added = build_environment(site, os.environ, len(os.sched_getaffinity(0)), _available_gib())
-    except MissingPart as missing:
+    except MissingPartError as missing:
         sys.stderr.write(f"build_te: {missing}\n")
         return 2
     command = build_command()

@@ -111,7 +111,7 @@ def _finding(part: Part, outcome: Outcome) -> Finding:
 
 
 def _cudnn_findings(stdout: str) -> Iterator[Finding]:
-    """Yield a warning if the process has loaded two cuDNNs: Transformer Engine prefers a system's, torch has its own."""
+    """Yield a warning if two cuDNNs are loaded: Transformer Engine prefers a system's, torch has its own."""
     loaded = sorted({line.removeprefix(_CUDNN) for line in stdout.splitlines() if line.startswith(_CUDNN)})
     if len(loaded) > 1:
         fix = "export CUDNN_PATH=SITE-PACKAGES/nvidia/cudnn for all processes of a run (launch.runtime_env)"
