@@ -120,8 +120,8 @@ def check_torch(cuda: str | None) -> None:
     if cuda is None or cuda.partition(".")[0] != str(CUDA_MAJOR):
         raise MissingPartError(
             f"the installed torch is built for {'CPUs' if cuda is None else f'CUDA {cuda}'}, not CUDA {CUDA_MAJOR}.\n"
-            "Fix: pip install --no-deps --force-reinstall the locked torch, with === instead of ==, so that pip does not "
-            "take another build of the same version"
+            "Fix: pip install --no-deps --force-reinstall the locked torch, with === instead of ==, so that pip does "
+            "not take another build of the same version"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,12 +45,14 @@ def this_member(environment: Mapping[str, str]) -> Member:
 
 
 def _first_host(nodes: str) -> str:
-    """Return the name of the first node of a SLURM list such as `n[1-4]`."""
-    if not set("[,") & set(nodes):
-        return nodes
-    command = ["scontrol", "show", "hostnames", nodes]
+    """Return the address of the first node of a SLURM list such as `n[1-4]`, as SLURM itself reaches it."""
+    name = _ask("scontrol", "show", "hostnames", nodes).split()[0]
+    match = re.search(r"\bNodeAddr=(\S+)", _ask("scontrol", "--oneliner", "show", "node", name))
+    return match[1] if match else name
+
+
+def _ask(*command: str) -> str:
     try:
-        names = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True).stdout.split()
+        return subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError([f"{' '.join(command)}: {error}"]) from None
-    return names[0]

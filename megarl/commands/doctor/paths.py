@@ -19,6 +19,24 @@ from rich.table import Table
 Backend = Literal["gloo", "nccl"]
 
 
+# What gloo and NCCL write, in lower case, and the fix; the first match counts.
+_FIXES = (
+    (
+        ("ibv_reg_mr", "cannot allocate memory"),
+        "RDMA cannot lock memory: ulimit -l unlimited on every node (SLURM: PropagateResourceLimitsExcept=MEMLOCK)",
+    ),
+    (
+        ("ibv_", "net/ib"),
+        "RDMA fails: check ibstat on every node, name the good ports in NCCL_IB_HCA, or set NCCL_IB_DISABLE=1",
+    ),
+    (("duplicate gpu",), "two ranks share a GPU: one process per GPU (srun --gpus-per-task=1), or one per node"),
+    (
+        ("unable to find address for", "no socket interface found"),
+        "the interface is not on every node: name one that is, with --interface and launch.interface",
+    ),
+)
+
+
 @dataclass(frozen=True)
 class MemberFacts:
     """What a process says of itself. `route`: the interface of its route to the first node, or the one asked for."""
@@ -102,21 +120,13 @@ def node_leaders(members: Sequence[MemberFacts]) -> list[int]:
 
 def advice(path: PathToTry, outcomes: Sequence[Outcome]) -> str:
     """Return what to do about a path that failed."""
-    text = " ".join(f"{outcome.error} {outcome.log}" for outcome in outcomes if outcome.error).lower()
-    stages = {outcome.stage for outcome in outcomes if outcome.error}
     if not path.required:
         return "no fix is needed if a run does not use this path; launch.interface must not name this interface"
-    if "ib_register" in text or "ibv_reg_mr" in text or "cannot allocate memory" in text:
-        return (
-            "RDMA cannot lock memory: ulimit -l unlimited on every node (SLURM: PropagateResourceLimitsExcept=MEMLOCK)"
-        )
-    if path.backend == "nccl" and ("ibv_" in text or "net/ib" in text):
-        return "RDMA fails: check ibstat on every node, name the good ports in NCCL_IB_HCA, or set NCCL_IB_DISABLE=1"
-    if "duplicate gpu" in text:
-        return "two ranks share a GPU: one process per GPU (srun --gpus-per-task=1), or one per node"
-    if "no such interface" in text or "unable to find address for" in text or "no socket interface found" in text:
-        return "the interface is not on every node: name one that is, with --interface and launch.interface"
-    if "connect" in stages:
+    text = " ".join(f"{outcome.error} {outcome.log}" for outcome in outcomes if outcome.error).lower()
+    for words, fix in _FIXES:
+        if any(word in text for word in words):
+            return fix
+    if any(outcome.error and outcome.stage == "connect" for outcome in outcomes):
         return (
             "the nodes do not reach each other: open all TCP ports between them in the firewall, or name an interface "
             "that they share with --interface and launch.interface"
