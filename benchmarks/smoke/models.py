@@ -113,7 +113,7 @@ def make_config(directory: Path, **changes: Any) -> Config:
         "trainer": {"micro_batch_tokens": 1024, "optimizer": {"lr": 1e-3}},
         "batch": {"groups": 8, "samples_per_group": 4},
         "sampling": {"max_tokens": 1024},
-        "data": {"path": "unused.jsonl"},
+        "data": {"path": __file__},  # any file: its identity is recorded in checkpoints
     }
     for section, values in changes.items():
         tree[section] = {**tree.get(section, {}), **values}

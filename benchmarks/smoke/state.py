@@ -66,28 +66,33 @@ def _save_rows(where: Where, config: Config, policy: Policy) -> tuple[list[Row],
     state_B = sum(each.numel() * each.element_size() for each in saved.values())
     numbers = trainer_numbers(policy)
     where.synchronize()
-    checkpointer.save(1, {}, wait=True)
+    _require(checkpointer.save(1, {}, wait=True), said)
     # The first save allocates the pinned memory that later ones use again.
     where.synchronize()
     started = time.perf_counter()
     checkpointer.save(2, {}, wait=False)
     stall = time.perf_counter() - started
-    checkpointer.save(3, {}, wait=True)
+    _require(checkpointer.save(3, {}, wait=True), said)
     policy.update(samples)
     changed = sum(not torch.equal(each.cpu(), saved[name]) for name, each in _tensors(policy).items())
     load_trainer_state(policy, checkpointer.directory.path(3), numbers, with_rng=True)
     wrong = sum(not torch.equal(each.cpu(), saved[name]) for name, each in _tensors(policy).items())
-    everything = [each for each in _tensors(policy).values()]
+    everything = list(_tensors(policy).values())
     homes = [torch.empty_like(each, device="cpu", pin_memory=where.device.type == "cuda") for each in everything]
     plain = median_s(where, lambda: [h.copy_(e, non_blocking=True) for h, e in zip(homes, everything, strict=True)])
     rows = [
-        Row("tensors that differ after a resume", float(wrong), 1.0, 0.0, "", {"tensors": len(saved), "said": said}),
+        Row("tensors that differ after a resume", float(wrong), 1.0, 0.0, "", {"tensors": len(saved)}),
         Row("tensors that an update left as they were / all", float(len(saved) - changed), float(len(saved)), 0.5, ""),
         # Planning a save takes fixed time, which the small state of a CPU does not hide.
         Row("a save's stall / plain copy to pinned host memory", stall, plain, 10000.0 if where.tiny else 5.0, "s",
             {"bytes": state_B}),
     ]  # fmt: skip
     return rows, []
+
+
+def _require(saved: bool, said: list[str]) -> None:
+    if not saved:
+        raise RuntimeError(f"a save failed: {'; '.join(said)}")
 
 
 def _offload_rows(where: Where, policy: Policy) -> list[Row]:
