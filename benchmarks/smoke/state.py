@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,5 +128,5 @@ def _offload_rows(where: Where, policy: Policy) -> list[Row]:
 def _pinned_row(where: Where) -> Row:
     source = torch.empty(2**30, dtype=torch.uint8, device=where.device)
     pinned, pageable = torch.empty(2**30, dtype=torch.uint8, pin_memory=True), torch.empty(2**30, dtype=torch.uint8)
-    fast, slow = (median_s(where, lambda home=home: home.copy_(source)) for home in (pinned, pageable))
+    fast, slow = (median_s(where, partial(home.copy_, source)) for home in (pinned, pageable))
     return Row("copy to pinned / to pageable host memory", fast, slow, 0.7, "s", {"gb_per_s": 2**30 / fast / 1e9})

@@ -81,7 +81,7 @@ class CudaStreams:
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = str(int(blocking))  # read by the constructor
         try:
             store = TCPStore("127.0.0.1", port, 1, True)
-            group = ProcessGroupNCCL(torch.distributed.PrefixStore(str(self._generation), store), 0, 1, options)
+            group: Any = ProcessGroupNCCL(torch.distributed.PrefixStore(str(self._generation), store), 0, 1, options)
         finally:
             del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
             if before is not None:
@@ -178,7 +178,7 @@ def plain_run(where: Where) -> tuple[list[Row], list[str]]:
     """Run the same calls over gloo on a CPU, which has no streams: only a broadcast of another thread is timed."""
     from torch.distributed import HashStore, ProcessGroupGloo
 
-    group = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=GIVE_UP_S))
+    group: Any = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=GIVE_UP_S))
     started = time.perf_counter()
     thread = threading.Thread(target=lambda: group.broadcast([torch.ones(1024)], BroadcastOptions()).wait())
     thread.start()

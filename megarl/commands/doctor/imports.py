@@ -57,7 +57,7 @@ PARTS = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ImportOutcome:
     """How an import ended: exit status (negative: the signal; None: no end within `TIMEOUT_S`) and its output."""
 
     status: int | None
@@ -65,18 +65,18 @@ class Outcome:
     stderr: str
 
 
-def run_import(part: Part, timeout_s: float = TIMEOUT_S) -> Outcome:
+def run_import(part: Part, timeout_s: float = TIMEOUT_S) -> ImportOutcome:
     """Run the code of `part` in a new process."""
     command = [sys.executable, "-c", part.code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        return Outcome(None, "", f"no end within {timeout_s:.0f} s")
-    return Outcome(done.returncode, done.stdout, done.stderr)
+        return ImportOutcome(None, "", f"no end within {timeout_s:.0f} s")
+    return ImportOutcome(done.returncode, done.stdout, done.stderr)
 
 
 def import_findings(
-    cuda: bool, parts: Sequence[Part] = PARTS, run: Callable[[Part], Outcome] = run_import
+    cuda: bool, parts: Sequence[Part] = PARTS, run: Callable[[Part], ImportOutcome] = run_import
 ) -> Iterator[Finding]:
     """Import every part that is installed, two at a time, and yield what happened.
 
@@ -100,7 +100,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _finding(part: Part, outcome: Outcome) -> Finding:
+def _finding(part: Part, outcome: ImportOutcome) -> Finding:
     if outcome.status == 0:
         return Finding("ok", part.what, "works")
     lines = [line.strip() for line in outcome.stderr.splitlines() if line.strip()]

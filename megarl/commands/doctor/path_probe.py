@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import distributed
@@ -27,7 +28,7 @@ REPEATS = 3
 
 def operations(
     leaders: list[int], rank: int, timeout: timedelta
-) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
+) -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
     """Yield name and operation: an all-reduce over all ranks, a broadcast from each node, an all-reduce per pair.
 
     Pairs of neighbouring nodes show which link is slow or broken. All ranks have to call the operations in this order;
@@ -35,7 +36,7 @@ def operations(
     """
     yield "all-reduce", distributed.all_reduce
     for node, leader in enumerate(leaders):
-        yield f"broadcast from node {node}", lambda message_N, source=leader: distributed.broadcast(message_N, source)
+        yield f"broadcast from node {node}", partial(distributed.broadcast, src=leader)
     if len(leaders) < 3:
         return  # the only pair is everything
     for node in range(len(leaders)):
@@ -43,10 +44,10 @@ def operations(
         group = distributed.new_group(pair, timeout=timeout)
         if rank in pair:
             name = f"all-reduce of nodes {node} and {(node + 1) % len(leaders)}"
-            yield name, lambda message_N, group=group: distributed.all_reduce(message_N, group=group)
+            yield name, partial(distributed.all_reduce, group=group)
 
 
-def measure(operation: Callable[[torch.Tensor], None], message_N: torch.Tensor) -> float:
+def measure(operation: Callable[[torch.Tensor], object], message_N: torch.Tensor) -> float:
     """Return the rate of the fastest of some repeats, in GB of payload per second, after one without timing."""
     operation(message_N)
     seconds = []

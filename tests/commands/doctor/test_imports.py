@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.commands.doctor.imports import TRANSFORMER_ENGINE, Outcome, Part, import_findings, run_import
+from megarl.commands.doctor.imports import TRANSFORMER_ENGINE, ImportOutcome, Part, import_findings, run_import
 
 # What Transformer Engine 2.11 raises without its torch extension, in the function and the words of its
 # common/__init__.py; Megatron-Core catches ImportError only.
@@ -61,7 +61,8 @@ def test_two_cudnns_are_told(loaded: list[str], warned: bool, tmp_path: Path, mo
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    run: Callable[[Part], Outcome] = lambda _: Outcome(0, "".join(f"cudnn: {path}\n" for path in loaded), "")  # noqa: E731
+    said = ImportOutcome(0, "".join(f"cudnn: {path}\n" for path in loaded), "")
+    run: Callable[[Part], ImportOutcome] = lambda _: said  # noqa: E731
     findings = list(import_findings(True, [TRANSFORMER_ENGINE], run))
     assert [finding.level for finding in findings] == ["ok", *(["warn"] if warned else [])]
     assert not warned or "CUDNN_PATH" in findings[1].fix
