@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -112,18 +112,17 @@ def run(where: Where, streams: Streams | None = None) -> tuple[list[Row], list[s
 
 
 def broadcast_beside_work(streams: Streams, group: Any, *, own: bool) -> float:
-    """Return the seconds until a broadcast of another thread is complete, with work pending on the default stream."""
+    """Return the seconds from the start of work on the default stream to the end of a broadcast of another thread."""
     seconds: list[float] = []
     tensor = streams.tensor()
     streams.synchronize()
 
     def send() -> None:
-        if own:
-            with streams.own():
-                seconds.append(until_complete(group.broadcast([tensor], BroadcastOptions())))
-        else:
-            seconds.append(until_complete(group.broadcast([tensor], BroadcastOptions())))
+        with streams.own() if own else nullcontext():
+            wait_until_complete(group.broadcast([tensor], BroadcastOptions()))
+        seconds.append(time.perf_counter() - started)
 
+    started = time.perf_counter()
     streams.occupy(OCCUPIED_S)
     thread = threading.Thread(target=send)
     thread.start()
@@ -134,14 +133,13 @@ def broadcast_beside_work(streams: Streams, group: Any, *, own: bool) -> float:
     return seconds[0]
 
 
-def until_complete(work: Any) -> float:
-    """Poll until the work is complete; return the seconds."""
+def wait_until_complete(work: Any) -> None:
+    """Poll until the work is complete, at most for GIVE_UP_S."""
     started = time.perf_counter()
     while not work.is_completed():
         if time.perf_counter() - started > GIVE_UP_S:
             raise TimeoutError(f"not complete after {GIVE_UP_S:.0f} s")
         time.sleep(POLL_S)
-    return time.perf_counter() - started
 
 
 def blocking_rows(streams: Streams) -> list[Row]:

@@ -11,8 +11,8 @@ from megarl.commands.doctor.report import Finding
 from megarl.config.hardware import local_gpus
 
 GIB = 2**30
-# The oldest driver branch that runs programs of a CUDA major version (NVIDIA, "CUDA Compatibility").
-OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+# The oldest driver branch that runs programs of a CUDA major version (NVIDIA, "CUDA Compatibility", table 1).
+OLDEST_DRIVER = {11: "450", 12: "525", 13: "580"}
 
 
 @dataclass(frozen=True)
