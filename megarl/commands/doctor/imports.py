@@ -107,7 +107,9 @@ def _finding(part: Part, outcome: ImportOutcome) -> Finding:
     detail = lines[-1][:300] if lines else "no output"
     if outcome.status is not None and outcome.status < 0:
         detail = f"killed by {signal.Signals(-outcome.status).name}: {detail}"
-    return Finding("fail", part.what, detail, part.fix)
+    # A trainer imports Transformer Engine through Megatron-Core, and then fails of the same cause.
+    fix = TRANSFORMER_ENGINE.fix if "Transformer Engine" in detail else part.fix
+    return Finding("fail", part.what, detail, fix)
 
 
 def _cudnn_findings(stdout: str) -> Iterator[Finding]:

@@ -48,6 +48,11 @@ def test_half_an_installation_of_transformer_engine(tmp_path: Path, monkeypatch:
     assert finding.level == "fail" and "FileNotFoundError" in finding.detail and "make gpu-te" in finding.fix
 
 
+def test_a_trainer_that_fails_of_transformer_engine_names_the_same_fix() -> None:
+    (finding,) = import_findings(True, [part(HALF_INSTALLED)])
+    assert finding.level == "fail" and finding.fix == TRANSFORMER_ENGINE.fix
+
+
 def test_transformer_engine_that_is_not_installed_is_a_warning_on_cuda_only() -> None:
     (finding,) = import_findings(True, [TRANSFORMER_ENGINE])
     assert finding.level == "warn" and "make setup-gpu" in finding.fix
