@@ -85,7 +85,7 @@ def _save_rows(where: Where, config: Config, policy: Policy) -> tuple[list[Row],
         Row("tensors that differ after a resume", float(wrong), 1.0, 0.0, "", {"tensors": len(saved)}),
         Row("tensors that an update left as they were / all", float(len(saved) - changed), float(len(saved)), 0.5, ""),
         # Planning a save takes fixed time, which the small state of a CPU does not hide.
-        Row("a save's stall / plain copy to pinned host memory", stall, plain, 10000.0 if where.tiny else 5.0, "s",
+        Row("a save's stall / plain copy to pinned host memory", stall, plain, 1000.0 if where.tiny else 5.0, "s",
             {"bytes": state_B}),
     ]  # fmt: skip
     return rows, []
@@ -121,7 +121,7 @@ def _offload_rows(where: Where, policy: Policy) -> list[Row]:
     plain = median_s(where, lambda: [home.to(where.device, non_blocking=True) for home in homes])
     return [
         Row("offloaded tensors in the wrong place or changed", float(wrong), 1.0, 0.0, ""),
-        Row("reference to the device and back / plain copies", seconds, plain, 1000.0 if where.tiny else 1.5, "s"),
+        Row("reference to the device and back / plain copies", seconds, plain, 100.0 if where.tiny else 1.5, "s"),
     ]
 
 
