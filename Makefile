@@ -7,10 +7,14 @@ PY := $(VENV)/bin/python
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := $(shell grep '^torch==' requirements/cpu.lock)
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-deps
+# The environment of a CUDA machine: the locked torch and vLLM differ from those of .venv.
+GPU_VENV := .venv-gpu
+GPU_PY := $(GPU_VENV)/bin/python
+GPU_PIP := $(GPU_PY) -m pip install -qq --disable-pip-version-check --no-deps
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test quickstart test test-system test-cluster test-all lint docs clean \
+.PHONY: help setup setup-test setup-gpu gpu-packages gpu-te gpu-kernels quickstart test test-system test-cluster test-all lint docs clean \
         test-slow-models test-slow-trainer test-slow-pool test-slow-system
 
 help:  ## Show this list.
@@ -31,6 +35,35 @@ setup-test: $(VENV)/.ready-test
 $(VENV)/.ready-test: $(VENV)/.ready requirements/test.lock
 	$(PIP) -r requirements/test.lock
 	touch $@
+
+setup-gpu: $(GPU_VENV)/.ready  ## Make .venv-gpu from requirements/gpu.lock on a machine with CUDA (docs/install.md).
+
+$(GPU_VENV)/.ready: $(GPU_VENV)/.te $(GPU_VENV)/.kernels pyproject.toml
+	$(GPU_PIP) --no-build-isolation -e .
+	touch $@
+	-$(GPU_PY) -m megarl doctor
+
+gpu-packages: $(GPU_VENV)/.packages
+
+# `===`: not another build of that version, such as 2.13.0+cpu, where pip's sources have one.
+$(GPU_VENV)/.packages: requirements/gpu.lock
+	@echo "setting up $(GPU_VENV) from requirements/gpu.lock (5 to 15 minutes, 11 GB)"
+	$(PYTHON) -m venv $(GPU_VENV)
+	sed -e '/^transformer-engine-torch=/d' -e 's/^torch==/torch===/' requirements/gpu.lock | $(GPU_PIP) -r /dev/stdin
+	touch $@
+
+gpu-te: $(GPU_VENV)/.te
+
+$(GPU_VENV)/.te: $(GPU_VENV)/.packages tools/build_te.py
+	$(GPU_PY) tools/build_te.py
+	touch $@
+
+gpu-kernels: $(GPU_VENV)/.kernels
+
+# What `vllm download-kernels` (vllm 0.32.0) runs; that command itself does not start where no GPU is.
+$(GPU_VENV)/.kernels: $(GPU_VENV)/.packages
+	FLASHINFER_DISABLE_VERSION_CHECK=1 $(GPU_PY) -m flashinfer download-kernels && touch $@ || \
+	echo "FlashInfer's kernels could not be downloaded; megarl doctor says what that means. make gpu-kernels tries again."
 
 quickstart: setup  ## The main job, end to end on a CPU: Megatron TP=2 + vLLM + Ray, 2 to 6 minutes on 2 cores.
 	$(PY) -m megarl.quickstart --out runs/quickstart/assets

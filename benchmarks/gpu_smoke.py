@@ -1,154 +1,161 @@
 #!/usr/bin/env python3
-"""A first test on a machine with a CUDA device: the trainer on one GPU, compared with transformers on the CPU.
+"""A first test on a machine with one CUDA device, at most half an hour: what only a device can show, with bounds.
 
-    python benchmarks/gpu_smoke.py [--json FILE] [--device cuda|cpu] [--steps N]
+    python benchmarks/gpu_smoke.py [--steps a,b] [--json FILE] [--append docs/gpu.md] [--device cuda|cpu]
 
-A small seeded Qwen3 on one rank: compares the policy's log-probs in fp32 and in bf16 with transformers in fp32 on the
-CPU, runs a few updates on one batch (the loss has to decrease), and measures the time of an update. Prints the device's
-name, for docs/gpu.md. `--device cpu` runs the same on the CPU platform, which tests this script itself.
+Steps, each in a process of its own with a deadline, so that one that hangs or crashes costs only itself:
 
-Shape suffixes: R response tokens, V vocabulary.
+- streams: a broadcast of another thread beside pending work, on the default stream and on one of its own; timeout and
+  abort of NCCL in blocking mode
+- digest: a bucket's digest on the device against the CPU's, and its time against a copy
+- export: a mixture of experts exported and packed on the device against its files
+- parity: log-probs, dense and MoE, fp32 and bf16, against transformers on the CPU; updates lower the loss
+- speed: bf16 updates at Qwen3-8B's layer sizes against a matrix product, the memory plan, and new lengths
+- head: the chunked log-probs at Qwen3's vocabulary against torch.compile
+- state: save and resume, pinned copies, the reference model's offload
+- two_ranks: TP 2 on one device, over gloo
+- te: Transformer Engine's packed attention, grouped product and fused weight gradient (left out if not installed)
+
+`--device cpu` runs the same code with tiny shapes on the CPU platform; its times say nothing about a GPU. `--append`
+adds the table with the device, the date and the versions to a page. Exit status: 0 if all bounds hold, 1 if not, 2
+without a CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
-import socket
-import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from smoke.rows import StepResult, Where, read_step, table, write_step
 
-# Largest |log-prob difference|: in fp32 a GPU sums in another order; the random model amplifies bf16 rounding.
-BOUNDS = {"fp32": 1e-3, "bf16": 0.3}
-VOCABULARY = 512
-
-
-def make_model(directory: Path) -> None:
-    """Write a seeded random Qwen3 in Hugging Face format."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
-    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, initializer_range=0.1)).save_pretrained(directory)
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "vllm", "transformers", "nvidia-nccl-cu13")
 
 
-def make_batch(count: int = 32) -> list[tuple[list[int], list[int]]]:
-    """Return `count` pairs of prompt and response token ids of different lengths."""
-    generator = torch.Generator().manual_seed(1)
-    draw = lambda n: torch.randint(1, VOCABULARY, (n,), generator=generator).tolist()  # noqa: E731
-    return [(draw(4 + i % 7), draw(8 + 3 * (i % 11))) for i in range(count)]
+@dataclass(frozen=True)
+class Step:
+    """A function `module:name` of the package smoke, and the seconds after which its process is ended."""
+
+    function: str
+    limit_s: float
 
 
-def reference_logprobs(directory: Path, batch: list[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
-    """Return each sample's log-probs, float32 [R], by transformers in fp32 on the CPU.
-
-    Has to be called before a platform is activated.
-    """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    results = []
-    with torch.no_grad():
-        for prompt, response in batch:
-            logits_RV = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-            results.append(logits_RV.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0])
-    return results
+STEPS = {
+    "streams": Step("streams:run", 120),
+    "digest": Step("transfers:digest_step", 120),
+    "export": Step("transfers:export_step", 180),
+    "parity": Step("training:parity", 240),
+    "speed": Step("training:speed", 420),
+    "head": Step("head:run", 180),
+    "state": Step("state:run", 240),
+    "two_ranks": Step("training:two_ranks", 180),
+    "te": Step("te:run", 120),
+}  # their limits add up to half an hour
 
 
-def run(precision: str, directory: Path, reference: list[torch.Tensor], steps: int) -> dict[str, Any]:
-    """Build the policy, compare its log-probs and run updates; needs an initialised process group."""
-    from megarl import platforms
-    from megarl.config.schema import Config
-    from megarl.models.layout import Layout
-    from megarl.models.read_config import load_info
-    from megarl.trainer import parallel
-    from megarl.trainer.policy import Policy, TrainSample
-
-    config = Config.model_validate(
-        {
-            "run": {"steps": steps},
-            "model": {"path": directory},
-            "trainer": {"precision": precision, "micro_batch_tokens": 1024, "optimizer": {"lr": 1e-3}},
-            "batch": {"groups": 8, "samples_per_group": 4},
-            "sampling": {"max_tokens": 64},
-            "data": {"path": "unused.jsonl"},
-        }
-    )
-    layout = Layout()
-    parallel.initialize(layout, seed=0, timeout_s=120)
-    policy = Policy(config, layout, load_info(directory))
-    samples = [
-        TrainSample(str(i), prompt, response, streams={"old_logprobs": reference[i]})
-        for i, (prompt, response) in enumerate(make_batch())
-    ]
-    for i, sample in enumerate(samples):
-        sample.set_advantage((-1.0) ** i)
-    found = policy.compute_logprobs(samples)
-    difference = max(float((new.logprobs_R - old).abs().max()) for new, old in zip(found, reference, strict=True))
-    losses, seconds = [], []
-    for _ in range(steps):
+def run_step(name: str, device: str, limit_s: float) -> StepResult:
+    """Run one step in a new process; it is ended after `limit_s` seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.json")
+        command = [sys.executable, __file__, "--device", device, "--in-process", name, "--json", str(path)]
         started = time.perf_counter()
-        losses.append(policy.update(samples)["loss"])
-        if platforms.current().is_cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    parallel.destroy()
-    tokens = sum(sample.length for sample in samples)
-    return {
-        "name": f"gpu_smoke {precision} max |log-prob difference|",
-        "ratio": round(difference / BOUNDS[precision], 6),
-        "bound": 1.0,
-        "ok": difference <= BOUNDS[precision] and losses[-1] < losses[0],
-        "details": {
-            "difference": difference,
-            "loss_first": losses[0],
-            "loss_last": losses[-1],
-            "update_s": round(statistics.median(seconds[1:]), 5),
-            "tokens_per_second": round(tokens / statistics.median(seconds[1:]), 1),
-        },
-    }
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            error = "" if done.returncode == 0 else f"exit status {done.returncode}: {lines[-1] if lines else ''}"
+            if error:
+                sys.stderr.write(done.stderr[-4000:])
+        except subprocess.TimeoutExpired:
+            error = f"no end within {limit_s:.0f} s"
+        return read_step(path, name, time.perf_counter() - started, error)
 
 
-def main() -> int:
+def run_in_process(name: str, device: str, path: Path) -> None:
+    """Run one step here, and write its rows."""
+    module, _, function = STEPS[name].function.partition(":")
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    where = Where(torch.device(device), tiny=device == "cpu")
+    rows, left_out = getattr(importlib.import_module(f"smoke.{module}"), function)(where)
+    write_step(path, rows, left_out)
+    sys.stdout.flush()
+    # Not through the interpreter's end: a group with a pending collective waits there.
+    os._exit(0)
+
+
+def heading(device: str) -> str:
+    """Return the line above a table in a page: device, date (UTC) and versions."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU (tiny shapes: this tests the script only)"
+    found = [f"{package} {text}" for package in PACKAGES if (text := _version(package))]
+    if device == "cuda":
+        found.append(f"CUDA {torch.version.cuda}")
+    return f"### {name}, {datetime.now(UTC):%Y-%m-%d}\n\n{', '.join(found)}\n"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def append(page: Path, results: Sequence[StepResult], device: str) -> None:
+    """Add the table to the end of a Markdown page."""
+    text = page.read_text(encoding="utf-8").rstrip("\n") if page.is_file() else "# Results"
+    page.write_text(f"{text}\n\n{heading(device)}\n{table(results)}", encoding="utf-8")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--steps", type=int, default=6, help="updates, at least 3")
+    parser.add_argument("--steps", default=",".join(STEPS), help="comma-separated (default: all)")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    options = parser.parse_args()
+    parser.add_argument("--append", type=Path, help="append the table to this page")
+    parser.add_argument("--in-process", choices=STEPS, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.steps = [name for name in options.steps.split(",") if name]
+    if unknown := [name for name in options.steps if name not in STEPS]:
+        parser.error(f"unknown steps: {', '.join(unknown)}; there are: {', '.join(STEPS)}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.in_process:
+        run_in_process(options.in_process, options.device, options.json)
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.stderr.write("gpu_smoke: no CUDA device; --device cpu runs the same on the CPU platform\n")
         return 2
-    if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
-        reference = reference_logprobs(Path(folder), make_batch())
-        from megarl import platforms
-
-        platform = platforms.activate()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-        torch.distributed.init_process_group(platform.backend, init_method=address, rank=0, world_size=1)
-        rows = [run(precision, Path(folder), reference, max(3, options.steps)) for precision in BOUNDS]
-    device = torch.cuda.get_device_name() if platform.is_cuda else "CPU"
-    for row in rows:
-        row["details"]["device"] = device
-        print(f"{row['name']:<42} {row['ratio']:8.4f}  bound {row['bound']:.1f}  {'ok' if row['ok'] else 'FAILED'}")
-        print(f"    {row['details']}")
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    os.environ["PYTHONPATH"] = path  # of this checkout, installed or not
+    results = []
+    for name in options.steps:
+        results.append(run_step(name, options.device, STEPS[name].limit_s))
+        sys.stderr.write(f"{name}: {'ok' if results[-1].ok else 'FAILED'} in {results[-1].seconds:.0f} s\n")
+    sys.stdout.write(f"{heading(options.device)}\n{table(results)}")
     if options.json:
+        rows = [{**row.to_json(), "name": f"gpu_smoke {result.step}: {row.name}"}
+                for result in results for row in result.rows]  # fmt: skip
+        rows += [{"name": f"gpu_smoke {result.step}", "ratio": None, "bound": None, "ok": False,
+                  "details": {"error": result.error}} for result in results if result.error]  # fmt: skip
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(row["ok"] for row in rows) else 1
+    if options.append:
+        append(options.append, results, options.device)
+    return 0 if all(result.ok for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -44,3 +44,19 @@ def test_transformer_engine_is_one_that_megatron_accepts() -> None:
     assert asked
     assert all(pins("gpu.lock")["transformer-engine"] in requirement.specifier for requirement in asked)
     assert "transformer-engine-cu12" not in pins("gpu.lock")
+
+
+def test_what_the_build_of_transformer_engine_needs_is_locked() -> None:
+    """Its setup.py imports wheel and runs nvcc, of the CUDA version of torch's own packages."""
+    gpu = pins("gpu.lock")
+    assert {"wheel", "setuptools", "ninja", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= gpu.keys()
+    cuda = gpu["cuda-toolkit"].split(".")[:2]
+    parts = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime", "nvidia-cuda-nvrtc")
+    assert {name: gpu[name].split(".")[:2] for name in parts} == dict.fromkeys(parts, cuda)
+    assert gpu["transformer-engine-torch"] == gpu["transformer-engine"] == gpu["transformer-engine-cu13"]
+
+
+def test_flashinfers_kernels_are_of_its_own_version_if_they_are_locked() -> None:
+    """flashinfer/jit/env.py refuses to be imported beside kernels of another version."""
+    gpu = pins("gpu.lock")
+    assert gpu.get("flashinfer-cubin", gpu["flashinfer-python"]) == gpu["flashinfer-python"]

@@ -62,6 +62,14 @@ def build_parser() -> argparse.ArgumentParser:
         "the limits and memory of this machine. Exit status 1 if a run could not start.",
     )
     doctor.add_argument("--json", action="store_true", help="machine-readable")
+    doctor.add_argument(
+        "--nodes",
+        action="store_true",
+        help="under srun or torchrun, one process per node or GPU: measure every path between the nodes instead",
+    )
+    doctor.add_argument("--interface", help="with --nodes: the network interface of a run, as launch.interface")
+    doctor.add_argument("--mib", type=float, default=64, help="with --nodes: size of a message (default: 64)")
+    doctor.add_argument("--timeout", type=float, default=120, help="with --nodes: seconds per path (default: 120)")
     doctor.set_defaults(run=_doctor)
 
     docs = commands.add_parser(
@@ -90,11 +98,28 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from megarl.commands.doctor import examine, render
+    from megarl.commands.doctor.examine import examine
+    from megarl.commands.doctor.report import render
 
+    if options.nodes:
+        return _doctor_of_nodes(options)
     report = examine()
     sys.stdout.write(report.to_json() if options.json else render(report))
     return 0 if report.can_start else 1
+
+
+def _doctor_of_nodes(options: argparse.Namespace) -> int:
+    from megarl.commands.doctor.between_nodes import try_nodes
+    from megarl.commands.doctor.members import this_member
+
+    return try_nodes(
+        this_member(os.environ),
+        interface=options.interface,
+        mib=options.mib,
+        timeout_s=options.timeout,
+        as_json=options.json,
+        write=sys.stdout.write,
+    )
 
 
 def _docs(options: argparse.Namespace) -> int:

@@ -6,14 +6,18 @@ import json
 
 import pytest
 
-from megarl.commands import cli, doctor
+from megarl.commands import cli
+from megarl.commands.doctor import imports, installed
 
 
 def test_doctor_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["can_start"] and report["device"] in ("cpu", "cuda")
-    assert {"device path", "ray", "megarl plugin for vLLM"} <= {finding["what"] for finding in report["findings"]}
+    found = {finding["what"]: finding for finding in report["findings"]}
+    assert {"device path", "ray", "megarl plugin for vLLM", "interfaces"} <= found.keys()
+    # The imports of a run really happen.
+    assert all(found[f"import {part}"]["detail"] == "works" for part in ("trainer", "engine", "pool"))
     # The lock files of this checkout are found, and compared with what is installed.
     assert not any("beside the package" in finding["detail"] for finding in report["findings"])
 
@@ -21,14 +25,9 @@ def test_doctor_here(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_fails_when_a_run_could_not_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "ray" else real(name))
+    real = installed.installed_version
+    monkeypatch.setattr(installed, "installed_version", lambda name: None if name == "ray" else real(name))
+    monkeypatch.setattr(imports, "import_findings", lambda cuda: ())  # another test imports
     assert cli.main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "fail  ray" in text and "cannot start" in text
-
-
-def test_doctor_compares_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", {"a": "1", "b": "2"}.get)
-    lock = "# comment\na==1\nb==3\nc[x]==4 ; python_version > '3'\n"
-    assert doctor.compare_lock(lock) == (["b 2 != 3"], ["c[x]"])

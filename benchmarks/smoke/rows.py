@@ -1,0 +1,105 @@
+"""The rows of the smoke test: one measured value against a reference, with a bound on their ratio."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Where:
+    """The device of a run. `tiny`: shapes for a CPU, on which only the code is tested, not its speed."""
+
+    device: torch.device
+    tiny: bool
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. It is good if `measured / reference` is at most `bound`; both are in `unit`."""
+
+    name: str
+    measured: float
+    reference: float
+    bound: float
+    unit: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """The measured value over the reference; infinite if the reference is 0 and the measured value is not."""
+        if self.reference:
+            return self.measured / self.reference
+        return 0.0 if not self.measured else float("inf")
+
+    @property
+    def ok(self) -> bool:
+        """True if the bound holds; false for NaN too."""
+        return self.ratio <= self.bound
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that all benchmarks of this repository write."""
+        values = {"measured": self.measured, "reference": self.reference, "unit": self.unit}
+        return {"name": self.name, "ratio": self.ratio, "bound": self.bound, "ok": self.ok,
+                "details": {**values, **self.details}}  # fmt: skip
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Row:
+        """Return the row of `asdict`."""
+        return cls(**content)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The rows of one step, how long it took, and why something was left out or failed (empty if nothing)."""
+
+    step: str
+    rows: tuple[Row, ...]
+    seconds: float
+    left_out: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """True if the step ended and all its bounds hold."""
+        return not self.error and all(row.ok for row in self.rows)
+
+
+def write_step(path: Path, rows: Sequence[Row], left_out: Sequence[str]) -> None:
+    """Write what a step's own process has measured."""
+    path.write_text(json.dumps({"rows": [asdict(row) for row in rows], "left_out": list(left_out)}), encoding="utf-8")
+
+
+def read_step(path: Path, step: str, seconds: float, error: str) -> StepResult:
+    """Read the file of `write_step`; without it the step has no rows."""
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": [], "left_out": []}
+    rows = tuple(Row.from_json(row) for row in content["rows"])
+    return StepResult(step, rows, seconds, tuple(content["left_out"]), error)
+
+
+def table(results: Sequence[StepResult]) -> str:
+    """Return the table in Markdown, one line per row, followed by what was left out and what failed."""
+    lines = ["| step | what | measured | reference | ratio | bound | ok |", "|---|---|---|---|---|---|---|"]
+    for result in results:
+        for row in result.rows:
+            lines.append(
+                f"| {result.step} | {row.name} | {row.measured:.4g} {row.unit} | {row.reference:.4g} {row.unit} "
+                f"| {row.ratio:.3f} | {row.bound:g} | {'yes' if row.ok else '**NO**'} |"
+            )
+        if result.error:
+            lines.append(f"| {result.step} | **failed** | | | | | **NO** |")
+    lines.append("")
+    lines += [f"- {result.step}: left out: {reason}" for result in results for reason in result.left_out]
+    lines += [f"- {result.step}: FAILED: {result.error}" for result in results if result.error]
+    lines.append("- seconds per step: " + ", ".join(f"{result.step} {result.seconds:.0f}" for result in results))
+    return "\n".join(lines) + "\n"

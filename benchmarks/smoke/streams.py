@@ -1,0 +1,188 @@
+"""Step `streams`: the order in which a device runs collectives, kernels and copies of several threads.
+
+The weight sync sends from a thread of its own while the main thread packs. Both use the device's default stream unless
+they say otherwise, and NCCL makes a collective wait for everything before it on the caller's current stream. So a
+broadcast waits for the other thread's work, which may itself wait for the broadcast. `Streams` is what this needs of a
+device; another implementation (simulated streams over gloo) can stand in for CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import BroadcastOptions, TCPStore
+
+from smoke.rows import Row, Where
+
+OCCUPIED_S = 0.5
+POLL_S = 0.001
+GIVE_UP_S = 60.0
+
+
+class Streams(Protocol):
+    """A device with streams, and a process group of one rank whose collectives are ordered by them."""
+
+    def occupy(self, seconds: float) -> None:
+        """Enqueue work of this duration on the current stream, and return at once."""
+
+    def own(self) -> AbstractContextManager[object]:
+        """Return a context whose current stream is a new one."""
+
+    def synchronize(self) -> None:
+        """Block the caller until all streams have finished."""
+
+    def group(self, *, timeout_s: float, blocking: bool) -> Any:
+        """Return a new process group; `blocking`: its `wait()` blocks the caller and there is no watchdog."""
+
+    def tensor(self) -> torch.Tensor:
+        """Return a tensor to broadcast."""
+
+
+class CudaStreams:
+    """CUDA's streams and NCCL."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        torch.cuda.set_device(device)
+        started = time.perf_counter()
+        torch.cuda._sleep(10**8)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10**9)
+        torch.cuda.synchronize()
+        self._cycles_per_s = 1.1e9 / (time.perf_counter() - started)
+        self._generation = 0
+
+    def occupy(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * self._cycles_per_s))
+
+    def own(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(torch.cuda.Stream())
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def group(self, *, timeout_s: float, blocking: bool) -> Any:
+        from torch.distributed import ProcessGroupNCCL
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        self._generation += 1
+        before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = str(int(blocking))  # read by the constructor
+        try:
+            store = TCPStore("127.0.0.1", port, 1, True)
+            group: Any = ProcessGroupNCCL(torch.distributed.PrefixStore(str(self._generation), store), 0, 1, options)
+        finally:
+            del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
+            if before is not None:
+                os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
+        group.broadcast([self.tensor()], BroadcastOptions()).wait()
+        torch.cuda.synchronize()
+        return group
+
+    def tensor(self) -> torch.Tensor:
+        return torch.ones(1024, device=self.device)
+
+
+def run(where: Where, streams: Streams | None = None) -> tuple[list[Row], list[str]]:
+    """Measure how long a broadcast of another thread waits for work that is pending on the default stream."""
+    if streams is None and where.device.type != "cuda":
+        return plain_run(where)
+    streams = streams or CudaStreams(where.device)
+    group = streams.group(timeout_s=GIVE_UP_S, blocking=False)
+    rows = [
+        # The premise of all this: if it does not hold, the other rows prove nothing.
+        Row("pending work / wait of a broadcast on the default stream", OCCUPIED_S,
+            broadcast_beside_work(streams, group, own=False), 1.1, "s"),
+        Row("wait of a broadcast on a stream of its own / pending work",
+            broadcast_beside_work(streams, group, own=True), OCCUPIED_S, 0.5, "s"),
+    ]  # fmt: skip
+    rows += blocking_rows(streams)
+    return rows, []
+
+
+def broadcast_beside_work(streams: Streams, group: Any, *, own: bool) -> float:
+    """Return the seconds from the start of work on the default stream to the end of a broadcast of another thread."""
+    seconds: list[float] = []
+    tensor = streams.tensor()
+    streams.synchronize()
+
+    def send() -> None:
+        with streams.own() if own else nullcontext():
+            wait_until_complete(group.broadcast([tensor], BroadcastOptions()))
+        seconds.append(time.perf_counter() - started)
+
+    started = time.perf_counter()
+    streams.occupy(OCCUPIED_S)
+    thread = threading.Thread(target=send)
+    thread.start()
+    thread.join(GIVE_UP_S)
+    streams.synchronize()
+    if not seconds:
+        raise TimeoutError(f"a broadcast was not complete after {GIVE_UP_S:.0f} s")
+    return seconds[0]
+
+
+def wait_until_complete(work: Any) -> None:
+    """Poll until the work is complete, at most for GIVE_UP_S."""
+    started = time.perf_counter()
+    while not work.is_completed():
+        if time.perf_counter() - started > GIVE_UP_S:
+            raise TimeoutError(f"not complete after {GIVE_UP_S:.0f} s")
+        time.sleep(POLL_S)
+
+
+def blocking_rows(streams: Streams) -> list[Row]:
+    """Measure the timeout of a group in blocking mode, and how long an abort of a pending broadcast takes.
+
+    In this mode no watchdog ends the process. NCCL ignores `BroadcastOptions.timeout`: the group's timeout counts.
+    """
+    limit_s, asked_s = 2 * OCCUPIED_S, OCCUPIED_S / 5
+    group = streams.group(timeout_s=limit_s, blocking=True)
+    options = BroadcastOptions()
+    options.timeout = timedelta(seconds=asked_s)
+    tensor = streams.tensor()
+    streams.synchronize()
+    streams.occupy(3 * limit_s)
+    started = time.perf_counter()
+    raised = ""
+    try:
+        group.broadcast([tensor], options).wait()
+    except RuntimeError as error:
+        raised = str(error).splitlines()[0]
+    waited = time.perf_counter() - started
+    started = time.perf_counter()
+    group.abort()
+    aborted = time.perf_counter() - started
+    streams.synchronize()
+    details = {"raised": raised, "operation_timeout_s": asked_s, "ignored": waited > 2 * asked_s}
+    return [
+        Row("blocking wait / timeout of the group", waited if raised else float("inf"), limit_s, 1.5, "s", details),
+        Row("abort of a pending broadcast / timeout of the group", aborted, limit_s, 3.0, "s"),
+    ]
+
+
+def plain_run(where: Where) -> tuple[list[Row], list[str]]:
+    """Run the same calls over gloo on a CPU, which has no streams: only a broadcast of another thread is timed."""
+    from torch.distributed import HashStore, ProcessGroupGloo
+
+    group: Any = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=GIVE_UP_S))
+    started = time.perf_counter()
+    thread = threading.Thread(target=lambda: group.broadcast([torch.ones(1024)], BroadcastOptions()).wait())
+    thread.start()
+    time.sleep(OCCUPIED_S)  # the main thread's work
+    thread.join(GIVE_UP_S)
+    if thread.is_alive():
+        raise TimeoutError(f"a broadcast was not complete after {GIVE_UP_S:.0f} s")
+    row = Row("broadcast beside the main thread's work / that work", time.perf_counter() - started, OCCUPIED_S, 4, "s")
+    return [row], ["waits between streams, timeout and abort in blocking mode: a CPU has no streams"]

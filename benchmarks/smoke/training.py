@@ -1,0 +1,215 @@
+"""Steps `parity`, `speed` and `two_ranks`: the policy on the device.
+
+Shape suffixes: R response tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smoke import models
+from smoke.rows import Row, Where
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
+    from megarl.trainer.policy import Policy
+
+# Largest |log-prob difference|: in fp32 a GPU sums in another order; the random model amplifies bf16 rounding.
+DIFFERENCE = {"fp32": 1e-3, "bf16": 0.3}
+UPDATES = 6
+RAGGED = 50
+TIMEOUT_S = 240
+
+
+def parity(where: Where) -> tuple[list[Row], list[str]]:
+    """Compare log-probs with transformers in fp32 on the CPU, dense and MoE, and train a few updates."""
+    # Transformer Engine's fp32 products are TF32 otherwise. cuBLAS reads this when it is loaded.
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    pairs = models.make_pairs(16 if where.tiny else 32, range(8, 42, 3))
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        reference = {}
+        for family in ("dense", "moe"):
+            models.make_model(Path(folder, family), moe=family == "moe")
+            reference[family] = models.reference_logprobs(Path(folder, family), pairs)
+        models.join(models.free_address(), 0, 1)
+        for family, old in reference.items():
+            for precision, allowed in DIFFERENCE.items():
+                config = models.make_config(Path(folder, family), trainer={"precision": precision})
+                with models.built_policy(config) as policy:
+                    rows += _parity_rows(f"{family} {precision}", policy, pairs, old, allowed)
+    return rows, []
+
+
+def _parity_rows(name: str, policy: Policy, pairs: models.Pairs, old: list[torch.Tensor], allowed: float) -> list[Row]:
+    samples = models.make_samples(pairs, old)
+    found = policy.compute_logprobs(samples)
+    differences = [(new.logprobs_R - each).abs() for new, each in zip(found, old, strict=True)]
+    losses = [policy.update(samples)["loss"] for _ in range(UPDATES)]
+    fell = losses[0] - losses[-1]
+    # In bf16 a router of random weights often chooses another expert, and such a token says nothing: the median counts.
+    worst = float(torch.cat(differences).quantile(0.5 if name == "moe bf16" else 1.0))
+    return [
+        Row(f"{name}: difference from transformers' log-probs / allowed", worst, allowed, 1.0, "nat"),
+        Row(f"{name}: updates whose loss did not fall", float(not fell > 0), 1.0, 0.0, "", {"losses": losses}),
+    ]
+
+
+def speed(where: Where) -> tuple[list[Row], list[str]]:
+    """Measure bf16 updates at the layer sizes of Qwen3-8B: against a bare matrix product, the plan, and ragged T."""
+    sizes = models.SMALL if where.tiny else models.LAYER_8B
+    tokens = 256 if where.tiny else 8192
+    with tempfile.TemporaryDirectory() as folder:
+        models.write_config(Path(folder), sizes)
+        models.join(models.free_address(), 0, 1)
+        config = models.make_config(
+            Path(folder), model={"path": folder, "load_weights": False}, sampling={"max_tokens": tokens},
+            trainer={"precision": "bf16", "micro_batch_tokens": tokens, "optimizer": {"lr": 1e-5}},
+        )  # fmt: skip
+        _reset_peak(where)
+        with models.built_policy(config) as policy:
+            rows = _speed_rows(where, config, policy, tokens)
+            left_out = [] if where.device.type == "cuda" else ["memory against the plan: a CPU does not count tensors"]
+            if where.device.type == "cuda":
+                rows.append(_memory_row(config, policy))
+            rows += _ragged_rows(where, policy, tokens)
+    return rows, left_out
+
+
+def _speed_rows(where: Where, config: Config, policy: Policy, tokens: int) -> list[Row]:
+    from megarl.run.performance import Performance
+
+    length = tokens // 4
+    vocabulary = policy.info.vocab_size
+    samples = models.make_samples(models.make_pairs(8, range(length - 12, length - 11), vocabulary))
+    seconds = []
+    for _ in range(3 if where.tiny else 8):
+        where.synchronize()
+        started = time.perf_counter()
+        policy.update(samples)
+        where.synchronize()
+        seconds.append(time.perf_counter() - started)
+    median = statistics.median(seconds[2:])
+    trained = sum(sample.length for sample in samples)
+    flops = 3 * trained * Performance(config, policy.info).flops_per_token(length / 2)
+    product = product_tflops(where)
+    details = {"update_s": median, "tokens_per_s": trained / median}
+    # Bounds of the device are estimates until the first run: 40% of what one large product reaches.
+    return [
+        Row("rate of a bf16 matrix product / rate of an update", product, flops / median / 1e12,
+            200.0 if where.tiny else 2.5, "TFLOP/s", details),
+    ]  # fmt: skip
+
+
+def product_tflops(where: Where) -> float:
+    """Return the TFLOP/s of a square bf16 matrix product."""
+    size = 256 if where.tiny else 8192
+    a = torch.randn(size, size, device=where.device, dtype=torch.bfloat16)
+    seconds = []
+    for _ in range(10):
+        where.synchronize()
+        started = time.perf_counter()
+        torch.mm(a, a)
+        where.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / statistics.median(seconds[3:]) / 1e12
+
+
+def _reset_peak(where: Where) -> None:
+    if where.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _memory_row(config: Config, policy: Policy) -> Row:
+    """Compare the peak of allocated memory with the plan's, without the term for contexts, which are not allocated."""
+    from megarl.config.memory import trainer_memory
+    from megarl.models.layer_spec import use_transformer_engine
+
+    plan = trainer_memory(config, policy.info, policy.layout, cuda=True, fused=use_transformer_engine(), limit=None)
+    counted = sum(term.bytes for term in plan.terms if term.when in ("always", "update") and "CUDA" not in term.name)
+    peak = torch.cuda.max_memory_allocated()
+    return Row("peak memory of an update / plan", peak / 2**30, counted / 2**30, 1.1, "GiB",
+               {"terms": {f"{term.name} ({term.when})": term.bytes for term in plan.terms}})  # fmt: skip
+
+
+def _ragged_rows(where: Where, policy: Policy, tokens: int) -> list[Row]:
+    """Update on micro-batches of ever new lengths: kernels that are compiled for each of them would show."""
+    from torch._dynamo.utils import counters
+
+    seconds, graphs = [], []
+    for number in range(10 if where.tiny else RAGGED):
+        length = tokens // 2 + 17 * number % (tokens // 3) + number
+        pairs = models.make_pairs(1, range(length - 8, length - 7), policy.info.vocab_size)
+        samples = models.make_samples(pairs)
+        where.synchronize()
+        started = time.perf_counter()
+        policy.update(samples)
+        where.synchronize()
+        seconds.append(time.perf_counter() - started)
+        graphs.append(int(counters["stats"]["unique_graphs"]))
+    half = len(seconds) // 2
+    late = seconds[half:]
+    return [
+        Row("slowest / median of late updates on new lengths", max(late), statistics.median(late),
+            20.0 if where.tiny else 3.0, "s"),
+        Row("graphs compiled in late updates on new lengths", float(graphs[-1] - graphs[half - 1]), 1.0, 0.0, ""),
+    ]  # fmt: skip
+
+
+def two_ranks(where: Where) -> tuple[list[Row], list[str]]:
+    """Compare log-probs under TP 2 with transformers: two ranks on one device.
+
+    NCCL refuses two ranks on one GPU, so they use gloo, which copies tensors through host memory.
+    """
+    pairs = models.make_pairs(8, range(8, 42, 3))
+    with tempfile.TemporaryDirectory() as folder:
+        models.make_model(Path(folder, "model"))
+        old = models.reference_logprobs(Path(folder, "model"), pairs)
+        address = models.free_address()
+        command = [sys.executable, "-m", "smoke.training", where.device.type, folder, address]
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
+        environment = {**os.environ, "PYTHONPATH": path}
+        ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+        try:
+            statuses = [rank.wait(TIMEOUT_S) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        if any(statuses):
+            raise RuntimeError(f"exit statuses of the two ranks: {statuses}")
+        found: list[torch.Tensor] = torch.load(Path(folder, "logprobs.pt"))
+    worst = max(float((new - each).abs().max()) for new, each in zip(found, old, strict=True))
+    return [
+        Row("TP 2 on one device, fp32: difference from transformers' log-probs / allowed", worst, 1e-3, 1.0, "nat")
+    ], []
+
+
+def _one_of_two(device: str, folder: str, address: str, rank: int) -> None:
+    """Compute log-probs as one of two tensor ranks; rank 0 writes them."""
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    models.join(address, rank, 2, backend="gloo")
+    parallel: dict[str, Any] = {"tensor": 2, "sequence": False}
+    config = models.make_config(
+        Path(folder, "model"), trainer={"precision": "fp32", "gpus": 2, "parallel": parallel, "micro_batch_tokens": 512}
+    )
+    with models.built_policy(config, tensor=2) as policy:
+        found = policy.compute_logprobs(models.make_samples(models.make_pairs(8, range(8, 42, 3))))
+    if rank == 0:
+        torch.save([each.logprobs_R for each in found], Path(folder, "logprobs.pt"))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _one_of_two(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))

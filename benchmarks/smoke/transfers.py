@@ -1,0 +1,95 @@
+"""Steps `digest` and `export`: what a weight sync computes on the device before it sends.
+
+Shape suffixes: B bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from smoke import models
+from smoke.rows import Row, Where
+
+REPEATS = 5
+
+
+def median_s(where: Where, function: Callable[[], object]) -> float:
+    """Return the median seconds of some calls, after one that is not counted."""
+    function()
+    seconds = []
+    for _ in range(REPEATS):
+        where.synchronize()
+        started = time.perf_counter()
+        function()
+        where.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def digest_step(where: Where) -> tuple[list[Row], list[str]]:
+    """Compare the digest of a bucket on the device with that on the CPU, and its time with a copy of the bucket."""
+    from megarl.weights.digest import digest
+
+    nbytes = (8 if where.tiny else 512) * 2**20 + 24  # a row that is not full, too
+    host_B = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    device_B = host_B.to(where.device)
+    expected = int(digest(host_B, version=3, bucket=5))
+    changed_B = device_B.clone()
+    changed_B[nbytes // 2] += 1
+    changed = int(digest(changed_B, version=3, bucket=5))
+    wrong = (int(digest(device_B, version=3, bucket=5)) != expected) + (changed == expected)
+    seconds = median_s(where, lambda: digest(device_B, version=3, bucket=5))
+    copy = median_s(where, device_B.clone)
+    per_gb = seconds / nbytes * 1e9
+    # Each word is read twice and multiplied into a temporary: about ten passes over the data.
+    return [
+        Row("digests that differ from the CPU's", float(wrong), 1.0, 0.0, ""),
+        Row("digest of a bucket / copy of a bucket", seconds, copy, 100.0 if where.tiny else 25.0, "s",
+            {"seconds_per_gb": per_gb, "bytes": nbytes}),
+    ], []  # fmt: skip
+
+
+def export_step(where: Where) -> tuple[list[Row], list[str]]:
+    """Export a mixture of experts from the device, pack it into buckets and compare every byte with the files."""
+    from safetensors.torch import load_file
+
+    sizes = {} if where.tiny else {"hidden_size": 1024, "moe_intermediate_size": 768, "num_experts": 32}
+    with tempfile.TemporaryDirectory() as folder:
+        models.make_model(Path(folder), moe=True, **sizes)
+        files = {name: each for path in Path(folder).glob("*.safetensors") for name, each in load_file(path).items()}
+        models.join(models.free_address(), 0, 1)
+        config = models.make_config(Path(folder), trainer={"precision": "fp32"})
+        with models.built_policy(config) as policy:
+            from megarl.models.export import HFExporter
+
+            exporter = HFExporter(policy.module_chunks, policy.info, torch.float32)
+            wrong, seen = 0, 0
+            for item, tensor in exporter.stream():
+                seen += 1
+                wrong += tensor is None or not torch.equal(tensor.cpu(), files[item.name].float())
+            wrong += seen != len(files)
+            largest = max(item.nbytes for item in exporter.manifest())
+            buffer_B = torch.empty(largest, dtype=torch.uint8, device=where.device)
+
+            def pack() -> None:
+                for _, tensor in exporter.stream():
+                    assert tensor is not None
+                    flat = tensor.reshape(-1)
+                    buffer_B[: flat.numel() * flat.element_size()].view(flat.dtype).copy_(flat)
+
+            parts = [each.to(where.device) for each in files.values()]
+            packing = median_s(where, pack)
+            copying = median_s(where, lambda: [each.clone() for each in parts])
+    total = sum(each.numel() * each.element_size() for each in files.values())
+    return [
+        Row("exported tensors that differ from the files", float(wrong), 1.0, 0.0, "", {"tensors": seen}),
+        # Per tensor the exporter runs Python besides the copy.
+        Row("export and packing / copies of the tensors", packing, copying, 30.0 if where.tiny else 8.0, "s",
+            {"seconds_per_gb": packing / total * 1e9, "bytes": total}),
+    ], []  # fmt: skip

@@ -1,0 +1,1 @@
+"""`megarl doctor`: tells whether a run could start on this machine, and with `--nodes` how fast nodes communicate."""

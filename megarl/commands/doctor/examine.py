@@ -1,0 +1,38 @@
+"""Examines this machine: packages, imports, devices, limits and network. Starts nothing but short imports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from megarl.commands.doctor import gpus, imports, installed, machine
+from megarl.commands.doctor.report import Finding, Report
+
+
+def examine() -> Report:
+    """Return all findings of this machine. Imports torch; the imports of a run happen in processes of their own."""
+    findings: list[Finding] = []
+    cuda = False
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library that torch needs is missing
+        findings.append(Finding("fail", "torch", f"cannot be imported: {error}", "run make setup"))
+    else:
+        cuda = torch.cuda.is_available()
+        findings += [*gpus.torch_findings(cuda), *_thread_findings(cuda)]
+    findings += installed.package_findings(cuda)
+    if cuda:
+        findings.append(installed.kernel_finding())
+    findings += imports.import_findings(cuda)
+    findings += [*machine.machine_findings(), *machine.network_findings(cuda)]
+    return Report("cuda" if cuda else "cpu", tuple(findings))
+
+
+def _thread_findings(cuda: bool) -> Iterator[Finding]:
+    import torch
+
+    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    detail = f"{threads} per process, {cores} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}"
+    crowded = not cuda and threads > 1 and "OMP_NUM_THREADS" not in os.environ
+    fix = "ranks and engines share the cores: export OMP_NUM_THREADS=1" if crowded else ""
+    yield Finding("warn" if crowded else "ok", "threads", detail, fix)

@@ -1,0 +1,98 @@
+"""`megarl doctor --nodes` with real processes over gloo: bandwidths, choice of interface, deadlines, who is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megarl.cluster.ray_head import free_ports
+from megarl.commands.doctor.between_nodes import run_probe
+from megarl.commands.doctor.paths import PathResult, PathToTry, advice
+from tests.support.checkout import ROOT, environment, torchrun
+
+DOCTOR = ("-m", "megarl", "doctor", "--nodes", "--mib", "1")
+LIMIT_S = 120
+
+
+def test_two_processes_of_torchrun_on_the_chosen_interface() -> None:
+    done = subprocess.run(
+        torchrun(2, *DOCTOR, "--json", "--interface", "lo", "--timeout", "60"), env=environment(), cwd=ROOT,
+        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout[done.stdout.index("{") :])
+    path = report["paths"][0]
+    assert report["can_start"] and path["path"] == "gloo on lo" and path["required"] and path["ok"]
+    assert path["gb_per_second"].keys() == {"all-reduce", "broadcast from node 0"}
+    assert all(rate > 0 for rate in path["gb_per_second"].values())
+
+
+def start(rank: int, size: int, port: int, *options: str, **variables: str) -> subprocess.Popen[str]:
+    """One member, as torchrun would start it."""
+    place = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(
+        [sys.executable, *DOCTOR, *options], env=environment(**place, MASTER_PORT=str(port - 1), **variables), cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_three_nodes_have_a_rate_for_each_pair() -> None:
+    (port,) = free_ports(1)
+    options = ("--interface", "lo", "--timeout", "60")
+    processes = [start(rank, 3, port, *options, SLURMD_NODENAME=f"node-{rank}") for rank in range(3)]
+    outputs = [process.communicate(timeout=LIMIT_S) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    table = outputs[0][0]
+    assert "3 processes on 3 nodes: node-0, node-1, node-2" in table
+    for operation in ("broadcast from node 2", "all-reduce of nodes 0 and 1", "all-reduce of nodes 2 and 0"):
+        assert operation in table
+    assert outputs[1][0] == "" == outputs[2][0]  # rank 0 reports
+
+
+def test_a_member_that_never_comes_is_named_within_the_deadline() -> None:
+    (port,) = free_ports(1)
+    started = time.monotonic()
+    process = start(0, 2, port, "--interface", "lo", "--timeout", "2")
+    _, error = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2 and "waited 2 s for member of ranks [1], 1 of 2 have answered" in error
+    assert time.monotonic() - started < 60
+
+
+def test_an_unknown_interface_is_a_mistake_of_the_user() -> None:
+    (port,) = free_ports(1)
+    process = start(0, 1, port, "--interface", "nope0", "--timeout", "30")
+    _, error = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2 and "--interface: this node has no 'nope0'" in error and "lo" in error
+
+
+def test_a_hanging_probe_is_ended_and_its_stage_told() -> None:
+    code = 'print(\'{"stage": "all-reduce"}\', flush=True); import time; time.sleep(60)'
+    outcome = run_probe([sys.executable, "-c", code], environment(), 1.5)
+    assert outcome.error == "no end within 2 s" and outcome.stage == "all-reduce"
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"), [({"GLOO_SOCKET_IFNAME": "nope0"}, "not on every node"), ({}, "open all TCP ports")]
+)
+def test_a_probe_that_cannot_connect_names_the_fix(variables: dict[str, str], told: str) -> None:
+    """A wrong interface, and a rank 0 that nobody reaches."""
+    from torch import distributed
+
+    (port,) = free_ports(1)
+    listening = bool(variables)
+    store = distributed.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False) if listening else None
+    command = [
+        sys.executable, "-m", "megarl.commands.doctor.path_probe", "127.0.0.1", str(port), "x", "0", "1", "gloo", "cpu",
+        "1", "2", "0",
+    ]  # fmt: skip
+    outcome = run_probe(command, environment(**variables), 60)
+    del store
+    path = PathToTry("gloo", "gloo", ({},), True)
+    assert outcome.error is not None and outcome.stage == "connect"
+    assert told in advice(path, [outcome]), outcome
+    assert not PathResult(path, (outcome,)).ok

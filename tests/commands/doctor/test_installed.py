@@ -1,0 +1,42 @@
+"""Versions against a lock file, and what is said about FlashInfer's kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.commands.doctor import installed
+
+
+def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "installed_version", {"a": "1", "b": "2"}.get)
+    lock = "# comment\na==1\nb==3\nc[x]==4 ; python_version > '3'\n"
+    assert installed.compare_lock(lock) == (["b 2 != 3"], ["c[x]"])
+
+
+@pytest.mark.parametrize(
+    ("versions", "nvcc", "level", "told"),
+    [
+        ({}, True, "ok", "does without it"),
+        ({"flashinfer-cubin": "0.7", "flashinfer-jit-cache": "0.7+cu130"}, True, "ok", "precompiled"),
+        ({"flashinfer-cubin": "0.6.13"}, True, "fail", "flashinfer-cubin 0.6.13 beside flashinfer-python 0.7"),
+        ({}, True, "warn", "compiles kernels at its start"),
+        ({"flashinfer-cubin": "0.7"}, False, "warn", "flashinfer-jit-cache not installed: an engine compiles"),
+        ({}, False, "warn", "and no nvcc"),
+    ],
+)
+def test_kernels(
+    versions: dict[str, str], nvcc: bool, level: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    if nvcc:
+        (tmp_path / "bin" / "nvcc").touch()
+    library = {} if told == "does without it" else {"flashinfer-python": "0.7"}
+    monkeypatch.setattr(installed, "installed_version", {**library, **versions}.get)
+    monkeypatch.setattr(
+        installed.shutil, "which", lambda name, path=None: "/usr/bin/ninja" if name == "ninja" else None
+    )
+    finding = installed.kernel_finding({"CUDA_HOME": str(tmp_path)})
+    assert (finding.level, told in finding.detail) == (level, True), finding
+    assert bool(finding.fix) == (level != "ok")
