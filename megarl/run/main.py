@@ -144,11 +144,9 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
     from megarl import platforms
     from megarl.run.peers import join_peers
 
-    platform = platforms.activate()
+    platform = platforms.activate(_own_device(plan, int(os.environ["LOCAL_RANK"])))
     import torch
 
-    if platform.is_cuda:
-        torch.cuda.set_device(_own_device(plan, int(os.environ["LOCAL_RANK"])))
     join_peers(platform.backend, config.timeouts.collective_s)
     if rank == 0:
         terminal.write(f"megarl: {config.run.name}: {_headline(config, plan)}\n")
