@@ -130,8 +130,8 @@ def megatron_problems(config: Config, device: str) -> Iterator[str]:
             "megatron.ddp.overlap_param_gather: there is no gather without the distributed optimizer; set "
             "trainer.optimizer.distributed=true or remove it"
         )
-    if config.megatron.ddp.get("overlap_param_gather") and not config.megatron.ddp.get("overlap_grad_reduce"):
-        yield "megatron.ddp.overlap_param_gather: megatron-core needs overlap_grad_reduce: true with it; add it"
+    if config.megatron.ddp.get("overlap_param_gather") and not config.megatron.ddp.get("overlap_grad_reduce", True):
+        yield "megatron.ddp.overlap_param_gather: megatron-core needs overlap_grad_reduce with it; do not turn that off"
 
 
 def _unsafe_fields(config: Config, device: str) -> Iterator[str]:

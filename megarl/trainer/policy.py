@@ -164,8 +164,13 @@ class Policy:
             offset += size
         return [result for result in results if result is not None]
 
-    def update(self, samples: Sequence[TrainSample], counts: GlobalCounts | None = None) -> dict[str, float]:
+    def update(
+        self, samples: Sequence[TrainSample], counts: GlobalCounts | None = None, *, another_follows: bool = False
+    ) -> dict[str, float]:
         """Make one optimizer update on a mini-batch. `samples` are this replica's, `counts` those of all replicas.
+
+        `another_follows`: the next call is another update, whose forward pass then gathers the new weights layer by
+        layer (`overlap_param_gather`). Otherwise the weights are complete when the method returns.
 
         Returns:
             Metrics reduced over all ranks and equal on each: `LossStats.means`, lr, grad_norm, MoE losses.
@@ -181,7 +186,7 @@ class Policy:
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
         for chunk in self.module_chunks:
-            if chunk.ddp_config.overlap_param_gather:
+            if chunk.ddp_config.overlap_param_gather and not another_follows:
                 # Without this call the gather starts in the next forward, but export and weight sync come before it.
                 chunk.start_param_sync(force_sync=True)
         return metrics | {"grad_norm": float(grad_norm), "lr": self.learning_rate}

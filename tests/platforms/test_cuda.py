@@ -45,9 +45,7 @@ def test_without_cuda_nothing_is_set(monkeypatch: pytest.MonkeyPatch, settings: 
 
 
 @pytest.mark.parametrize("name", cuda.ALLOCATOR_VARIABLES)
-def test_the_users_own_allocator_settings_stay(
-    monkeypatch: pytest.MonkeyPatch, settings: list[str], name: str
-) -> None:
+def test_the_users_own_allocator_settings_stay(monkeypatch: pytest.MonkeyPatch, settings: list[str], name: str) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:512")
     cuda.use_expandable_segments()
     assert settings == []
