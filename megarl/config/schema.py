@@ -93,6 +93,9 @@ class TrainerConfig(Section):
     micro_batch_tokens: int = Field(8192, ge=1, description="Upper bound of packed tokens per micro-batch per DP rank.")
     mini_batches: int = Field(1, ge=1, description="Optimizer updates per step; the batch is split between groups.")
     logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass.")
+    compile_logprobs: bool | None = Field(
+        None, description="Compile the log-prob head with torch.compile; default: true on GPUs. Falls back if it fails."
+    )
     fused_weight_gradients: bool = Field(
         True,
         description="Transformer Engine adds weight gradients to the fp32 sums inside its matrix products. No effect "

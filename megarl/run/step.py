@@ -164,13 +164,24 @@ def train_step(
     with timer.phase("update"):
         for number, (mini_batch, counts) in enumerate(trained):
             mine = [samples[key] for key in mini_batch[parallel.dp_rank()]]
-            values = policy.update(mine, counts, another_follows=number + 1 < len(trained))
+            values = policy.update(
+                mine,
+                counts,
+                another_follows=number + 1 < len(trained),
+                measure_entropy=number == 0 and entropy_due(config, plan.version),
+            )
             if number == 0 and algorithm.old_logprobs == "rollout":
                 # The first update uses the weights that sampled: it compares the engine's log-probs with the trainer's.
                 _record_mismatch(values, metrics)
             metrics.record("policy/grad_norm_max", values["grad_norm"])
             metrics.update(_declared(values, config), prefix="policy/", weight=values["tokens"])
     metrics.record("policy/updates", len(trained))
+
+
+def entropy_due(config: Config, version: int) -> bool:
+    """Tell whether the step that updates the weights of `version` measures the entropy of its first mini-batch."""
+    every = config.telemetry.entropy_every
+    return every > 0 and version % every == 0
 
 
 def _train_samples(plan: StepPlan, rows: Mapping[str, Trajectory]) -> dict[str, TrainSample]:
