@@ -267,6 +267,11 @@ class RolloutConfig(Section):
     cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache in GiB per engine without a GPU.")
     enforce_eager: bool | None = Field(None, description="Run vLLM without CUDA graphs; default: true without a GPU.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: as trainer.precision.")
+    load_weights: bool = Field(
+        False,
+        description="Engines read the model's weights when they start. The first weight sync brings them in any case, "
+        "before the first prompt; only a pool without a trainer (`megarl eval`) needs this.",
+    )
     on_group_failure: Literal["count", "stop"] = Field(
         "count",
         description="A prompt group that cannot be generated or scored: count it as failed, or end the run. In both "

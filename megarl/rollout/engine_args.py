@@ -44,12 +44,19 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         "enable_prefix_caching": True,
         "seed": config.run.seed,
     }
-    if megatron_step(config.model.path) is not None:
-        # vLLM cannot read the checkpoint: version 0 of the weight sync brings the weights before the first prompt.
+    if not reads_weights(config):
         arguments["load_format"] = "dummy"
     if not cuda:
         arguments |= _whole_prompts(max_model_len or rollout.max_model_len)
     return {**arguments, **rollout.engine_kwargs}
+
+
+def reads_weights(config: Config) -> bool:
+    """Tell whether engines read the model's weights when they start; otherwise the first weight sync brings them.
+
+    vLLM cannot read a Megatron checkpoint.
+    """
+    return config.rollout.load_weights and megatron_step(config.model.path) is None
 
 
 def _whole_prompts(max_model_len: int | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.engine_checks import engine_problems
+from megarl.config.schema import RolloutConfig
 from megarl.rollout.engine_args import _whole_prompts, engine_args, engine_environment
 from tests.support.live_engine import LiveReplica
 from tests.support.pool import pool_config
@@ -39,6 +40,14 @@ def test_on_gpu_nothing_of_the_cpu_path_remains(tmp_path: Path) -> None:
     assert args["distributed_executor_backend"] is None and args["enforce_eager"] is False
     assert args["dtype"] == "bfloat16"
     assert not any("CPU" in name or "DYNAMO" in name for name in engine_environment(gpu, cuda=True))
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_engines_read_no_weights_that_the_first_sync_replaces(tmp_path: Path, cuda: bool) -> None:
+    assert RolloutConfig().load_weights is False
+    training = config(tmp_path, rollout={"load_weights": False})
+    assert engine_args(training, cuda=cuda)["load_format"] == "dummy"
+    assert "load_format" not in engine_args(config(tmp_path, rollout={"load_weights": True}), cuda=cuda)
 
 
 def test_engine_kwargs_cannot_undo_what_training_relies_on(tmp_path: Path) -> None:
