@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Recompute
+
+__all__ = ["Recompute", "ddp_fields", "passes_recompute", "transformer_fields"]
 
 
 def ddp_fields(config: Config) -> dict[str, Any]:
@@ -24,3 +26,24 @@ def ddp_fields(config: Config) -> dict[str, Any]:
         "overlap_param_gather": distributed and reduces,
         **passed,
     }
+
+
+def transformer_fields(config: Config) -> dict[str, Any]:
+    """Return the fields of TransformerConfig: those of `trainer.recompute`, replaced by `megatron.transformer`."""
+    return {**_recompute_fields(config.trainer.recompute), **config.megatron.transformer}
+
+
+def passes_recompute(config: Config) -> bool:
+    """Tell whether `megatron.transformer` decides about recomputation, so that `trainer.recompute` does not."""
+    return any(name.startswith("recompute_") for name in config.megatron.transformer)
+
+
+def _recompute_fields(recompute: Recompute) -> dict[str, Any]:
+    """Return Megatron's fields; an unresolved `auto` recomputes nothing (megarl/config/fit.py resolves it)."""
+    if recompute in ("auto", "none"):
+        return {}
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": recompute}

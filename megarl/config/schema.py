@@ -7,12 +7,15 @@ are in `checks.py`. `docs/configuration.md` is generated from these classes.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megarl.config.job_sections import CheckpointConfig, LaunchConfig, RayConfig, TelemetryConfig, TimeoutsConfig
 from megarl.config.section import Passed, Section
+
+# What the backward pass of the trainer computes again; a number: the first layers of each stage.
+Recompute = Literal["auto", "none", "selective", "full"] | Annotated[int, Field(ge=1)]
 
 
 class RunConfig(Section):
@@ -90,7 +93,17 @@ class TrainerConfig(Section):
     )
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     precision: Literal["bf16", "fp32"] = Field("bf16", description="Compute precision; master weights stay fp32.")
-    micro_batch_tokens: int = Field(8192, ge=1, description="Upper bound of packed tokens per micro-batch per DP rank.")
+    micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        8192,
+        description="Upper bound of packed tokens per micro-batch per DP rank; auto: as many as fit by the plan with "
+        "a tenth of the memory free.",
+    )
+    recompute: Recompute = Field(
+        "auto",
+        description="Activations that the backward pass computes again: none, selective (attention only), the first N "
+        "layers of each stage (a number), full (all layers); auto: the first of these that fits by the plan, with a "
+        "tenth of the memory free. Fields `recompute_*` of `megatron.transformer` replace it.",
+    )
     mini_batches: int = Field(1, ge=1, description="Optimizer updates per step; the batch is split between groups.")
     logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass.")
     compile_logprobs: bool | None = Field(
@@ -102,6 +115,13 @@ class TrainerConfig(Section):
         "on other modules.",
     )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+
+    @property
+    def token_limit(self) -> int:
+        """`micro_batch_tokens` as a number. Raises ValueError for `auto`, which only a plan resolves."""
+        if self.micro_batch_tokens == "auto":
+            raise ValueError("trainer.micro_batch_tokens: auto has no value here, without a plan; give a number")
+        return self.micro_batch_tokens
 
 
 class ReferenceConfig(Section):

@@ -87,14 +87,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         if columns:
             for rows in _chunks(hidden_RH.shape[0], chunk):
                 logits_CVt = _logits(hidden_RH[rows], weight_VpH, columns)
-                stats_4C = stats_4R[:, rows]
-                fused_4C = (
-                    compiled_head.row_stats(logits_CVt, local_R[rows], temperature, with_entropy) if compiled else None
-                )
-                if fused_4C is not None:
-                    stats_4C.copy_(fused_4C)
-                else:
-                    _reduce_rows(_scale(logits_CVt, temperature), local_R[rows], stats_4C, with_entropy)
+                _row_stats(logits_CVt, local_R[rows], stats_4R[:, rows], temperature, with_entropy, compiled)
+                del logits_CVt  # before the next chunk is made
         logprobs_R, lse_R, entropy_R = _join(stats_4R, owned_R, group, with_entropy)
         ctx.save_for_backward(hidden_RH, weight_VpH, local_R, owned_R, lse_R, entropy_R)
         ctx.temperature, ctx.columns, ctx.chunk, ctx.with_entropy = temperature, columns, chunk, with_entropy
@@ -117,18 +111,18 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_logprobs_R = torch.zeros_like(lse_R)
             columns = slice(0, ctx.columns)
             for rows in _chunks(hidden_RH.shape[0], ctx.chunk):
-                logits_CVt = _logits(hidden_RH[rows], weight_VpH, ctx.columns)
                 per_row = (
                     lse_R[rows], local_R[rows], owned_R[rows], grad_logprobs_R[rows] / ctx.temperature,
                     None if grad_entropy_R is None else grad_entropy_R[rows] / ctx.temperature, entropy_R[rows],
                 )  # fmt: skip
-                grad_CVt = compiled_head.grad_logits(logits_CVt, *per_row, ctx.temperature) if ctx.compiled else None
-                if grad_CVt is None:
-                    grad_CVt = _grad_logits(_scale(logits_CVt, ctx.temperature), *per_row).to(hidden_RH.dtype)
+                grad_CVt = _row_grads(
+                    _logits(hidden_RH[rows], weight_VpH, ctx.columns), per_row, ctx.temperature, ctx.compiled
+                )
                 if grad_hidden_RH is not None:
                     torch.mm(grad_CVt, weight_VpH[columns], out=grad_hidden_RH[rows])
                 if grad_weight_VpH is not None:
                     _accumulate(grad_weight_VpH[columns], grad_CVt, hidden_RH[rows])
+                del grad_CVt
         if grad_weight_VpH is not None:
             grad_weight_VpH = grad_weight_VpH.to(weight_VpH.dtype)
         return grad_hidden_RH, grad_weight_VpH, None, None, None, None, None, None, None
@@ -150,6 +144,33 @@ def _logits(hidden_CH: Tensor, weight_VpH: Tensor, columns: int) -> Tensor:
 def _scale(logits_CVt: Tensor, temperature: float) -> Tensor:
     """Return the logits over the temperature in fp32, which callers overwrite. It may overwrite the logits."""
     return logits_CVt.float().div_(temperature) if temperature != 1 else logits_CVt.float()
+
+
+def _row_stats(
+    logits_CVt: Tensor, local_C: Tensor, stats_4C: Tensor, temperature: float, with_entropy: bool, compiled: bool
+) -> None:
+    """Write the four numbers per row that `_reduce_rows` describes into `stats_4C`. It may overwrite the logits."""
+    fused_4C = compiled_head.row_stats(logits_CVt, local_C, temperature, with_entropy) if compiled else None
+    if fused_4C is not None:
+        stats_4C.copy_(fused_4C)
+    else:
+        _reduce_rows(_scale(logits_CVt, temperature), local_C, stats_4C, with_entropy)
+
+
+def _row_grads(
+    logits_CVt: Tensor,
+    per_row: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor],
+    temperature: float,
+    compiled: bool,
+) -> Tensor:
+    """Return the gradient by the scaled logits [C, Vt], in the logits' dtype, which it may overwrite.
+
+    `per_row`: the arguments of `_grad_logits` after the first.
+    """
+    grad_CVt = compiled_head.grad_logits(logits_CVt, *per_row, temperature) if compiled else None
+    return (
+        _grad_logits(_scale(logits_CVt, temperature), *per_row).to(logits_CVt.dtype) if grad_CVt is None else grad_CVt
+    )
 
 
 def _reduce_rows(scaled_CVt: Tensor, local_C: Tensor, stats_4C: Tensor, with_entropy: bool) -> None:

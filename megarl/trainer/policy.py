@@ -23,6 +23,7 @@ from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.losses import LossFunction, LossInputs, LossSpec, MicroBatchLoss, micro_batch_loss
 from megarl.algorithms.stats import LossStats
 from megarl.checkpoint.format.load_weights import load_weights
+from megarl.config.megatron_defaults import transformer_fields
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
@@ -114,7 +115,7 @@ class Policy:
             info,
             layout,
             config.trainer.precision,
-            config.megatron.transformer,
+            transformer_fields(config),
             initialize=not config.model.load_weights,
         )
         if not self.tf_config.calculate_per_token_loss:
@@ -282,7 +283,7 @@ class Policy:
         interleaved = self.layout.virtual_pipeline is not None
         plans = plan_micro_batches(
             [[length for length, _ in rank] for rank in shapes],
-            self.config.trainer.micro_batch_tokens,
+            self.config.trainer.token_limit,
             multiple_of=self.layout.pipeline if interleaved else 1,
             minimum=self.layout.pipeline,  # fewer leave stages idle, and fail in an interleaved schedule
         )
