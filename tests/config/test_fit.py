@@ -123,3 +123,15 @@ def test_every_recipe_leaves_the_choice_to_the_plan_and_a_tenth_free(path: Path)
     assert found.engine.memory.limit is not None and found.engine.memory.peak <= 0.9 * found.engine.memory.limit
     assert found.config.trainer.recompute not in ("auto", "full")
     assert found.config.trainer.token_limit >= found.max_sequence_tokens
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_figures_of_the_recipes_page_are_those_of_the_plan(path: Path) -> None:
+    found = planned(path)
+    kind, layers = found.config.trainer.recompute, found.info.num_layers
+    peaks = [memory.peak / GIB for memory in (found.trainer, found.engine.memory)]
+    row = (
+        f"| `{path.stem}` | {found.config.trainer.token_limit} | {0 if kind == 'none' else kind} of {layers} "
+        f"| {peaks[0]:.1f} | {peaks[1]:.1f} |"
+    )
+    assert row in (ROOT / "docs/recipes.md").read_text().splitlines()
