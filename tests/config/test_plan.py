@@ -112,6 +112,27 @@ def test_recompute_and_offload_show(published: Any) -> None:
     assert light.trainer.term("recompute").bytes > 0
 
 
+def test_a_sync_needs_memory_beside_the_share_of_the_engine(published: Any) -> None:
+    """vLLM fills its share with its cache, and its reload holds whole expert tensors: 1.4 GiB of a 30B model."""
+    found = big(published, QWEN3_30B_A3B).engine.memory
+    layer = 128 * 3 * 768 * 2048 * 2
+    assert (found.term("reload").bytes, found.term("reload").when) == (layer + layer // 4, "sync")
+    assert found.total("generate") == pytest.approx(0.85 * 80 * GIB, rel=1e-6)
+    beside = found.term("forward").bytes + found.term("logits").bytes
+    assert found.total("sync") == found.total("generate") - beside + found.term("sync buckets").bytes + layer * 5 // 4
+    with pytest.raises(ConfigError, match=r"rollout: .*in phase 'sync'.*lower rollout\.gpu_memory_utilization"):
+        big(published, QWEN3_30B_A3B, rollout__gpu_memory_utilization=0.99)
+
+
+def test_experts_are_not_planned_to_be_evenly_loaded(published: Any) -> None:
+    uneven = big(
+        published, QWEN3_30B_A3B, trainer__recompute="none", megatron__transformer={}, trainer__device_memory_gib=200
+    )
+    activations, more = uneven.trainer.term("activations").bytes, uneven.trainer.term("uneven experts").bytes
+    assert 0.05 * activations < more < 0.25 * activations  # a quarter of the routed rows, which are a part of all
+    assert "uneven experts" not in [term.name for term in big(published, QWEN25_7B, trainer__parallel={}).trainer.terms]
+
+
 @pytest.mark.parametrize(("placement", "when"), [("gpu", "always"), ("cpu_offload", "log-probs")])
 def test_reference_weights(models: dict[str, Path], placement: str, when: str) -> None:
     found = plan(models["qwen3"], algorithm__kl={"coef": 0.1}, reference__placement=placement)
