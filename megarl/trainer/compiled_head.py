@@ -106,5 +106,6 @@ def _run(function: Callable[..., Tensor], *args: object) -> Tensor | None:
 
 @functools.cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # The rows of the last chunk differ from batch to batch, so no size may be a constant of the code.
-    return torch.compile(function, dynamic=True)
+    # The rows of the last chunk differ from batch to batch, so no size may be a constant of the code. Compiling takes
+    # no further processes: every rank would start up to 32, each with a torch of its own, for two small functions.
+    return torch.compile(function, dynamic=True, options={"compile_threads": 1})
