@@ -203,6 +203,24 @@ def test_dry_run_prints_config_and_plan(models: dict[str, Path]) -> None:
     assert "\x1b" not in text
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"trainer__device_memory_gib": 80}, ["up to 256 tokens; 65536 would fit with a tenth of the memory free"]),
+        ({"trainer__device_memory_gib": 80, "trainer__micro_batch_tokens": "auto"}, ["up to 65536 tokens\n"]),
+        ({"trainer__recompute": 1}, ["the first 1 layer of each stage"]),
+        ({"megatron__transformer": {"recompute_granularity": "selective"}}, ["as set in megatron.transformer"]),
+    ],
+)
+def test_the_plan_shows_what_auto_chose_and_what_would_fit(
+    models: dict[str, Path], changes: dict[str, Any], expected: list[str]
+) -> None:
+    stream = StringIO()
+    print_dry_run(make_plan(config(models["qwen3"], **changes), device="cuda", files=False), stream)
+    text = "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+    assert all(each in text for each in expected), text
+
+
 def test_dry_run_is_light(models: dict[str, Path], data: Path, tmp_path: Path) -> None:
     """Neither torch nor vLLM nor Ray nor Megatron is imported, and no process starts."""
     path = tmp_path / "run.yaml"
