@@ -93,7 +93,7 @@ def _plan(options: argparse.Namespace) -> int:
     from megarl.config.plan_tables import print_dry_run
 
     config = load_config(options.config, options.overrides)
-    print_dry_run(config, make_plan(config, device=options.device, files=not options.no_files), sys.stdout)
+    print_dry_run(make_plan(config, device=options.device, files=not options.no_files), sys.stdout)
     return 0
 
 

@@ -156,8 +156,9 @@ def eval_config(options: argparse.Namespace) -> Config:
             "tensor_parallel": options.tensor_parallel,
             "max_model_len": options.max_model_len,
             "dtype": _dtype(options.dtype, model_config),
-            # The pool may use every GPU, because there is no trainer.
+            # There is no trainer: the pool may use every GPU, and no sync brings the weights.
             "nodes": "separate",
+            "load_weights": True,
         },
     }
     try:

@@ -194,7 +194,7 @@ def _train(
         die_with_parent()  # torchrun's agent
     from megarl import platforms
 
-    platform = platforms.activate()
+    platform = platforms.activate(int(os.environ.get("LOCAL_RANK", "0")))
     import torch
 
     from megarl.config.checks import check
@@ -245,8 +245,6 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
     import torch
 
     if "RANK" in os.environ:
-        if backend == "nccl":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group(backend, timeout=timeout)
     else:
         store = torch.distributed.HashStore()

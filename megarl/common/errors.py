@@ -28,6 +28,10 @@ class ConversionError(ValueError):
     """A conversion cannot continue; the message names the file and the remedy."""
 
 
+class InstallationError(ValueError):
+    """A package is installed in part; the message names the step that completes it."""
+
+
 class RolloutError(RuntimeError):
     """The rollout pool cannot continue; the message names the part that failed and the reason."""
 

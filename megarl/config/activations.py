@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.config.megatron_defaults import transformer_fields
 from megarl.config.parameters import FP32, bytes_per_element, chunk_layers, padded_vocabulary
 from megarl.config.schema import Config
 from megarl.models.info import LatentAttention, ModelInfo
@@ -34,7 +35,7 @@ class _Sizes:
     fused: bool
 
     @classmethod
-    def of(cls, config: Config, info: ModelInfo, layout: Layout, fused: bool) -> _Sizes:
+    def of(cls, config: Config, info: ModelInfo, layout: Layout, fused: bool, load: float = 1.0) -> _Sizes:
         tensor = layout.tensor
         split = tensor if layout.sequence else 1
         return cls(
@@ -46,17 +47,22 @@ class _Sizes:
             ffn=info.ffn // tensor,
             moe_ffn=info.moe_ffn // layout.etp,
             shared_ffn=info.shared_ffn // tensor,
-            routed=info.topk * layout.etp / split,
+            routed=load * info.topk * layout.etp / split,
             router=(info.num_experts or 0) // split,
             element=bytes_per_element(config.trainer.precision),
             fused=fused,
         )
 
 
-def saved_per_token(config: Config, info: ModelInfo, layout: Layout, layer: int, fused: bool) -> float:
-    """Return the bytes per packed token that one layer keeps under `megatron.transformer`'s recompute settings."""
-    sizes = _Sizes.of(config, info, layout, fused)
-    passed = config.megatron.transformer
+def saved_per_token(
+    config: Config, info: ModelInfo, layout: Layout, layer: int, fused: bool, load: float = 1.0
+) -> float:
+    """Return the bytes per packed token that one layer keeps under the config's recompute settings.
+
+    `load`: rows of this rank's experts, relative to an even distribution.
+    """
+    sizes = _Sizes.of(config, info, layout, fused, load)
+    passed = transformer_fields(config)
     selective = passed.get("recompute_granularity") == "selective"
     modules = set(passed.get("recompute_modules") or ["core_attn"]) if selective else set()
     if info.mla:
@@ -76,13 +82,45 @@ def saved_per_token(config: Config, info: ModelInfo, layout: Layout, layer: int,
     return total
 
 
-def chunk_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int, chunk: int, *, fused: bool) -> float:
+def forward_per_token(config: Config, info: ModelInfo, layout: Layout, layer: int, fused: bool) -> float:
+    """Return the bytes per packed token that live at one time while one layer runs without gradients.
+
+    They are those of its attention or of its MLP, whichever is larger, of the norm before it, and of two hidden states:
+    the residual and the layer's input. It is an estimate: within a module, some tensors are freed earlier. Without
+    Transformer Engine the experts run one after the other.
+    """
+    sizes = _Sizes.of(config, info, layout, fused)
+    attention = _latent_attention(sizes, info.mla, False) if info.mla else _attention(sizes, info, False)
+    mlp = _mlp(sizes, sizes.shared_ffn if info.is_moe_layer(layer) else sizes.ffn)
+    if info.is_moe_layer(layer):
+        mlp += _experts(sizes, False)
+        if not fused:
+            rows = sizes.routed * sizes.element
+            others = 1 - layout.expert / (info.num_experts or 1)  # the share of rows that the running expert lacks
+            # The outputs of all experts, separate and joined, instead of all their intermediate tensors.
+            mlp += rows * (2 * sizes.hidden - 6 * sizes.moe_ffn * others)
+    return max(attention, mlp) + _norm(sizes, sizes.shard) + 2 * sizes.shard * sizes.element
+
+
+def without_recompute(config: Config) -> Config:
+    """Return `config` with every activation kept."""
+    return config.model_copy(
+        update={
+            "megatron": config.megatron.model_copy(update={"transformer": {}}),
+            "trainer": config.trainer.model_copy(update={"recompute": "none"}),
+        }
+    )
+
+
+def chunk_bytes(
+    config: Config, info: ModelInfo, layout: Layout, stage: int, chunk: int, *, fused: bool, load: float = 1.0
+) -> float:
     """Return the bytes that one micro-batch of `trainer.micro_batch_tokens` keeps in one model chunk."""
-    tokens = config.trainer.micro_batch_tokens
+    tokens = config.trainer.token_limit
     sizes = _Sizes.of(config, info, layout, fused)
     layers = list(chunk_layers(info, layout, stage, chunk))
-    passed = config.megatron.transformer
-    per_token = [saved_per_token(config, info, layout, layer, fused) for layer in layers]
+    passed = transformer_fields(config)
+    per_token = [saved_per_token(config, info, layout, layer, fused, load) for layer in layers]
     if passed.get("recompute_granularity") == "full":
         count = int(passed.get("recompute_num_layers") or 1)
         boundary = float(sizes.hidden * sizes.element)
@@ -107,11 +145,11 @@ def recompute_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int,
     At that time the tensors of the output layer are already released. With the method `block`, which recomputes the
     first layers of a stage, those of the other layers are released as well.
     """
-    passed = config.megatron.transformer
+    passed = transformer_fields(config)
     granularity = passed.get("recompute_granularity")
     if granularity is None:
         return 0.0
-    plain = config.model_copy(update={"megatron": config.megatron.model_copy(update={"transformer": {}})})
+    plain = without_recompute(config)
     chunks = range(layout.virtual_pipeline or 1)
     layers = [layer for chunk in chunks for layer in chunk_layers(info, layout, stage, chunk)]
     whole = max(saved_per_token(plain, info, layout, layer, fused) for layer in layers)
@@ -125,7 +163,7 @@ def recompute_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int,
         working = whole * min(count, per_chunk)
     else:
         working = whole - min(saved_per_token(config, info, layout, layer, fused) for layer in layers)
-    return max(0.0, working - released) * config.trainer.micro_batch_tokens
+    return max(0.0, working - released) * config.trainer.token_limit
 
 
 def _output_per_token(sizes: _Sizes) -> float:
@@ -141,23 +179,35 @@ def in_flight_chunks(layout: Layout, stage: int) -> int:
     return warmup + 1
 
 
-def peak_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int, *, fused: bool) -> float:
+def peak_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int, *, fused: bool, load: float = 1.0) -> float:
     """Return the largest number of bytes of activations of a rank of `stage`, with a full pipeline."""
     chunks = layout.virtual_pipeline or 1
-    sizes = [chunk_bytes(config, info, layout, stage, chunk, fused=fused) for chunk in range(chunks)]
+    sizes = [chunk_bytes(config, info, layout, stage, chunk, fused=fused, load=load) for chunk in range(chunks)]
     return sum(sizes) / chunks * in_flight_chunks(layout, stage)
 
 
-def logits_bytes(config: Config, info: ModelInfo, layout: Layout) -> int:
-    """Return the bytes of one chunk of the log-prob pass and its backward, and of the output weight's gradient."""
+def logits_bytes(config: Config, info: ModelInfo, layout: Layout, *, update: bool) -> int:
+    """Return the bytes of one chunk of the log-prob head: of a forward pass, or of an `update` with its backward pass.
+
+    They are those of the separate operations (trainer/logprobs.py); the compiled head needs less.
+    """
     columns = padded_vocabulary(info, layout.tensor) // layout.tensor
+    rows = min(config.trainer.logprob_chunk_tokens, config.trainer.token_limit)
     element = bytes_per_element(config.trainer.precision)
-    rows = min(config.trainer.logprob_chunk_tokens, config.trainer.micro_batch_tokens)
-    # fp32 logits, exponentials and gradient, and the matrix product in compute precision, in and out.
-    chunk = rows * columns * (3 * FP32 + 2 * element)
-    # The weight's gradient is summed over chunks in fp32; with bf16 each product and the result are separate tensors.
-    weight = columns * info.hidden * (FP32 + (2 * element if element != FP32 else 0))
-    return chunk + weight
+    copy = element if element != FP32 else 0  # beside a tensor in fp32, the same one in compute precision
+    weighed = config.algorithm.entropy_coef > 0
+    # fp32 logits; for the entropy also their exponentials and the products of both.
+    forward = rows * columns * (copy + FP32)
+    if not update:
+        return forward
+    if weighed or config.telemetry.entropy_every:
+        forward += rows * columns * 2 * FP32
+    # The logits, their fp32 copy, which becomes the gradient, and that in compute precision or the entropy's factor.
+    weight = columns * info.hidden
+    gradient = rows * columns * (copy + FP32 + max(copy, FP32 if weighed else 0)) + weight * FP32
+    # The weight's gradient is summed over chunks in fp32; the product of one chunk, and the result, are in bf16.
+    backward = max(gradient, rows * columns * copy + weight * (FP32 + copy))
+    return max(forward, backward)
 
 
 def _norm(sizes: _Sizes, width: int) -> float:

@@ -111,7 +111,9 @@ def prompt_limit(config: Config, info: ModelInfo) -> PromptLimit:
     if config.data.max_prompt_tokens is not None:
         return PromptLimit(config.data.max_prompt_tokens, "data.max_prompt_tokens")
     engine = evaluation_prompt_limit(config, info)
-    trained = config.trainer.micro_batch_tokens - config.sampling.max_tokens
+    if config.trainer.micro_batch_tokens == "auto":  # room for any sample
+        return engine
+    trained = config.trainer.token_limit - config.sampling.max_tokens
     if trained < engine.tokens:
         return PromptLimit(trained, "trainer.micro_batch_tokens - sampling.max_tokens")
     return engine
@@ -296,15 +298,17 @@ def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
             f"data.max_prompt_tokens: {prompt} + {response} response tokens exceed "
             f"{'rollout.max_model_len' if limit else 'the model'}'s {limit or info.max_positions}; lower one of them"
         )
+    if config.trainer.micro_batch_tokens == "auto":  # at least the longest sample
+        return
     longest = max_sequence_tokens(config, info)
     bounded = prompt is not None or limit is not None
-    if bounded and config.trainer.micro_batch_tokens < longest:
+    if bounded and config.trainer.token_limit < longest:
         yield (
             f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} is less than the longest sample "
             f"({longest} tokens); a sample is never split, so raise it to at least {longest}"
         )
     # Without a configured bound, the micro-batch limits the prompts, so it needs room for one.
-    if not bounded and config.trainer.micro_batch_tokens <= config.sampling.max_tokens:
+    if not bounded and config.trainer.token_limit <= config.sampling.max_tokens:
         yield (
             f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} leaves no room for a prompt beside "
             f"responses of {config.sampling.max_tokens} tokens (sampling.max_tokens); raise it"

@@ -16,6 +16,12 @@ class TelemetryConfig(Section):
     samples_per_step: int = Field(4, ge=0, description="Trajectories per step written to `samples.jsonl`.")
     tensorboard: bool = Field(True, description="Write TensorBoard events to `RUN_DIR/tensorboard`.")
     wandb_project: str | None = Field(None, description="Weights & Biases project; null = off.")
+    entropy_every: int = Field(
+        1,
+        ge=0,
+        description="Steps between measurements of the entropy, each in the first update of a step; 0 = never. "
+        "With `algorithm.entropy_coef` above 0 every update computes it.",
+    )
     dump_batches: bool = Field(False, description="Record whole batches in `RUN_DIR/batches` for `megarl replay`.")
 
 

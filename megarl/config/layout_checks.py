@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megarl.config import megatron_fields
+from megarl.config.megatron_defaults import passes_recompute
 from megarl.config.megatron_reserved import GPU_ONLY, Target
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
@@ -130,8 +131,8 @@ def megatron_problems(config: Config, device: str) -> Iterator[str]:
             "megatron.ddp.overlap_param_gather: there is no gather without the distributed optimizer; set "
             "trainer.optimizer.distributed=true or remove it"
         )
-    if config.megatron.ddp.get("overlap_param_gather") and not config.megatron.ddp.get("overlap_grad_reduce"):
-        yield "megatron.ddp.overlap_param_gather: megatron-core needs overlap_grad_reduce: true with it; add it"
+    if config.megatron.ddp.get("overlap_param_gather") and not config.megatron.ddp.get("overlap_grad_reduce", True):
+        yield "megatron.ddp.overlap_param_gather: megatron-core needs overlap_grad_reduce with it; do not turn that off"
 
 
 def _unsafe_fields(config: Config, device: str) -> Iterator[str]:
@@ -156,6 +157,8 @@ def _unsafe_fields(config: Config, device: str) -> Iterator[str]:
     if fields.get("moe_token_dispatcher_type") == "flex" and device == "cpu":
         yield "megatron.transformer.moe_token_dispatcher_type: flex needs a GPU; use alltoall"
     yield from _recompute_problems(fields, device)
+    if config.trainer.recompute != "auto" and passes_recompute(config):
+        yield "trainer.recompute: megatron.transformer has recompute fields as well; remove one of the two"
     if device == "cpu" and parallel.expert > 1 and (parallel.expert_tensor or parallel.tensor) > 1:
         yield (
             "trainer.parallel.expert_tensor: without GPUs megatron-core's uneven all-gather fails for expert > 1 "

@@ -55,6 +55,8 @@ _TRANSFORMER = {
     "different lengths (the loss is normalised by global token counts)",
     "variable_seq_lengths": "megarl needs it true: packed micro-batches differ in length",
     "moe_router_force_load_balancing": "it routes at random and ignores the router, for benchmarks",
+    "gradient_accumulation_fusion": "set trainer.fused_weight_gradients: Megatron's field also concerns the output "
+    "layer, where it needs Apex",
     "defer_embedding_wgrad_compute": "the output layer is projected in chunks, outside Megatron",
     "test_mode": "it is for Megatron's own tests",
 }
@@ -99,7 +101,7 @@ GPU_ONLY: dict[Target, frozenset[str]] = {
     "transformer": frozenset(
         _each(
             "apply_rope_fusion bias_activation_fusion bias_dropout_fusion masked_softmax_fusion"
-            " gradient_accumulation_fusion cross_entropy_loss_fusion moe_permute_fusion moe_router_fusion"
+            " cross_entropy_loss_fusion moe_permute_fusion moe_router_fusion"
             " moe_grouped_gemm fused_single_qkv_rope use_te_rng_tracker use_te_activation_func fp8 fp4"
             " tp_comm_overlap moe_enable_deepep persist_layer_norm memory_efficient_layer_norm cpu_offloading"
             " enable_cuda_graph external_cuda_graph batch_invariant_mode fine_grained_activation_offloading"

@@ -19,9 +19,12 @@ from megarl.models.layout import Layout
 
 GIB = 2**30
 MIB = 2**20
-# Empirical values for the CUDA context, NCCL channels, cuBLAS workspaces and fragmentation.
-TRAINER_OVERHEAD = 2 * GIB
-ENGINE_OVERHEAD = 2 * GIB
+# Estimates, to be replaced by measurements: CUDA context, cuBLAS workspaces, fragmentation, and the buffers of each
+# NCCL communicator, of which a trainer rank has up to ten; an engine has fewer, and CUDA graphs instead.
+TRAINER_OVERHEAD = 5 * GIB
+ENGINE_OVERHEAD = 4 * GIB
+# Rows of the experts of the most loaded rank relative to the mean, over all layers of a micro-batch. An estimate.
+EXPERT_LOAD = 1.25
 ENGINE_BATCHED_TOKENS = 8192  # vLLM's default max_num_batched_tokens on large GPUs
 
 
@@ -92,13 +95,17 @@ def _stage_memory(
         Term("optimizer", state.optimizer),
         Term("activations", int(size(config, info, layout, stage, fused=fused)), "update"),
     ]
+    if layout.expert > 1:
+        more = size(config, info, layout, stage, fused=fused, load=EXPERT_LOAD) - terms[-1].bytes
+        terms.append(Term("uneven experts", int(more), "update", note="estimate"))
     again = activations.recompute_bytes(config, info, layout, stage, fused=fused)
     if again:
         terms.append(Term("recompute", int(again), "update"))
     if stage == layout.pipeline - 1:
-        logits = activations.logits_bytes(config, info, layout)
-        terms += [Term("logits chunk", logits, "update"), Term("logits chunk", logits, "log-probs")]
-    widest = _widest_layer(config, info, layout, fused)
+        logits = activations.logits_bytes
+        terms.append(Term("logits chunk", logits(config, info, layout, update=True), "update"))
+        terms.append(Term("logits chunk", logits(config, info, layout, update=False), "log-probs"))
+    widest = forward_bytes(config, info, layout, fused=fused)
     terms.append(Term("forward of one layer", int(widest), "log-probs"))
     if config.needs_reference:
         kept = not cuda or config.reference.placement == "gpu"
@@ -129,12 +136,11 @@ def _largest_tensor(config: Config, info: ModelInfo) -> int:
     return widest * info.hidden * bytes_per_element(config.trainer.precision)
 
 
-def _widest_layer(config: Config, info: ModelInfo, layout: Layout, fused: bool) -> float:
-    """Return the bytes of a micro-batch's activations in the layer that has most, without recomputation."""
-    plain = config.model_copy(update={"megatron": config.megatron.model_copy(update={"transformer": {}})})
+def forward_bytes(config: Config, info: ModelInfo, layout: Layout, *, fused: bool) -> float:
+    """Return the bytes that live at one time while a micro-batch runs through the widest layer without gradients."""
     layers = range(info.num_layers)
-    widest = max(activations.saved_per_token(plain, info, layout, layer, fused) for layer in layers)
-    return widest * config.trainer.micro_batch_tokens
+    widest = max(activations.forward_per_token(config, info, layout, layer, fused) for layer in layers)
+    return widest * config.trainer.token_limit
 
 
 @dataclass(frozen=True)
@@ -162,9 +168,11 @@ def engine_memory(
     batched = int(rollout.engine_kwargs.get("max_num_batched_tokens") or ENGINE_BATCHED_TOKENS)
     columns = padded_vocabulary(info, 64 * ranks) // ranks
     working = min(batched, max(max_model_len, rollout.max_num_seqs)) * _engine_working_set(info, ranks) * element
-    terms.append(Term("forward", int(working), note="estimate"))
-    terms.append(Term("logits", rollout.max_num_seqs * columns * ranks * FP32 * 2))
-    terms.append(Term("sync buckets", 3 * _bucket(config, info) + 2 * _largest_fused(info, ranks) * element))
+    terms.append(Term("forward", int(working), "generate", note="estimate"))
+    terms.append(Term("logits", rollout.max_num_seqs * columns * ranks * FP32 * 2, "generate"))
+    # vLLM does not know of these two: they come on top of its share of the memory.
+    terms.append(Term("sync buckets", 3 * _bucket(config, info), "sync"))
+    terms.append(Term("reload", _reloaded(info, ranks) * element, "sync"))
     if not cuda:
         cache = rollout.cpu_kv_cache_gib * GIB
         terms.append(Term("KV cache", cache))
@@ -172,7 +180,7 @@ def engine_memory(
     terms.append(Term("CUDA, NCCL and graphs", ENGINE_OVERHEAD, note="estimate"))
     if limit is None:
         return EngineMemory(Memory(tuple(terms), None), None, per_token)
-    used = sum(term.bytes for term in terms)
+    used = sum(term.bytes for term in terms if term.when != "sync")
     cache = max(0, int(limit * rollout.gpu_memory_utilization) - used)
     terms.append(Term("KV cache", cache, note=f"the rest of {rollout.gpu_memory_utilization:.0%}"))
     return EngineMemory(Memory(tuple(terms), limit), cache // per_token, per_token)
@@ -194,8 +202,14 @@ def _engine_working_set(info: ModelInfo, ranks: int) -> float:
     return 4 * info.hidden + 3 * max(info.heads * info.head_dim, width) / ranks
 
 
-def _largest_fused(info: ModelInfo, ranks: int) -> int:
-    """Return the elements of the largest module that vLLM rebuilds as a whole during a weight sync."""
-    mlp = 2 * info.ffn * info.hidden
-    experts = (info.num_experts or 0) * 2 * info.moe_ffn * info.hidden
-    return max(mlp, experts, info.vocab_size * info.hidden) // ranks
+def _reloaded(info: ModelInfo, ranks: int) -> int:
+    """Return the elements that vLLM's layer-wise reload holds beside the model, for the largest of its modules.
+
+    It keeps the loaded tensors of a module, which are whole, until the last of them has arrived, and then makes the
+    module's shard from them (vLLM 0.32, model_executor/model_loader/reload). A layer's experts are one module of three
+    matrices each; gate and up projection of a dense layer are another.
+    """
+    dense = 2 * info.ffn * info.hidden
+    experts = (info.num_experts or 0) * 3 * info.moe_ffn * info.hidden
+    whole = max(dense, experts, info.vocab_size * info.hidden)
+    return whole + whole // ranks

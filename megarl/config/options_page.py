@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -38,13 +39,10 @@ installed version before anything starts. For example:
 ```yaml
 megatron:
   transformer:
-    recompute_granularity: full
-    recompute_method: uniform
-    recompute_num_layers: 1
     moe_router_load_balancing_type: aux_loss
     moe_aux_loss_coeff: 1.0e-3
   ddp:
-    overlap_grad_reduce: true
+    overlap_param_gather: false
 ```
 
 These fields are set by megarl itself and refused here:
@@ -93,24 +91,31 @@ def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
 def _type(field: FieldInfo) -> str:
     """Return the type of a field with its bounds, for a table cell."""
     text = _type_name(field.annotation)
+    bounds = _bounds(field.metadata)
+    return _cell(f"{text}, {', '.join(bounds)}" if bounds else text)
+
+
+def _bounds(metadata: Iterable[object]) -> list[str]:
     bounds = []
-    for limit in field.metadata:
+    for limit in metadata:
         for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
             if hasattr(limit, attribute):
                 bounds.append(f"{sign} {getattr(limit, attribute)}")
-    return _cell(f"{text}, {', '.join(bounds)}" if bounds else text)
+    return bounds
 
 
 def _type_name(annotation: object) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " \\| ".join(f"`{value}`" for value in arguments)
-    if arguments and type(None) in arguments:
-        return " or ".join(_type_name(a) for a in arguments if a is not type(None)) + " or null"
-    if origin is list:
-        return f"list of {_type_name(arguments[0])}"
-    if origin is tuple:
-        return f"{len(arguments)} x {_type_name(arguments[0])}"
+    if origin is Annotated:
+        inner = [limit for part in arguments[1:] for limit in getattr(part, "metadata", [part])]
+        return " ".join([_type_name(arguments[0]), *_bounds(inner)])
+    if origin in (Union, UnionType):
+        options = [_type_name(each) for each in arguments if each is not type(None)]
+        return " or ".join([*options, "null"] if len(options) < len(arguments) else options)
+    if origin in (list, tuple):
+        return f"{'list of' if origin is list else f'{len(arguments)} x'} {_type_name(arguments[0])}"
     if origin is dict:
         return "mapping"
     names: dict[object, str] = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path"}

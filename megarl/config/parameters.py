@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megarl.config.megatron_defaults import ddp_fields
 from megarl.config.schema import Config
 from megarl.models.info import LatentAttention, ModelInfo
 from megarl.models.layout import Layout
@@ -143,7 +144,7 @@ def state_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int) -> 
     shards its state over the data-parallel ranks and pads the buffers of weights and gradients.
     """
     element = bytes_per_element(config.trainer.precision)
-    in_fp32 = bool(config.megatron.ddp.get("grad_reduce_in_fp32", True))
+    in_fp32 = bool(ddp_fields(config)["grad_reduce_in_fp32"])
     gradient = FP32 if in_fp32 else element
     per_parameter = 2 * FP32 + (FP32 if element != FP32 else 0)
     weights = gradients = optimizer = 0
@@ -163,8 +164,8 @@ def state_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int) -> 
 
 def _bucket_size(config: Config, ranks: int, stage: int, chunk: int) -> int | None:
     """Return the elements per DDP bucket; None means a single bucket (no overlap, later stages, later chunks)."""
-    ddp = config.megatron.ddp
-    if not ddp.get("overlap_grad_reduce") or stage > 0 or chunk > 0:
+    ddp = ddp_fields(config)
+    if not ddp["overlap_grad_reduce"] or stage > 0 or chunk > 0:
         return None
     return ddp.get("bucket_size") or max(DEFAULT_BUCKET, DEFAULT_BUCKET_PER_RANK * ranks)
 

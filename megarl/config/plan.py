@@ -9,6 +9,7 @@ import importlib.util
 from dataclasses import dataclass
 
 from megarl.common.errors import ConfigError
+from megarl.config import fit
 from megarl.config.checks import Device, check, detect_device, longest_response, max_sequence_tokens
 from megarl.config.hardware import local_gpus
 from megarl.config.memory import GIB, MIB, EngineMemory, Memory, engine_memory, trainer_memory
@@ -24,8 +25,9 @@ _REMEDIES = {
     "weights": "raise trainer.parallel.tensor or pipeline (expert for a mixture of experts)",
     "gradients": "raise trainer.parallel.tensor or pipeline (expert for a mixture of experts)",
     "optimizer": "use trainer.optimizer.distributed with more data-parallel ranks, or more tensor/pipeline ranks",
-    "activations": "lower trainer.micro_batch_tokens or set megatron.transformer.recompute_granularity",
+    "activations": "lower trainer.micro_batch_tokens or set trainer.recompute=auto",
     "recompute": "lower trainer.micro_batch_tokens or megatron.transformer.recompute_num_layers",
+    "uneven experts": "lower trainer.micro_batch_tokens or set trainer.recompute=auto",
     "logits chunk": "lower trainer.logprob_chunk_tokens",
     "forward of one layer": "lower trainer.micro_batch_tokens",
     "reference weights": "set reference.placement=cpu_offload",
@@ -36,8 +38,13 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A checked and resolved config; memory is per GPU (on CPU: per process)."""
+    """A checked and resolved config; memory is per GPU (on CPU: per process).
 
+    `config`: with a value for each `auto` under `trainer`. `most_tokens`: the most tokens of a micro-batch that leave a
+    tenth of the memory free, None if that is unknown or none do.
+    """
+
+    config: Config
     device: Device
     info: ModelInfo
     layout: Layout
@@ -51,6 +58,7 @@ class RunPlan:
     samples_per_update: int
     max_sequence_tokens: int
     max_response_tokens: int
+    most_tokens: int | None
     trainer: Memory
     engine: EngineMemory
     notes: tuple[str, ...]
@@ -72,9 +80,9 @@ def make_plan(config: Config, *, device: Device | None = None, files: bool = Tru
     cuda = device == "cuda"
     longest = max_sequence_tokens(config, info)
     total, active = model_parameters(info)
-    trainer = trainer_memory(
-        config, info, layout, cuda=cuda, fused=_fused(cuda), limit=_limit(config.trainer.device_memory_gib, cuda)
-    )
+    gpu = fit.Device(cuda, _fused(cuda), _limit(config.trainer.device_memory_gib, cuda))
+    config = fit.resolve(config, info, layout, gpu, longest)
+    trainer = trainer_memory(config, info, layout, cuda=cuda, fused=gpu.fused, limit=gpu.limit)
     engine = engine_memory(config, info, longest, cuda=cuda, limit=_limit(config.rollout.device_memory_gib, cuda))
     problems = _memory_problems(config, trainer, engine, longest)
     if problems:
@@ -82,6 +90,7 @@ def make_plan(config: Config, *, device: Device | None = None, files: bool = Tru
     batch = config.batch
     samples = batch.groups * batch.samples_per_group
     return RunPlan(
+        config=config,
         device=device,
         info=info,
         layout=layout,
@@ -95,6 +104,7 @@ def make_plan(config: Config, *, device: Device | None = None, files: bool = Tru
         samples_per_update=-(-batch.groups // config.trainer.mini_batches) * batch.samples_per_group,
         max_sequence_tokens=longest,
         max_response_tokens=longest_response(config),
+        most_tokens=fit.most_tokens(config, info, layout, gpu),
         trainer=trainer,
         engine=engine,
         notes=tuple(_notes(config, layout, trainer, engine, cuda)),
@@ -124,7 +134,7 @@ def _memory_problems(config: Config, trainer: Memory, engine: EngineMemory, long
         problems.append(_too_big("trainer", trainer))
     memory = engine.memory
     if memory.limit is not None:
-        fixed = [term for term in memory.terms if term.name != "KV cache"]
+        fixed = [term for term in memory.terms if term.name != "KV cache" and term.when != "sync"]
         needed = sum(term.bytes for term in fixed)
         allowed = int(memory.limit * config.rollout.gpu_memory_utilization)
         if needed > allowed:
@@ -135,6 +145,12 @@ def _memory_problems(config: Config, trainer: Memory, engine: EngineMemory, long
                 "rollout.tensor_parallel"
             )
             return problems
+        if memory.peak > memory.limit:
+            problems.append(
+                f"rollout: {gib(memory.peak)} per GPU in phase {memory.peak_phase!r}, of {gib(memory.limit)}: the sync "
+                "needs memory besides the share that vLLM uses: lower rollout.gpu_memory_utilization or "
+                "weight_sync.bucket_mb"
+            )
     if engine.kv_tokens is not None and engine.kv_tokens < longest:
         cache = memory.term("KV cache").bytes
         problems.append(

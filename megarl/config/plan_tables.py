@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.config.load import to_yaml
+from megarl.config.megatron_defaults import passes_recompute
 from megarl.config.memory import Memory
 from megarl.config.plan import RunPlan, gib
 from megarl.config.pools import Pool
@@ -20,14 +21,14 @@ from megarl.config.schema import Config
 WIDTH = 100
 
 
-def print_dry_run(config: Config, plan: RunPlan, stream: TextIO) -> None:
+def print_dry_run(plan: RunPlan, stream: TextIO) -> None:
     """Write the resolved config (YAML) and the plan to `stream`, with colours only if it is a terminal."""
     console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
     console.print(Text("# resolved config", style="bold"))
     if console.is_terminal:
-        console.print(Syntax(to_yaml(config), "yaml", background_color="default"))
+        console.print(Syntax(to_yaml(plan.config), "yaml", background_color="default"))
     else:
-        stream.write(to_yaml(config))
+        stream.write(to_yaml(plan.config))
     console.print(render_plan(plan))
 
 
@@ -74,10 +75,25 @@ def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
         yield "rollout devices", f"{_devices(plan.pools.rollout)} ({where})"
     yield "step", f"{_count(plan.groups_per_step, 'group')}, {plan.samples_per_step} samples"
     yield "update", f"up to {plan.samples_per_update} samples"
+    yield "micro-batch", _micro_batch(plan)
+    yield "recompute", _recompute(plan.config)
     yield "sequence", f"up to {plan.max_sequence_tokens} tokens, {plan.max_response_tokens} of them response"
     if plan.engine.kv_tokens is not None:
         room, each = plan.engine.kv_tokens, plan.engine.kv_bytes_per_token
         yield "KV cache", f"{room} tokens per engine, {each} bytes per token on each {_unit(plan)}"
+
+
+def _micro_batch(plan: RunPlan) -> str:
+    tokens, most = plan.config.trainer.token_limit, plan.most_tokens
+    more = f"; {most} would fit with a tenth of the memory free" if most is not None and most > tokens else ""
+    return f"up to {tokens} tokens{more}"
+
+
+def _recompute(config: Config) -> str:
+    if passes_recompute(config):
+        return "as set in megatron.transformer"
+    chosen = config.trainer.recompute
+    return f"the first {_count(chosen, 'layer')} of each stage" if isinstance(chosen, int) else chosen
 
 
 def _devices(pool: Pool) -> str:

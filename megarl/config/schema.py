@@ -7,12 +7,15 @@ are in `checks.py`. `docs/configuration.md` is generated from these classes.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megarl.config.job_sections import CheckpointConfig, LaunchConfig, RayConfig, TelemetryConfig, TimeoutsConfig
 from megarl.config.section import Passed, Section
+
+# What the backward pass of the trainer computes again; a number: the first layers of each stage.
+Recompute = Literal["auto", "none", "selective", "full"] | Annotated[int, Field(ge=1)]
 
 
 class RunConfig(Section):
@@ -90,10 +93,35 @@ class TrainerConfig(Section):
     )
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     precision: Literal["bf16", "fp32"] = Field("bf16", description="Compute precision; master weights stay fp32.")
-    micro_batch_tokens: int = Field(8192, ge=1, description="Upper bound of packed tokens per micro-batch per DP rank.")
+    micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        8192,
+        description="Upper bound of packed tokens per micro-batch per DP rank; auto: as many as fit by the plan with "
+        "a tenth of the memory free.",
+    )
+    recompute: Recompute = Field(
+        "auto",
+        description="Activations that the backward pass computes again: none, selective (attention only), the first N "
+        "layers of each stage (a number), full (all layers); auto: the first of these that fits by the plan, with a "
+        "tenth of the memory free. Fields `recompute_*` of `megatron.transformer` replace it.",
+    )
     mini_batches: int = Field(1, ge=1, description="Optimizer updates per step; the batch is split between groups.")
     logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass.")
+    compile_logprobs: bool | None = Field(
+        None, description="Compile the log-prob head with torch.compile; default: true on GPUs. Falls back if it fails."
+    )
+    fused_weight_gradients: bool = Field(
+        True,
+        description="Transformer Engine adds weight gradients to the fp32 sums inside its matrix products. No effect "
+        "on other modules.",
+    )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+
+    @property
+    def token_limit(self) -> int:
+        """`micro_batch_tokens` as a number. Raises ValueError for `auto`, which only a plan resolves."""
+        if self.micro_batch_tokens == "auto":
+            raise ValueError("trainer.micro_batch_tokens: auto has no value here, without a plan; give a number")
+        return self.micro_batch_tokens
 
 
 class ReferenceConfig(Section):
@@ -259,6 +287,11 @@ class RolloutConfig(Section):
     cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache in GiB per engine without a GPU.")
     enforce_eager: bool | None = Field(None, description="Run vLLM without CUDA graphs; default: true without a GPU.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: as trainer.precision.")
+    load_weights: bool = Field(
+        False,
+        description="Engines read the model's weights when they start. The first weight sync brings them in any case, "
+        "before the first prompt; only a pool without a trainer (`megarl eval`) needs this.",
+    )
     on_group_failure: Literal["count", "stop"] = Field(
         "count",
         description="A prompt group that cannot be generated or scored: count it as failed, or end the run. In both "

@@ -157,6 +157,8 @@ _TE_NAMES = (
         r"\1.input_layernorm.weight",
     ),
     (re.compile(r"(layers\.\d+)\.mlp\.linear_fc1\.layer_norm_weight$"), r"\1.pre_mlp_layernorm.weight"),
+    # Latent attention's norms are fused with the projections that follow them (gpt_layer_specs.py:235).
+    (re.compile(r"(self_attention)\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"\1.\2_layernorm.weight"),
     (
         re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$"),
         r".mlp.experts.local_experts.\2.\1.weight",

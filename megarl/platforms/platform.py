@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from megarl.platforms import cuda
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -26,19 +28,27 @@ def current() -> Platform:
     return Platform(torch.device("cpu"), False, "gloo")
 
 
-@functools.cache
-def activate() -> Platform:
+def activate(device: int | None = None) -> Platform:
     """Make Megatron-Core usable on this platform, patch its known defects, and return the platform. Idempotent.
 
-    Without CUDA this installs `cpu.EMULATIONS`; on all platforms `patches.PATCHES`, for defects of Megatron-Core. It
-    imports Megatron-Core, which takes a few seconds.
+    `device`: the index of this process's GPU, ignored without CUDA; None leaves the choice to the caller. Without CUDA
+    this installs `cpu.EMULATIONS`; on all platforms `patches.PATCHES`, for defects of Megatron-Core. It imports
+    Megatron-Core, which takes a few seconds. Raises InstallationError if Transformer Engine is installed in part.
     """
     platform = current()
-    if not platform.is_cuda:
+    if platform.is_cuda and device is not None:
+        cuda.prepare(device)
+    _make_megatron_usable()
+    return platform
+
+
+@functools.cache
+def _make_megatron_usable() -> None:
+    cuda.check_transformer_engine()
+    if not current().is_cuda:
         from megarl.platforms import cpu
 
         cpu.install()
     from megarl.platforms import patches
 
     patches.apply()
-    return platform

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import Any
 
 from megarl.config.engine_checks import RESERVED
@@ -44,12 +46,29 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         "enable_prefix_caching": True,
         "seed": config.run.seed,
     }
-    if megatron_step(config.model.path) is not None:
-        # vLLM cannot read the checkpoint: version 0 of the weight sync brings the weights before the first prompt.
+    if not reads_weights(config):
         arguments["load_format"] = "dummy"
+    if cuda and rollout.tensor_parallel > 1 and not _has_flashinfer_kernels():
+        # On Hopper and Blackwell vLLM 0.32 (config/vllm.py:171) fuses all-reduce and norm by FlashInfer, which without
+        # its built kernels downloads and compiles them at the start: minutes, or an error without internet.
+        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if not cuda:
         arguments |= _whole_prompts(max_model_len or rollout.max_model_len)
     return {**arguments, **rollout.engine_kwargs}
+
+
+def _has_flashinfer_kernels() -> bool:
+    """Tell whether FlashInfer's kernels are installed, by vLLM's own rule (utils/flashinfer.py:77)."""
+    declared = os.environ.get("VLLM_HAS_FLASHINFER_CUBIN", "0") not in ("0", "")
+    return declared or importlib.util.find_spec("flashinfer_cubin") is not None
+
+
+def reads_weights(config: Config) -> bool:
+    """Tell whether engines read the model's weights when they start; otherwise the first weight sync brings them.
+
+    vLLM cannot read a Megatron checkpoint.
+    """
+    return config.rollout.load_weights and megatron_step(config.model.path) is None
 
 
 def _whole_prompts(max_model_len: int | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from megarl.common.processes import ProcessId, die_with
 from megarl.config.schema import Config
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.devices import HeldDevices, held_devices
-from megarl.rollout.engine_args import engine_args, engine_environment
+from megarl.rollout.engine_args import engine_args, engine_environment, reads_weights
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 
 if TYPE_CHECKING:
@@ -109,7 +109,11 @@ async def restart_replica(spec: ReplicaSpec, index: int, old: ActorHandle, timeo
 
 
 class EngineReplica:
-    """The actor that `create_replica` creates; see the module's docstring."""
+    """The actor that `create_replica` creates; see the module's docstring.
+
+    An engine that did not read the model's weights starts with random ones: it refuses to generate until the first
+    weight sync is complete.
+    """
 
     def __init__(self, spec: ReplicaSpec, index: int) -> None:
         self.index = index
@@ -119,6 +123,7 @@ class EngineReplica:
         self._engine: AsyncLLM | None = None
         self._failed: str | None = None
         self._served = 0
+        self._has_weights = reads_weights(self.config)
         self._in_sync = False  # between the start of a weight sync (or of joining its group) and its end
         self._log_file = Path(spec.run_dir) / "logs" / f"replica-{index}.log"
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
@@ -163,9 +168,14 @@ class EngineReplica:
     async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
         """Return the responses in the order of `requests`.
 
-        Raises ReplicaFailed if the engine died, RequestFailed if it refused a request.
+        Raises ReplicaFailed if the engine died or has no weights yet, RequestFailed if it refused a request.
         """
         engine = self._check()
+        if not self._has_weights:
+            raise ReplicaFailed(
+                self.index,
+                f"replica {self.index} has no weights yet: no weight sync has been completed since its engine started",
+            )
         try:
             return await asyncio.gather(*(self._generate(engine, request) for request in requests))
         except ReplicaFailed:
@@ -250,6 +260,7 @@ class EngineReplica:
         engine = self._check()
         await self._guard(engine.finish_weight_update(version), "finish_weight_update")
         self._in_sync = False
+        self._has_weights = True
 
     async def set_weight_version(self, version: str) -> None:
         """Label what is generated from then on with `version`, without a change of the weights."""

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.dry_run:
             from megarl.config.plan_tables import print_dry_run
 
-            print_dry_run(config, plan, sys.stdout)
+            print_dry_run(plan, sys.stdout)
             return
         _check_launch(config)
     except (ConfigError, ValueError, FileNotFoundError) as error:
@@ -102,10 +102,10 @@ def run(config: Config, plan: RunPlan) -> int:
     log_file = config.run_dir / "logs" / f"trainer-rank-{rank}.log"
     failures = FailureReport(config.run_dir, rank)
     terminal = redirect_output(log_file)
-    this_start = config_of_this_start(config)
+    this_start = config_of_this_start(plan.config)
     if rank == 0:
         _take_over(this_start)
-        (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")  # read by `megarl replay`
+        (config.run_dir / "config.yaml").write_text(to_yaml(plan.config), encoding="utf-8")  # read by `megarl replay`
     try:
         _train(config, this_start, plan, terminal)
     except Exception as error:
@@ -133,8 +133,8 @@ def _take_over(config: Config) -> None:
 def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) -> None:
     """Build the session and train.
 
-    `this_start`: the config of this start of the ranks. The pool gets `config`, that of the launch, so that a restart
-    of the ranks finds it unchanged and keeps the pool.
+    `this_start`: the config of this start of the ranks, without `auto`. The pool gets `config`, that of the launch, so
+    that a restart of the ranks finds it unchanged and keeps the pool.
     """
     from megarl.common.processes import die_with_parent
 
@@ -144,11 +144,9 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
     from megarl import platforms
     from megarl.run.peers import join_peers
 
-    platform = platforms.activate()
+    platform = platforms.activate(_own_device(plan, int(os.environ["LOCAL_RANK"])))
     import torch
 
-    if platform.is_cuda:
-        torch.cuda.set_device(_own_device(plan, int(os.environ["LOCAL_RANK"])))
     join_peers(platform.backend, config.timeouts.collective_s)
     if rank == 0:
         terminal.write(f"megarl: {config.run.name}: {_headline(config, plan)}\n")

@@ -15,6 +15,7 @@ import torch
 from megarl.checkpoint.save.checkpointer import Checkpointer
 from megarl.checkpoint.save.resume import Candidate
 from megarl.cluster.handle import SupervisorHandle
+from megarl.common.errors import ConfigError
 from megarl.common.run_files import ExitRecord
 from megarl.config.schema import Config
 from megarl.config.trainer_layout import trainer_layout
@@ -41,6 +42,7 @@ class Session:
     def __init__(self, config: Config, launch: Future[SupervisorHandle] | None, terminal: TextIO) -> None:
         self.config = config
         self.peers = Peers(config.timeouts)
+        self._refuse_different_plans()
         self.recorder = Recorder(config, self.peers, terminal)
         self.recorder.say("building the policy")
         info = load_info(config.model.path)
@@ -64,6 +66,18 @@ class Session:
     def parts(self) -> Sequence[Stateful]:
         """The parts whose state a checkpoint holds besides the trainer's own state."""
         return (self.pool, *self.recorder.parts)
+
+    def _refuse_different_plans(self) -> None:
+        """Raise ConfigError if the ranks have resolved `auto` differently: their collectives would not match."""
+        trainer = self.config.trainer
+        chosen = self.peers.gather((trainer.recompute, trainer.micro_batch_tokens))
+        if len(set(chosen)) > 1:
+            raise ConfigError(
+                [
+                    "trainer.recompute, trainer.micro_batch_tokens: the trainer's GPUs differ in memory, so the ranks "
+                    f"would use {sorted(set(map(str, chosen)))}; set trainer.device_memory_gib to that of the smallest"
+                ]
+            )
 
     def _resume(self) -> int:
         """Load the checkpoint that `checkpoint.resume` names, if any; return the steps done by its history."""

@@ -158,20 +158,30 @@ def train_step(
     if algorithm.old_logprobs == "trainer" and plan.mini_batches:
         _record_mismatch(_compare(samples, rows), metrics)
     _set_advantages(plan, samples, rows, config, metrics)
-    updates = 0
+    counted = [(mini_batch, _counts(plan, mini_batch, config)) for mini_batch in plan.mini_batches]
+    # A mini-batch whose samples are all masked as truncated makes no update.
+    trained = [(mini_batch, counts) for mini_batch, counts in counted if counts.tokens]
     with timer.phase("update"):
-        for mini_batch in plan.mini_batches:
-            counts = _counts(plan, mini_batch, config)
-            if not counts.tokens:
-                continue  # every sample of it is masked as truncated
-            values = policy.update([samples[key] for key in mini_batch[parallel.dp_rank()]], counts)
-            if updates == 0 and algorithm.old_logprobs == "rollout":
+        for number, (mini_batch, counts) in enumerate(trained):
+            mine = [samples[key] for key in mini_batch[parallel.dp_rank()]]
+            values = policy.update(
+                mine,
+                counts,
+                another_follows=number + 1 < len(trained),
+                measure_entropy=number == 0 and entropy_due(config, plan.version),
+            )
+            if number == 0 and algorithm.old_logprobs == "rollout":
                 # The first update uses the weights that sampled: it compares the engine's log-probs with the trainer's.
                 _record_mismatch(values, metrics)
             metrics.record("policy/grad_norm_max", values["grad_norm"])
             metrics.update(_declared(values, config), prefix="policy/", weight=values["tokens"])
-            updates += 1
-    metrics.record("policy/updates", updates)
+    metrics.record("policy/updates", len(trained))
+
+
+def entropy_due(config: Config, version: int) -> bool:
+    """Tell whether the step that updates the weights of `version` measures the entropy of its first mini-batch."""
+    every = config.telemetry.entropy_every
+    return every > 0 and version % every == 0
 
 
 def _train_samples(plan: StepPlan, rows: Mapping[str, Trajectory]) -> dict[str, TrainSample]:

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup, ReduceOp
 
+from megarl.trainer import compiled_head
+
 
 def linear_token_logprobs(
     hidden_RH: Tensor,
@@ -30,16 +32,18 @@ def linear_token_logprobs(
     chunk: int,
     group: ProcessGroup | None = None,
     with_entropy: bool = False,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log softmax(hidden @ weight^T / temperature) at the targets and, if requested, that softmax's entropy.
 
     `hidden_RH` is the same on every rank of the tensor-parallel `group`; its gradient here is only this rank's share,
     to be summed over the group (Megatron's copy and gather regions do that). `targets_R` (int64) holds global token ids
-    below `vocab_size`. `chunk`: rows per chunk of logits. The results are fp32 [R], equal on all ranks, and
-    differentiable in hidden states and weight.
+    below `vocab_size`. `chunk`: rows per chunk of logits. `compiled`: the passes over the logits are those of
+    `compiled_head`, if they can be compiled here. The results are fp32 [R], equal on all ranks, and differentiable in
+    hidden states and weight.
     """
     logprobs_R, entropy_R = _ChunkedLogProbs.apply(
-        hidden_RH, weight_VpH, targets_R, temperature, vocab_size, chunk, group, with_entropy
+        hidden_RH, weight_VpH, targets_R, temperature, vocab_size, chunk, group, with_entropy, compiled
     )
     return logprobs_R, entropy_R if with_entropy else None
 
@@ -53,6 +57,7 @@ class _Context(FunctionCtx):
     columns: int
     chunk: int
     with_entropy: bool
+    compiled: bool
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -69,6 +74,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         chunk: int,
         group: ProcessGroup | None,
         with_entropy: bool,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor]:
         share = weight_VpH.shape[0]
         start = share * _rank(group)
@@ -80,11 +86,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
         stats_4R[0].fill_(-torch.inf)
         if columns:
             for rows in _chunks(hidden_RH.shape[0], chunk):
-                scaled_CVt = _scaled_logits(hidden_RH[rows], weight_VpH, columns, temperature)
-                _reduce_rows(scaled_CVt, local_R[rows], stats_4R[:, rows], with_entropy)
+                logits_CVt = _logits(hidden_RH[rows], weight_VpH, columns)
+                _row_stats(logits_CVt, local_R[rows], stats_4R[:, rows], temperature, with_entropy, compiled)
+                del logits_CVt  # before the next chunk is made
         logprobs_R, lse_R, entropy_R = _join(stats_4R, owned_R, group, with_entropy)
         ctx.save_for_backward(hidden_RH, weight_VpH, local_R, owned_R, lse_R, entropy_R)
         ctx.temperature, ctx.columns, ctx.chunk, ctx.with_entropy = temperature, columns, chunk, with_entropy
+        ctx.compiled = compiled
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_R)
@@ -103,18 +111,21 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_logprobs_R = torch.zeros_like(lse_R)
             columns = slice(0, ctx.columns)
             for rows in _chunks(hidden_RH.shape[0], ctx.chunk):
-                scaled_CVt = _scaled_logits(hidden_RH[rows], weight_VpH, ctx.columns, ctx.temperature)
-                grad_CVt = _grad_logits(
-                    scaled_CVt, lse_R[rows], local_R[rows], owned_R[rows], grad_logprobs_R[rows] / ctx.temperature,
+                per_row = (
+                    lse_R[rows], local_R[rows], owned_R[rows], grad_logprobs_R[rows] / ctx.temperature,
                     None if grad_entropy_R is None else grad_entropy_R[rows] / ctx.temperature, entropy_R[rows],
-                ).to(hidden_RH.dtype)  # fmt: skip
+                )  # fmt: skip
+                grad_CVt = _row_grads(
+                    _logits(hidden_RH[rows], weight_VpH, ctx.columns), per_row, ctx.temperature, ctx.compiled
+                )
                 if grad_hidden_RH is not None:
                     torch.mm(grad_CVt, weight_VpH[columns], out=grad_hidden_RH[rows])
                 if grad_weight_VpH is not None:
                     _accumulate(grad_weight_VpH[columns], grad_CVt, hidden_RH[rows])
+                del grad_CVt
         if grad_weight_VpH is not None:
             grad_weight_VpH = grad_weight_VpH.to(weight_VpH.dtype)
-        return grad_hidden_RH, grad_weight_VpH, None, None, None, None, None, None
+        return grad_hidden_RH, grad_weight_VpH, None, None, None, None, None, None, None
 
 
 def _rank(group: ProcessGroup | None) -> int:
@@ -125,10 +136,41 @@ def _chunks(rows: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk)]
 
 
-def _scaled_logits(hidden_CH: Tensor, weight_VpH: Tensor, columns: int, temperature: float) -> Tensor:
-    """Return the logits over the temperature, fp32 [C, Vt] with Vt = `columns`, in new memory: callers overwrite it."""
-    logits_CVt = torch.mm(hidden_CH, weight_VpH[:columns].t())  # in the model's precision, as the engine does
+def _logits(hidden_CH: Tensor, weight_VpH: Tensor, columns: int) -> Tensor:
+    """Return the logits [C, Vt] with Vt = `columns`, in the model's precision, as the engine computes them."""
+    return torch.mm(hidden_CH, weight_VpH[:columns].t())
+
+
+def _scale(logits_CVt: Tensor, temperature: float) -> Tensor:
+    """Return the logits over the temperature in fp32, which callers overwrite. It may overwrite the logits."""
     return logits_CVt.float().div_(temperature) if temperature != 1 else logits_CVt.float()
+
+
+def _row_stats(
+    logits_CVt: Tensor, local_C: Tensor, stats_4C: Tensor, temperature: float, with_entropy: bool, compiled: bool
+) -> None:
+    """Write the four numbers per row that `_reduce_rows` describes into `stats_4C`. It may overwrite the logits."""
+    fused_4C = compiled_head.row_stats(logits_CVt, local_C, temperature, with_entropy) if compiled else None
+    if fused_4C is not None:
+        stats_4C.copy_(fused_4C)
+    else:
+        _reduce_rows(_scale(logits_CVt, temperature), local_C, stats_4C, with_entropy)
+
+
+def _row_grads(
+    logits_CVt: Tensor,
+    per_row: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor],
+    temperature: float,
+    compiled: bool,
+) -> Tensor:
+    """Return the gradient by the scaled logits [C, Vt], in the logits' dtype, which it may overwrite.
+
+    `per_row`: the arguments of `_grad_logits` after the first.
+    """
+    grad_CVt = compiled_head.grad_logits(logits_CVt, *per_row, temperature) if compiled else None
+    return (
+        _grad_logits(_scale(logits_CVt, temperature), *per_row).to(logits_CVt.dtype) if grad_CVt is None else grad_CVt
+    )
 
 
 def _reduce_rows(scaled_CVt: Tensor, local_C: Tensor, stats_4C: Tensor, with_entropy: bool) -> None:

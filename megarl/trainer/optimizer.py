@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.config.megatron_defaults import ddp_fields
 from megarl.config.schema import Config
 from megarl.models.shards import persistent_buffers
 
@@ -48,22 +49,20 @@ def precision_wrap(chunk: GPTModel) -> torch.nn.Module:
 def data_parallel_wrap(
     config: Config, tf_config: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[DistributedDataParallel]:
-    """Wrap each chunk in Megatron's DDP, with gradient sums in fp32.
+    """Wrap each chunk in Megatron's DDP with the fields of `ddp_fields`.
 
-    Also sets the functions in `tf_config` by which the pipeline schedules scale, reduce and finalise gradients.
+    Also sets the functions in `tf_config` by which the pipeline schedules scale, reduce and finalise gradients, and
+    lets Transformer Engine's modules accumulate weight gradients in DDP's buffers, unless
+    `trainer.fused_weight_gradients` is false.
     """
-    ddp_config = DistributedDataParallelConfig(
-        **{
-            "grad_reduce_in_fp32": True,
-            "use_distributed_optimizer": config.trainer.optimizer.distributed,
-            **config.megatron.ddp,
-        }
-    )
+    ddp_config = DistributedDataParallelConfig(**ddp_fields(config))
     wrapped = [
         # As in Megatron, only the first chunk has buckets: the gradients of later chunks are ready early in backward.
         DistributedDataParallel(tf_config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
+    if config.trainer.fused_weight_gradients:
+        fuse_weight_gradients(wrapped)
     tf_config.grad_scale_func = partial(torch.mul, aux_loss_scale(tf_config))
     tf_config.finalize_model_grads_func = finalize_model_grads
     if ddp_config.overlap_grad_reduce:
@@ -71,6 +70,20 @@ def data_parallel_wrap(
     if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
         tf_config.param_sync_func = _one_or_list([chunk.start_param_sync for chunk in wrapped])
     return wrapped
+
+
+def fuse_weight_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Make Transformer Engine's linear modules add weight gradients to `main_grad` inside their matrix products.
+
+    Otherwise each product writes a bf16 gradient, which DDP adds to the fp32 buffer in another pass over memory, for
+    every expert and micro-batch. Megatron's own switch, `gradient_accumulation_fusion`, cannot be used: it also
+    concerns the output layer, which then raises without Apex (tensor_parallel/layers.py:924), and whose products
+    megarl computes itself. Modules other than Transformer Engine's do not have the attribute.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
 
 
 def aux_loss_scale(tf_config: TransformerConfig) -> int:

@@ -23,6 +23,7 @@ from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.losses import LossFunction, LossInputs, LossSpec, MicroBatchLoss, micro_batch_loss
 from megarl.algorithms.stats import LossStats
 from megarl.checkpoint.format.load_weights import load_weights
+from megarl.config.megatron_defaults import transformer_fields
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
@@ -103,6 +104,10 @@ class Policy:
             aggregation=algorithm.aggregation,
         )
         self._loss = loss or self._configured_loss
+        wanted = config.trainer.compile_logprobs
+        self._compiled_head = platforms.current().is_cuda if wanted is None else wanted
+        # A loss that the caller brought may need the entropy; the configured one needs it for its bonus only.
+        self._needs_entropy = loss is not None or algorithm.entropy_coef != 0
         self._needed_streams: list[str] = []
         if loss is None:
             self._needed_streams = [OLD_LOGPROBS, ADVANTAGES, *([REFERENCE_LOGPROBS] if self._spec.kl_coef else [])]
@@ -110,7 +115,7 @@ class Policy:
             info,
             layout,
             config.trainer.precision,
-            config.megatron.transformer,
+            transformer_fields(config),
             initialize=not config.model.load_weights,
         )
         if not self.tf_config.calculate_per_token_loss:
@@ -164,29 +169,43 @@ class Policy:
             offset += size
         return [result for result in results if result is not None]
 
-    def update(self, samples: Sequence[TrainSample], counts: GlobalCounts | None = None) -> dict[str, float]:
+    def update(
+        self,
+        samples: Sequence[TrainSample],
+        counts: GlobalCounts | None = None,
+        *,
+        another_follows: bool = False,
+        measure_entropy: bool = True,
+    ) -> dict[str, float]:
         """Make one optimizer update on a mini-batch. `samples` are this replica's, `counts` those of all replicas.
 
+        `another_follows`: the next call is another update, whose forward pass then gathers the new weights layer by
+        layer (`overlap_param_gather`). Otherwise the weights are complete when the method returns.
+        `measure_entropy`: False saves the pass over the logits that the entropy needs, unless the loss contains it.
+
         Returns:
-            Metrics reduced over all ranks and equal on each: `LossStats.means`, lr, grad_norm, MoE losses.
+            Metrics reduced over all ranks and equal on each: `LossStats.means`, lr, grad_norm, MoE losses. An entropy
+            that was not computed is left out.
 
         Raises:
             ValueError: `counts` differs from the counts of all replicas' samples, no sample has a trained token, or a
                 sample lacks `old_logprobs`, `advantages` or (with a KL loss) `reference_logprobs`.
             NonFiniteError: the loss or the gradient norm is not finite; no weight has changed.
         """
-        metrics = self.compute_gradients(samples, counts)
+        metrics = self.compute_gradients(samples, counts, measure_entropy=measure_entropy)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteError(f"the loss is {metrics['loss']}; no weight was changed")
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
         for chunk in self.module_chunks:
-            if chunk.ddp_config.overlap_param_gather:
+            if chunk.ddp_config.overlap_param_gather and not another_follows:
                 # Without this call the gather starts in the next forward, but export and weight sync come before it.
                 chunk.start_param_sync(force_sync=True)
         return metrics | {"grad_norm": float(grad_norm), "lr": self.learning_rate}
 
-    def compute_gradients(self, samples: Sequence[TrainSample], counts: GlobalCounts | None = None) -> dict[str, float]:
+    def compute_gradients(
+        self, samples: Sequence[TrainSample], counts: GlobalCounts | None = None, *, measure_entropy: bool = True
+    ) -> dict[str, float]:
         """Run the first half of `update`: leave reduced gradients in DDP's buffers, return the loss's metrics.
 
         The weights do not change. Raises as `update` does, except NonFiniteError.
@@ -201,8 +220,12 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         clear_aux_losses()
-        parts = forward_backward(self.module_chunks, plan.micro_batches, self._loss_function(plan))
-        return self._reduce(parts) | aux_loss_metrics(self.tf_config, plan.non_empty)
+        with_entropy = measure_entropy or self._needs_entropy
+        parts = forward_backward(self.module_chunks, plan.micro_batches, self._loss_function(plan, with_entropy))
+        metrics = self._reduce(parts) | aux_loss_metrics(self.tf_config, plan.non_empty)
+        if not with_entropy:
+            del metrics["entropy"]
+        return metrics
 
     @property
     def learning_rate(self) -> float:
@@ -212,12 +235,12 @@ class Policy:
     def _configured_loss(self, inputs: LossInputs) -> MicroBatchLoss:
         return micro_batch_loss(self._spec, inputs)
 
-    def _loss_function(self, plan: _PackedBatch) -> WithLoss[LossStats]:
+    def _loss_function(self, plan: _PackedBatch, with_entropy: bool) -> WithLoss[LossStats]:
         """Return the function that the pipeline calls on the hidden states of each micro-batch."""
         scale = plan.tokens / aux_loss_scale(self.tf_config)
 
         def loss(chunk: GPTModel, hidden_1TH: Tensor, batch: MicroBatch) -> tuple[Tensor, int, LossStats]:
-            logprobs_R, entropy_R = self._response_logprobs(chunk, hidden_1TH, batch, with_entropy=True)
+            logprobs_R, entropy_R = self._response_logprobs(chunk, hidden_1TH, batch, with_entropy)
             result = self._loss(
                 LossInputs(
                     logprobs_R=logprobs_R,
@@ -245,6 +268,7 @@ class Policy:
             vocab_size=self.info.vocab_size,
             chunk_rows=self.config.trainer.logprob_chunk_tokens,
             with_entropy=with_entropy,
+            compiled=self._compiled_head,
         )
 
     def _plan(self, samples: Sequence[TrainSample]) -> _PackedBatch:
@@ -259,7 +283,7 @@ class Policy:
         interleaved = self.layout.virtual_pipeline is not None
         plans = plan_micro_batches(
             [[length for length, _ in rank] for rank in shapes],
-            self.config.trainer.micro_batch_tokens,
+            self.config.trainer.token_limit,
             multiple_of=self.layout.pipeline if interleaved else 1,
             minimum=self.layout.pipeline,  # fewer leave stages idle, and fail in an interleaved schedule
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl import platforms
 from megarl.checkpoint.format.load_weights import load_weights
+from megarl.config.megatron_defaults import transformer_fields
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
@@ -60,7 +61,7 @@ class ReferenceModel:
 
     def __init__(self, config: Config, layout: Layout, info: ModelInfo) -> None:
         tf_config = transformer_config(
-            info, layout, config.trainer.precision, config.megatron.transformer, initialize=False
+            info, layout, config.trainer.precision, transformer_fields(config), initialize=False
         )
         chunks = build_model(info, tf_config, layout)
         load_weights(chunks, info, config.reference.path or config.model.path)

@@ -44,6 +44,7 @@ def test_options_become_a_config(model, heldout, tmp_path):
         "--reward", "gsm8k", "reward.timeout_s=3",
     )  # fmt: skip
     assert [(each.name, each.limit) for each in config.evaluation.sets] == [("heldout", 5), ("other-heldout", 5)]
+    assert config.rollout.load_weights, "no sync brings the weights"
     sampling = config.evaluation.sampling
     assert (sampling.samples, sampling.temperature, sampling.top_k) == (8, 0.7, 20)
     assert config.sampling.max_tokens == 64 and config.run_dir == tmp_path

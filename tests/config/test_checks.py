@@ -109,7 +109,8 @@ MEGATRON: list[tuple[str, dict[str, Any], str]] = [
     ("optimizer", {"main_grads_dtype": "fp32"}, "cannot be given in YAML"),
     # Trap 5: what dist checkpointing could not save in a form that another layout loads.
     ("ddp", {"num_distributed_optimizer_instances": 2}, "cannot be saved"),
-    ("ddp", {"overlap_param_gather": True}, "needs overlap_grad_reduce"),
+    ("ddp", {"overlap_param_gather": True, "overlap_grad_reduce": False}, "needs overlap_grad_reduce"),
+    ("transformer", {"gradient_accumulation_fusion": True}, "set trainer.fused_weight_gradients"),
     ("ddp", {"bucket_size": 1.5}, "must be Optional[int]"),
 ]
 

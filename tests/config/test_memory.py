@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.config import activations
+from megarl.config.memory import forward_bytes
 from megarl.config.parameters import state_bytes
 from megarl.config.trainer_layout import trainer_layout
+from megarl.models.layout import Layout
 from megarl.models.read_config import load_info
+from megarl.trainer.logprobs import linear_token_logprobs
 from tests.support.configs import config, tree
+from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import memory
+from tests.support.tiny import make_tiny_model
 
 SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -35,6 +41,9 @@ CASES: list[Case] = [
     ("deepseek_v3", {"expert": 2}, "bf16", {}),
     ("deepseek_v3", {"tensor": 2, "sequence": True}, "fp32", {}),
     ("llama", {}, "fp32", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["mlp"]}}),
+    ("llama", {}, "bf16", {"trainer__recompute": "selective"}),
+    ("qwen2", {"tensor": 2}, "fp32", {"trainer__recompute": "full"}),
+    ("qwen3", {"tensor": 2, "sequence": True}, "bf16", {"trainer__recompute": 2}),
     ("qwen3_moe", {}, "bf16", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["moe"]}}),
     ("qwen3", {}, "bf16", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["layernorm", "core_attn"]}}),
     ("qwen2", {"tensor": 2}, "fp32", {"megatron__transformer": UNIFORM}),
@@ -90,3 +99,60 @@ def test_plan_equals_built_trainer(world: Any, models: dict[str, Path], case: Ca
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_plan_equals_built_trainer_on_four_ranks(world: Any, models: dict[str, Path], case: Case) -> None:
     compare(world, 4, models[case[0]], case)
+
+
+VOCABULARY, HIDDEN, ROWS, CHUNK = 8192, 64, 256, 64
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("entropy", ["never", "measured", "weighed"])
+def test_one_chunk_of_logits(tmp_path: Path, precision: str, entropy: str) -> None:
+    """The head's largest memory, forward alone and with backward, with a vocabulary that outweighs all else."""
+    model = make_tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCABULARY, hidden_size=HIDDEN)
+    planned = config(
+        model,
+        trainer__precision=precision,
+        trainer__logprob_chunk_tokens=CHUNK,
+        algorithm__entropy_coef=0.1 if entropy == "weighed" else 0.0,
+        telemetry__entropy_every=int(entropy == "measured"),
+    )
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    hidden = torch.randn(ROWS, HIDDEN, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCABULARY, HIDDEN, dtype=dtype, requires_grad=True)
+    targets = torch.randint(VOCABULARY, (ROWS,))
+    options: dict[str, Any] = dict(temperature=0.7, vocab_size=VOCABULARY, chunk=CHUNK)
+    with torch.no_grad(), LiveBytes() as forward:
+        linear_token_logprobs(hidden, weight, targets, **options)
+    with LiveBytes() as update:
+        logprobs, found = linear_token_logprobs(hidden, weight, targets, with_entropy=entropy != "never", **options)
+        (logprobs.sum() + (found.sum() if found is not None and entropy == "weighed" else 0.0)).backward()
+    for live, whole in ((forward, False), (update, True)):
+        expected = activations.logits_bytes(planned, load_info(model), Layout(), update=whole)
+        assert expected == pytest.approx(live.peak, rel=0.05), "update" if whole else "log-probs"
+
+
+FORWARD: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen3", "fp32", {}),
+    ("llama", "bf16", {"intermediate_size": 512}),  # as in large models, the MLP needs more than attention
+    ("qwen3_moe", "bf16", {}),
+    ("mixtral", "fp32", {"intermediate_size": 192}),
+    ("deepseek_v3", "bf16", {}),
+]
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(("family", "precision", "sizes"), FORWARD)
+def test_the_forward_pass_of_one_layer(
+    world: Any, tmp_path: Path, family: str, precision: str, sizes: dict[str, int]
+) -> None:
+    """A log-prob pass whose logits weigh nothing: what lives at one time is one layer's, as far as an estimate goes."""
+    model = make_tiny_model(tmp_path / "model", family, num_hidden_layers=4, **sizes)
+    changes: dict[str, Any] = {
+        "trainer__precision": precision,
+        "trainer__micro_batch_tokens": memory.TOKENS,
+        "trainer__logprob_chunk_tokens": 1,
+        "sampling__max_tokens": 180,
+    }
+    [measured] = world(1).run("tests.support.ranks.memory:forward_peak", tree=tree(model, **changes))
+    expected = forward_bytes(config(model, **changes), load_info(model), Layout(), fused=False)
+    assert 0.8 <= expected / measured <= 1.4, (expected, measured)

@@ -95,7 +95,8 @@ def test_what_does_not_fit_is_refused_by_its_largest_term(published: Any) -> Non
     with pytest.raises(
         ConfigError, match=r"trainer: .* phase 'update'.* largest term is activations .*micro_batch_tokens"
     ):
-        big(published, QWEN3_30B_A3B, megatron__transformer={}, trainer__micro_batch_tokens=40960)
+        big(published, QWEN3_30B_A3B, megatron__transformer={"recompute_granularity": None},
+            trainer__micro_batch_tokens=40960)  # fmt: skip
     with pytest.raises(ConfigError, match="largest term is gradients"):
         big(published, QWEN25_7B, trainer__parallel={}, trainer__device_memory_gib=40)
     with pytest.raises(ConfigError, match=r"rollout: .*largest term is weights .*tensor_parallel"):
@@ -109,6 +110,27 @@ def test_recompute_and_offload_show(published: Any) -> None:
     light = big(published, QWEN25_7B, trainer__parallel={})
     assert light.trainer.term("activations").bytes < whole.trainer.term("activations").bytes / 5
     assert light.trainer.term("recompute").bytes > 0
+
+
+def test_a_sync_needs_memory_beside_the_share_of_the_engine(published: Any) -> None:
+    """vLLM fills its share with its cache, and its reload holds whole expert tensors: 1.4 GiB of a 30B model."""
+    found = big(published, QWEN3_30B_A3B).engine.memory
+    layer = 128 * 3 * 768 * 2048 * 2
+    assert (found.term("reload").bytes, found.term("reload").when) == (layer + layer // 4, "sync")
+    assert found.total("generate") == pytest.approx(0.85 * 80 * GIB, rel=1e-6)
+    beside = found.term("forward").bytes + found.term("logits").bytes
+    assert found.total("sync") == found.total("generate") - beside + found.term("sync buckets").bytes + layer * 5 // 4
+    with pytest.raises(ConfigError, match=r"rollout: .*in phase 'sync'.*lower rollout\.gpu_memory_utilization"):
+        big(published, QWEN3_30B_A3B, rollout__gpu_memory_utilization=0.99)
+
+
+def test_experts_are_not_planned_to_be_evenly_loaded(published: Any) -> None:
+    uneven = big(
+        published, QWEN3_30B_A3B, trainer__recompute="none", megatron__transformer={}, trainer__device_memory_gib=200
+    )
+    activations, more = uneven.trainer.term("activations").bytes, uneven.trainer.term("uneven experts").bytes
+    assert 0.05 * activations < more < 0.25 * activations  # a quarter of the routed rows, which are a part of all
+    assert "uneven experts" not in [term.name for term in big(published, QWEN25_7B, trainer__parallel={}).trainer.terms]
 
 
 @pytest.mark.parametrize(("placement", "when"), [("gpu", "always"), ("cpu_offload", "log-probs")])
@@ -173,12 +195,30 @@ def test_ranks_together_hold_the_model_once(
 def test_dry_run_prints_config_and_plan(models: dict[str, Path]) -> None:
     chosen = config(models["qwen3_moe"], trainer__gpus=2, trainer__parallel={"expert": 2}, algorithm__kl={"coef": 0.1})
     stream = StringIO()
-    print_dry_run(chosen, make_plan(chosen, device="cuda", files=False), stream)
+    print_dry_run(make_plan(chosen, device="cuda", files=False), stream)
     text = stream.getvalue()
     for expected in ("micro_batch_tokens: 256", "TP 1 · PP 1 · DP 2 · EP 2", "4 groups, 16 samples", "2 GPUs: 0,1",
                      "reference weights", "optimizer", "sync buckets", "GPU memory is unknown"):  # fmt: skip
         assert expected in text
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"trainer__device_memory_gib": 80}, ["up to 256 tokens; 65536 would fit with a tenth of the memory free"]),
+        ({"trainer__device_memory_gib": 80, "trainer__micro_batch_tokens": "auto"}, ["up to 65536 tokens\n"]),
+        ({"trainer__recompute": 1}, ["the first 1 layer of each stage"]),
+        ({"megatron__transformer": {"recompute_granularity": "selective"}}, ["as set in megatron.transformer"]),
+    ],
+)
+def test_the_plan_shows_what_auto_chose_and_what_would_fit(
+    models: dict[str, Path], changes: dict[str, Any], expected: list[str]
+) -> None:
+    stream = StringIO()
+    print_dry_run(make_plan(config(models["qwen3"], **changes), device="cuda", files=False), stream)
+    text = "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+    assert all(each in text for each in expected), text
 
 
 def test_dry_run_is_light(models: dict[str, Path], data: Path, tmp_path: Path) -> None:

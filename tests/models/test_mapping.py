@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.models.families import FAMILIES
-from megarl.models.info import ModelInfo
+from megarl.models.info import LatentAttention, ModelInfo
 from megarl.models.mapping import Entry, Rule, Source, canonical_name, expand
 from megarl.models.shards import table
 
@@ -190,6 +190,14 @@ def test_what_is_mapped_twice_is_named(rule: Rule, message: str) -> None:
         ("decoder.layers.1.mlp.linear_fc1.layer_norm_weight", "decoder.layers.5.pre_mlp_layernorm.weight"),
         ("decoder.layers.1.pre_mlp_layernorm.weight", "decoder.layers.5.pre_mlp_layernorm.weight"),
         (
+            "decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight",
+            "decoder.layers.2.self_attention.q_layernorm.weight",
+        ),
+        (
+            "decoder.layers.1.self_attention.linear_kv_up_proj.layer_norm_weight",
+            "decoder.layers.5.self_attention.kv_layernorm.weight",
+        ),
+        (
             "decoder.layers.1.self_attention.linear_qkv.weight",
             "decoder.layers.5.self_attention.linear_qkv.weight",
         ),
@@ -197,3 +205,19 @@ def test_what_is_mapped_twice_is_named(rule: Rule, message: str) -> None:
 )
 def test_canonical_names(name: str, canonical: str) -> None:
     assert canonical_name(name, {0: 2, 1: 5}, first_expert=8) == canonical
+
+
+def test_every_norm_of_latent_attention_has_a_rule_under_transformer_engines_names() -> None:
+    """The names that its modules have there; without a pattern a load ends with "no rule of family deepseek_v3"."""
+    info = replace(
+        INFO,
+        family="deepseek_v3",
+        kv_heads=INFO.heads,
+        qk_norm=False,
+        qkv_bias=False,
+        mla=LatentAttention(query_rank=8, kv_rank=8, plain=4, rotated=4, value=4, norm_eps=1e-6),
+    )
+    rules = table(info)
+    for made in ("linear_q_up_proj", "linear_kv_up_proj"):
+        name = f"decoder.layers.0.self_attention.{made}.layer_norm_weight"
+        assert canonical_name(name, {0: 1}, first_expert=0) in rules

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 from pathlib import Path
 
 import pytest
+from vllm.config.compilation import PassConfig
 
 from megarl.config.engine_checks import engine_problems
+from megarl.config.schema import RolloutConfig
 from megarl.rollout.engine_args import _whole_prompts, engine_args, engine_environment
 from tests.support.live_engine import LiveReplica
 from tests.support.pool import pool_config
@@ -39,6 +43,30 @@ def test_on_gpu_nothing_of_the_cpu_path_remains(tmp_path: Path) -> None:
     assert args["distributed_executor_backend"] is None and args["enforce_eager"] is False
     assert args["dtype"] == "bfloat16"
     assert not any("CPU" in name or "DYNAMO" in name for name in engine_environment(gpu, cuda=True))
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_engines_read_no_weights_that_the_first_sync_replaces(tmp_path: Path, cuda: bool) -> None:
+    assert RolloutConfig().load_weights is False
+    training = config(tmp_path, rollout={"load_weights": False})
+    assert engine_args(training, cuda=cuda)["load_format"] == "dummy"
+    assert "load_format" not in engine_args(config(tmp_path, rollout={"load_weights": True}), cuda=cuda)
+
+
+@pytest.mark.parametrize(("ranks", "kernels", "off"), [(1, False, False), (2, True, False), (2, False, True)])
+def test_engines_never_download_kernels_for_the_fused_all_reduce(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kernels: bool, off: bool
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.delenv("VLLM_HAS_FLASHINFER_CUBIN", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: kernels or None if n == "flashinfer_cubin" else found(n))
+    args = engine_args(config(tmp_path, rollout={"tensor_parallel": ranks}), cuda=True)
+    assert args.get("compilation_config") == ({"pass_config": {"fuse_allreduce_rms": False}} if off else None)
+    assert "fuse_allreduce_rms" in {field.name for field in dataclasses.fields(PassConfig)}
+    monkeypatch.setenv("VLLM_HAS_FLASHINFER_CUBIN", "1")
+    assert "compilation_config" not in engine_args(config(tmp_path, rollout={"tensor_parallel": ranks}), cuda=True)
+    passed = {"tensor_parallel": ranks, "engine_kwargs": {"compilation_config": {"level": 0}}}
+    assert engine_args(config(tmp_path, rollout=passed), cuda=True)["compilation_config"] == {"level": 0}
 
 
 def test_engine_kwargs_cannot_undo_what_training_relies_on(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.common.errors import ConfigError
 from tests.support.configs import config as config_of
 from tests.support.fake_session import FakeRun, fake_run
 from tests.support.old_records import OLD_RECORD
@@ -30,6 +31,14 @@ def test_a_new_run_is_built_before_the_engines_are_awaited(run: FakeRun) -> None
     ]
     assert (session.first_step, session.steps_done, session.version, session.stopped) == (0, 0, 0, None)
     assert [part.key for part in session.parts] == list(PARTS)
+
+
+def test_ranks_that_resolved_auto_differently_end_before_anything_is_built(run: FakeRun) -> None:
+    """A rank whose GPU has less memory would cut its micro-batches elsewhere, and hang the others."""
+    run.gather = lambda mine: [mine, ("full", mine[1])]
+    with pytest.raises(ConfigError, match=r"differ in memory.*auto.*full.*set trainer\.device_memory_gib"):
+        run.build()
+    assert run.journal == []
 
 
 def test_a_resumed_run_loads_every_part_before_it_attaches_to_the_pool(run: FakeRun) -> None:

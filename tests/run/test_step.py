@@ -19,7 +19,7 @@ from megarl.algorithms.losses import LossSpec
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan, sample_key
 from megarl.run.batch_metrics import record_batch
-from megarl.run.step import plan_step
+from megarl.run.step import entropy_due, plan_step
 from megarl.telemetry.declarations import step_metrics
 from megarl.trainer.batch import TrainSample
 from tests.support.loss_batches import loss_spec
@@ -273,6 +273,39 @@ def test_the_updates_of_a_step(
     _, gradients = padded_gradients(model_dir, list(expected[0].values()), spec)
     merged = {name: value for part in got for name, value in part["gradients"].items()}
     assert worst(merged, gradients) <= 1e-4
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(
+    ("changes", "measured"),
+    [
+        ({"telemetry__entropy_every": 1}, [True, False]),  # of the mini-batch whose weights sampled
+        ({"telemetry__entropy_every": 0}, [False, False]),
+        ({"telemetry__entropy_every": 0, "algorithm__entropy_coef": 0.1}, [True, True]),
+    ],
+    ids=["every step", "never", "in the loss"],
+)
+def test_entropy_is_computed_where_it_is_shown_or_weighed(
+    world: Callable[[int], Any],
+    problem: tuple[Path, dict[str, TrainSample]],
+    changes: dict[str, Any],
+    measured: list[bool],
+) -> None:
+    model_dir, samples = problem
+    [got] = world(1).run(
+        "tests.support.ranks.step:stepped",
+        model_dir=model_dir,
+        rows=[trajectory(sample) for sample in samples.values()],
+        **{"trainer__mini_batches": 2, "algorithm__entropy_coef": 0.0} | changes,
+    )
+    assert got["entropy"] == got["computed"] == measured
+    assert ("policy/entropy" in got["metrics"]) == any(measured)
+
+
+@pytest.mark.parametrize(("every", "due"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (0, [])])
+def test_entropy_is_due_by_the_version_so_that_a_resumed_run_keeps_the_rhythm(every: int, due: list[int]) -> None:
+    settings = config(telemetry={"entropy_every": every})
+    assert [version for version in range(5) if entropy_due(settings, version)] == due
 
 
 def expected_updates(

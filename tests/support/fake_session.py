@@ -175,6 +175,7 @@ class FakeRun:
         self.due: set[int] = set()
         self.failing_saves: set[int] = set()
         self.train: Callable[[], None] = lambda: None
+        self.gather: Callable[[object], list[object]] = lambda mine: [mine]
         self.session: Session | None = None
 
     def build(self) -> Session:
@@ -205,7 +206,9 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         note(f"export to {target.name}")
 
     fakes: dict[str, Any] = {
-        "Peers": lambda timeouts: SimpleNamespace(is_first=True, group=None, on_first_rank=lambda function: function()),
+        "Peers": lambda timeouts: SimpleNamespace(
+            is_first=True, group=None, on_first_rank=lambda function: function(), gather=run.gather
+        ),
         "Recorder": lambda config, peers, terminal: FakeRecorder(run),
         "load_info": lambda path: None,
         "parallel": SimpleNamespace(initialize=lambda layout, **options: note("parallel state")),

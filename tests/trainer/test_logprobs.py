@@ -93,7 +93,7 @@ def test_extreme_logits_stay_finite() -> None:
 def test_only_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """No fp32 copy beyond [chunk, vocabulary], forward and backward."""
     largest = 0
-    original = logprobs._scaled_logits
+    original = logprobs._scale
 
     def watched(*args: Any) -> torch.Tensor:
         nonlocal largest
@@ -101,7 +101,7 @@ def test_only_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> N
         largest = max(largest, scaled.numel())
         return scaled
 
-    monkeypatch.setattr(logprobs, "_scaled_logits", watched)
+    monkeypatch.setattr(logprobs, "_scale", watched)
     p = problem(torch.float32)
     hidden = p["hidden"].requires_grad_()
     saved: list[int] = []

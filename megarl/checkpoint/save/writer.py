@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megarl import platforms
 from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.manifest import FileEntry
 
@@ -75,7 +76,7 @@ class BackgroundWrite:
         planned = plan_save(sharded, directory)
         self._writer: FileSystemWriterAsync = planned[0]
         self.metadata = planned[1]
-        self._buckets = FileSystemWriterAsync.preload_tensors(self._writer.write_buckets or [], False)
+        self._buckets = copy_to_host(self._writer.write_buckets or [])
 
     def start(self, report: Callable[[Written], None]) -> None:
         """Write in a daemon thread, for which a rank that ends does not wait. The thread calls `report` at its end."""
@@ -122,6 +123,17 @@ class BackgroundWrite:
         if isinstance(result, Exception):
             raise result
         return result
+
+
+def copy_to_host(buckets: list[WriteBucket]) -> list[WriteBucket]:
+    """Copy the tensors of all buckets to host memory, and return when all copies are complete.
+
+    From a GPU the copies go to pinned memory without waiting for each other: a pageable copy of some 10 GB per rank
+    would hold up the step for seconds. torch's allocator keeps the pinned memory for the next save. Without CUDA the
+    tensors are used as they are, and `_snapshot` has copied those that will change.
+    """
+    copied: list[WriteBucket] = FileSystemWriterAsync.preload_tensors(buckets, platforms.current().is_cuda)
+    return copied
 
 
 def plan_save(sharded: dict[str, Any], directory: Path) -> tuple[FileSystemWriterAsync, Metadata | None]:

@@ -42,8 +42,11 @@ def test_everything_but_the_weights_is_found(converted: tuple[Path, dict[str, An
         assert generation_config_eos(each) == generation_config_eos(path.parent / "model") != set()
     arguments = engine_args(load_config(path, []), cuda=False, max_model_len=64)
     assert arguments["model"] == str(root / "release/hf") and arguments["load_format"] == "dummy"
-    plain = engine_args(load_config(path, [f"model.path={path.parent / 'model'}"]), cuda=False, max_model_len=64)
-    assert "load_format" not in plain
+    overrides = ["rollout.load_weights=true"]
+    wanted = engine_args(load_config(path, overrides), cuda=False, max_model_len=64)
+    assert wanted["load_format"] == "dummy", "vLLM cannot read a Megatron checkpoint"
+    plain = load_config(path, [f"model.path={path.parent / 'model'}", *overrides])
+    assert "load_format" not in engine_args(plain, cuda=False, max_model_len=64)
 
 
 def test_plan(converted: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from megarl.config.load import config_from_tree
 from megarl.config.trainer_layout import trainer_layout
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
+from tests.support.live_bytes import LiveBytes
 from tests.support.ranks.policy import built_policy
 from tests.support.samples import train_sample
 
@@ -30,6 +31,17 @@ def measure(tree: dict[str, Any], micro_batches: int = 1) -> dict[str, float]:
             policy.update(samples)
         stage = torch.distributed.get_rank(parallel_state.get_pipeline_model_parallel_group())
         return {"stage": stage, "activations": saved.peak, **_state(policy)}
+
+
+def forward_peak(tree: dict[str, Any]) -> int:
+    """Build the policy of a config, and return the most bytes that live at one time in a log-prob pass."""
+    config = config_from_tree(tree)
+    layout = trainer_layout(config.trainer.parallel, config.trainer.gpus)
+    with built_policy(config, layout) as policy:
+        samples = [_sample(i, length) for i, length in enumerate(LENGTHS)]
+        with LiveBytes() as live:
+            policy.compute_logprobs(samples)
+        return live.peak
 
 
 def _sample(index: int, length: int) -> TrainSample:

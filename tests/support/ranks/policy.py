@@ -84,14 +84,23 @@ def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    parameters = [p for chunk in policy.module_chunks for p in chunk.parameters()]
-    weights = [p.data for p in parameters]
-    for parameter in parameters:
-        parameter.data = parameter.main_grad
+    # Not by `parameter.data = main_grad`: a change of dtype would remove DDP's hooks, and no later update would reduce.
+    stand_ins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    places = [
+        (module, name, parameter)
+        for chunk in policy.module_chunks
+        for module in chunk.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    for module, name, parameter in places:
+        if parameter not in stand_ins:
+            stand_ins[parameter] = torch.nn.Parameter(parameter.main_grad, requires_grad=False)
+            stand_ins[parameter].__dict__.update(parameter.__dict__)  # which of them are sharded, and how
+        module._parameters[name] = stand_ins[parameter]
     buffers = {name for entry in table(policy.info).values() if entry.rule.buffer for name in entry.names}
     gradients = {name: value for name, value in exported(policy).items() if name not in buffers}
-    for parameter, weight in zip(parameters, weights, strict=True):
-        parameter.data = weight
+    for module, name, parameter in places:
+        module._parameters[name] = parameter
     return gradients
 
 
@@ -133,7 +142,7 @@ def train(
             return step()
 
         policy.optimizer.step = capture
-        metrics = [policy.update(mine) for _ in range(steps)]
+        metrics = [policy.update(mine, another_follows=step + 1 < steps) for step in range(steps)]
         return {
             "gradients": captured[0],
             "metrics": metrics,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -11,22 +12,39 @@ from megarl.queue.trajectory import Trajectory
 from megarl.run.step import plan_step, train_step
 from megarl.telemetry.declarations import step_metrics
 from megarl.telemetry.timer import PhaseTimer
-from megarl.trainer import parallel
+from megarl.trainer import head, parallel
 from megarl.trainer.batch import TrainSample
+from megarl.trainer.logprobs import linear_token_logprobs
 from tests.support.ranks.policy import exported_gradients, policy_under
 from tests.support.samples import advantage_of
 
 
 def stepped(model_dir: Path, rows: list[Trajectory], **changes: Any) -> dict[str, Any]:
-    """(advantage, trained tokens) of each update's samples on this rank, the first update's gradients, metrics."""
+    """(advantage, trained tokens) of each update's samples on this rank, the first update's gradients, metrics.
+
+    `entropy`: whether each update has reported it; `computed`: whether its passes over the logits have computed it.
+    """
     with policy_under(model_dir, {}, **changes) as policy:
         updates: list[dict[str, tuple[float, int]]] = []
         gradients: list[dict[str, torch.Tensor]] = []
+        reported: list[bool] = []
+        computed: list[bool] = []
+        asked: set[bool] = set()
         update, step = policy.update, policy.optimizer.step
 
-        def recorded_update(samples: list[TrainSample], counts: Any) -> dict[str, float]:
+        def recorded_update(samples: list[TrainSample], counts: Any, **options: bool) -> dict[str, float]:
             updates.append({sample.key: (advantage_of(sample), sample.trained_tokens) for sample in samples})
-            return update(samples, counts)
+            with mock.patch.object(head, "linear_token_logprobs", watched):
+                values = update(samples, counts, **options)
+            reported.append("entropy" in values)
+            [with_entropy] = asked
+            asked.clear()
+            computed.append(with_entropy)
+            return values
+
+        def watched(*args: Any, with_entropy: bool, **options: Any) -> Any:
+            asked.add(with_entropy)
+            return linear_token_logprobs(*args, with_entropy=with_entropy, **options)
 
         def recorded_step() -> Any:
             if not gradients:
@@ -37,4 +55,10 @@ def stepped(model_dir: Path, rows: list[Trajectory], **changes: Any) -> dict[str
         by_key, metrics = {row.key: row for row in rows}, step_metrics()
         plan = plan_step([row.tag for row in rows], policy.config, dp_size=parallel.dp_size(), version=0)
         train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics)
-        return {"updates": updates, "gradients": gradients[0], "metrics": metrics.reduce()}
+        return {
+            "updates": updates,
+            "gradients": gradients[0],
+            "metrics": metrics.reduce(),
+            "entropy": reported,
+            "computed": computed,
+        }

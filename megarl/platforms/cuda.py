@@ -1,0 +1,54 @@
+"""What a process with a GPU sets before Megatron-Core is imported: its device, and how torch allocates memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from megarl.common.errors import InstallationError
+
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
+# torch reads the first of these that is set; PYTORCH_CUDA_ALLOC_CONF is the older name.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def prepare(index: int) -> None:
+    """Make GPU `index`, of those this process sees, its device, and let its memory segments grow.
+
+    Call it before Transformer Engine is imported: that creates a context on the current device, so every rank of a
+    node would leave one on GPU 0.
+    """
+    torch.cuda.set_device(index)
+    use_expandable_segments()
+
+
+def use_expandable_segments() -> None:
+    """Make torch's allocator grow its segments instead of allocating new ones, unless the user has configured it.
+
+    Micro-batches of ever new lengths and a reference model that moves in and out leave holes in segments of fixed
+    size. The setting is made in this process, not in its environment: the engines, which are children of rank 0's
+    supervisor, must not inherit it (vLLM 0.32 refuses it together with its own allocator, config/vllm.py:1218).
+    """
+    if not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+        torch._C._accelerator_setAllocatorSettings(EXPANDABLE_SEGMENTS)
+
+
+def check_transformer_engine() -> None:
+    """Import Transformer Engine, if it is installed, because Megatron-Core will.
+
+    Raises InstallationError if that fails. Megatron-Core catches only ImportError, but without its PyTorch extension
+    Transformer Engine raises FileNotFoundError, and with one that was built for another torch OSError.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:
+        raise InstallationError(
+            "Transformer Engine is installed, but cannot be imported "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Its PyTorch extension is "
+            "built on this machine for the installed torch: run `make setup-gpu`, or uninstall transformer-engine to "
+            "use Megatron's own, slower modules"
+        ) from error

@@ -1,0 +1,111 @@
+"""The two passes over a chunk of logits as `torch.compile` fuses them: each reads the logits once or twice.
+
+`logprobs.py` computes the same with separate operations, which on a GPU move about 80 bytes per logit through memory;
+it is the reference, and the fallback where compilation fails. Here nothing is overwritten: the compiler keeps all
+[C, Vt] intermediates in registers.
+
+Shapes: C rows of a chunk, Vt vocabulary columns of this rank without padding.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class _State:
+    """Whether this process can compile the passes; the first failure clears it."""
+
+    usable = True
+
+
+def row_stats(logits_CVt: Tensor, local_C: Tensor, temperature: float, with_entropy: bool) -> Tensor | None:
+    """Return `reduce_rows`, compiled; None if it cannot be compiled here."""
+    return _run(reduce_rows, logits_CVt, local_C, temperature, with_entropy)
+
+
+def grad_logits(
+    logits_CVt: Tensor,
+    lse_C: Tensor,
+    local_C: Tensor,
+    owned_C: Tensor,
+    grad_logprobs_C: Tensor,
+    grad_entropy_C: Tensor | None,
+    entropy_C: Tensor,
+    temperature: float,
+) -> Tensor | None:
+    """Return `differentiate_rows`, compiled; None if it cannot be compiled here."""
+    return _run(
+        differentiate_rows,
+        logits_CVt, lse_C, local_C, owned_C, grad_logprobs_C, grad_entropy_C, entropy_C, temperature,
+    )  # fmt: skip
+
+
+def reduce_rows(logits_CVt: Tensor, local_C: Tensor, temperature: float, with_entropy: bool) -> Tensor:
+    """Return four numbers per row of x = logits / temperature, fp32 [4, C].
+
+    They are the maximum m, the sum of exp(x - m), the target's x, and the sum of exp(x - m) * (x - m), which is 0
+    unless `with_entropy`.
+    """
+    scaled_CVt = logits_CVt.float() / temperature
+    maximum_C = scaled_CVt.amax(dim=1)
+    target_C = logits_CVt.gather(1, local_C[:, None]).squeeze(1).float() / temperature
+    shifted_CVt = scaled_CVt - maximum_C[:, None]
+    exponentials_CVt = shifted_CVt.exp()
+    products_C = (exponentials_CVt * shifted_CVt).sum(dim=1) if with_entropy else torch.zeros_like(maximum_C)
+    return torch.stack((maximum_C, exponentials_CVt.sum(dim=1), target_C, products_C))
+
+
+def differentiate_rows(
+    logits_CVt: Tensor,
+    lse_C: Tensor,
+    local_C: Tensor,
+    owned_C: Tensor,
+    grad_logprobs_C: Tensor,
+    grad_entropy_C: Tensor | None,
+    entropy_C: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Return the gradient of g log p[target] + e H by x = logits / temperature, in the dtype of the logits, [C, Vt].
+
+    It is g (1[target] - p) - e p (log p + H), with g = `grad_logprobs_C`, e = `grad_entropy_C` (or 0), H = `entropy_C`.
+    `owned_C` tells whether the target is one of these columns.
+    """
+    log_p_CVt = logits_CVt.float() / temperature - lse_C[:, None]
+    factor_CVt = -grad_logprobs_C[:, None]
+    if grad_entropy_C is not None:
+        factor_CVt = factor_CVt - grad_entropy_C[:, None] * (log_p_CVt + entropy_C[:, None])
+    columns_Vt = torch.arange(logits_CVt.shape[1], device=logits_CVt.device)
+    is_target_CVt = (columns_Vt == local_C[:, None]) & owned_C[:, None]
+    grad_CVt = log_p_CVt.exp() * factor_CVt + torch.where(is_target_CVt, grad_logprobs_C[:, None], 0.0)
+    return grad_CVt.to(logits_CVt.dtype)
+
+
+def _run(function: Callable[..., Tensor], *args: object) -> Tensor | None:
+    """Return the compiled function's result; None, after one warning, from the first failure on."""
+    if not _State.usable:
+        return None
+    try:
+        return _compiled(function)(*args)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the compiler and its tools raise errors of many types
+        _State.usable = False
+        logger.warning(
+            "the log-prob head could not be compiled and runs uncompiled, which is slower (trainer.compile_logprobs: "
+            "false avoids the attempt): %s: %s", type(error).__name__, error,
+        )  # fmt: skip
+        return None
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # The rows of the last chunk differ from batch to batch, so no size may be a constant of the code. Compiling takes
+    # no further processes: every rank would start up to 32, each with a torch of its own, for two small functions.
+    return torch.compile(function, dynamic=True, options={"compile_threads": 1})

@@ -1,0 +1,137 @@
+"""What `auto` stands for: the cheapest recomputation, the largest micro-batch, with a tenth of the memory free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.common.errors import ConfigError
+from megarl.config import fit
+from megarl.config.load import config_from_tree
+from megarl.config.megatron_defaults import transformer_fields
+from megarl.config.memory import GIB, trainer_memory
+from megarl.config.plan import RunPlan, make_plan
+from megarl.config.schema import Config
+from megarl.models.layout import Layout
+from megarl.models.read_config import load_info
+from tests.support.checkout import ROOT
+from tests.support.configs import config
+
+RECIPES = sorted((ROOT / "examples/rl/configs").glob("qwen*.yaml"))
+SHAPE = ROOT / "examples/rl/models/Qwen3-8B"
+LONGEST = 2560
+
+
+def resolved(gib: float | None, tokens: int | str = "auto", *, cuda: bool = True, **changes: Any) -> Config:
+    chosen = config(SHAPE, trainer__micro_batch_tokens=tokens, trainer__precision="bf16", **changes)
+    limit = None if gib is None else int(gib * GIB)
+    return fit.resolve(chosen, load_info(SHAPE), LAYOUT, fit.Device(cuda, True, limit), LONGEST)
+
+
+LAYOUT = Layout(tensor=4, sequence=True, world_size=8)
+LAYERS = 36
+ORDER = ["none", "selective", *range(1, LAYERS), "full"]
+
+
+def peak(chosen: Config, **changes: Any) -> int:
+    chosen = fit.with_trainer(chosen, **changes)
+    return trainer_memory(chosen, load_info(SHAPE), LAYOUT, cuda=True, fused=True, limit=1).peak
+
+
+@settings(deadline=None, max_examples=40)
+@given(gib=st.floats(20, 140), tokens=st.integers(LONGEST, 20000))
+def test_the_cheapest_recomputation_that_leaves_a_tenth_free(gib: float, tokens: int) -> None:
+    chosen = resolved(gib, tokens)
+    limit = 0.9 * int(gib * GIB)
+    kind = chosen.trainer.recompute
+    cheaper = ORDER[: ORDER.index(kind)]
+    assert all(peak(chosen, recompute=other) > limit for other in cheaper[:2] + cheaper[-1:]), kind
+    assert kind == "full" or peak(chosen) <= limit
+
+
+@settings(deadline=None, max_examples=40)
+@given(gib=st.floats(20, 140))
+def test_the_largest_micro_batch_that_leaves_a_tenth_free(gib: float) -> None:
+    chosen = resolved(gib)
+    limit, tokens = 0.9 * int(gib * GIB), chosen.trainer.token_limit
+    assert tokens >= LONGEST
+    if tokens == LONGEST:  # the longest sample is never split, whether or not it leaves a tenth free
+        assert peak(chosen, micro_batch_tokens=LONGEST + fit.TOKENS_STEP) > limit
+    else:
+        assert tokens % fit.TOKENS_STEP == 0 and peak(chosen) <= limit
+        assert tokens == fit.MOST_TOKENS or peak(chosen, micro_batch_tokens=tokens + fit.TOKENS_STEP) > limit
+
+
+def test_without_known_memory() -> None:
+    on_cpu, on_gpu = resolved(None, cuda=False), resolved(None, cuda=True)
+    assert (on_cpu.trainer.recompute, on_gpu.trainer.recompute) == ("none", "full")
+    assert on_cpu.trainer.token_limit == on_gpu.trainer.token_limit == 8192
+    assert resolved(None, 4096, cuda=False).trainer.token_limit == 4096
+
+
+@pytest.mark.parametrize(
+    "given_fields", [{"trainer__recompute": 3}, {"megatron__transformer": {"recompute_granularity": None}}]
+)
+def test_what_the_user_chose_stays(given_fields: dict[str, Any]) -> None:
+    before = config(SHAPE, **given_fields).trainer.recompute
+    assert resolved(400, 4096, **given_fields).trainer.recompute == before
+
+
+def test_a_resolved_config_is_resolved() -> None:
+    once = resolved(79)
+    again = fit.resolve(once, load_info(SHAPE), LAYOUT, fit.Device(True, True, 200 * GIB), LONGEST)
+    assert again == once and "auto" not in (once.trainer.recompute, once.trainer.micro_batch_tokens)
+
+
+def test_two_settings_of_one_thing_are_refused(models: dict[str, Path]) -> None:
+    both = config(
+        models["qwen3"], trainer__recompute="none", megatron__transformer={"recompute_granularity": "selective"}
+    )
+    with pytest.raises(ConfigError, match=r"trainer\.recompute: megatron\.transformer has recompute fields as well"):
+        make_plan(both, device="cpu", files=False)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "fields"),
+    [
+        ("auto", {}),
+        ("none", {}),
+        ("selective", {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}),
+        (5, {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 5}),
+        ("full", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+    ],
+)
+def test_the_fields_that_megatron_gets(models: dict[str, Path], recompute: Any, fields: dict[str, Any]) -> None:
+    assert transformer_fields(config(models["qwen3"], trainer__recompute=recompute)) == fields
+    passed = {"recompute_granularity": None}
+    assert transformer_fields(config(models["qwen3"], megatron__transformer=passed)) == passed
+
+
+def planned(path: Path) -> RunPlan:
+    return make_plan(config_from_tree(yaml.safe_load(path.read_text())), device="cuda", files=False)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_leaves_the_choice_to_the_plan_and_a_tenth_free(path: Path) -> None:
+    found = planned(path)
+    assert found.trainer.limit is not None and found.trainer.peak <= 0.9 * found.trainer.limit
+    assert found.engine.memory.limit is not None and found.engine.memory.peak <= 0.9 * found.engine.memory.limit
+    assert found.config.trainer.recompute not in ("auto", "full")
+    assert found.config.trainer.token_limit >= found.max_sequence_tokens
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_figures_of_the_recipes_page_are_those_of_the_plan(path: Path) -> None:
+    found = planned(path)
+    kind, layers = found.config.trainer.recompute, found.info.num_layers
+    peaks = [memory.peak / GIB for memory in (found.trainer, found.engine.memory)]
+    row = (
+        f"| `{path.stem}` | {found.config.trainer.token_limit} | {0 if kind == 'none' else kind} of {layers} "
+        f"| {peaks[0]:.1f} | {peaks[1]:.1f} |"
+    )
+    assert row in (ROOT / "docs/recipes.md").read_text().splitlines()

@@ -1,0 +1,77 @@
+"""What a rank with a GPU sets, and in which order, on a machine without one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl import platforms
+from megarl.platforms import Platform, cuda, platform
+from tests.support.checkout import environment
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is given to torch's allocator, with no variable of the user set."""
+    for name in cuda.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    given: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
+    return given
+
+
+def test_the_device_is_chosen_before_transformer_engine_is_imported(
+    monkeypatch: pytest.MonkeyPatch, settings: list[str]
+) -> None:
+    """Transformer Engine makes a context on the current device when it is imported, by then this rank's own."""
+    order: list[Any] = []
+    monkeypatch.setattr(platform, "current", lambda: Platform(torch.device("cuda"), True, "nccl"))
+    monkeypatch.setattr(torch.cuda, "set_device", order.append)
+    monkeypatch.setattr(platform, "_make_megatron_usable", lambda: order.append("imports"))
+    platforms.activate(3)
+    assert order == [3, "imports"] and settings == [cuda.EXPANDABLE_SEGMENTS]
+
+
+def test_without_cuda_nothing_is_set(monkeypatch: pytest.MonkeyPatch, settings: list[str]) -> None:
+    monkeypatch.setattr(platform, "current", lambda: Platform(torch.device("cpu"), False, "gloo"))
+    monkeypatch.setattr(platform, "_make_megatron_usable", lambda: None)
+    platforms.activate(3)
+    assert settings == []
+
+
+@pytest.mark.parametrize("name", cuda.ALLOCATOR_VARIABLES)
+def test_the_users_own_allocator_settings_stay(monkeypatch: pytest.MonkeyPatch, settings: list[str], name: str) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    cuda.use_expandable_segments()
+    assert settings == []
+
+
+def test_this_torch_accepts_the_setting() -> None:
+    code = "import torch; from megarl.platforms.cuda import *; use_expandable_segments(); "
+    code += "print(torch._C._accelerator_getAllocatorSettings())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == cuda.EXPANDABLE_SEGMENTS
+
+
+def test_half_an_installation_of_transformer_engine_is_named(tmp_path: Path) -> None:
+    """As installed from its wheels, without the extension that has to be built: FileNotFoundError at the import."""
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("raise FileNotFoundError('Could not find shared object file: x.so')")
+    code = "from megarl import platforms; platforms.activate()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(PYTHONPATH=f"{tmp_path}:{environment()['PYTHONPATH']}"),
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert "InstallationError" in last and "FileNotFoundError: Could not find" in last and "make setup-gpu" in last

@@ -1,0 +1,109 @@
+"""The passes that torch.compile fuses against the separate operations of `logprobs`, and what happens without them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.trainer import compiled_head
+from megarl.trainer.logprobs import _grad_logits, _reduce_rows, _scale, linear_token_logprobs
+from tests.support.ranks.logprobs import VOCAB, problem
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """Each test starts with a process that can compile."""
+    compiled_head._State.usable = True
+    compiled_head._compiled.cache_clear()
+    yield
+    compiled_head._State.usable = True
+    compiled_head._compiled.cache_clear()
+
+
+def rows(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A chunk of which every third target belongs to another rank."""
+    generator = torch.Generator().manual_seed(3)
+    logits = (8 * torch.randn(9, 40, generator=generator)).to(dtype)
+    owned = torch.arange(9) % 3 != 0
+    return {
+        "logits": logits,
+        "lse": torch.logsumexp(logits.float() / 0.7, 1),
+        "local": torch.where(owned, torch.randint(40, (9,), generator=generator), 0),
+        "owned": owned,
+        "grad_logprobs": torch.randn(9, generator=generator),
+        "grad_entropy": torch.randn(9, generator=generator),
+        "entropy": torch.rand(9, generator=generator),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_the_fused_formulas_are_those_of_the_separate_operations(dtype: torch.dtype, with_entropy: bool) -> None:
+    p, expected = rows(dtype), torch.zeros(4, 9)
+    _reduce_rows(_scale(p["logits"].clone(), 0.7), p["local"], expected, with_entropy)
+    got = compiled_head.reduce_rows(p["logits"], p["local"], 0.7, with_entropy)
+    torch.testing.assert_close(got, expected)
+    per_row = [p[name] for name in ("lse", "local", "owned", "grad_logprobs", "grad_entropy", "entropy")]
+    per_row[4] = per_row[4] if with_entropy else None  # type: ignore[call-overload]
+    gradient = _grad_logits(_scale(p["logits"].clone(), 0.7), *per_row).to(dtype)
+    torch.testing.assert_close(compiled_head.differentiate_rows(p["logits"], *per_row, 0.7), gradient)
+
+
+def results(compiled: bool, dtype: torch.dtype, count: int, **changes: Any) -> list[torch.Tensor | None]:
+    """Log-probs, entropies and both gradients of `count` rows; five columns of the vocabulary are padding."""
+    p = problem(dtype)
+    hidden, weight = p["hidden"][:count].clone().requires_grad_(), p["weight"].clone().requires_grad_()
+    options: dict[str, Any] = dict(temperature=0.7, vocab_size=VOCAB - 5, chunk=8, with_entropy=True) | changes
+    targets = p["targets"][:count] % (VOCAB - 5)
+    got, entropy = linear_token_logprobs(hidden, weight, targets, compiled=compiled, **options)
+    loss = (got * p["grad_logprobs"][:count]).sum()
+    if entropy is not None:
+        loss = loss + (entropy * p["grad_entropy"][:count]).sum()
+    loss.backward()
+    return [got.detach(), None if entropy is None else entropy.detach(), hidden.grad, weight.grad]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_the_compiled_head_equals_the_eager_one_with_any_number_of_rows(dtype: torch.dtype, with_entropy: bool) -> None:
+    """It is compiled once per dtype and kind, and once more for a single row: no other number compiles it again."""
+    torch._dynamo.reset()
+    for count in (17, 23, 8, 21, 4):
+        eager = results(False, dtype, count, with_entropy=with_entropy)
+        compiled = results(True, dtype, count, with_entropy=with_entropy)
+        for expected, got in zip(eager, compiled, strict=True):
+            torch.testing.assert_close(got, expected)
+        assert compiled_head._State.usable, "it ran uncompiled"
+        if count == 17:
+            after_first = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == after_first
+
+
+def test_what_cannot_be_compiled_runs_eagerly_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> Callable[..., torch.Tensor]:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with caplog.at_level(logging.WARNING, compiled_head.__name__):
+        got = results(True, torch.float32, 23)
+    expected = results(False, torch.float32, 23)
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    [record] = caplog.records
+    assert "RuntimeError: no C++ compiler" in record.message and "trainer.compile_logprobs" in record.message
+
+
+def test_lack_of_memory_is_not_taken_for_a_failed_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        results(True, torch.float32, 23)
+    assert compiled_head._State.usable
