@@ -1,7 +1,8 @@
 """Loads received tensors into vLLM's model: in place where that gives the same bits, else by vLLM's layer-wise reload.
 
 The reload calls each weight loader twice (once on meta tensors, to count elements), keeps all tensors of incomplete
-layers, and needs memory for a second copy of the layer. `in_place.py` tells when it can be avoided.
+layers, and needs memory for a second copy of the layer. `in_place.py` tells when it can be avoided, and
+`recorded_copies.py` then spares the loaders too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megarl.weights.in_place import in_place_obstacle
+from megarl.weights.recorded_copies import RecordedCopies
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -34,12 +36,18 @@ class ModelLoader:
     def __init__(self, model: torch.nn.Module, model_config: ModelConfig, device: torch.device) -> None:
         self._model: Any = model  # torch declares no type for `load_weights`
         self._model_config, self._device = model_config, device
+        self._copies = RecordedCopies(self._load)
         self.obstacle: str | None = "no sync has started"
+        self._logged = ""
 
     @property
     def way(self) -> str:
         """How the tensors of this sync are loaded, for the report."""
-        return "in place" if self.obstacle is None else f"layer-wise reload: {self.obstacle}"
+        if self.obstacle is not None:
+            return f"layer-wise reload: {self.obstacle}"
+        if self._copies.obstacle is not None:
+            return f"in place by vLLM's loaders: {self._copies.obstacle}"
+        return "in place by recorded copies" if self._copies.repeated else "in place, recording copies"
 
     def check(self) -> str | None:
         """Return why the model must be reloaded layer by layer, or None if it can be loaded in place."""
@@ -49,19 +57,27 @@ class ModelLoader:
         """Choose the way, and prepare the model for vLLM's layer-wise reload if that is chosen."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        before, self.obstacle = self.way, self.check()
-        if self.way != before:
-            logger.info("weights are loaded: %s", self.way)
-        if self.obstacle is not None:
+        self.obstacle = self.check()
+        if self.obstacle is None:
+            self._copies.start(self._model)
+        else:
             initialize_layerwise_reload(self._model)
         if self._device.type == "cpu":
             tune_malloc(MMAP_DURING_SYNC)
 
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Call vLLM's loaders. A reload refers to the tensors until their module is complete."""
+        """Load whole tensors. A reload refers to them until their module is complete."""
+        with torch.no_grad():
+            if self.obstacle is None:
+                self._copies.load(tensors)
+            else:
+                self._load(tensors)
+
+    def _load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Call vLLM's loaders."""
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
-        with torch.no_grad(), disable_mtp_completeness_check():
+        with disable_mtp_completeness_check():
             self._model.load_weights(tensors)
 
     def detach(self, buffer_B: torch.Tensor) -> None:
@@ -80,11 +96,17 @@ class ModelLoader:
                         bound.arguments[key] = value.clone()
 
     def finish(self) -> None:
-        """Complete a layer-wise reload."""
+        """Complete the new weights."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        if self.obstacle is not None:
+        way = self.way
+        if self.obstacle is None:
+            self._copies.finish()
+        else:
             finalize_layerwise_reload(self._model, self._model_config)
+        if way != self._logged:
+            logger.info("weights were loaded: %s", way)
+            self._logged = way
         if self._device.type == "cpu":
             if self.obstacle is not None:
                 prepack_tied_head(self._model)

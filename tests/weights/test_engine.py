@@ -130,8 +130,8 @@ def test_loading_in_place_gives_the_same_bits_as_a_reload(engine: Setup) -> None
     """And the same model. From here on the engine's kernels use weights in the layout that vLLM uses on CUDA."""
     engine.replica.ask_workers("unpack")
     bits: dict[str, list[Any]] = {}
-    for way in ("layer-wise reload: a test asks for it", "in place"):
-        engine.replica.ask_workers("force_reload", way != "in place")
+    for way in ("layer-wise reload: a test asks for it", "in place by recorded copies"):
+        engine.replica.ask_workers("force_reload", way.startswith("layer"))
         bits[way] = []
         for version in (1, 2):
             engine.publish(version)
@@ -147,8 +147,8 @@ def test_a_corrupt_sync_is_not_published(engine: Setup, monkeypatch: pytest.Monk
     """Last of an engine's tests: it is half loaded afterwards, and must not serve."""
     engine.replica.ask_workers("force_reload", len(engine.workers) == 1)
     engine.publish(1)
-    ways = engine.replica.ask_workers("loaded")
-    assert ways == (["in place"] * 2 if len(engine.workers) == 2 else ["layer-wise reload: a test asks for it"])
+    way = "layer-wise reload: a test asks for it" if len(engine.workers) == 1 else "in place by recorded copies"
+    assert engine.replica.ask_workers("loaded") == [way] * len(engine.workers)
     seal = packing.Sending._seal
 
     def corrupted(self, bucket, buffer) -> None:  # type: ignore[no-untyped-def]

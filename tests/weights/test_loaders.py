@@ -37,16 +37,20 @@ def test_both_ways_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.Monkey
         loader = ModelLoader(model, config, CPU)
         found: dict[str, list[dict[str, bytes]]] = {}
         places = [parameter.data_ptr() for parameter in model.parameters()]
-        for obstacle in (None, "a test asks for it"):
+        for obstacle in ("a test asks for it", None):
             with monkeypatch.context() as patch:
                 if obstacle is not None:
                     patch.setattr(loaders, "in_place_obstacle", lambda *_, reason=obstacle: reason)
-                for tensors in (first, second):
+                for tensors in (first, second, first, second):
                     load(loader, tensors)
-                    found.setdefault(loader.way, []).append({n: bits(p) for n, p in model.named_parameters()})
-        assert list(found) == ["in place", "layer-wise reload: a test asks for it"]
-        in_place, reloaded = found.values()
-        assert in_place == reloaded and all(in_place[0][name] != in_place[1][name] for name in in_place[0])
+                    live = {name: bits(parameter) for name, parameter in model.named_parameters()}
+                    found.setdefault(loader.way, []).append(live)
+        reload, record, repeat = found
+        assert reload == "layer-wise reload: a test asks for it"
+        assert (record, repeat) == ("in place, recording copies", "in place by recorded copies")
+        (old, new, *again) = found[reload]
+        assert again == [old, new] and all(old[name] != new[name] for name in old)
+        assert found[record] == [old] and found[repeat] == [new, old, new]
         assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
