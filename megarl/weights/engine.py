@@ -70,7 +70,6 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
                 and finish.
         """
         self._refuse_if_broken()
-        self.shutdown()
         plan = unpack_manifest(init_info.manifest, init_info.plan_hash)
         obstacle = self.loader.check()
         if plan.layer_span is None and obstacle is not None:
@@ -78,6 +77,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
                 "the plan of this sync mixes the tensors of all layers, which needs an engine that loads in place; "
                 f"this one cannot: {obstacle}"
             )
+        self.shutdown()
         layout = GroupMembers.from_json(init_info.layout)
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank

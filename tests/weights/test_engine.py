@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from megarl.common.errors import WeightSyncError
 from megarl.weights import bucket_packer as packing
+from megarl.weights.buckets import bucket_plan, pack_manifest
 from megarl.weights.sender import SyncSettings, WeightSender
 from tests.support.fake_engines import ListExporter
 from tests.support.live_engine import LivePool, LiveReplica, Response, reference
@@ -109,6 +110,18 @@ def test_requests_in_flight_go_on_under_the_new_version(engine: Setup) -> None:
             assert response.ids[part] == greedy[part]
             assert (torch.tensor(response.logprobs) - logprobs).abs()[part].mean() <= 1e-5
     engine.assert_serves(2)
+
+
+@on("moe TP2")
+def test_an_engine_that_reloads_refuses_a_plan_without_limit(engine: Setup) -> None:
+    """It would have to keep the tensors of all layers. The group that it belongs to goes on."""
+    plan = bucket_plan(engine.exporter.manifest(), SETTINGS.bucket_bytes, None)
+    info = {"host": "127.0.0.1", "port": 1, "layout": "", "replica": 0, "timeout_s": 1.0}
+    info |= {"manifest": pack_manifest(plan), "plan_hash": plan.hash}
+    with pytest.raises(Exception, match="needs an engine that loads in place"):
+        engine.replica.call("init_weight_transfer", info, timeout_s=30.0)
+    engine.publish(1)
+    engine.assert_serves(1)
 
 
 @on("moe")
