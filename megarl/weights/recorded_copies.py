@@ -109,15 +109,16 @@ class RecordedCopies:
         return recorded is not None and recorded.fits(tensor)
 
     def _repeat(self, tensors: NamedTensors) -> None:
-        dense: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        strided: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # apart: they would slow down all others
+        plain: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        others: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # one of them would slow down the whole list
         for name, tensor in tensors:
             for copy in self._recorded[name].copies:
                 source = copy.source(tensor)
-                targets, sources = dense if copy.whole or source.is_contiguous() else strided
+                is_plain = source.dtype == copy.target.dtype and (copy.whole or source.is_contiguous())
+                targets, sources = plain if is_plain else others
                 targets.append(copy.target)
                 sources.append(source)
-        for targets, sources in (dense, strided):
+        for targets, sources in (plain, others):
             if targets:
                 torch._foreach_copy_(targets, sources)
 

@@ -19,7 +19,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.fused = torch.nn.Parameter(torch.zeros(6, 4), requires_grad=False)
         self.experts = torch.nn.Parameter(torch.zeros(3, 2, 4), requires_grad=False)
-        self.padded = torch.nn.Parameter(torch.full((5, 2), 7.0), requires_grad=False)
+        self.padded = torch.nn.Parameter(torch.full((5, 2), 7.0, dtype=torch.float64), requires_grad=False)
         self.loads = 0
         self.kept: list[torch.Tensor] = []
         self.extra: Callable[[str, torch.Tensor], None] = lambda name, tensor: None
