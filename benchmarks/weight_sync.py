@@ -6,7 +6,8 @@ The reference is the sum of three parts: a gather (iterating over the exporter),
 best bucket size, and vLLM's load of the same tensors from its own memory. The sync is timed with and without digests,
 whose cost is the difference. All measurements alternate in one run with one thread per process, and medians are
 compared. Memory is the peak of each process's private bytes (smaps_rollup) over several syncs, minus those before it
-joined the weight-sync group.
+joined the weight-sync group. The engine's is measured twice: with vLLM's layer-wise reload, which its CPU kernels need,
+and loaded in place after these kernels were replaced by torch's, minus the bytes before these syncs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -37,6 +37,9 @@ if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+from tests.support.engine_worker import EngineWorker  # noqa: E402
+from tests.support.memory_watcher import MemoryWatcher  # noqa: E402
 
 RATIO_BOUND = 1.5
 DIGEST_BOUND = 0.25
@@ -98,54 +101,10 @@ def run_world(directory: Path, options: argparse.Namespace) -> tuple[dict[str, A
     return json.loads((directory / "measured.json").read_text()), watcher.peaks()
 
 
-class MemoryWatcher:
-    """A thread that samples the private bytes of each process in the phases that the ranks announce by files."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._idle: dict[str, int] = {}
-        self._peak: dict[str, int] = {}
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join(10)
-
-    def peaks(self) -> dict[str, int]:
-        """Return the bytes above the phase `idle`, by process."""
-        return {name: self._peak[name] - self._idle[name] for name in self._peak}
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(0.01):
-            phase = self._directory / "phase"
-            pids = self._directory / "pids.json"
-            if not phase.exists() or not pids.exists():
-                continue
-            for name, pid in json.loads(pids.read_text()).items():
-                if phase.read_text() == "idle":
-                    self._idle[name] = private_bytes(pid)
-                elif phase.read_text() == "memory":
-                    self._peak[name] = max(self._peak.get(name, 0), private_bytes(pid))
-
-
-def private_bytes(pid: int) -> int:
-    """Return Private_Clean + Private_Dirty of a process in bytes; 0 if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    lines = [line.split() for line in text.splitlines() if line.startswith(("Private_Clean:", "Private_Dirty:"))]
-    return sum(int(fields[1]) for fields in lines) * 1024
-
-
-class WorkerExtension:
+class WorkerExtension(EngineWorker):
     """Methods that vLLM adds to the engine's worker: the engine's side of a sync's parts."""
 
-    model_runner: Any  # these attributes belong to vLLM's worker
-    vllm_config: Any
-    weight_transfer_engine: Any
+    vllm_config: Any  # an attribute of vLLM's worker
 
     def bench_pid(self) -> int:
         return os.getpid()
@@ -249,14 +208,14 @@ class Bench:
                 self.directory / "model", worker_extension_cls="benchmarks.weight_sync.WorkerExtension"
             )
         self._write_pids()
-        self._phase("idle", 2.0)
+        self._phase("idle layer-wise reload", 2.0)
         if self.rank == 0:
             from tests.support.live_engine import LivePool
 
             self.sender.connect(LivePool(self.engine))
         else:
             self.sender.connect(None)
-        self._phase("memory", 0.5)
+        self._phase("memory layer-wise reload", 0.5)
         version = self._publish(11, 0)
         self._phase("other", 0.5)
         self.times.clear()
@@ -269,6 +228,7 @@ class Bench:
             for size in BROADCAST_MB:
                 self._time(f"broadcast {size} MiB", partial(self._broadcast, size * 2**20))
             self._time("load", lambda: self._worker("bench_load", str(self.directory / "model" / "model.safetensors")))
+        self._measure_in_place(version)
         if self.rank == 0:
             self._write_results()
             self.engine.shutdown()
@@ -285,6 +245,17 @@ class Bench:
                 for phase, seconds in report.phases.items():
                     self.times.setdefault(f"sync: {phase}", []).append(seconds)
         return version
+
+    def _measure_in_place(self, version: int) -> None:
+        """Watch the memory of syncs that are loaded in place. The sync before them rebuilds the weights' layout."""
+        self._worker("unpack")
+        version = self._publish(1, version, "other")
+        self._phase("idle in place", 2.0)
+        self._phase("memory in place", 0.5)
+        self._publish(6, version, "sync in place")
+        self._phase("other", 0.5)
+        if self.rank == 0 and self._worker("loaded") != "in place by recorded copies":
+            raise SystemExit(f"the engine was not loaded in place: {self._worker('loaded')}")
 
     def _switch_digest(self, on: bool) -> None:
         switch_digest("megarl.weights.bucket_packer", on)
@@ -337,18 +308,22 @@ class Bench:
     def _write_results(self) -> None:
         plan = self.sender.plan
         sizes = {spec.name: spec.nbytes for spec in plan.specs}
-        fused: dict[str, int] = {}
+        modules: dict[str, int] = {}
+        fused = set()
         for name, nbytes in sizes.items():
-            is_fused = any(f".{part}_proj." in name for part in ("q", "k", "v", "gate", "up"))
-            module = name.rsplit(".", 2)[0] if is_fused else name
-            fused[module] = fused.get(module, 0) + nbytes
+            path, kind, _ = name.rsplit(".", 2)
+            group = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+            module = f"{path}.{group[kind]}" if kind in group else name
+            modules[module] = modules.get(module, 0) + nbytes
+            fused |= {module} if kind in group else set()
         measured = {
             "seconds": {name: statistics.median(values) for name, values in self.times.items()},
             "bytes": plan.total_bytes,
             "buckets": len(plan.buckets),
             "bucket_bytes": plan.bucket_bytes,
             "largest_tensor": max(sizes.values()),
-            "largest_module": max(fused.values()),
+            "largest_module": max(modules.values()),
+            "largest_fused": max(modules[module] for module in fused),
         }
         (self.directory / "measured.json").write_text(json.dumps(measured))
 
@@ -375,7 +350,10 @@ def make_rows(measured: dict[str, Any], memory: dict[str, int]) -> list[dict[str
         row("weight_sync_digest_cost", digest_cost, DIGEST_BOUND, {}),
     ]
     for name, peak in sorted(memory.items()):
-        extra = 2 * measured["largest_module"] if name == "engine" else measured["largest_tensor"]
+        extra = {
+            "engine, layer-wise reload": 2 * measured["largest_module"],
+            "engine, in place": 2 * measured["largest_fused"],
+        }.get(name, measured["largest_tensor"])
         bound = buckets + extra
         facts = {"peak_mib": round(peak / 2**20, 1), "bound_mib": round(bound / 2**20, 1)}
         rows.append(row(f"weight_sync_memory {name}", peak / bound, 1.0, facts))

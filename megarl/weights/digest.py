@@ -10,26 +10,39 @@ another digest.
 
 The digest detects corruption and programming mistakes. It is not cryptographic and does not protect against forgery.
 
+Two functions compute the sums of the rows, with equal results. On a CPU small chunks stay in the cache between the two
+readings. On an accelerator each operation is a kernel launch, so there are few chunks and large ones.
+
 Shapes: B bytes of a flat uint8 buffer, N rows, W words of a row (at most ROW_WORDS).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 ROW_WORDS = 32768
-_CHUNK_ROWS = 4  # 1 MiB at a time: the data is in the cache for the second reading, and temporaries are small
+ROW_BYTES = ROW_WORDS * 8
+_CPU_CHUNK_ROWS = 4  # 1 MiB: the data is in the cache for the second reading
+_DEVICE_CHUNKS = 6  # of a payload: temporaries take a sixth of it, and 512 MiB take about 150 operations
 _MASK = (1 << 64) - 1
 _MIX_A = 0x9E3779B97F4A7C15
 _MIX_B = 0xBF58476D1CE4E5B9
 _MIX_C = 0x94D049BB133111EB
 
 
-def digest(payload_B: torch.Tensor, *, version: int, bucket: int) -> torch.Tensor:
+# Writes the coefficient sums of each row into `low_N` (first reading) and `high_N` (second reading).
+RowSums: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def digest(payload_B: torch.Tensor, *, version: int, bucket: int, row_sums: RowSums | None = None) -> torch.Tensor:
     """Return the digest of a contiguous uint8 payload whose size is a multiple of 8.
+
+    `row_sums`: `cpu_row_sums` or `device_row_sums`; None: the one that is fast on the payload's device.
 
     Returns:
         int64 tensor of shape [1] on the payload's device; nothing is copied to the host.
@@ -40,13 +53,13 @@ def digest(payload_B: torch.Tensor, *, version: int, bucket: int) -> torch.Tenso
     if payload_B.dtype != torch.uint8 or payload_B.dim() != 1 or payload_B.numel() % 8 or not payload_B.is_contiguous():
         raise ValueError("digest needs a contiguous 1-D uint8 tensor whose size is a multiple of 8")
     seed = seed_of(version, bucket, payload_B.numel())
-    words = payload_B.numel() // 8
-    if words == 0:
+    rows = -(-payload_B.numel() // ROW_BYTES)
+    if rows == 0:
         return torch.tensor([_signed(seed)], dtype=torch.int64, device=payload_B.device)
-    rows = -(-words // ROW_WORDS)
-    low_N = torch.empty(rows, dtype=torch.int64, device=payload_B.device)
-    high_N = torch.zeros(rows, dtype=torch.int64, device=payload_B.device)
-    _row_sums(payload_B, low_N, high_N)
+    if row_sums is None:
+        row_sums = cpu_row_sums if payload_B.device.type == "cpu" else device_row_sums
+    low_N, high_N = torch.empty((2, rows), dtype=torch.int64, device=payload_B.device)
+    row_sums(payload_B, low_N, high_N)
     number_N = torch.arange(1, rows + 1, dtype=torch.int64, device=payload_B.device)
     mixed_N = _mix(low_N + number_N * _signed(_MIX_A) + _signed(seed))
     mixed_N = _mix(mixed_N ^ (high_N + number_N * _signed(_MIX_C)))
@@ -61,40 +74,44 @@ def seed_of(version: int, bucket: int, nbytes: int) -> int:
     return state
 
 
-def _row_sums(payload_B: torch.Tensor, low_N: torch.Tensor, high_N: torch.Tensor) -> None:
-    """Write the coefficient sums of each row into `low_N` (first reading) and `high_N` (second reading)."""
+def cpu_row_sums(payload_B: torch.Tensor, low_N: torch.Tensor, high_N: torch.Tensor) -> None:
+    """Compute the row sums by torch's integer matrix-vector product, which exists for CPU only."""
     for_low_W, for_high_W = _coefficients(payload_B.device)
-    row_bytes = ROW_WORDS * 8
-    total = payload_B.numel()
-    for start in range(0, total, row_bytes * _CHUNK_ROWS):
-        stop = min(start + row_bytes * _CHUNK_ROWS, total)
-        whole = start + (stop - start) // row_bytes * row_bytes
-        for begin, end, width in ((start, whole, ROW_WORDS), (whole, stop, (stop - whole) // 8)):
-            if begin == end:
-                continue
-            rows = slice(begin // row_bytes, begin // row_bytes + (end - begin) // (width * 8))
-            low_N[rows] = _matvec(payload_B[begin:end].view(torch.int64).view(-1, width), for_low_W[:width])
-            high_N[rows] = _shifted_sums(payload_B, begin, end, width, for_high_W)
+    for begin, end, width in _chunks(payload_B.numel(), _CPU_CHUNK_ROWS):
+        rows = slice(begin // ROW_BYTES, -(-end // ROW_BYTES))
+        low_N[rows] = torch.mv(payload_B[begin:end].view(torch.int64).view(-1, width), for_low_W[:width])
+        if end == payload_B.numel():
+            words = _shifted_words(payload_B, begin, end)
+        else:  # a view, which other devices do not allow: its words are not aligned
+            words = torch.from_numpy(payload_B.numpy()[begin + 4 : end + 4].view(np.int64))
+        high_N[rows] = torch.mv(words.view(-1, width), for_high_W[:width])
 
 
-def _shifted_sums(
-    payload_B: torch.Tensor, begin: int, end: int, width: int, coefficients_W: torch.Tensor
-) -> torch.Tensor:
-    """Return the sums [N] of the rows in bytes [begin, end), read four bytes later, with zeros behind the payload."""
+def device_row_sums(payload_B: torch.Tensor, low_N: torch.Tensor, high_N: torch.Tensor) -> None:
+    """Compute the row sums in few operations, on any device. Temporaries take one chunk at a time."""
+    for_low_W, for_high_W = _coefficients(payload_B.device)
+    for begin, end, width in _chunks(payload_B.numel(), -(-low_N.numel() // _DEVICE_CHUNKS)):
+        rows = slice(begin // ROW_BYTES, -(-end // ROW_BYTES))
+        words = payload_B[begin:end].view(torch.int64).view(-1, width)
+        torch.sum(words * for_low_W[:width], 1, out=low_N[rows])
+        words = _shifted_words(payload_B, begin, end).view(-1, width)
+        torch.sum(words.mul_(for_high_W[:width]), 1, out=high_N[rows])
+
+
+def _chunks(total: int, chunk_rows: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first byte, last byte + 1, words per row) of the chunks; a row that is not full is a chunk of its own."""
+    whole = total // ROW_BYTES * ROW_BYTES
+    for begin in range(0, whole, chunk_rows * ROW_BYTES):
+        yield begin, min(begin + chunk_rows * ROW_BYTES, whole), ROW_WORDS
+    if whole < total:
+        yield whole, total, (total - whole) // 8
+
+
+def _shifted_words(payload_B: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Return a copy of bytes [begin + 4, end + 4) as int64 words [W], with zeros behind the payload."""
     if end == payload_B.numel():
-        words = torch.cat([payload_B[begin + 4 :], payload_B.new_zeros(4)]).view(torch.int64)
-    elif payload_B.device.type == "cpu":  # an unaligned view costs nothing here, and is impossible on other devices
-        words = torch.from_numpy(payload_B.numpy()[begin + 4 : end + 4].view(np.int64))
-    else:
-        words = payload_B[begin + 4 : end + 4].clone().view(torch.int64)
-    return _matvec(words.view(-1, width), coefficients_W[:width])
-
-
-def _matvec(rows_NW: torch.Tensor, coefficients_W: torch.Tensor) -> torch.Tensor:
-    """Return the product [N], int64 modulo 2**64. torch has an integer matrix-vector product for CPU only."""
-    if rows_NW.device.type == "cpu":
-        return torch.mv(rows_NW, coefficients_W)
-    return (rows_NW * coefficients_W).sum(1)
+        return torch.cat([payload_B[begin + 4 :], payload_B.new_zeros(4)]).view(torch.int64)
+    return payload_B[begin + 4 : end + 4].clone().view(torch.int64)
 
 
 @functools.lru_cache(maxsize=8)

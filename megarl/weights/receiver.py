@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 class Loader(Protocol):
     """Loads received tensors into a model."""
 
+    @property
+    def way(self) -> str:
+        """How the tensors of this sync are loaded, for the report."""
+
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Load whole tensors, in the manifest's order. They may be views of a receive buffer."""
 
@@ -41,7 +45,9 @@ class Receiver:
         self._buffers = ReceiveBuffers(plan.buffer_bytes, device, loader)
 
     def receive(self, sync: int, version: int, timeout_s: float, *, plan_hash: str) -> dict[str, Any]:
-        """Receive and load all buckets. Return the report (digests, seconds), which is also sent to the leader.
+        """Receive and load all buckets. Return the report, which is also sent to the leader.
+
+        It has the digests, the seconds of each part, and as `loaded` the way that the loader took.
 
         `timeout_s`: the time for the whole sync.
 
@@ -107,7 +113,7 @@ class Receiver:
             seconds["load"] += time.perf_counter() - checked
         assembler.close()
         self._buffers.clear()
-        return {"digests": digests, "seconds": seconds}
+        return {"digests": digests, "seconds": seconds, "loaded": self._loader.way}
 
     def _post(self, bucket: Bucket) -> tuple[torch.Tensor, PendingBroadcast]:
         """Start to receive a bucket. Return its buffer and the broadcast."""

@@ -25,7 +25,7 @@ from torch.distributed import Store
 from megarl.common.errors import SyncAborted, WeightSyncError
 from megarl.config.schema import Config, TimeoutsConfig, WeightSyncConfig
 from megarl.weights.bucket_packer import SendBuffers, Sending
-from megarl.weights.buckets import BucketPlan, ManifestEntry, make_plan
+from megarl.weights.buckets import BucketPlan, ManifestEntry, bucket_plan
 from megarl.weights.handles import EngineHandles
 from megarl.weights.replica_calls import Control, SyncReport
 from megarl.weights.transport import Group, GroupMembers, SyncStore, names_of
@@ -113,7 +113,7 @@ class WeightSender:
         """
         if (pool is None) == (self._rank == 0):
             raise ValueError("WeightSender.connect needs the pool on trainer rank 0 and None on all other ranks")
-        self._plan = make_plan(self._exporter.manifest(), self.settings.bucket_bytes)
+        self._plan = bucket_plan(self._exporter.manifest(), self.settings.bucket_bytes)
         self._numbers = {spec.name: number for number, spec in enumerate(self._plan.specs)}
         self._board = self._open_board()
         if pool is not None:

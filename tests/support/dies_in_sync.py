@@ -7,11 +7,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from megarl.weights.engine import MegarlWeightTransferEngine, _LayerwiseLoader
+from megarl.weights.engine import MegarlWeightTransferEngine
+from megarl.weights.loaders import ModelLoader
 
 MARK = "MEGARL_TEST_DIES_IN_SYNC"  # a file that says it has happened
 VERSION = 2
-_receive, _load = MegarlWeightTransferEngine.receive_weights, _LayerwiseLoader.load
+_receive, _load = MegarlWeightTransferEngine.receive_weights, ModelLoader.load
 _about_to_die = False
 
 
@@ -27,7 +28,7 @@ def receive_weights(self: MegarlWeightTransferEngine, update_info: Any) -> None:
     _receive(self, update_info)
 
 
-def load(self: _LayerwiseLoader, tensors: Any) -> None:
+def load(self: ModelLoader, tensors: Any) -> None:
     _load(self, tensors)
     if _about_to_die:
         Path(os.environ[MARK]).touch()
@@ -35,4 +36,4 @@ def load(self: _LayerwiseLoader, tensors: Any) -> None:
 
 
 MegarlWeightTransferEngine.receive_weights = receive_weights  # type: ignore[method-assign]
-_LayerwiseLoader.load = load  # type: ignore[method-assign]
+ModelLoader.load = load  # type: ignore[method-assign]

@@ -32,10 +32,11 @@ class Response:
 
 
 class LiveReplica:
-    """`ReplicaHandle` around an AsyncLLM (TP1, fp32)."""
+    """`ReplicaHandle` around an AsyncLLM (fp32). With `tensor_parallel` its workers are processes."""
 
-    def __init__(self, model: Path, name: str = "replica 0", **engine_args: Any) -> None:
+    def __init__(self, model: Path, name: str = "replica 0", tensor_parallel: int = 1, **engine_args: Any) -> None:
         self.name = name
+        self._workers = tensor_parallel
         self.failed: str | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -47,14 +48,18 @@ class LiveReplica:
             "max_num_seqs": 8,
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",
-            "distributed_executor_backend": "uni",
+            "tensor_parallel_size": tensor_parallel,
+            "distributed_executor_backend": "uni" if tensor_parallel == 1 else "mp",
             "disable_log_stats": True,
         }
         self._engine: Any = self.run(self._start(arguments | engine_args), START_S)
 
     async def _start(self, arguments: dict[str, Any]) -> Any:
-        before = {key: os.environ.get(key) for key in ENVIRONMENT}
-        os.environ.update(ENVIRONMENT)
+        environment = dict(ENVIRONMENT)
+        if self._workers > 1:  # vLLM cannot divide the cores of one NUMA node by itself
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(self._workers))
+        before = {key: os.environ.get(key) for key in environment}
+        os.environ.update(environment)
         try:
             from vllm.config import WeightTransferConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -76,7 +81,7 @@ class LiveReplica:
         return self.run(getattr(self, f"_{method}")(*args), timeout_s)
 
     async def _world_size(self) -> int:
-        return 1
+        return self._workers
 
     async def _init_weight_transfer(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -102,6 +107,10 @@ class LiveReplica:
 
     async def _fail(self, reason: str) -> None:
         self.failed = reason
+
+    def ask_workers(self, method: str, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Return what a method of `worker_extension_cls` returns in each worker."""
+        return list(self.run(self._engine.collective_rpc(method, args=args), timeout_s))
 
     def version(self) -> str:
         return str(self.run(self._engine.get_weight_version(), 30))
@@ -137,16 +146,6 @@ class LiveReplica:
 
         self.run(stop(), 60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-
-
-class WithoutWorkaround:
-    """Added to the engine's worker by its import path: lets a test switch off megarl's MoE workaround."""
-
-    def forget_workaround(self) -> None:
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
-        original = UnquantizedFusedMoEMethod._setup_kernel.__wrapped__
-        UnquantizedFusedMoEMethod._setup_kernel = original
 
 
 class LivePool:

@@ -1,0 +1,163 @@
+"""Loads received tensors into vLLM's model: in place where that gives the same bits, else by vLLM's layer-wise reload.
+
+The reload calls each weight loader twice (once on meta tensors, to count elements), keeps all tensors of incomplete
+layers, and needs memory for a second copy of the layer. `in_place.py` tells when it can be avoided, and
+`recorded_copies.py` then spares the loaders too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megarl.weights.in_place import in_place_obstacle
+from megarl.weights.recorded_copies import RecordedCopies
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+_M_MMAP_THRESHOLD = -3  # malloc.h
+MMAP_DURING_SYNC = 2**20
+MMAP_OTHERWISE = 2**25  # the value that glibc's own, dynamic threshold reaches
+
+
+class ModelLoader:
+    """The `Loader` of one engine worker. One sync is `start`, `load` for every bucket, `finish`.
+
+    If any of them raises, the model is partly loaded, whichever way is taken.
+    """
+
+    def __init__(self, model: torch.nn.Module, model_config: ModelConfig, device: torch.device) -> None:
+        self._model: Any = model  # torch declares no type for `load_weights`
+        self._model_config, self._device = model_config, device
+        self._copies = RecordedCopies(self._load)
+        self.obstacle: str | None = "no sync has started"
+        self._logged = ""
+
+    @property
+    def way(self) -> str:
+        """How the tensors of this sync are loaded, for the report."""
+        if self.obstacle is not None:
+            return f"layer-wise reload: {self.obstacle}"
+        if self._copies.obstacle is not None:
+            return f"in place by vLLM's loaders: {self._copies.obstacle}"
+        return "in place by recorded copies" if self._copies.repeated else "in place, recording copies"
+
+    def check(self) -> str | None:
+        """Return why the model must be reloaded layer by layer, or None if it can be loaded in place."""
+        return in_place_obstacle(self._model, self._device.type)
+
+    def start(self) -> None:
+        """Choose the way, and prepare the model for vLLM's layer-wise reload if that is chosen."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.obstacle = self.check()
+        if self.obstacle is None:
+            self._copies.start(self._model)
+        else:
+            initialize_layerwise_reload(self._model)
+        if self._device.type == "cpu":
+            tune_malloc(MMAP_DURING_SYNC)
+
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Load whole tensors. A reload refers to them until their module is complete."""
+        with torch.no_grad():
+            if self.obstacle is None:
+                self._copies.load(tensors)
+            else:
+                self._load(tensors)
+
+    def _load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Call vLLM's loaders."""
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        with disable_mtp_completeness_check():
+            self._model.load_weights(tensors)
+
+    def detach(self, buffer_B: torch.Tensor) -> None:
+        """Replace what a reload keeps of the buffer by copies."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        if self.obstacle is None:
+            return
+        storage = buffer_B.untyped_storage().data_ptr()
+        for module in self._model.modules():
+            for _, bound in get_layerwise_info(module).loaded_weights:
+                for key, value in bound.arguments.items():
+                    if not isinstance(value, torch.Tensor) or value.is_meta:
+                        continue
+                    if value.untyped_storage().data_ptr() == storage:
+                        bound.arguments[key] = value.clone()
+
+    def finish(self) -> None:
+        """Complete the new weights."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        way = self.way
+        if self.obstacle is None:
+            self._copies.finish()
+        else:
+            finalize_layerwise_reload(self._model, self._model_config)
+        if way != self._logged:
+            logger.info("weights were loaded: %s", way)
+            self._logged = way
+        if self._device.type == "cpu":
+            if self.obstacle is not None:
+                prepack_tied_head(self._model)
+            tune_malloc(MMAP_OTHERWISE)
+
+
+def tune_malloc(mmap_threshold: int) -> None:
+    """Make glibc map each block of at least `mmap_threshold` bytes separately, and return free memory. CPU only.
+
+    Loading allocates and frees tensors of many sizes in different orders. By default glibc keeps blocks below 32 MiB on
+    its heap, which is then fragmented and grows with every sync.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
+        libc.mallopt(_M_MMAP_THRESHOLD, mmap_threshold)
+        libc.malloc_trim(0)
+
+
+def prepack_updated_experts() -> None:
+    """Patch vLLM 0.32 so that a weight update pads and packs the experts' weights. CPU only. Idempotent.
+
+    `UnquantizedFusedMoEMethod._setup_kernel` processes the experts' weights at the first load only. On CPU that step
+    changes the weights, so after an update without it the MoE layers compute wrong results without an error.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    original = UnquantizedFusedMoEMethod._setup_kernel
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def setup_kernel(
+        self: UnquantizedFusedMoEMethod, layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor
+    ) -> None:
+        is_update = self.moe_kernel is not None
+        original(self, layer, w13, w2)
+        if is_update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = setup_kernel
+
+
+def prepack_tied_head(model: torch.nn.Module) -> None:
+    """Pack the output head's weight again after an update, which vLLM 0.32 omits for tied embeddings. CPU only.
+
+    The layer-wise reload gives the shared weight to the embedding alone, so without this the head's kernel keeps a
+    packed copy of the old weight, and the logits do not follow the weights.
+    https://github.com/vllm-project/vllm, model_executor/layers/utils.py, `dispatch_cpu_unquantized_gemm`.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
