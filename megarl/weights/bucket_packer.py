@@ -160,7 +160,7 @@ class Sending:
         """Start one broadcast. Return it with its packing buffer, or None if another rank sends the bucket."""
         mine = bucket.owner == self._rank
         buffer_B = self._await_packed(bucket) if mine else self._scratch_B
-        root = self._group.layout.senders.index(bucket.owner)
+        root = self._group.members.senders.index(bucket.owner)
         pending = self._group.broadcast(buffer_B[: bucket.wire_bytes], root, bucket.index)
         return pending, buffer_B if mine else None
 
@@ -181,7 +181,7 @@ class Sending:
     def _report(self, fields: dict[str, Any]) -> None:
         report = {"member": self._group.name, "failure": None, **fields}
         try:
-            self._group.board.put(self._group.key("report", self._group.rank), report)
+            self._group.store.put(self._group.key("report", self._group.rank), report)
         except RuntimeError:
             logger.exception("%s could not report to the leader", self._group.name)
 

@@ -35,8 +35,8 @@ class MegarlInitInfo(WeightTransferInitInfo):
 
     host: str
     port: int
-    layout: str  # GroupMembers.to_json()
-    replica: int  # its index in the layout
+    members: str  # GroupMembers.to_json()
+    replica: int  # its index in the members
     manifest: str  # buckets.pack_manifest()
     plan_hash: str
     timeout_s: float
@@ -81,13 +81,13 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
             )
         self.shutdown()
         plan = unpack_manifest(init_info.manifest, init_info.plan_hash)
-        layout = GroupMembers.from_json(init_info.layout)
+        members = GroupMembers.from_json(init_info.members)
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        board = SyncStore(init_info.host, init_info.port)
-        group = Group(board, layout, layout.offset(init_info.replica) + worker)
+        store = SyncStore(init_info.host, init_info.port)
+        group = Group(store, members, members.offset(init_info.replica) + worker)
         group.join(init_info.timeout_s)
-        device = self.device if layout.backend == "nccl" else torch.device("cpu")
+        device = self.device if members.backend == "nccl" else torch.device("cpu")
         self._receiver = Receiver(group, plan, _LayerwiseLoader(self), device)
 
     def start_weight_update(self) -> None:

@@ -52,7 +52,7 @@ class CallsFailed(Exception):  # noqa: N818
         self.first = first or failures
 
 
-class Control:
+class EngineCalls:
     """Calls the replicas, on the leader."""
 
     def __init__(self, handles: EngineHandles, rpc_s: float, recompute_kv: bool) -> None:
@@ -62,7 +62,7 @@ class Control:
         # The replicas of this generation: the pool may drop a dead replica, but the error must still name it.
         self._replicas: list[ReplicaHandle] = []
 
-    def layout(self, generation: int, senders: Sequence[int], backend: str) -> GroupMembers:
+    def members(self, generation: int, senders: Sequence[int], backend: str) -> GroupMembers:
         """Return the members of a new generation. Asks every replica for its number of workers."""
         replicas = self._replicas = list(self.handles.replicas())
         try:
@@ -72,20 +72,20 @@ class Control:
         names = tuple(replica.name for replica in replicas)
         return GroupMembers(generation, tuple(senders), names, tuple(int(n) for n in sizes), backend)
 
-    def connect(self, board: SyncStore, layout: GroupMembers, plan: BucketPlan, timeout_s: float) -> None:
+    def connect(self, store: SyncStore, members: GroupMembers, plan: BucketPlan, timeout_s: float) -> None:
         """Make every engine worker join the group, while the senders join it too. Raises WeightSyncError."""
         replicas = self._replicas
         common = {
-            "host": board.host,
-            "port": board.port,
-            "layout": layout.to_json(),
+            "host": store.host,
+            "port": store.port,
+            "members": members.to_json(),
             "manifest": pack_manifest(plan),
             "plan_hash": plan.hash,
             # The senders' wait must end first: its error names the missing members, a timeout of this call does not.
             "timeout_s": timeout_s + EXTRA_WAIT_S,
         }
         arguments = [({**common, "replica": index},) for index in range(len(replicas))]
-        watched = Group(board, layout, None)
+        watched = Group(store, members, None)
         try:
             limit = timeout_s + 2 * EXTRA_WAIT_S
             self._all(replicas, "init_weight_transfer", arguments, timeout_s=limit, group=watched)
@@ -125,20 +125,20 @@ class Control:
         except (CallsFailed, WeightSyncError) as error:
             raise self._explain(error, group, replicas, version, phase) from error
         total = time.perf_counter() - started
-        digest_s = _digest_seconds(group.layout, reports)
+        digest_s = _digest_seconds(group.members, reports)
         return SyncReport(version, total, plan.total_bytes, len(plan.buckets), digest_s, phases)
 
     def _await_reports(self, group: Group, plan: BucketPlan, deadline: float) -> list[dict[str, Any]]:
         """Return every member's report, after comparing all digests with the senders'. Raises DigestMismatch."""
         reports = []
-        for rank, member in enumerate(group.members):
+        for rank, member in enumerate(group.names):
             remaining = max(1.0, deadline - time.monotonic())
-            reports.append(group.board.wait(group.key("report", rank), remaining, member, abort_key=group.abort_key))
+            reports.append(group.store.wait(group.key("report", rank), remaining, member, abort_key=group.abort_key))
         sent: dict[int, int] = {}
-        for report in reports[: len(group.layout.senders)]:
+        for report in reports[: len(group.members.senders)]:
             sent |= {int(index): value for index, value in (report.get("digests") or {}).items()}
         expected = [sent.get(bucket.index) for bucket in plan.buckets]
-        for report in reports[len(group.layout.senders) :]:
+        for report in reports[len(group.members.senders) :]:
             received = report.get("digests") or []
             if received != expected:
                 wrong = [i + 1 for i, pair in enumerate(zip(expected, received, strict=False)) if pair[0] != pair[1]]
@@ -160,7 +160,7 @@ class Control:
         """Return the error with the members that failed, the replicas to restart, and the reasons."""
         reports = self._failure_reports(group)
         if isinstance(error, CallsFailed):
-            reported = {group.layout.replica_of(rank) for rank in reports}
+            reported = {group.members.replica_of(rank) for rank in reports}
             calls = [
                 FailedCall(
                     f"engine {replicas[index].name}",
@@ -177,7 +177,7 @@ class Control:
             cause = find_cause(list(reports.values()), [])
         reasons, failed_members = cause.reasons or (str(error),), cause.failed_members
         names = [replica.name for replica in replicas]
-        needs_restart = names_of(group.layout, failed_members) if phase == "pause" else names
+        needs_restart = names_of(group.members, failed_members) if phase == "pause" else names
         message = (
             f"weight sync of version {version} failed during {phase}: {'; '.join(reasons)}. "
             f"The version is not published; replicas to restart: {', '.join(needs_restart) or 'none'}"
@@ -188,8 +188,8 @@ class Control:
     def _failure_reports(self, group: Group) -> dict[int, dict[str, Any]]:
         """Return the reports of the members that reported a failure, by group rank."""
         reports = {}
-        for rank in range(len(group.members)):
-            report = group.board.get(group.key("report", rank))
+        for rank in range(len(group.names)):
+            report = group.store.get(group.key("report", rank))
             if report is not None and report["failure"] is not None:
                 reports[rank] = report
         return reports
@@ -275,10 +275,10 @@ def _run_call(index: int, call: Callable[[], Any], done: queue.Queue[_Answer]) -
         done.put((index, False, error))
 
 
-def _digest_seconds(layout: GroupMembers, reports: list[dict[str, Any]]) -> float:
+def _digest_seconds(members: GroupMembers, reports: list[dict[str, Any]]) -> float:
     """Return the digest time of the slowest sender plus that of the slowest receiver, in seconds."""
     seconds = [report.get("seconds", {}).get("digest", 0.0) for report in reports]
-    count = len(layout.senders)
+    count = len(members.senders)
     return max(seconds[:count], default=0.0) + max(seconds[count:], default=0.0)
 
 

@@ -27,7 +27,7 @@ from megarl.config.schema import Config, TimeoutsConfig, WeightSyncConfig
 from megarl.weights.bucket_packer import SendBuffers, Sending
 from megarl.weights.buckets import BucketPlan, ManifestEntry, make_plan
 from megarl.weights.handles import EngineHandles
-from megarl.weights.replica_calls import Control, SyncReport
+from megarl.weights.replica_calls import EngineCalls, SyncReport
 from megarl.weights.transport import Group, GroupMembers, SyncStore, names_of
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class WeightSender:
     """Publishes the trainer's weights to all engines. Create it, and call `connect` and `publish`, on every rank."""
 
     def __init__(self, config: Config | SyncSettings, exporter: Exporter, *, host: str | None = None) -> None:
-        """`host`: an address of rank 0 that the engines can reach; None: `own_address()`."""
+        """`host`: an address of rank 0 that the engines can reach; None: `reachable_address()`."""
         self.settings = config if isinstance(config, SyncSettings) else SyncSettings.from_config(config)
         self._exporter = exporter
         self._host = host
@@ -89,8 +89,8 @@ class WeightSender:
         self._world = torch.distributed.get_world_size() if distributed else 1
         self._plan: BucketPlan | None = None
         self._numbers: dict[str, int] = {}
-        self._board: SyncStore | None = None
-        self._control: Control | None = None
+        self._store: SyncStore | None = None
+        self._engines: EngineCalls | None = None
         self._group: Group | None = None
         self._buffers: SendBuffers | None = None
         self._generation = -1
@@ -115,9 +115,9 @@ class WeightSender:
             raise ValueError("WeightSender.connect needs the pool on trainer rank 0 and None on all other ranks")
         self._plan = make_plan(self._exporter.manifest(), self.settings.bucket_bytes)
         self._numbers = {spec.name: number for number, spec in enumerate(self._plan.specs)}
-        self._board = self._open_board()
+        self._store = self._open_store()
         if pool is not None:
-            self._control = Control(pool, self.settings.rpc_s, self.settings.recompute_kv)
+            self._engines = EngineCalls(pool, self.settings.rpc_s, self.settings.recompute_kv)
         if self._rank in self._plan.owners:
             device = torch.device("cuda" if self.settings.backend == "nccl" else "cpu")
             self._buffers = SendBuffers(self._plan, self._rank, device)
@@ -164,19 +164,19 @@ class WeightSender:
         self._group = self._buffers = None
         self._formed = False
 
-    def _open_board(self) -> SyncStore:
+    def _open_store(self) -> SyncStore:
         """Open the sync's store: rank 0 serves it, and sends its address to the other ranks."""
         global _serial
         _serial += 1
         key = f"megarl/weights/{_serial}"
         if self._rank == 0:
-            board = SyncStore(self._host or own_address(), 0, server=True)
+            store = SyncStore(self._host or reachable_address(), 0, server=True)
             if self._world > 1:
-                _default_store().set(key, json.dumps([board.host, board.port]))
-            return board
-        store = _default_store()
-        store.wait([key], timedelta(seconds=self.settings.rpc_s))
-        host, port = json.loads(store.get(key))
+                _default_store().set(key, json.dumps([store.host, store.port]))
+            return store
+        rendezvous = _default_store()
+        rendezvous.wait([key], timedelta(seconds=self.settings.rpc_s))
+        host, port = json.loads(rendezvous.get(key))
         return SyncStore(host, port)
 
     def _form_group(self, restart: Sequence[str] = ()) -> None:
@@ -184,23 +184,23 @@ class WeightSender:
 
         Raises WeightSyncError on every rank if that fails.
         """
-        assert self._board is not None
+        assert self._store is not None
         self._generation += 1
         key = f"g{self._generation}/formed"
         error: WeightSyncError | None = None
         try:
-            self._join(self._agree_on_layout(restart))
+            self._join(self._agree_on_members(restart))
         except WeightSyncError as failure:
             error = failure
         except Exception as failure:
             error = WeightSyncError(f"the weight-sync group could not be formed: {failure}")
             error.__cause__ = failure
-        if self._control is not None:
+        if self._engines is not None:
             fields = None if error is None else [str(error), error.failed_members, error.needs_restart]
-            self._board.put(key, {"error": fields})
+            self._store.put(key, {"error": fields})
         else:
             wait_s = 2 * self.settings.rpc_s
-            formed = self._board.wait(key, wait_s, "trainer rank 0 to form the weight-sync group")
+            formed = self._store.wait(key, wait_s, "trainer rank 0 to form the weight-sync group")
             if formed["error"] is not None:
                 message, failed_members, needs_restart = formed["error"]
                 error = WeightSyncError(message, failed_members=failed_members, needs_restart=needs_restart)
@@ -209,36 +209,36 @@ class WeightSender:
             self._leave_group()
             raise error
 
-    def _agree_on_layout(self, restart: Sequence[str]) -> GroupMembers:
+    def _agree_on_members(self, restart: Sequence[str]) -> GroupMembers:
         """Return the members of the next generation, which rank 0 finds out and sends to the other ranks."""
-        assert self._board is not None
-        key = f"g{self._generation}/layout"
-        if self._control is None:
+        assert self._store is not None
+        key = f"g{self._generation}/members"
+        if self._engines is None:
             wait_s = 2 * self.settings.rpc_s + (self.settings.restart_s if restart else 0.0)
-            answer = self._board.wait(key, wait_s, "trainer rank 0 to reach all engine replicas")
+            answer = self._store.wait(key, wait_s, "trainer rank 0 to reach all engine replicas")
             if "error" in answer:
                 raise WeightSyncError(answer["error"])
-            return GroupMembers.from_json(answer["layout"])
+            return GroupMembers.from_json(answer["members"])
         try:
             if restart:
-                self._control.handles.restart(restart, self.settings.restart_s)
-            layout = self._control.layout(self._generation, self.plan.owners, self.settings.backend)
+                self._engines.handles.restart(restart, self.settings.restart_s)
+            members = self._engines.members(self._generation, self.plan.owners, self.settings.backend)
         except Exception as error:
-            self._board.put(key, {"error": str(error)})
+            self._store.put(key, {"error": str(error)})
             raise
-        self._board.put(key, {"layout": layout.to_json()})
-        return layout
+        self._store.put(key, {"members": members.to_json()})
+        return members
 
-    def _join(self, layout: GroupMembers) -> None:
+    def _join(self, members: GroupMembers) -> None:
         """Join the group if this rank sends. On the leader, also make the engines join, in parallel."""
-        assert self._board is not None
-        sends = self._rank in layout.senders
-        rank = layout.senders.index(self._rank) if sends else None
-        self._group = Group(self._board, layout, rank) if sends or self._control is not None else None
+        assert self._store is not None
+        sends = self._rank in members.senders
+        rank = members.senders.index(self._rank) if sends else None
+        self._group = Group(self._store, members, rank) if sends or self._engines is not None else None
         timeout_s = self.settings.rpc_s
         engines = None
-        if self._control is not None:
-            engines = _Background(self._control.connect, self._board, layout, self.plan, timeout_s)
+        if self._engines is not None:
+            engines = _Background(self._engines.connect, self._store, members, self.plan, timeout_s)
         try:
             if sends:
                 assert self._group is not None
@@ -251,14 +251,14 @@ class WeightSender:
             assert self._group is not None
             self._group.post_abort(str(error))
             if isinstance(error, WeightSyncError):
-                error.needs_restart = tuple(names_of(layout, error.failed_members))
+                error.needs_restart = tuple(names_of(members, error.failed_members))
             raise
         if engines is not None:
             engines.result()
 
     def _attempt(self, version: int, may_repeat: bool) -> dict[str, Any]:
         """Make one attempt to publish. Return its outcome, which the leader determines for all ranks."""
-        if self._board is None or self._plan is None:
+        if self._store is None or self._plan is None:
             raise RuntimeError("WeightSender.connect has not been called")
         sync, self._sync = self._sync, self._sync + 1
         key = f"g{self._generation}/outcome/{sync}"
@@ -266,20 +266,20 @@ class WeightSender:
         if group is not None:
             group.begin(sync, len(self._plan.buckets), self.settings.sync_s)
         engines = None
-        if self._control is not None:
+        if self._engines is not None:
             assert group is not None
             limit = self.settings.sync_s
-            engines = _Background(self._control.publish, group, self._plan, sync, version, limit)
+            engines = _Background(self._engines.publish, group, self._plan, sync, version, limit)
         sending = None
         if group is not None and self._buffers is not None:
             sending = Sending(group, self._plan, self._rank, version, self._buffers)
         error = self._walk(sending)
         if engines is None:
             wait_s = self.settings.sync_s + 3 * self.settings.rpc_s
-            outcome = self._board.wait(key, wait_s, f"trainer rank 0 to end the sync of version {version}")
+            outcome = self._store.wait(key, wait_s, f"trainer rank 0 to end the sync of version {version}")
         else:
             outcome = self._outcome(engines, error, may_repeat, time.perf_counter() - started)
-            self._board.put(key, outcome)
+            self._store.put(key, outcome)
         if outcome["status"] != "published":
             self._leave_group()
         if error is not None:
@@ -298,8 +298,8 @@ class WeightSender:
         except Exception as error:
             if sending is not None:
                 sending.fail(error)
-            elif self._group is None and self._board is not None:
-                self._board.put(f"g{self._generation}/abort", f"trainer rank {self._rank}: {error}")
+            elif self._group is None and self._store is not None:
+                self._store.put(f"g{self._generation}/abort", f"trainer rank {self._rank}: {error}")
             return error
         return None
 
@@ -307,13 +307,13 @@ class WeightSender:
         self, engines: _Background[SyncReport], error: BaseException | None, may_repeat: bool, seconds: float
     ) -> dict[str, Any]:
         """Wait for the engines, and return the outcome as JSON. `error`: this process's own; `seconds`: since start."""
-        assert self._control is not None
+        assert self._engines is not None
         try:
             report = engines.result()
         except WeightSyncError as failure:
             mine = any(member.startswith("trainer rank") for member in failure.failed_members)
             repeat = may_repeat and not mine and error is None and bool(failure.needs_restart)
-            self._control.after_failure(failure)
+            self._engines.after_failure(failure)
             return {
                 "status": "repeat" if repeat else "failed",
                 "message": str(failure),
@@ -370,7 +370,7 @@ def _default_store() -> Store:
     return _get_default_store()
 
 
-def own_address() -> str:
+def reachable_address() -> str:
     """Return an address of this host that the engines can reach: Ray's, or 127.0.0.1 if Ray is not connected."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():

@@ -41,7 +41,7 @@ class GroupMembers:
     backend: str  # "nccl" | "gloo"
 
     @property
-    def members(self) -> list[str]:
+    def names(self) -> list[str]:
         """The name of each member, in the order of group ranks."""
         names = [f"trainer rank {rank}" for rank in self.senders]
         for replica, count in zip(self.replicas, self.workers, strict=True):
@@ -124,14 +124,14 @@ class Group:
     failed first) or ConnectionLost.
     """
 
-    def __init__(self, board: SyncStore, layout: GroupMembers, rank: int | None) -> None:
+    def __init__(self, store: SyncStore, members: GroupMembers, rank: int | None) -> None:
         """`rank`: this process's group rank; None for a leader that sends nothing and only reads the store."""
-        self.board = board
-        self.layout = layout
+        self.store = store
+        self.members = members
         self.rank = rank
-        self.members = layout.members
+        self.names = members.names
         self._backend: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL; torch declares no type for their methods
-        self._prefix = f"g{layout.generation}"
+        self._prefix = f"g{members.generation}"
         self._sync = -1
         self._buckets = 0
         self._deadline = self._started = time.monotonic()
@@ -139,7 +139,7 @@ class Group:
     @property
     def name(self) -> str:
         """This member's name in messages."""
-        return "the leader" if self.rank is None else self.members[self.rank]
+        return "the leader" if self.rank is None else self.names[self.rank]
 
     @property
     def abort_key(self) -> str:
@@ -148,18 +148,18 @@ class Group:
 
     def aborted(self) -> bool:
         """Tell whether a member has aborted this generation."""
-        return self.board.get(self.abort_key) is not None
+        return self.store.get(self.abort_key) is not None
 
     def join(self, timeout_s: float) -> None:
         """Report this member ready, wait until all are, and connect. Every member must call it."""
         assert self.rank is not None, "a leader that sends nothing is not a member"
         self._begin(timeout_s)
-        self.board.put(f"{self._prefix}/ready/{self.rank}", True)
+        self.store.put(f"{self._prefix}/ready/{self.rank}", True)
         self._await_all_ready(timeout_s)
         remaining = timedelta(seconds=max(1.0, self._remaining()))
-        store = self.board.prefixed(f"{self._prefix}/rendezvous")
-        size = len(self.members)
-        if self.layout.backend == "nccl":
+        store = self.store.prefixed(f"{self._prefix}/rendezvous")
+        size = len(self.names)
+        if self.members.backend == "nccl":
             from torch.distributed import ProcessGroupNCCL
 
             options = ProcessGroupNCCL.Options()
@@ -167,19 +167,19 @@ class Group:
             self._backend = ProcessGroupNCCL(store, self.rank, size, options)
         else:
             self._backend = ProcessGroupGloo(store, self.rank, size, timeout=remaining)
-        device = "cuda" if self.layout.backend == "nccl" else "cpu"
+        device = "cuda" if self.members.backend == "nccl" else "cpu"
         self.broadcast(torch.zeros(1, device=device), 0).wait("the first broadcast")
 
     def _await_all_ready(self, timeout_s: float) -> None:
-        absent = list(range(len(self.members)))
+        absent = list(range(len(self.names)))
         pause = 0.002
-        while absent := [i for i in absent if self.board.get(f"{self._prefix}/ready/{i}") is None]:
+        while absent := [i for i in absent if self.store.get(f"{self._prefix}/ready/{i}") is None]:
             self.check_abort()
             if self._remaining() <= 0:
-                names = ", ".join(self.members[i] for i in absent)
+                names = ", ".join(self.names[i] for i in absent)
                 raise PeerTimeout(
                     f"{self.name} waited {timeout_s:.0f} s for {names} to join the weight-sync group",
-                    failed_members=[self.members[i] for i in absent],
+                    failed_members=[self.names[i] for i in absent],
                 )
             time.sleep(pause)
             pause = min(2 * pause, POLL_S)
@@ -188,7 +188,7 @@ class Group:
         """Enter sync number `sync` of this generation, of `buckets` broadcasts. All its waits have one deadline."""
         if self.rank is not None:
             for stage in ("entered", "left", "report"):
-                self.board.drop(self.key(stage, self.rank))
+                self.store.drop(self.key(stage, self.rank))
         self._sync, self._buckets = sync, buckets
         self._begin(timeout_s)
 
@@ -210,7 +210,7 @@ class Group:
         options.rootTensor = 0
         options.timeout = timedelta(seconds=max(1.0, self._remaining()) + OPERATION_SLACK_S)
         if bucket is not None:
-            self.board.put(self.key("entered", self.rank), bucket + 1)
+            self.store.put(self.key("entered", self.rank), bucket + 1)
         try:
             work = self._backend.broadcast([tensor], options)
         except RuntimeError as error:
@@ -225,21 +225,21 @@ class Group:
 
     def check_abort(self) -> None:
         """Raise SyncAborted if a member has aborted."""
-        reason = self.board.get(self.abort_key)
+        reason = self.store.get(self.abort_key)
         if reason is not None:
             raise SyncAborted(reason)
 
     def post_abort(self, reason: str) -> None:
         """Release all members from their waits. A later reason does not replace the first one."""
         if not self.aborted():
-            self.board.put(self.abort_key, reason)
+            self.store.put(self.abort_key, reason)
 
     def abort(self) -> None:
         """Leave this generation after a failure. Running operations end by themselves, at their deadline."""
         backend, self._backend = self._backend, None
         if backend is None:
             return
-        if self.layout.backend == "nccl":
+        if self.members.backend == "nccl":
             backend.abort()
         _ABORTED.append(backend)
 
@@ -251,10 +251,10 @@ class Group:
 
     def late_members(self, bucket: int) -> list[str]:
         """Return the other members that have not entered the broadcast of `bucket`; if all have, those still in it."""
-        others = [i for i in range(len(self.members)) if i != self.rank]
+        others = [i for i in range(len(self.names)) if i != self.rank]
         for stage in ("entered", "left"):
-            done = {i: self.board.get(self.key(stage, i)) or 0 for i in others}
-            late = [self.members[i] for i in others if done[i] <= bucket]
+            done = {i: self.store.get(self.key(stage, i)) or 0 for i in others}
+            late = [self.names[i] for i in others if done[i] <= bucket]
             if late:
                 return late
         return []
@@ -300,11 +300,11 @@ class PendingBroadcast:
         except RuntimeError as error:
             raise group._broken(error, self._bucket) from error
         if self._bucket is not None:
-            group.board.put(group.key("left", group.rank), self._bucket + 1)
+            group.store.put(group.key("left", group.rank), self._bucket + 1)
 
     def _done(self) -> bool:
         """Wait at most POLL_S, and tell whether the broadcast has ended."""
-        if self._group.layout.backend == "nccl":
+        if self._group.members.backend == "nccl":
             deadline = time.monotonic() + POLL_S
             while not self._work.is_completed():
                 if time.monotonic() > deadline:
@@ -319,12 +319,12 @@ class PendingBroadcast:
         return True
 
 
-def names_of(layout: GroupMembers, failed_members: Sequence[str]) -> list[str]:
+def names_of(members: GroupMembers, failed_members: Sequence[str]) -> list[str]:
     """Return the replicas that the given names (`engine replica 1`, `engine replica 1 worker 0`) belong to."""
-    workers = {name: layout.replica_of(rank) for rank, name in enumerate(layout.members)}
-    workers |= {f"engine {name}": index for index, name in enumerate(layout.replicas)}
+    workers = {name: members.replica_of(rank) for rank, name in enumerate(members.names)}
+    workers |= {f"engine {name}": index for index, name in enumerate(members.replicas)}
     found = {workers.get(name) for name in failed_members}
-    return [layout.replicas[index] for index in sorted(index for index in found if index is not None)]
+    return [members.replicas[index] for index in sorted(index for index in found if index is not None)]
 
 
 def _first_line(error: BaseException) -> str:

@@ -84,11 +84,11 @@ class FakeReplica:
 
     def _init_weight_transfer(self, info: dict[str, Any]) -> None:
         plan = unpack_manifest(info["manifest"], info["plan_hash"])
-        layout = GroupMembers.from_json(info["layout"])
+        members = GroupMembers.from_json(info["members"])
 
         def join(worker: int) -> Receiver:
-            board = SyncStore(info["host"], info["port"])
-            group = Group(board, layout, layout.offset(info["replica"]) + worker)
+            store = SyncStore(info["host"], info["port"])
+            group = Group(store, members, members.offset(info["replica"]) + worker)
             group.join(info["timeout_s"])
             return Receiver(group, plan, self.loaders[worker], torch.device("cpu"))
 

@@ -1,4 +1,4 @@
-"""The board's wait, on a clock of its own."""
+"""The wait of the store, on a clock of its own."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def board_with(clock: Clock, appears: dict[str, float]) -> SyncStore:
-    board = SyncStore("127.0.0.1", 0, server=True)
-    board.get = lambda key: key if clock.now >= appears.get(key, 1e9) else None  # type: ignore[method-assign]
-    return board
+def store_with(clock: Clock, appears: dict[str, float]) -> SyncStore:
+    store = SyncStore("127.0.0.1", 0, server=True)
+    store.get = lambda key: key if clock.now >= appears.get(key, 1e9) else None  # type: ignore[method-assign]
+    return store
 
 
 @pytest.mark.parametrize("appears_s", [0.0, 0.01, 0.07, 1.0, 60.0])
 def test_a_wait_ends_soon_after_its_key_appears_and_asks_rarely(clock: Clock, appears_s: float) -> None:
     """A pause that doubled made every trainer rank but the first 44 ms late in each step's sync of 80 ms."""
-    board = board_with(clock, {"key": appears_s})
-    assert board.wait("key", 100.0, "the key") == "key"
+    store = store_with(clock, {"key": appears_s})
+    assert store.wait("key", 100.0, "the key") == "key"
     assert clock.now - appears_s <= 0.001 + 0.05 * appears_s
     assert clock.sleeps <= 150 + 10 * appears_s
 
 
 def test_a_wait_is_bounded_and_says_for_what(clock: Clock) -> None:
     with pytest.raises(PeerTimeout, match=r"waited 3 s for the key"):
-        board_with(clock, {}).wait("key", 3.0, "the key")
+        store_with(clock, {}).wait("key", 3.0, "the key")
     assert 3.0 <= clock.now <= 3.2
 
 
 def test_an_abort_ends_a_wait(clock: Clock) -> None:
     with pytest.raises(SyncAborted, match="abort"):
-        board: Any = board_with(clock, {"abort": 1.0})
-        board.wait("key", 3.0, "the key", abort_key="abort")
+        store: Any = store_with(clock, {"abort": 1.0})
+        store.wait("key", 3.0, "the key", abort_key="abort")
     assert 1.0 <= clock.now <= 1.1
