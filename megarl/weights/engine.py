@@ -22,7 +22,8 @@ from vllm.distributed.weight_transfer.base import (
 from megarl.common.errors import WeightSyncError
 from megarl.weights.buckets import unpack_manifest
 from megarl.weights.receiver import Receiver
-from megarl.weights.transport import Group, GroupMembers, SyncStore
+from megarl.weights.store import SyncStore
+from megarl.weights.transport import Group, GroupMembers
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 MMAP_DURING_SYNC = 2**20

@@ -59,8 +59,7 @@ class Receiver:
             report |= self._receive_all(version)
         except BaseException as error:
             report["failure"] = str(error) or repr(error)
-            report["secondary"] = isinstance(error, SyncAborted | ConnectionLost)
-            report["failed_members"] = list(error.failed_members) if isinstance(error, PeerTimeout) else []
+            report["secondary"] = isinstance(error, SyncAborted | ConnectionLost | PeerTimeout)
             self._report(report)
             group.abort()
             raise

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.common.errors import WeightSyncError
-from megarl.weights import bucket_packer as packing
+from megarl.weights.bucket_packer import BucketPacker
+from megarl.weights.buckets import Bucket
 from megarl.weights.sender import SyncSettings, WeightSender
 from tests.support.fake_engines import ListExporter
 from tests.support.live_engine import LivePool, LiveReplica, Response, reference
@@ -91,20 +92,14 @@ def test_requests_in_flight_go_on_under_the_new_version(dense: Setup) -> None:
 def test_a_corrupt_sync_is_not_published(dense: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Last in this module: the engine is half loaded afterwards, and must not serve."""
     dense.publish(1)
-    seal = packing.Sending._seal
+    seal = BucketPacker.seal
 
-    def corrupted(self, bucket, buffer) -> None:  # type: ignore[no-untyped-def]
-        put = self._ready.put
+    def corrupted(self: BucketPacker, bucket: Bucket, version: int) -> int:
+        value = seal(self, bucket, version)
+        self.wire(bucket)[77] ^= 4 if bucket.index == 6 else 0
+        return value
 
-        def flip(full: torch.Tensor) -> None:
-            full[77] ^= 4 if bucket.index == 6 else 0
-            put(full)
-
-        monkeypatch.setattr(self._ready, "put", flip)
-        seal(self, bucket, buffer)
-        monkeypatch.setattr(self._ready, "put", put)
-
-    monkeypatch.setattr(packing.Sending, "_seal", corrupted)
+    monkeypatch.setattr(BucketPacker, "seal", corrupted)
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match="bucket 7 of version 2") as info:
         dense.publish(2)

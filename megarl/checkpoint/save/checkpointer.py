@@ -48,7 +48,7 @@ from megarl.models.export import copy_side_files
 from megarl.models.source import HF_FILES, hf_files
 from megarl.trainer.policy import Policy
 from megarl.weights.sender import reachable_address
-from megarl.weights.transport import SyncStore
+from megarl.weights.store import SyncStore
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

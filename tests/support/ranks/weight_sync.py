@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from megarl.common.errors import WeightSyncError
 from megarl.models.export import HFExporter
+from megarl.models.gather import GatherRequest
 from megarl.weights.sender import SyncSettings, WeightSender
-from tests.support.fake_engines import Entry, FakePool, ListExporter, random_tensors
+from tests.support.fake_engines import FakePool, ListExporter, ListGather, random_tensors
 from tests.support.ranks.layouts import make_layout, use_layout
 from tests.support.ranks.models import load
 
@@ -21,12 +22,42 @@ SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=20.0, restart_s=20
 
 
 class GatheringExporter(ListExporter):
-    """Every rank takes part in an (imitated) gather of every tensor, whoever owns it."""
+    """Every rank takes part in an (imitated) gather of every bucket, whoever owns it."""
 
-    def stream(self) -> Iterator[tuple[Entry, torch.Tensor | None]]:
-        for entry, tensor in super().stream():
-            torch.distributed.all_reduce(torch.zeros(4))
-            yield entry, tensor
+    def gather(self, request: GatherRequest, owned: bool) -> ListGather:
+        owner = self.manifest()[request.rows[0].tensor].owner
+        return TokenGather(self, request, owner, owned)
+
+
+class TokenGather(ListGather):
+    """The owner has all rows, and receives four numbers from every other rank."""
+
+    def __init__(self, exporter: ListExporter, request: GatherRequest, owner: int, owned: bool) -> None:
+        super().__init__(exporter, request)
+        self.owned = owned
+        others = [rank for rank in range(torch.distributed.get_world_size()) if rank != owner]
+        self._peers = others if owned else [owner]
+        self._threads: dict[int, threading.Thread] = {}
+
+    def copy(self) -> None:
+        if self.owned:
+            super().copy()
+
+    def post(self) -> None:
+        transfer = torch.distributed.recv if self.owned else torch.distributed.send
+        self._threads = {
+            peer: threading.Thread(target=transfer, args=(torch.zeros(4), peer), daemon=True) for peer in self._peers
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    def done(self, timeout_s: float | None) -> bool:
+        for thread in self._threads.values():
+            thread.join(timeout_s)
+        return not self.unfinished_peers()
+
+    def unfinished_peers(self) -> tuple[int, ...]:
+        return tuple(peer for peer, thread in self._threads.items() if thread.is_alive())
 
 
 OWNERS = {

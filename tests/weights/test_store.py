@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+import time
 
 import pytest
 
-from megarl.common.errors import PeerTimeout, SyncAborted
-from megarl.weights import transport
-from megarl.weights.transport import SyncStore
+from megarl.common.errors import PeerTimeout
+from megarl.weights import store as module
+from megarl.weights.store import SyncStore
 
 
 class Clock:
@@ -29,7 +30,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(transport, "time", clock)
+    monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -54,8 +55,15 @@ def test_a_wait_is_bounded_and_says_for_what(clock: Clock) -> None:
     assert 3.0 <= clock.now <= 3.2
 
 
-def test_an_abort_ends_a_wait(clock: Clock) -> None:
-    with pytest.raises(SyncAborted, match="abort"):
-        store: Any = store_with(clock, {"abort": 1.0})
-        store.wait("key", 3.0, "the key", abort_key="abort")
-    assert 1.0 <= clock.now <= 1.1
+def test_blocking_waits_return_the_value_or_none_in_time_and_every_message_is_counted() -> None:
+    server = SyncStore("127.0.0.1", 0, server=True)
+    client = server.connection()
+    timer = threading.Timer(0.2, server.put, ("late", [1, 2]))
+    timer.start()
+    assert client.block("late", 20.0) == [1, 2] and client.block_all(["late"], 1.0) == [[1, 2]]
+    start = time.monotonic()
+    assert client.block("never", 0.1) is None and client.block_all(["late", "never"], 0.1) is None
+    assert time.monotonic() - start < 10.0
+    assert client.get("late") == [1, 2], "the connection works as before"
+    assert client.put_once("late", 3) == [1, 2] and client.put_once("new", 3) == 3
+    assert client.requests == 2 + 3 + 2 + 3 + 3 + 2
