@@ -51,7 +51,8 @@ def find_cause(
             _unique([*(f"{r['member']}: {r['failure']}" for r in own), *(call.reason for call in dead)]),
         )
     waits = waits_of(answers, group)
-    stuck = stuck_members(waits)
+    done = {answer.member for answer in answers if answer.done}
+    stuck = tuple(name for name in stuck_members(waits) if name not in done)
     if stuck and any(answer.expired for answer in answers):
         return FailureCause(stuck, _reasons(answers, waits, set(stuck)))
     if calls:

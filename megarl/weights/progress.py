@@ -19,6 +19,7 @@ class Answer:
     `waits_for` names the members without which it cannot go on. In a broadcast (`bucket`, its index) these are only
     known from all members' answers together, see `failure_cause.waits_of`. `entered`: the number of broadcasts that the
     member has begun. `seconds`: the time since it has been doing this. `expired`: its deadline passed while it waited.
+    `done`: it has done its part in the sync.
     """
 
     member: str
@@ -28,6 +29,7 @@ class Answer:
     entered: int = 0
     seconds: float = 0.0
     expired: bool = False
+    done: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON can represent them."""
@@ -45,6 +47,7 @@ class Progress:
         self._member = member
         self._entered = 0
         self._frozen: Answer | None = None
+        self._done = False
         self.work("begins")
 
     def work(self, doing: str) -> None:
@@ -63,6 +66,11 @@ class Progress:
         """The member waits for the end of a broadcast."""
         self._now = (f"the broadcast of bucket {bucket + 1}", _nobody, bucket, time.monotonic())
 
+    def finish(self) -> None:
+        """The member has done its part, and only waits for the end of the sync."""
+        self._done = True
+        self.work("has done its part")
+
     def freeze(self, *, expired: bool = False) -> None:
         """Keep the answer of this moment: the member ends its part in the sync. `expired`: as in `Answer`."""
         if self._frozen is None:
@@ -74,6 +82,5 @@ class Progress:
 
     def _current(self) -> Answer:
         doing, waits_for, bucket, since = self._now
-        return Answer(
-            self._member, doing, tuple(waits_for()), bucket, self._entered, round(time.monotonic() - since, 1)
-        )
+        seconds = round(time.monotonic() - since, 1)
+        return Answer(self._member, doing, tuple(waits_for()), bucket, self._entered, seconds, done=self._done)

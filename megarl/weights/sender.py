@@ -23,6 +23,7 @@ from torch.distributed import Store
 from megarl.common.errors import PeerTimeout, SyncAborted, WeightSyncError
 from megarl.config.schema import Config, TimeoutsConfig, WeightSyncConfig
 from megarl.models.gather import GatherRequest
+from megarl.weights.backends import BACKENDS
 from megarl.weights.background import Background
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import BucketPlan, ManifestEntry, make_plan
@@ -169,7 +170,7 @@ class WeightSender:
     def _lay_out_buckets(self) -> None:
         """Make this rank's buffers and its part of every bucket's gather."""
         backend = self.settings.backend
-        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        device = torch.device(BACKENDS[backend].device)
         packer = BucketPacker(self.plan, self._rank, device)
         self._gathers = self._exporter.gathers(packer.requests(), device)
         self._packer = packer if self._rank in self.plan.owners else None

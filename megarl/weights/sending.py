@@ -92,7 +92,7 @@ class Sending:
                 self._await_broadcast()
             if self._packer is not None:
                 self._report({"digests": self.digests, "seconds": self.seconds})
-            self._group.progress.work("waits for the engines to finish")
+            self._group.progress.finish()
         except BaseException as error:
             self._fail(error)
             raise

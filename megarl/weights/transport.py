@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
+from torch.distributed import BroadcastOptions, Work
 
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
+from megarl.weights.backends import BACKENDS, Place
 from megarl.weights.progress import Progress
 from megarl.weights.store import SyncStore
 from megarl.weights.watch import StageWatch, end_key
@@ -30,7 +29,7 @@ from megarl.weights.watch import StageWatch, end_key
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2  # upper bound of the time until an abort is noticed
-OPERATION_SLACK_S = 5.0  # so that our deadline, whose error names members, comes before the library's own timeout
+OPERATION_SLACK_S = 5.0  # the time by which the library's own timeouts are longer than our deadlines
 _ABORTED: list[object] = []  # keeps aborted groups: destroying one blocks until its last operation times out
 
 
@@ -42,7 +41,7 @@ class GroupMembers:
     senders: tuple[int, ...]  # global trainer ranks
     replicas: tuple[str, ...]
     workers: tuple[int, ...]  # the number per replica
-    backend: str  # "nccl" | "gloo"
+    backend: str  # a key of BACKENDS: "nccl" or "gloo"
     timeout_s: float = 600.0  # of one operation; that of NCCL's can only be set for all operations of a group
 
     @property
@@ -88,6 +87,7 @@ class Group:
         self.members = members
         self.rank = rank
         self.names = members.names
+        self._kind = BACKENDS[members.backend]
         self.name = name or self.names[rank if rank is not None else 0]
         self.progress = Progress(self.name)
         self._backend: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL; torch declares no type for their methods
@@ -135,7 +135,7 @@ class Group:
         """
         failure: list[BaseException] = []
         done = threading.Event()
-        device = "cuda" if self.members.backend == "nccl" else "cpu"
+        device = self._kind.device
         number = torch.cuda.current_device() if device == "cuda" else -1
 
         def connect() -> None:
@@ -158,16 +158,10 @@ class Group:
 
     def _make_backend(self, timeout_s: float) -> object:
         assert self.rank is not None
-        store, size = self.store.prefixed(f"{self._prefix}/rendezvous"), len(self.names)
-        if self.members.backend != "nccl":
-            return ProcessGroupGloo(store, self.rank, size, timeout=timedelta(seconds=timeout_s))
-        from torch.distributed import ProcessGroupNCCL
-
-        options = ProcessGroupNCCL.Options()
-        # NCCL's operations have the timeout of their group, whatever a single call asks for.
-        options._timeout = timedelta(seconds=self.members.timeout_s + OPERATION_SLACK_S)
-        with blocking_wait():
-            return ProcessGroupNCCL(store, self.rank, size, options)
+        store = self.store.prefixed(f"{self._prefix}/rendezvous")
+        # Our own deadline, whose error names members, comes before the library's timeout.
+        place = Place(self.name, self.rank, len(self.names), timeout_s, self.members.timeout_s + OPERATION_SLACK_S)
+        return self._kind.make(store, place)
 
     def begin(self, sync: int, buckets: int, timeout_s: float) -> None:
         """Enter sync number `sync` of this generation, of `buckets` broadcasts. All its waits have one deadline."""
@@ -185,6 +179,11 @@ class Group:
         # After its own deadline a member ends the stage itself; the slack is for the leader's last calls.
         limit = timeout_s + self.members.timeout_s + OPERATION_SLACK_S
         self._watch = StageWatch(self._connection, self._stage, self.progress, self.name, limit)
+
+    @property
+    def on_streams(self) -> bool:
+        """Whether operations run on streams, and their end is observed by polling."""
+        return self._kind.on_streams
 
     def set_deadline(self, timeout_s: float) -> None:
         """End all waits from here on `timeout_s` seconds from now."""
@@ -246,7 +245,7 @@ class Group:
         backend, self._backend = self._backend, None
         if backend is None:
             return
-        if self.members.backend == "nccl":
+        if self._kind.on_streams:
             backend.abort()
         _ABORTED.append(backend)
 
@@ -256,7 +255,7 @@ class Group:
         NCCL's orderly shutdown would wait for all members, of which some may have aborted.
         """
         if self._backend is not None:
-            if self.members.backend == "nccl":
+            if self._kind.on_streams:
                 self._backend.abort()
             else:
                 self._backend.shutdown()
@@ -302,7 +301,7 @@ class PendingBroadcast:
 
     def _done(self) -> bool:
         """Wait at most POLL_S, and tell whether the broadcast has ended."""
-        if self._group.members.backend == "nccl":
+        if self._group.on_streams:
             deadline = time.monotonic() + POLL_S
             while not self._work.is_completed():
                 if time.monotonic() > deadline:
@@ -315,25 +314,6 @@ class PendingBroadcast:
             except RuntimeError:  # the wait has timed out (not completed), or the operation has failed (completed)
                 return bool(self._work.is_completed())
         return True
-
-
-@contextmanager
-def blocking_wait() -> Iterator[None]:
-    """Set the variable with which a ProcessGroupNCCL made inside reports errors and timeouts by its works alone.
-
-    Otherwise NCCL's watchdog ends the whole process after a timeout or a peer's death: a trainer rank would die of a
-    dead engine.
-    """
-    name = "TORCH_NCCL_BLOCKING_WAIT"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def end_forming(store: SyncStore, generation: int, reason: str | None) -> None:
