@@ -1,10 +1,10 @@
 """CUDA's streams on a CPU: work is enqueued in program order and done later, by threads.
 
-`Device` is one accelerator: a default stream, which all threads share, and the streams of its communicators. `on(device)`
-makes a thread use it: a TorchDispatchMode enqueues every operation on the current stream instead of executing it. Views
-are made at once, results of other operations are allocated at once and written later. Only a read by the host (`.item()`)
-waits for the stream. With `single_queue` all streams share one hardware queue in strict order of issue
-(CUDA_DEVICE_MAX_CONNECTIONS=1).
+`Device` is one accelerator: a default stream, which all threads share, and the streams of its communicators.
+`on(device)` makes a thread use it: a TorchDispatchMode enqueues every operation on the current stream instead of
+executing it. Views are made at once, results of other operations are allocated at once and written later. Only a read
+by the host (`.item()`) waits for the stream. With `single_queue` all streams share one hardware queue in strict order
+of issue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-WAIT_S = 60.0  # no wait of the host is longer
+WAIT_S = 60.0
 _here = threading.local()
 
 
@@ -30,7 +30,9 @@ class Closed(Exception):  # noqa: N818
 class Device:
     """One simulated accelerator."""
 
-    def __init__(self, *, single_queue: bool = False) -> None:
+    def __init__(self, *, single_queue: bool = False, host_wait_s: float = WAIT_S) -> None:
+        """`host_wait_s`: after this time a host that waits for a stream gives up, which it would not on CUDA."""
+        self._host_wait_s = host_wait_s
         self.closed = threading.Event()
         self.errors: list[BaseException] = []
         self._single = Queue(self) if single_queue else None
@@ -51,8 +53,8 @@ class Device:
 
     def host_wait(self, event: threading.Event) -> None:
         """Make the host wait for an event. Raises what failed on the device, Closed, or TimeoutError."""
-        if not event.wait(WAIT_S):
-            raise TimeoutError("a simulated stream did not get there")
+        if not event.wait(self._host_wait_s):
+            raise TimeoutError(f"the host waited {self._host_wait_s:.0f} s for a simulated stream")
         if self.errors:
             raise self.errors[0]
 
