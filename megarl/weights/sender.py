@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import Store
+from torch.distributed import DistNetworkError, Store
 
 from megarl.common.errors import PeerTimeout, SyncAborted, WeightSyncError
 from megarl.config.schema import Config, TimeoutsConfig, WeightSyncConfig
@@ -314,7 +314,10 @@ class WeightSender:
         if end is None:
             raise PeerTimeout(f"trainer rank {self._rank} waited {wait_s:.0f} s for {what}")
         if "abort" in end:  # the leader finds the cause, and releases the engines
-            return dict(self._store.wait(group.key("outcome"), 3 * self.settings.rpc_s, what))
+            try:
+                return dict(self._store.wait(group.key("outcome"), 3 * self.settings.rpc_s, what))
+            except DistNetworkError as error:
+                raise WeightSyncError(end["abort"], version=version, failed_members=["trainer rank 0"]) from error
         return dict(end)
 
     def _end(
