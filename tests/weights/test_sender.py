@@ -105,6 +105,44 @@ def test_a_corrupt_bucket_is_found_and_not_published(
         assert replica.loaders[0].loads - loads <= 4, "the corrupt bucket must not be loaded"
 
 
+@pytest.mark.parametrize("mutate", [flip_bit, swap_words, swap_halves])
+def test_the_replica_that_received_a_corrupt_bucket_is_named_alone(
+    monkeypatch: pytest.MonkeyPatch, mutate: Callable[[int, torch.Tensor], None]
+) -> None:
+    """The bucket leaves the sender intact; the memory or the network of one receiver changes it."""
+    pool = FakePool(1, 2, 1)
+    sender, exporter = make_sender(pool)
+    sender.publish(0)
+    victim = pool.replicas()[1]._receivers[1]
+    check = victim._check
+
+    def corrupted(buffer_B: torch.Tensor, bucket: Bucket, version: int) -> int:
+        mutate(bucket.index, buffer_B[: bucket.nbytes])
+        return check(buffer_B, bucket, version)
+
+    monkeypatch.setattr(victim, "_check", corrupted)
+    exporter.tensors = random_tensors(seed=1)
+    with pytest.raises(WeightSyncError, match="engine replica 1 worker 1: bucket 5 of version 1 .*digest") as info:
+        sender.publish(1)
+    assert info.value.failed_members == ("engine replica 1 worker 1",)
+    assert [replica.version for replica in pool.replicas()] == ["0", "0", "0"]
+
+
+def test_the_pause_is_measured_from_the_first_pause_to_the_last_resume() -> None:
+    """Replica 1 pauses late and replica 0 resumes late. What comes before and after is no pause."""
+    pool = FakePool(1, 1)
+    sender, _ = make_sender(pool)
+    pool.replicas()[1].on["pause"] = lambda: time.sleep(0.3)
+    pool.replicas()[0].on["resume"] = lambda: time.sleep(0.3)
+    start = time.perf_counter()
+    report = sender.publish(0)
+    whole = time.perf_counter() - start
+    assert 0.6 <= report.pause_seconds <= report.seconds <= whole
+    pool.replicas()[0].on["pause"] = lambda: time.sleep(0.3)  # nobody has paused before both do
+    report = sender.publish(1)
+    assert 0.3 <= report.pause_seconds <= report.seconds - 0.3
+
+
 def test_a_replayed_bucket_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sealed for version 0, sent again in version 1 with its own valid trailer."""
     pool = FakePool(1)
