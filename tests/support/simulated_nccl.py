@@ -70,7 +70,7 @@ class SimulatedNCCL(ProcessGroup):
     def shutdown(self) -> None:
         """As `abort`."""
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return "simulated"
 
     def _enqueue(self, communicator: str, members: int, transfer: Callable[[], Any]) -> SimulatedWork:

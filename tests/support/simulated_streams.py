@@ -23,7 +23,7 @@ WAIT_S = 60.0
 _here = threading.local()
 
 
-class Closed(Exception):  # noqa: N818
+class Closed(Exception):
     """The device was closed while something waited on it."""
 
 

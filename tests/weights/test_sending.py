@@ -25,7 +25,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_two_threads_without_a_common_order_wait_for_each_other(
     world: Callable[[int], World], models: dict[str, str], single_queue: bool
 ) -> None:
-    """The simulation sees the deadlock that gloo cannot show: the sync ends with the deadline's error on all ranks."""
+    """The simulation sees the deadlock that gloo cannot show: the deadline of 8 s ends the sync, or a host is stuck.
+
+    A host that reads a digest behind the circle waits for its stream; on CUDA nothing would end that.
+    """
     results = world(2).run(
         PUBLISH,
         model=models["qwen3_moe"],
@@ -35,8 +38,9 @@ def test_two_threads_without_a_common_order_wait_for_each_other(
         sync_s=8.0,
     )
     assert results[0]["senders"] == [0, 1]
-    assert "version 0 failed" in results[0]["error"] and "waited 8" in results[0]["error"]
-    assert "waited" in results[1]["error"], "its host may wait for the stream, on CUDA without an end"
+    assert all("waited" in result["error"] and result["seconds"] > 7.0 for result in results)
+    if not single_queue:
+        assert "weight sync of version 0 failed" in results[0]["error"]
 
 
 @pytest.mark.parametrize("single_queue", [False, True], ids=["many-queues", "one-queue"])

@@ -17,6 +17,7 @@ from megarl.models import export
 from megarl.models.export import HFExporter
 from megarl.weights import sender as sender_module
 from megarl.weights.backends import BACKENDS, BackendKind, Place
+from megarl.weights.digest import digest
 from megarl.weights.sender import SyncSettings, WeightSender
 from tests.support.fake_engines import FakePool
 from tests.support.ranks.layouts import make_layout, use_layout
@@ -24,8 +25,6 @@ from tests.support.ranks.models import load
 from tests.support.simulated_nccl import SimulatedNCCL
 from tests.support.simulated_streams import Device, on
 from tests.support.two_thread_sending import TwoThreadSending
-
-_worlds = 0
 
 
 def publish(
@@ -72,8 +71,9 @@ def assert_files_arrived(pool: FakePool, model: str) -> None:
 @contextmanager
 def simulated(single_queue: bool, host_wait_s: float) -> Iterator[Device]:
     """A device for this rank, on which its tensor-parallel groups and the sync's group run; engines have others."""
-    global _worlds
-    _worlds += 1
+    digest(
+        torch.zeros(8, dtype=torch.uint8), version=0, bucket=0
+    )  # its constants, kept per process, belong to no device
     device, engines = Device(single_queue=single_queue, host_wait_s=host_wait_s), []
 
     def make(store: torch.distributed.Store, place: Place) -> SimulatedNCCL:
