@@ -26,7 +26,7 @@ from megarl.models.shards import Shard
 
 DIRECT_BYTES = 2**20  # blocks of at least this size have a message of their own and are not copied on the way
 _ALIGNMENT = 16  # bytes: any dtype can be viewed in place
-_POLL_S = 0.001
+_POLL_S = 0.00025
 
 
 @dataclass(frozen=True)
@@ -264,13 +264,14 @@ class Gather:
     def post(self) -> None:
         """Start to receive, or to send. On other ranks than the owner, call `copy` first."""
         for route, tensor, dtype in self._messages:
+            sent = tensor
             if self.owned:
                 work = torch.distributed.irecv(tensor, group=route.group, group_src=route.peer)
             else:
-                tensor = tensor.to(dtype).contiguous()
-                work = torch.distributed.isend(tensor, group=route.group, group_dst=route.peer)
+                sent = tensor.to(dtype).contiguous()
+                work = torch.distributed.isend(sent, group=route.group, group_dst=route.peer)
             assert work is not None, "this rank is a member of the group"
-            self._works.append((work, tensor))
+            self._works.append((work, sent))
         if self._messages and torch.distributed.get_backend(self._messages[0][0].group) == "gloo":
             self._waited = [self._waiter.wait(work) for work, _ in self._works]
 
@@ -292,7 +293,7 @@ class Gather:
             while not all(work.is_completed() for work, _ in self._works):
                 if time.monotonic() > deadline:
                     return False
-                time.sleep(_POLL_S / 4)
+                time.sleep(_POLL_S)
         if not self._waited:
             for work, _ in self._works:
                 work.wait()  # unless `timeout_s` is None it is complete: this orders the stream and raises its error

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.weights.progress import Answer
+from megarl.weights.member_progress import Answer
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from megarl.common.errors import DigestMismatch, PeerTimeout, SyncAborted, Weigh
 from megarl.weights.buckets import BucketPlan, pack_manifest
 from megarl.weights.failure_cause import FailedCall, FailureCause, find_cause
 from megarl.weights.handles import EngineHandles, ReplicaHandle
-from megarl.weights.progress import Answer
+from megarl.weights.member_progress import Answer
 from megarl.weights.store import SyncStore
 from megarl.weights.transport import POLL_S, Group, GroupMembers, end_forming, forming_failed, names_of
 from megarl.weights.watch import answer_key

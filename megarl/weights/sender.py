@@ -24,7 +24,7 @@ from megarl.common.errors import PeerTimeout, SyncAborted, WeightSyncError
 from megarl.config.schema import Config, TimeoutsConfig, WeightSyncConfig
 from megarl.models.gather import GatherRequest
 from megarl.weights.backends import BACKENDS
-from megarl.weights.background import Background
+from megarl.weights.background_call import BackgroundCall
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import BucketPlan, ManifestEntry, make_plan
 from megarl.weights.handles import EngineHandles
@@ -249,11 +249,11 @@ class WeightSender:
         rank = members.senders.index(self._rank) if sends else None
         self._group = Group(self._store, members, rank, f"trainer rank {self._rank}")
         timeout_s = self.settings.rpc_s
-        leading: list[Background[None]] = []
+        leading: list[BackgroundCall[None]] = []
         if self._engines is not None:
             leading = [
-                Background(await_members, self._store.connection(), members, timeout_s),
-                Background(self._engines.connect, members, self.plan, timeout_s),
+                BackgroundCall(await_members, self._store.connection(), members, timeout_s),
+                BackgroundCall(self._engines.connect, members, self.plan, timeout_s),
             ]
         error: Exception | None = None
         try:
@@ -282,7 +282,7 @@ class WeightSender:
         group.begin(sync, len(self.plan.buckets), limit_s)
         engines = None
         if self._engines is not None:
-            engines = Background(self._engines.publish, group, self.plan, sync, version, limit_s)
+            engines = BackgroundCall(self._engines.publish, group, self.plan, sync, version, limit_s)
         sending = Sending(group, self.plan, self._gathers, self._packer, self._rank, version)
         error: Exception | None = None
         try:
@@ -321,7 +321,7 @@ class WeightSender:
         return dict(end)
 
     def _end(
-        self, engines: Background[SyncReport], error: Exception | None, may_repeat: bool, seconds: float
+        self, engines: BackgroundCall[SyncReport], error: Exception | None, may_repeat: bool, seconds: float
     ) -> dict[str, Any]:
         """On the leader, wait for the engines and end the sync for all members. Return the outcome."""
         assert self._store is not None and self._group is not None and self._engines is not None
@@ -338,7 +338,7 @@ class WeightSender:
         return outcome
 
     def _outcome(
-        self, engines: Background[SyncReport], error: Exception | None, may_repeat: bool, seconds: float
+        self, engines: BackgroundCall[SyncReport], error: Exception | None, may_repeat: bool, seconds: float
     ) -> dict[str, Any]:
         """Wait for the engines, and return the outcome as JSON. `error`: this process's own; `seconds`: since start."""
         assert self._engines is not None

@@ -22,7 +22,7 @@ from torch.distributed import BroadcastOptions, Work
 
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
 from megarl.weights.backends import BACKENDS, Place
-from megarl.weights.progress import Progress
+from megarl.weights.member_progress import MemberProgress
 from megarl.weights.store import SyncStore
 from megarl.weights.watch import StageWatch, end_key
 
@@ -89,7 +89,7 @@ class Group:
         self.names = members.names
         self._kind = BACKENDS[members.backend]
         self.name = name or self.names[rank if rank is not None else 0]
-        self.progress = Progress(self.name)
+        self.progress = MemberProgress(self.name)
         self._backend: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL; torch declares no type for their methods
         self._prefix = f"g{members.generation}"
         self._stage = f"{self._prefix}/join"
@@ -175,7 +175,7 @@ class Group:
         self._connection = self._connection or self.store.connection()
         self._stage = f"{self._prefix}/{stage}"
         self.set_deadline(timeout_s)
-        self.progress = Progress(self.name)
+        self.progress = MemberProgress(self.name)
         # After its own deadline a member ends the stage itself; the slack is for the leader's last calls.
         limit = timeout_s + self.members.timeout_s + OPERATION_SLACK_S
         self._watch = StageWatch(self._connection, self._stage, self.progress, self.name, limit)

@@ -2,7 +2,7 @@
 
 A stage (the forming of a group, or a sync) has an *end* key in the store, which is set once: to the result, or to the
 reason of an abort. Every member waits for it in one blocking request. After an abort each member answers once what it
-was doing (`progress.py`), even if its main thread is stuck, and the leader finds the cause in the answers.
+was doing (`member_progress.py`), even if its main thread is stuck, and the leader finds the cause in the answers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import threading
 from typing import Any
 
-from megarl.weights.progress import Progress
+from megarl.weights.member_progress import MemberProgress
 from megarl.weights.store import SyncStore
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 class StageWatch:
     """The wait for the end of one stage. `stage` is the stage's prefix of keys."""
 
-    def __init__(self, connection: SyncStore, stage: str, progress: Progress, member: str, timeout_s: float) -> None:
+    def __init__(
+        self, connection: SyncStore, stage: str, progress: MemberProgress, member: str, timeout_s: float
+    ) -> None:
         """`connection`: one of its own, used until the stage has ended. `timeout_s`: an upper bound for the wait."""
         self._connection, self._stage, self._progress, self._member = connection, stage, progress, member
         self._timeout_s = timeout_s

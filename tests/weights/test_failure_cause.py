@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.weights.failure_cause import FailedCall, FailureCause, find_cause, stuck_members, waits_of
-from megarl.weights.progress import Answer
+from megarl.weights.member_progress import Answer
 
 T, U, A, B = "trainer rank 0", "trainer rank 1", "engine replica 0 worker 0", "engine replica 1 worker 0"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from megarl.weights.progress import Answer, Progress
+from megarl.weights.member_progress import Answer, MemberProgress
 from megarl.weights.store import SyncStore
 from megarl.weights.watch import StageWatch, answer_key, end_key
 from tests.support.store_traffic import measure
@@ -13,7 +13,7 @@ from tests.support.store_traffic import measure
 def test_the_result_ends_the_wait_without_an_answer() -> None:
     server = SyncStore("127.0.0.1", 0, server=True)
     client = server.connection()
-    watch = StageWatch(client, "s0", Progress("m"), "m", 30.0)
+    watch = StageWatch(client, "s0", MemberProgress("m"), "m", 30.0)
     assert watch.wait(0.05) is None and watch.abort_reason is None
     server.put_once(end_key("s0"), {"status": "published"})
     assert watch.wait(20.0) == {"status": "published"}
@@ -24,7 +24,7 @@ def test_the_result_ends_the_wait_without_an_answer() -> None:
 
 def test_after_an_abort_a_member_answers_although_its_own_thread_is_stuck() -> None:
     server = SyncStore("127.0.0.1", 0, server=True)
-    progress = Progress("m")
+    progress = MemberProgress("m")
     progress.enter(3)
     progress.wait("the gather of bucket 5", lambda: ("n",))
     watch = StageWatch(server.connection(), "s0", progress, "m", 30.0)
@@ -36,7 +36,7 @@ def test_after_an_abort_a_member_answers_although_its_own_thread_is_stuck() -> N
 
 
 def test_the_answer_is_that_of_the_moment_when_the_member_gave_up() -> None:
-    progress = Progress("m")
+    progress = MemberProgress("m")
     progress.wait_in_broadcast(2)
     progress.freeze(expired=True)
     progress.work("cleans up")
@@ -46,7 +46,7 @@ def test_the_answer_is_that_of_the_moment_when_the_member_gave_up() -> None:
 
 def test_an_end_that_never_comes_is_an_abort() -> None:
     server = SyncStore("127.0.0.1", 0, server=True)
-    watch = StageWatch(server.connection(), "s0", Progress("m"), "m", 0.2)
+    watch = StageWatch(server.connection(), "s0", MemberProgress("m"), "m", 0.2)
     end = watch.wait(20.0)
     assert end is not None and "m waited" in end["abort"]
     watch.join()

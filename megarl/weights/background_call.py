@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Background(Generic[T]):
+class BackgroundCall(Generic[T]):
     """A call in a daemon thread. The call must have a deadline of its own."""
 
     def __init__(self, function: Callable[..., T], *args: object) -> None:

@@ -40,7 +40,7 @@ class Answer:
         return cls(**{**fields, "waits_for": tuple(fields["waits_for"])})
 
 
-class Progress:
+class MemberProgress:
     """The state of one member in one sync. One thread sets it; another one may read it at any time."""
 
     def __init__(self, member: str) -> None:
