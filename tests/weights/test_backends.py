@@ -74,7 +74,7 @@ def test_a_communicator_that_is_never_made_ends_with_the_deadline(monkeypatch: p
     leader = threading.Thread(target=await_members, args=(group.store.connection(), group.members, 10.0))
     leader.start()
     start = time.monotonic()
-    with pytest.raises(PeerTimeout, match="trainer rank 0 waited .* to connect the weight-sync group"):
+    with pytest.raises(PeerTimeout, match=r"trainer rank 0 waited .* to connect the weight-sync group"):
         group.join(2.0)
     leader.join()
     assert time.monotonic() - start < 20.0

@@ -122,7 +122,7 @@ def test_the_replica_that_received_a_corrupt_bucket_is_named_alone(
 
     monkeypatch.setattr(victim, "_check", corrupted)
     exporter.tensors = random_tensors(seed=1)
-    with pytest.raises(WeightSyncError, match="engine replica 1 worker 1: bucket 5 of version 1 .*digest") as info:
+    with pytest.raises(WeightSyncError, match=r"engine replica 1 worker 1: bucket 5 of version 1 .*digest") as info:
         sender.publish(1)
     assert info.value.failed_members == ("engine replica 1 worker 1",)
     assert [replica.version for replica in pool.replicas()] == ["0", "0", "0"]
