@@ -1,8 +1,8 @@
 """Exports Megatron shards as Hugging Face tensors, one at a time, each on the rank that owns it.
 
-The manifest is the same on every rank and in layer order. `stream` follows it, and each rank takes part only in the
-gathers of its own shards. Besides the shards, a rank holds at most one Hugging Face tensor in memory (for row-parallel
-tensors also the shard of one peer).
+The manifest is the same on every rank and in layer order. `stream` follows it; `gathers` brings any rows to their
+owner. Each rank takes part only in the gathers of its own shards. Besides the shards, `stream` holds at most one
+Hugging Face tensor in memory, and the peers' blocks of it that are not whole rows.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megarl.models.gather import Gather, GatherRequest, GlooWaiter, Rows, TensorPart, build_gathers
 from megarl.models.info import ModelInfo
 from megarl.models.mapping import Entry
 from megarl.models.safetensors_io import SafetensorsWriter, TensorHeader, write_index
@@ -53,6 +54,8 @@ class HFExporter:
             shard.name: shard for shard in local_shards(chunks, info, self._entries) if not shard.is_tied_copy
         }
         self._manifest: list[ExportedTensor] | None = None
+        self._held: dict[int, TensorPart] | None = None
+        self._waiter = GlooWaiter()
 
     def manifest(self) -> list[ExportedTensor]:
         """Return all tensors of the model in layer order, equal on all ranks. The first call is a world collective.
@@ -68,21 +71,52 @@ class HFExporter:
             ]
         return self._manifest
 
+    def gathers(self, requests: Sequence[GatherRequest], device: torch.device) -> list[Gather | None]:
+        """Return this rank's part in bringing each request's rows to their owner; None where it has none.
+
+        Rows are of tensors by their number in the manifest. `device`: that of the targets. The owner of a request must
+        own all its tensors. All ranks that have a part must run the gathers in the order of the list.
+        """
+        return build_gathers(self._parts(), requests, device, self._waiter)
+
     def stream(self) -> Iterator[tuple[ExportedTensor, torch.Tensor | None]]:
         """Yield (manifest entry, the full tensor on its owner or None elsewhere) for this rank's shards.
 
-        The ranks of one tensor-parallel group must advance together: each step is a gather among them. The tensors
-        may share memory with the parameters: read them before the next step, and do not write to them. Only ranks of
-        data-parallel rank 0 take part; others yield nothing.
+        The ranks of one tensor-parallel group must advance together: each step is a gather among them, bounded by the
+        timeout of their group. The tensors may share memory with the parameters: read them before the next step, and do
+        not write to them. Only ranks of data-parallel rank 0 take part; others yield nothing.
         """
-        manifest = iter(self.manifest())
-        for entry in self._entries.values():
-            exported = [next(manifest) for _ in entry.names]
-            shard = self._shards.get(entry.megatron)
-            if shard is None or not _is_sender(shard):
+        manifest = self.manifest()
+        for number, part in self._parts().items():
+            item = manifest[number]
+            if part.group is None:
+                yield item, part.whole() if part.owned else None
                 continue
-            for source, item in enumerate(exported):
-                yield item, _gather(shard, source, item)
+            device = part.shard.parameter.device
+            full = torch.empty(item.shape, dtype=item.dtype, device=device) if part.owned else None
+            request = GatherRequest((Rows(number, 0, item.shape[0]),), () if full is None else (full,))
+            (gather,) = self.gathers([request], device)
+            if gather is not None:
+                gather.copy()
+                gather.post()
+                gather.done(None)
+                gather.finish()
+            yield item, full
+
+    def _parts(self) -> dict[int, TensorPart]:
+        """Return what this rank holds of each Hugging Face tensor, by number in the manifest, if it takes part."""
+        if self._held is None:
+            self._held = {}
+            number = 0
+            for entry in self._entries.values():
+                shard = self._shards.get(entry.megatron)
+                if shard is not None and _is_sender(shard):
+                    cut = entry.rule.axis is not None and shard.size > 1
+                    group = _group(shard) if cut else None
+                    for source in range(len(entry.names)):
+                        self._held[number + source] = TensorPart(shard, source, self._dtype_of(entry), group)
+                number += len(entry.names)
+        return self._held
 
     def _dtype_of(self, entry: Entry) -> torch.dtype:
         return torch.float32 if entry.rule.buffer else self.dtype
@@ -118,67 +152,6 @@ def _group(shard: Shard) -> torch.distributed.ProcessGroup:
     if shard.entry.expert is not None:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
-
-
-@torch.no_grad()
-def _gather(shard: Shard, source: int, item: ExportedTensor) -> torch.Tensor | None:
-    """Return the full tensor on rank 0 of the shard's group, None on its other ranks."""
-    axis = shard.entry.rule.axis
-    own = _rows(shard, source).to(item.dtype)
-    if axis is None or shard.size == 1:
-        return own if shard.rank == 0 else None
-    group = _group(shard)
-    places = [_places(shard, source, rank) for rank in range(shard.size)]
-    if shard.rank != 0:
-        if places[shard.rank]:
-            torch.distributed.send(own.contiguous(), group=group, group_dst=0)
-        return None
-    full = torch.empty(item.shape, dtype=item.dtype, device=own.device)
-    for rank, ranges in enumerate(places):
-        if not ranges:
-            continue
-        direct = axis == 0 and len(ranges) == 1
-        if direct and rank != 0:
-            start, stop = ranges[0]
-            torch.distributed.recv(full[start:stop], group=group, group_src=rank)
-            continue
-        values = own
-        if rank != 0:
-            shape = list(item.shape)
-            shape[axis] = sum(stop - start for start, stop in ranges)
-            values = torch.empty(shape, dtype=item.dtype, device=own.device)
-            torch.distributed.recv(values, group=group, group_src=rank)
-        offset = 0
-        for start, stop in ranges:
-            full.narrow(axis, start, stop - start).copy_(values.narrow(axis, offset, stop - start))
-            offset += stop - start
-    return full
-
-
-def _rows(shard: Shard, source: int) -> torch.Tensor:
-    """Return this rank's part of one Hugging Face tensor: a view where it is one piece of the shard, else a copy."""
-    axis = shard.entry.rule.axis or 0
-    parts, offset = [], 0
-    for piece in shard.entry.pieces(shard.rank, shard.size):
-        if piece.source == source:
-            parts.append(shard.parameter.data.narrow(axis, offset, piece.size))
-        offset += piece.size
-    if not parts:
-        return shard.parameter.data.narrow(axis, 0, 0)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
-
-
-def _places(shard: Shard, source: int, rank: int) -> list[tuple[int, int]]:
-    """Return the ranges of rank `rank`'s part within the Hugging Face tensor; adjoining ranges are merged."""
-    ranges: list[tuple[int, int]] = []
-    for piece in shard.entry.pieces(rank, shard.size):
-        if piece.source != source:
-            continue
-        if ranges and ranges[-1][1] == piece.start:
-            ranges[-1] = (ranges[-1][0], piece.stop)
-        else:
-            ranges.append((piece.start, piece.stop))
-    return ranges
 
 
 def save_hf(

@@ -162,6 +162,7 @@ class Recorder:
         self.metrics.update(
             {
                 "seconds": report.seconds,
+                "pause_seconds": report.pause_seconds,
                 "digest_seconds": report.digest_seconds,
                 "bytes": report.bytes,
                 "buckets": report.buckets,

@@ -136,7 +136,8 @@ _MISMATCH = [
 ]
 
 _SYNC = [
-    Metric("sync/seconds", "s", "sum", "Pause to resume.", True),
+    Metric("sync/seconds", "s", "sum", "The whole publication: gathers, broadcasts, loads and calls.", True),
+    Metric("sync/pause_seconds", "s", "sum", "From the first replica's pause to the last one's resume.", True),
     Metric("sync/digest_seconds", "s", "sum", "Computing and comparing digests.", True),
     Metric("sync/bytes", "B", "sum", "Bytes each engine received."),
     Metric("sync/buckets", "buckets", "sum", "Buckets sent."),

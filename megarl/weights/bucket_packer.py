@@ -1,196 +1,128 @@
-"""The sending half of a weight sync: packs owned tensors into buckets, adds digests, broadcasts in the plan's order.
+"""The buffers in which a trainer rank builds its buckets, and where each of its tensors has its place in them.
 
-Two threads and two buffers: while one bucket is broadcast, the next one is packed. The broadcasting thread takes part
-in the broadcasts of all buckets; it receives those of other senders into a scratch buffer. It waits for nothing but the
-packing of its own buckets, so no order of gathers and broadcasts can cause a deadlock.
+All views of the buffers are made once per plan, so that a sync costs little host time per tensor.
 
 Shapes: B bytes of a flat uint8 buffer.
 """
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
-import time
-from collections import deque
-from typing import Any
+import math
+from dataclasses import dataclass, field
 
 import torch
 
-from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted, WeightSyncError
-from megarl.weights.buckets import Bucket, BucketPlan, BucketSlice
+from megarl.models.gather import GatherRequest, Rows
+from megarl.weights.buckets import Bucket, BucketPlan, BucketSlice, TensorSpec
 from megarl.weights.digest import digest
-from megarl.weights.transport import POLL_S, Group, PendingBroadcast
-
-logger = logging.getLogger(__name__)
 
 
-class SendBuffers:
-    """Two packing buffers, and a scratch buffer for the broadcasts of other senders. They are kept between syncs."""
+@dataclass
+class _Place:
+    """Where an own bucket is built.
+
+    `gaps`: the bytes between pieces, which must be zero. `parts`: for a piece that begins or ends inside a row, the
+    piece's place in the bucket and its elements in the buffer of whole rows that it is copied from.
+    """
+
+    buffer_B: torch.Tensor
+    gaps: list[torch.Tensor] = field(default_factory=list)
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+class BucketPacker:
+    """Builds the buckets of one trainer rank in two buffers, in turn. Kept between syncs."""
 
     def __init__(self, plan: BucketPlan, rank: int, device: torch.device) -> None:
-        own = max((b.wire_bytes for b in plan.buckets if b.owner == rank), default=0)
-        others = max((b.wire_bytes for b in plan.buckets if b.owner != rank), default=0)
-        self.pack = [torch.empty(own, dtype=torch.uint8, device=device) for _ in range(2 if own else 0)]
-        self.scratch_B = torch.empty(others, dtype=torch.uint8, device=device)
+        self._plan, self.device = plan, device
+        own = [bucket for bucket in plan.buckets if bucket.owner == rank]
+        others = [bucket.wire_bytes for bucket in plan.buckets if bucket.owner != rank]
+        size = max((bucket.wire_bytes for bucket in own), default=0)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in own[:2]]
+        self.scratch_B = torch.empty(max(others, default=0), dtype=torch.uint8, device=device)
+        self._rows_B = torch.empty(self._rows_bytes(own), dtype=torch.uint8, device=device)
+        self._places: dict[int, _Place] = {}
+        self._targets: dict[int, list[torch.Tensor]] = {}
+        for number, bucket in enumerate(own):
+            self._lay_out(bucket, self._buffers[number % 2])
 
+    def requests(self) -> list[GatherRequest]:
+        """Return for each bucket of the plan the rows that it is made of; those of own buckets have their targets."""
+        found = []
+        for bucket in self._plan.buckets:
+            rows = tuple(_rows(piece, self._plan.specs[piece.tensor]) for piece in bucket.pieces)
+            found.append(GatherRequest(rows, tuple(self._targets.get(bucket.index, ()))))
+        return found
 
-class Sending:
-    """One sync of one sending rank: call `offer` with each owned tensor in manifest order, then `finish`."""
+    def wire(self, bucket: Bucket) -> torch.Tensor:
+        """Return the bytes of an own bucket that are broadcast."""
+        return self._places[bucket.index].buffer_B[: bucket.wire_bytes]
 
-    def __init__(self, group: Group, plan: BucketPlan, rank: int, version: int, buffers: SendBuffers) -> None:
-        self._group, self._plan, self._rank, self._version = group, plan, rank, version
-        self._scratch_B = buffers.scratch_B
-        self._free: queue.Queue[torch.Tensor] = queue.Queue()
-        for buffer in buffers.pack:
-            self._free.put(buffer)
-        self._ready: queue.Queue[torch.Tensor] = queue.Queue()
-        self._own = deque(bucket for bucket in plan.buckets if bucket.owner == rank)
-        self._todo = deque(self._own[0].pieces) if self._own else deque()
-        self._buffer_B: torch.Tensor | None = None
-        self._failed = threading.Event()
-        self.digests: dict[int, int] = {}
-        self.seconds = {"pack": 0.0, "digest": 0.0, "buffer_wait": 0.0}
-        self._thread = threading.Thread(target=self._broadcast_all, name="weight-broadcast", daemon=True)
-        self._thread.start()
+    def seal(self, bucket: Bucket, version: int) -> int:
+        """Complete an own bucket whose tensors are in place: set the gaps to zero, add the digest, and return it.
 
-    def offer(self, number: int, tensor: torch.Tensor) -> None:
-        """Pack tensor `number` of the manifest. After the sync has failed this does nothing.
-
-        Raises:
-            WeightSyncError: shape or dtype of the tensor differ from the manifest.
+        When this returns, the buffer has been written: reading the digest waits for the device.
         """
-        if self._failed.is_set():
-            return
-        spec = self._plan.specs[number]
-        if tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
-            raise WeightSyncError(
-                f"exporter yielded {spec.name} as {tuple(tensor.shape)} {tensor.dtype}, "
-                f"its manifest says {spec.shape} {spec.dtype}"
-            )
-        while self._todo and self._todo[0].tensor == number:
-            if self._buffer_B is None:
-                self._buffer_B = self._take()
-                if self._buffer_B is None:
-                    return
-            start = time.perf_counter()
-            _copy_piece(self._buffer_B, self._todo.popleft(), tensor)
-            self.seconds["pack"] += time.perf_counter() - start
-            if not self._todo:
-                self._seal(self._own.popleft(), self._buffer_B)
-                self._buffer_B = None
-                self._todo = deque(self._own[0].pieces) if self._own else deque()
+        place = self._places[bucket.index]
+        if place.gaps:
+            torch._foreach_zero_(place.gaps)
+        for target, source in place.parts:
+            target.copy_(source)
+        value = digest(place.buffer_B[: bucket.nbytes], version=version, bucket=bucket.index)
+        place.buffer_B[bucket.nbytes : bucket.wire_bytes].view(torch.int64).copy_(value)
+        return int(value.item())
 
-    def finish(self) -> None:
-        """Wait until all buckets are sent, then write this rank's report. Failures of peers raise nothing here.
+    def _rows_bytes(self, own: list[Bucket]) -> int:
+        """Return the size of the buffer for whole rows: the largest piece with the rest of its first and last row."""
+        sizes = [0]
+        for bucket in own:
+            for piece in bucket.pieces:
+                spec = self._plan.specs[piece.tensor]
+                if not _is_whole_rows(piece, spec):
+                    rows = _rows(piece, spec)
+                    sizes.append((rows.stop - rows.start) * _row_bytes(spec))
+        return max(sizes)
 
-        Raises:
-            WeightSyncError: the exporter ended before this rank's last tensor.
-        """
-        if self._own and not self._failed.is_set():
-            first = self._plan.specs[self._own[0].pieces[0].tensor].name
-            raise WeightSyncError(f"exporter ended before {first}, which trainer rank {self._rank} owns")
-        self._thread.join()  # it ends in time: all its waits have the deadline of the sync
-        if not self._failed.is_set():
-            self._report({"digests": self.digests, "seconds": self.seconds})
-
-    def fail(self, error: BaseException) -> None:
-        """Report a failure of this rank, and release all members from their waits."""
-        first = not self._failed.is_set()
-        self._failed.set()
-        if not first:
-            return
-        secondary = isinstance(error, SyncAborted | ConnectionLost)
-        failed_members = list(error.failed_members) if isinstance(error, PeerTimeout) else []
-        failure = str(error) or repr(error)
-        self._report({"failure": failure, "secondary": secondary, "failed_members": failed_members})
-        try:
-            self._group.post_abort(failure)
-        except RuntimeError:
-            logger.exception("could not post the abort of a weight sync")
-        self._group.abort()
-
-    def _take(self) -> torch.Tensor | None:
-        """Wait for a free packing buffer; return None if the sync fails meanwhile."""
-        start = time.perf_counter()
-        try:
-            while not self._failed.is_set():
-                try:
-                    return self._free.get(timeout=POLL_S)
-                except queue.Empty:
-                    continue  # the broadcasting thread checks deadline and abort, and sets _failed
-            return None
-        finally:
-            self.seconds["buffer_wait"] += time.perf_counter() - start
-
-    def _seal(self, bucket: Bucket, buffer_B: torch.Tensor) -> None:
-        """Set the gaps to zero, write the digest into the trailer, and pass the bucket on to be broadcast."""
-        start = time.perf_counter()
+    def _lay_out(self, bucket: Bucket, buffer_B: torch.Tensor) -> None:
+        """Make the views of one own bucket."""
+        place = _Place(buffer_B)
+        targets = []
         end = 0
         for piece in bucket.pieces:
-            buffer_B[end : piece.offset].zero_()
+            spec = self._plan.specs[piece.tensor]
+            dtype: torch.dtype = getattr(torch, spec.dtype)
+            rows = _rows(piece, spec)
+            shape = (rows.stop - rows.start, *spec.shape[1:]) if spec.shape else ()
+            if piece.offset > end:
+                place.gaps.append(buffer_B[end : piece.offset])
             end = piece.offset + piece.nbytes
-        buffer_B[end : bucket.nbytes].zero_()
-        value = digest(buffer_B[: bucket.nbytes], version=self._version, bucket=bucket.index)
-        buffer_B[bucket.nbytes : bucket.wire_bytes].view(torch.int64).copy_(value)
-        self.digests[bucket.index] = int(value.item())
-        self.seconds["digest"] += time.perf_counter() - start
-        self._ready.put(buffer_B)
-
-    def _broadcast_all(self) -> None:
-        """Take part in the broadcasts of all buckets, in the plan's order, at most two at a time."""
-        try:
-            if self._scratch_B.device.type == "cuda":
-                torch.cuda.set_device(self._scratch_B.device)
-            before: tuple[PendingBroadcast, torch.Tensor | None] | None = None
-            for bucket in self._plan.buckets:
-                if before is not None and before[1] is None and bucket.owner != self._rank:
-                    # Members relay a broadcast from their buffers, and the scratch buffer holds one bucket at a time.
-                    self._complete(before)
-                    before = None
-                current = self._start(bucket)
-                self._complete(before)
-                before = current
-            self._complete(before)
-        except BaseException as error:
-            self.fail(error)
-
-    def _start(self, bucket: Bucket) -> tuple[PendingBroadcast, torch.Tensor | None]:
-        """Start one broadcast. Return it with its packing buffer, or None if another rank sends the bucket."""
-        mine = bucket.owner == self._rank
-        buffer_B = self._await_packed(bucket) if mine else self._scratch_B
-        root = self._group.layout.senders.index(bucket.owner)
-        pending = self._group.broadcast(buffer_B[: bucket.wire_bytes], root, bucket.index)
-        return pending, buffer_B if mine else None
-
-    def _await_packed(self, bucket: Bucket) -> torch.Tensor:
-        while True:
-            try:
-                return self._ready.get(timeout=POLL_S)
-            except queue.Empty:
-                self._group.check(f"its own bucket {bucket.index + 1} to be packed")
-
-    def _complete(self, started: tuple[PendingBroadcast, torch.Tensor | None] | None) -> None:
-        if started is not None:
-            pending, buffer_B = started
-            pending.wait()
-            if buffer_B is not None:
-                self._free.put(buffer_B)
-
-    def _report(self, fields: dict[str, Any]) -> None:
-        report = {"member": self._group.name, "failure": None, **fields}
-        try:
-            self._group.board.put(self._group.key("report", self._group.rank), report)
-        except RuntimeError:
-            logger.exception("%s could not report to the leader", self._group.name)
+            target = buffer_B[piece.offset : end].view(dtype)
+            if not _is_whole_rows(piece, spec):
+                rows_R = self._rows_B[: (rows.stop - rows.start) * _row_bytes(spec)].view(dtype)
+                skipped = (piece.start - rows.start * _row_bytes(spec)) // dtype.itemsize
+                place.parts.append((target, rows_R[skipped : skipped + target.numel()]))
+                target = rows_R
+            targets.append(target.view(shape))
+        if bucket.nbytes > end:
+            place.gaps.append(buffer_B[end : bucket.nbytes])
+        self._places[bucket.index] = place
+        self._targets[bucket.index] = targets
 
 
-def _copy_piece(buffer_B: torch.Tensor, piece: BucketSlice, tensor: torch.Tensor) -> None:
-    """Copy the piece's bytes of the tensor to their place in the buffer; any strides, any device."""
-    target = buffer_B[piece.offset : piece.offset + piece.nbytes].view(tensor.dtype)
-    if piece.nbytes == tensor.numel() * tensor.element_size():
-        target.view(tensor.shape).copy_(tensor)
-    else:
-        first = piece.start // tensor.element_size()
-        target.copy_(tensor.reshape(-1)[first : first + target.numel()])
+def _row_bytes(spec: TensorSpec) -> int:
+    """Return the bytes of one row of a tensor; at least 1, so that an empty row can be divided by."""
+    rows = spec.shape[0] if spec.shape else 1
+    return max(1, spec.nbytes // rows if rows else math.prod(spec.shape[1:]))
+
+
+def _rows(piece: BucketSlice, spec: TensorSpec) -> Rows:
+    """Return the rows that a piece touches. A tensor without axes has one row."""
+    if piece.nbytes == spec.nbytes:
+        return Rows(piece.tensor, 0, spec.shape[0] if spec.shape else 1)
+    size = _row_bytes(spec)
+    return Rows(piece.tensor, piece.start // size, -(-(piece.start + piece.nbytes) // size))
+
+
+def _is_whole_rows(piece: BucketSlice, spec: TensorSpec) -> bool:
+    rows = _rows(piece, spec)
+    return (rows.stop - rows.start) * _row_bytes(spec) == piece.nbytes or piece.nbytes == spec.nbytes

@@ -20,7 +20,8 @@ from megarl.common.errors import WeightSyncError
 from megarl.weights.buckets import unpack_manifest
 from megarl.weights.loaders import ModelLoader, prepack_updated_experts
 from megarl.weights.receiver import Receiver
-from megarl.weights.transport import Group, GroupMembers, SyncStore
+from megarl.weights.store import SyncStore
+from megarl.weights.transport import Group, GroupMembers
 
 
 @dataclass
@@ -29,8 +30,8 @@ class MegarlInitInfo(WeightTransferInitInfo):
 
     host: str
     port: int
-    layout: str  # GroupMembers.to_json()
-    replica: int  # its index in the layout
+    members: str  # GroupMembers.to_json()
+    replica: int  # its index in the members
     manifest: str  # buckets.pack_manifest()
     plan_hash: str
     timeout_s: float
@@ -78,13 +79,13 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
                 f"this one cannot: {obstacle}"
             )
         self.shutdown()
-        layout = GroupMembers.from_json(init_info.layout)
+        members = GroupMembers.from_json(init_info.members)
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        board = SyncStore(init_info.host, init_info.port)
-        group = Group(board, layout, layout.offset(init_info.replica) + worker)
+        store = SyncStore(init_info.host, init_info.port)
+        group = Group(store, members, members.offset(init_info.replica) + worker)
         group.join(init_info.timeout_s)
-        device = self.device if layout.backend == "nccl" else torch.device("cpu")
+        device = self.device if members.backend == "nccl" else torch.device("cpu")
         self._receiver = Receiver(group, plan, self.loader, device)
 
     def start_weight_update(self) -> None:

@@ -65,8 +65,7 @@ class Receiver:
             report |= self._receive_all(version)
         except BaseException as error:
             report["failure"] = str(error) or repr(error)
-            report["secondary"] = isinstance(error, SyncAborted | ConnectionLost)
-            report["failed_members"] = list(error.failed_members) if isinstance(error, PeerTimeout) else []
+            report["secondary"] = isinstance(error, SyncAborted | ConnectionLost | PeerTimeout)
             self._report(report)
             group.abort()
             raise
@@ -76,7 +75,7 @@ class Receiver:
     def _report(self, report: dict[str, Any]) -> None:
         """Send the report to the leader; on failure release the other members. A lost leader raises nothing here."""
         try:
-            self.group.board.put(self.group.key("report", self.group.rank), report)
+            self.group.store.put(self.group.key("report", self.group.rank), report)
             if report["failure"] is not None:
                 self.group.post_abort(f"{self.group.name}: {report['failure']}")
         except RuntimeError:
@@ -118,7 +117,7 @@ class Receiver:
     def _post(self, bucket: Bucket) -> tuple[torch.Tensor, PendingBroadcast]:
         """Start to receive a bucket. Return its buffer and the broadcast."""
         buffer_B = self._buffers.take()
-        root = self.group.layout.senders.index(bucket.owner)
+        root = self.group.members.senders.index(bucket.owner)
         return buffer_B, self.group.broadcast(buffer_B[: bucket.wire_bytes], root, bucket.index)
 
     def _check(self, buffer_B: torch.Tensor, bucket: Bucket, version: int) -> int:

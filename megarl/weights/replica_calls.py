@@ -13,17 +13,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-from megarl.common.errors import DigestMismatch, WeightSyncError
+from megarl.common.errors import DigestMismatch, PeerTimeout, SyncAborted, WeightSyncError
 from megarl.weights.buckets import BucketPlan, pack_manifest
 from megarl.weights.failure_cause import FailedCall, FailureCause, find_cause
 from megarl.weights.handles import EngineHandles, ReplicaHandle
-from megarl.weights.transport import POLL_S, Group, GroupMembers, SyncStore, names_of
+from megarl.weights.member_progress import Answer
+from megarl.weights.store import SyncStore
+from megarl.weights.transport import POLL_S, Group, GroupMembers, end_forming, forming_failed, names_of
+from megarl.weights.watch import answer_key
 
 logger = logging.getLogger(__name__)
 
-EXTRA_WAIT_S = 3.0  # after the first failure, in which the other members can report what they observed
+EXTRA_WAIT_S = 3.0  # after the first failure, in which the calls to the other replicas can end
+ANSWER_S = 1.5  # after the first failure, in which each member can say what it was doing
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,19 @@ class SyncReport:
     bytes: int
     buckets: int
     digest_seconds: float  # of the slowest sender plus those of the slowest receiver, which partly overlap
+    pause_seconds: float  # from the moment the first replica has paused until the last one has resumed
     phases: dict[str, float] = field(default_factory=dict)  # seconds by the called method
     restarted: tuple[str, ...] = ()  # replicas that were restarted before the sync succeeded
 
 
-_Answer: TypeAlias = tuple[int, bool, Any]  # a replica's index, whether its call returned, the result or exception
+@dataclass(frozen=True)
+class _Returned:
+    """The end of one call to replica number `index`, at `time.monotonic`; if not `ok`, `value` is the exception."""
+
+    index: int
+    ok: bool
+    value: Any
+    at: float
 
 
 class CallsFailed(Exception):  # noqa: N818
@@ -52,17 +64,22 @@ class CallsFailed(Exception):  # noqa: N818
         self.first = first or failures
 
 
-class Control:
+class EngineCalls:
     """Calls the replicas, on the leader."""
 
-    def __init__(self, handles: EngineHandles, rpc_s: float, recompute_kv: bool) -> None:
+    def __init__(
+        self, handles: EngineHandles, store: SyncStore, trainer_ranks: int, rpc_s: float, recompute_kv: bool
+    ) -> None:
+        """`store`: a connection of its own; `trainer_ranks`: how many there are."""
         self.handles = handles
+        self._store = store
+        self._trainers = tuple(f"trainer rank {rank}" for rank in range(trainer_ranks))
         self._rpc_s = rpc_s
         self._recompute_kv = recompute_kv
         # The replicas of this generation: the pool may drop a dead replica, but the error must still name it.
         self._replicas: list[ReplicaHandle] = []
 
-    def layout(self, generation: int, senders: Sequence[int], backend: str) -> GroupMembers:
+    def members(self, generation: int, senders: Sequence[int], backend: str, sync_s: float) -> GroupMembers:
         """Return the members of a new generation. Asks every replica for its number of workers."""
         replicas = self._replicas = list(self.handles.replicas())
         try:
@@ -70,30 +87,32 @@ class Control:
         except CallsFailed as error:
             raise self._not_reached(error, replicas) from error
         names = tuple(replica.name for replica in replicas)
-        return GroupMembers(generation, tuple(senders), names, tuple(int(n) for n in sizes), backend)
+        return GroupMembers(generation, tuple(senders), names, tuple(int(n.value) for n in sizes), backend, sync_s)
 
-    def connect(self, board: SyncStore, layout: GroupMembers, plan: BucketPlan, timeout_s: float) -> None:
+    def connect(self, members: GroupMembers, plan: BucketPlan, timeout_s: float) -> None:
         """Make every engine worker join the group, while the senders join it too. Raises WeightSyncError."""
-        replicas = self._replicas
+        replicas, store, generation = self._replicas, self._store, members.generation
         common = {
-            "host": board.host,
-            "port": board.port,
-            "layout": layout.to_json(),
+            "host": store.host,
+            "port": store.port,
+            "members": members.to_json(),
             "manifest": pack_manifest(plan),
             "plan_hash": plan.hash,
-            # The senders' wait must end first: its error names the missing members, a timeout of this call does not.
+            # The leader's wait for all members must end first: its error names those that are missing.
             "timeout_s": timeout_s + EXTRA_WAIT_S,
         }
         arguments = [({**common, "replica": index},) for index in range(len(replicas))]
-        watched = Group(board, layout, None)
+        release = _Release(
+            lambda: forming_failed(store, generation), lambda reason: end_forming(store, generation, reason)
+        )
         try:
             limit = timeout_s + 2 * EXTRA_WAIT_S
-            self._all(replicas, "init_weight_transfer", arguments, timeout_s=limit, group=watched)
+            self._all(replicas, "init_weight_transfer", arguments, timeout_s=limit, release=release)
         except CallsFailed as error:
             raise self._not_reached(error, replicas) from error
 
     def publish(self, group: Group, plan: BucketPlan, sync: int, version: int, timeout_s: float) -> SyncReport:
-        """Take all replicas through one sync. Of `group` only the store is used.
+        """Take all replicas through one sync, in which `group` has begun. Does not end the sync if it succeeds.
 
         Raises:
             WeightSyncError: with the failed members and the replicas that must be restarted.
@@ -104,14 +123,19 @@ class Control:
         phases: dict[str, float] = {}
         phase = "pause"
         info = {"sync": sync, "version": version, "plan_hash": plan.hash}
+        release = _Release(group.aborted, group.post_abort)
 
-        def call(method: str, *args: object, limit: float | None = None) -> None:
+        def call(method: str, *args: object, limit: float | None = None) -> list[_Returned]:
+            if group.aborted() and method != "resume":  # another member failed: go no further
+                raise SyncAborted(group.abort_reason or "")
             begun = time.perf_counter()
-            self._all(replicas, method, [args] * len(replicas), timeout_s=limit or self._rpc_s, group=group)
+            arguments = [args] * len(replicas)
+            returned = self._all(replicas, method, arguments, timeout_s=limit or self._rpc_s, release=release)
             phases[method] = time.perf_counter() - begun
+            return returned
 
         try:
-            call("pause", self._recompute_kv)
+            paused = call("pause", self._recompute_kv)
             phase = "start"
             call("start_weight_update")
             phase = "update"
@@ -121,24 +145,28 @@ class Control:
             phase = "finish"
             call("finish_weight_update", str(version))
             phase = "resume"
-            call("resume")
+            resumed = call("resume")
         except (CallsFailed, WeightSyncError) as error:
             raise self._explain(error, group, replicas, version, phase) from error
         total = time.perf_counter() - started
-        digest_s = _digest_seconds(group.layout, reports)
-        return SyncReport(version, total, plan.total_bytes, len(plan.buckets), digest_s, phases)
+        pause_s = max(each.at for each in resumed) - min(each.at for each in paused)
+        digest_s = _digest_seconds(group.members, reports)
+        return SyncReport(version, total, plan.total_bytes, len(plan.buckets), digest_s, pause_s, phases)
 
     def _await_reports(self, group: Group, plan: BucketPlan, deadline: float) -> list[dict[str, Any]]:
         """Return every member's report, after comparing all digests with the senders'. Raises DigestMismatch."""
-        reports = []
-        for rank, member in enumerate(group.members):
-            remaining = max(1.0, deadline - time.monotonic())
-            reports.append(group.board.wait(group.key("report", rank), remaining, member, abort_key=group.abort_key))
+        keys = [group.key("report", rank) for rank in range(len(group.names))]
+        reports = self._store.block_all(keys, max(1.0, deadline - time.monotonic()))
+        if reports is None:
+            raise PeerTimeout(f"{group.name} waited until the deadline for the reports of all members")
+        for report in reports:
+            if report["failure"] is not None:
+                raise WeightSyncError(f"{report['member']}: {report['failure']}")
         sent: dict[int, int] = {}
-        for report in reports[: len(group.layout.senders)]:
+        for report in reports[: len(group.members.senders)]:
             sent |= {int(index): value for index, value in (report.get("digests") or {}).items()}
         expected = [sent.get(bucket.index) for bucket in plan.buckets]
-        for report in reports[len(group.layout.senders) :]:
+        for report in reports[len(group.members.senders) :]:
             received = report.get("digests") or []
             if received != expected:
                 wrong = [i + 1 for i, pair in enumerate(zip(expected, received, strict=False)) if pair[0] != pair[1]]
@@ -147,7 +175,12 @@ class Control:
                     f"buckets received, differing: {wrong[:10]}",
                     failed_members=[report["member"]],
                 )
-        return reports
+        return list(reports)
+
+    def forget(self, group: Group, stage: str) -> None:
+        """Delete what a sync has left in the store: all members' reports of this stage."""
+        for rank in range(len(group.names)):
+            self._store.drop(f"{stage}/report/{rank}")
 
     def _explain(
         self,
@@ -158,26 +191,28 @@ class Control:
         phase: str,
     ) -> WeightSyncError:
         """Return the error with the members that failed, the replicas to restart, and the reasons."""
+        group.post_abort(f"the sync failed during {phase}: {_brief(error)}")
+        answers = self._answers(group)
         reports = self._failure_reports(group)
-        if isinstance(error, CallsFailed):
-            reported = {group.layout.replica_of(rank) for rank in reports}
+        if isinstance(error, DigestMismatch):
+            cause = FailureCause(error.failed_members, (str(error),))
+        else:
+            reported = {group.members.replica_of(rank) for rank in reports if isinstance(rank, int)}
+            failures, method = (error.failures, error.method) if isinstance(error, CallsFailed) else ({}, "")
             calls = [
                 FailedCall(
                     f"engine {replicas[index].name}",
-                    f"engine {replicas[index].name} failed in {error.method}: {_brief(failure)}",
-                    silent=isinstance(failure, TimeoutError),
+                    f"engine {replicas[index].name} failed in {method}: {_brief(failure)}",
+                    # Only in its update does a replica wait for other members.
+                    silent=isinstance(failure, TimeoutError) and phase == "update",
                 )
-                for index, failure in error.failures.items()
+                for index, failure in failures.items()
                 if index not in reported
             ]
-            cause = find_cause(list(reports.values()), calls)
-        elif isinstance(error, DigestMismatch):
-            cause = FailureCause(error.failed_members, (str(error),))
-        else:
-            cause = find_cause(list(reports.values()), [])
+            cause = find_cause(list(reports.values()), calls, answers, group.names)
         reasons, failed_members = cause.reasons or (str(error),), cause.failed_members
         names = [replica.name for replica in replicas]
-        needs_restart = names_of(group.layout, failed_members) if phase == "pause" else names
+        needs_restart = names_of(group.members, failed_members) if phase == "pause" else names
         message = (
             f"weight sync of version {version} failed during {phase}: {'; '.join(reasons)}. "
             f"The version is not published; replicas to restart: {', '.join(needs_restart) or 'none'}"
@@ -185,13 +220,22 @@ class Control:
         logger.error("%s", message)
         return WeightSyncError(message, version=version, failed_members=failed_members, needs_restart=needs_restart)
 
-    def _failure_reports(self, group: Group) -> dict[int, dict[str, Any]]:
-        """Return the reports of the members that reported a failure, by group rank."""
-        reports = {}
-        for rank in range(len(group.members)):
-            report = group.board.get(group.key("report", rank))
+    def _answers(self, group: Group) -> list[Answer]:
+        """Return what the members were doing when the sync failed, of those that answer in time."""
+        workers = group.names[len(group.members.senders) :]
+        keys = [answer_key(group.stage, name) for name in (*self._trainers, *workers)]
+        self._store.block_all(keys, ANSWER_S)
+        found = [self._store.get(key) for key in keys]
+        return [Answer.from_json(fields) for fields in found if fields is not None]
+
+    def _failure_reports(self, group: Group) -> dict[int | str, dict[str, Any]]:
+        """Return the reports of a failure, by group rank; those of ranks that do not broadcast by name."""
+        reports: dict[int | str, dict[str, Any]] = {}
+        others = [name for name in self._trainers if name not in group.names]
+        for place in (*range(len(group.names)), *others):
+            report = self._store.get(group.key("report", place))
             if report is not None and report["failure"] is not None:
-                reports[rank] = report
+                reports[place] = report
         return reports
 
     def after_failure(self, failure: WeightSyncError) -> None:
@@ -225,60 +269,70 @@ class Control:
         arguments: Sequence[tuple[object, ...]] | None = None,
         *,
         timeout_s: float,
-        group: Group | None = None,
-    ) -> list[Any]:
+        release: _Release | None = None,
+    ) -> list[_Returned]:
         """Call `method` on all replicas in parallel, and return the results in their order.
 
-        The first failure, or with `group` a failure of any of its members, releases all members of the group from their
-        waits; the calls then have EXTRA_WAIT_S to end.
+        The first failure, or with `release` a failure of any member, releases all members from their waits; the calls
+        then have EXTRA_WAIT_S to end.
 
         Raises:
             CallsFailed: with all failures, and those that came first.
         """
         arguments = arguments or [()] * len(replicas)
-        done: queue.Queue[_Answer] = queue.Queue()
+        done: queue.Queue[_Returned] = queue.Queue()
         for index, replica in enumerate(replicas):
             call = _bound_call(replica, method, arguments[index], timeout_s)
             threading.Thread(target=_run_call, args=(index, call, done), name=f"{method}-{index}", daemon=True).start()
-        results: dict[int, Any] = {}
-        failures: dict[int, BaseException] = {}
+        returned: dict[int, _Returned] = {}
         first: dict[int, BaseException] = {}
         deadline = time.monotonic() + timeout_s + EXTRA_WAIT_S
         aborted = False
-        while len(results) + len(failures) < len(replicas) and time.monotonic() < deadline:
+        while len(returned) < len(replicas) and time.monotonic() < deadline:
             try:
-                index, ok, value = done.get(timeout=POLL_S)
-                (results if ok else failures)[index] = value
+                each = done.get(timeout=POLL_S)
+                returned[each.index] = each
             except queue.Empty:
                 pass  # deadline and abort are checked below
-            if not aborted and (failures or (group is not None and group.aborted())):
+            failures = {index: each.value for index, each in returned.items() if not each.ok}
+            if not aborted and (failures or (release is not None and release.aborted())):
                 aborted, first = True, dict(failures)
                 deadline = min(deadline, time.monotonic() + EXTRA_WAIT_S)
-                if group is not None and failures:
+                if release is not None and failures:
                     index, failure = next(iter(failures.items()))
-                    group.post_abort(f"engine {replicas[index].name} failed in {method}: {_brief(failure)}")
-        for index in set(range(len(replicas))) - results.keys() - failures.keys():
+                    release.abort(f"engine {replicas[index].name} failed in {method}: {_brief(failure)}")
+        failures = {index: each.value for index, each in returned.items() if not each.ok}
+        for index in set(range(len(replicas))) - returned.keys():
             failures[index] = TimeoutError(f"no answer to {method} within {timeout_s:.1f} s")
         if failures:
             raise CallsFailed(method, failures, first)
-        return [results[index] for index in range(len(replicas))]
+        return [returned[index] for index in range(len(replicas))]
+
+
+@dataclass(frozen=True)
+class _Release:
+    """How calls learn that a member has failed elsewhere, and release the members when a call fails."""
+
+    aborted: Callable[[], bool]
+    abort: Callable[[str], None]
 
 
 def _bound_call(replica: ReplicaHandle, method: str, args: tuple[object, ...], timeout_s: float) -> Callable[[], Any]:
     return lambda: replica.call(method, *args, timeout_s=timeout_s)
 
 
-def _run_call(index: int, call: Callable[[], Any], done: queue.Queue[_Answer]) -> None:
+def _run_call(index: int, call: Callable[[], Any], done: queue.Queue[_Returned]) -> None:
     try:
-        done.put((index, True, call()))
+        value = call()
+        done.put(_Returned(index, True, value, time.monotonic()))
     except BaseException as error:
-        done.put((index, False, error))
+        done.put(_Returned(index, False, error, time.monotonic()))
 
 
-def _digest_seconds(layout: GroupMembers, reports: list[dict[str, Any]]) -> float:
+def _digest_seconds(members: GroupMembers, reports: list[dict[str, Any]]) -> float:
     """Return the digest time of the slowest sender plus that of the slowest receiver, in seconds."""
     seconds = [report.get("seconds", {}).get("digest", 0.0) for report in reports]
-    count = len(layout.senders)
+    count = len(members.senders)
     return max(seconds[:count], default=0.0) + max(seconds[count:], default=0.0)
 
 

@@ -1,10 +1,9 @@
 """The trainer's part of a weight sync. `publish` is collective over all trainer ranks.
 
-There are three roles, often in one process. Every rank iterates over the exporter's stream, so that its peers' gathers
-complete. Ranks that own tensors pack them into buckets and broadcast them in the plan's order, from a separate thread,
-so that a gather never waits for a broadcast. The leader, rank 0, calls the engines through `replica_calls.py` and sends
-the outcome to all ranks. After a failure a rank continues to iterate over the stream without sending, so that its peers
-complete their gathers and the sync can be repeated.
+There are three roles, often in one process. Ranks that hold parts of tensors take part in gathers, ranks that own
+tensors also pack them into buckets and broadcast these (`sending.py`). The leader, rank 0, calls the engines in a
+second thread, through `replica_calls.py`, and sends the outcome to all ranks. If engines failed, the trainer ranks
+complete the gathers that are left, so that their groups stay in step and the sync can be repeated.
 """
 
 from __future__ import annotations
@@ -12,26 +11,30 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
-from torch.distributed import Store
+from torch.distributed import DistNetworkError, Store
 
-from megarl.common.errors import SyncAborted, WeightSyncError
+from megarl.common.errors import PeerTimeout, SyncAborted, WeightSyncError
 from megarl.config.schema import Config, TimeoutsConfig, WeightSyncConfig
-from megarl.weights.bucket_packer import SendBuffers, Sending
+from megarl.models.gather import GatherRequest
+from megarl.weights.backends import BACKENDS
+from megarl.weights.background_call import BackgroundCall
+from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import BucketPlan, ManifestEntry, bucket_plan
 from megarl.weights.handles import EngineHandles
-from megarl.weights.replica_calls import Control, SyncReport
-from megarl.weights.transport import Group, GroupMembers, SyncStore, names_of
+from megarl.weights.replica_calls import EngineCalls, SyncReport
+from megarl.weights.sending import RowGather, Sending
+from megarl.weights.store import SyncStore
+from megarl.weights.transport import Group, GroupMembers, await_members, end_forming, names_of
+from megarl.weights.watch import end_key
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 _serial = 0
 _SYNC, _TIMEOUTS = WeightSyncConfig(), TimeoutsConfig()
 
@@ -40,7 +43,7 @@ class Exporter(Protocol):
     """The methods of `megarl.models.export.HFExporter` that a sync uses."""
 
     def manifest(self) -> Sequence[ManifestEntry]: ...
-    def stream(self) -> Iterator[tuple[ManifestEntry, torch.Tensor | None]]: ...
+    def gathers(self, requests: Sequence[GatherRequest], device: torch.device) -> Sequence[RowGather | None]: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class WeightSender:
     """Publishes the trainer's weights to all engines. Create it, and call `connect` and `publish`, on every rank."""
 
     def __init__(self, config: Config | SyncSettings, exporter: Exporter, *, host: str | None = None) -> None:
-        """`host`: an address of rank 0 that the engines can reach; None: `own_address()`."""
+        """`host`: an address of rank 0 that the engines can reach; None: `reachable_address()`."""
         self.settings = config if isinstance(config, SyncSettings) else SyncSettings.from_config(config)
         self._exporter = exporter
         self._host = host
@@ -88,11 +91,11 @@ class WeightSender:
         self._rank = torch.distributed.get_rank() if distributed else 0
         self._world = torch.distributed.get_world_size() if distributed else 1
         self._plan: BucketPlan | None = None
-        self._numbers: dict[str, int] = {}
-        self._board: SyncStore | None = None
-        self._control: Control | None = None
+        self._store: SyncStore | None = None
+        self._engines: EngineCalls | None = None
         self._group: Group | None = None
-        self._buffers: SendBuffers | None = None
+        self._packer: BucketPacker | None = None
+        self._gathers: Sequence[RowGather | None] = ()
         self._generation = -1
         self._formed = False
         self._sync = 0
@@ -114,13 +117,12 @@ class WeightSender:
         if (pool is None) == (self._rank == 0):
             raise ValueError("WeightSender.connect needs the pool on trainer rank 0 and None on all other ranks")
         self._plan = bucket_plan(self._exporter.manifest(), self.settings.bucket_bytes)
-        self._numbers = {spec.name: number for number, spec in enumerate(self._plan.specs)}
-        self._board = self._open_board()
+        self._store = self._open_store()
         if pool is not None:
-            self._control = Control(pool, self.settings.rpc_s, self.settings.recompute_kv)
-        if self._rank in self._plan.owners:
-            device = torch.device("cuda" if self.settings.backend == "nccl" else "cpu")
-            self._buffers = SendBuffers(self._plan, self._rank, device)
+            settings = self.settings
+            own = self._store.connection()
+            self._engines = EngineCalls(pool, own, self._world, settings.rpc_s, settings.recompute_kv)
+        self._lay_out_buckets()
         try:
             self._form_group()
         except WeightSyncError as error:
@@ -161,22 +163,31 @@ class WeightSender:
         """Leave the group. The engines keep their weights."""
         if self._group is not None:
             self._group.close()
-        self._group = self._buffers = None
+        self._group = self._packer = None
+        self._gathers = ()
         self._formed = False
 
-    def _open_board(self) -> SyncStore:
+    def _lay_out_buckets(self) -> None:
+        """Make this rank's buffers and its part of every bucket's gather."""
+        backend = self.settings.backend
+        device = torch.device(BACKENDS[backend].device)
+        packer = BucketPacker(self.plan, self._rank, device)
+        self._gathers = self._exporter.gathers(packer.requests(), device)
+        self._packer = packer if self._rank in self.plan.owners else None
+
+    def _open_store(self) -> SyncStore:
         """Open the sync's store: rank 0 serves it, and sends its address to the other ranks."""
         global _serial
         _serial += 1
         key = f"megarl/weights/{_serial}"
         if self._rank == 0:
-            board = SyncStore(self._host or own_address(), 0, server=True)
+            store = SyncStore(self._host or reachable_address(), 0, server=True)
             if self._world > 1:
-                _default_store().set(key, json.dumps([board.host, board.port]))
-            return board
-        store = _default_store()
-        store.wait([key], timedelta(seconds=self.settings.rpc_s))
-        host, port = json.loads(store.get(key))
+                _default_store().set(key, json.dumps([store.host, store.port]))
+            return store
+        rendezvous = _default_store()
+        rendezvous.wait([key], timedelta(seconds=self.settings.rpc_s))
+        host, port = json.loads(rendezvous.get(key))
         return SyncStore(host, port)
 
     def _form_group(self, restart: Sequence[str] = ()) -> None:
@@ -184,23 +195,24 @@ class WeightSender:
 
         Raises WeightSyncError on every rank if that fails.
         """
-        assert self._board is not None
+        assert self._store is not None
         self._generation += 1
         key = f"g{self._generation}/formed"
         error: WeightSyncError | None = None
         try:
-            self._join(self._agree_on_layout(restart))
+            self._join(self._agree_on_members(restart))
         except WeightSyncError as failure:
             error = failure
         except Exception as failure:
             error = WeightSyncError(f"the weight-sync group could not be formed: {failure}")
             error.__cause__ = failure
-        if self._control is not None:
+        if self._engines is not None:
             fields = None if error is None else [str(error), error.failed_members, error.needs_restart]
-            self._board.put(key, {"error": fields})
+            end_forming(self._store, self._generation, None if error is None else str(error))
+            self._store.put(key, {"error": fields})
         else:
             wait_s = 2 * self.settings.rpc_s
-            formed = self._board.wait(key, wait_s, "trainer rank 0 to form the weight-sync group")
+            formed = self._store.wait(key, wait_s, "trainer rank 0 to form the weight-sync group")
             if formed["error"] is not None:
                 message, failed_members, needs_restart = formed["error"]
                 error = WeightSyncError(message, failed_members=failed_members, needs_restart=needs_restart)
@@ -209,111 +221,134 @@ class WeightSender:
             self._leave_group()
             raise error
 
-    def _agree_on_layout(self, restart: Sequence[str]) -> GroupMembers:
+    def _agree_on_members(self, restart: Sequence[str]) -> GroupMembers:
         """Return the members of the next generation, which rank 0 finds out and sends to the other ranks."""
-        assert self._board is not None
-        key = f"g{self._generation}/layout"
-        if self._control is None:
+        assert self._store is not None
+        key = f"g{self._generation}/members"
+        if self._engines is None:
             wait_s = 2 * self.settings.rpc_s + (self.settings.restart_s if restart else 0.0)
-            answer = self._board.wait(key, wait_s, "trainer rank 0 to reach all engine replicas")
+            answer = self._store.wait(key, wait_s, "trainer rank 0 to reach all engine replicas")
             if "error" in answer:
                 raise WeightSyncError(answer["error"])
-            return GroupMembers.from_json(answer["layout"])
+            return GroupMembers.from_json(answer["members"])
         try:
             if restart:
-                self._control.handles.restart(restart, self.settings.restart_s)
-            layout = self._control.layout(self._generation, self.plan.owners, self.settings.backend)
+                self._engines.handles.restart(restart, self.settings.restart_s)
+            owners, settings = self.plan.owners, self.settings
+            members = self._engines.members(self._generation, owners, settings.backend, settings.sync_s)
         except Exception as error:
-            self._board.put(key, {"error": str(error)})
+            self._store.put(key, {"error": str(error)})
             raise
-        self._board.put(key, {"layout": layout.to_json()})
-        return layout
+        self._store.put(key, {"members": members.to_json()})
+        return members
 
-    def _join(self, layout: GroupMembers) -> None:
-        """Join the group if this rank sends. On the leader, also make the engines join, in parallel."""
-        assert self._board is not None
-        sends = self._rank in layout.senders
-        rank = layout.senders.index(self._rank) if sends else None
-        self._group = Group(self._board, layout, rank) if sends or self._control is not None else None
+    def _join(self, members: GroupMembers) -> None:
+        """Join the group if this rank sends. On the leader, also make the engines join, and wait for all members."""
+        assert self._store is not None
+        sends = self._rank in members.senders
+        rank = members.senders.index(self._rank) if sends else None
+        self._group = Group(self._store, members, rank, f"trainer rank {self._rank}")
         timeout_s = self.settings.rpc_s
-        engines = None
-        if self._control is not None:
-            engines = _Background(self._control.connect, self._board, layout, self.plan, timeout_s)
+        leading: list[BackgroundCall[None]] = []
+        if self._engines is not None:
+            leading = [
+                BackgroundCall(await_members, self._store.connection(), members, timeout_s),
+                BackgroundCall(self._engines.connect, members, self.plan, timeout_s),
+            ]
+        error: Exception | None = None
         try:
             if sends:
-                assert self._group is not None
                 self._group.join(timeout_s)
-        except SyncAborted:
-            if engines is not None:
-                engines.result()  # this raises a more precise error: which engine failed, and how
-            raise
-        except Exception as error:
-            assert self._group is not None
-            self._group.post_abort(str(error))
-            if isinstance(error, WeightSyncError):
-                error.needs_restart = tuple(names_of(layout, error.failed_members))
-            raise
-        if engines is not None:
-            engines.result()
+        except Exception as failure:
+            error = failure
+            if not isinstance(failure, SyncAborted):
+                end_forming(self._store, members.generation, f"{self._group.name}: {failure}")
+        for each in leading:  # their errors are more precise: who did not come, which engine failed, and how
+            try:
+                each.result()
+            except WeightSyncError as failure:
+                if failure.failed_members and not failure.needs_restart:
+                    failure.needs_restart = tuple(names_of(members, failure.failed_members))
+                raise
+        if error is not None:
+            raise error
 
     def _attempt(self, version: int, may_repeat: bool) -> dict[str, Any]:
         """Make one attempt to publish. Return its outcome, which the leader determines for all ranks."""
-        if self._board is None or self._plan is None:
+        if self._store is None or self._group is None:
             raise RuntimeError("WeightSender.connect has not been called")
         sync, self._sync = self._sync, self._sync + 1
-        key = f"g{self._generation}/outcome/{sync}"
-        group, started = self._group, time.perf_counter()
-        if group is not None:
-            group.begin(sync, len(self._plan.buckets), self.settings.sync_s)
+        group, started, limit_s = self._group, time.perf_counter(), self.settings.sync_s
+        group.begin(sync, len(self.plan.buckets), limit_s)
         engines = None
-        if self._control is not None:
-            assert group is not None
-            limit = self.settings.sync_s
-            engines = _Background(self._control.publish, group, self._plan, sync, version, limit)
-        sending = None
-        if group is not None and self._buffers is not None:
-            sending = Sending(group, self._plan, self._rank, version, self._buffers)
-        error = self._walk(sending)
+        if self._engines is not None:
+            engines = BackgroundCall(self._engines.publish, group, self.plan, sync, version, limit_s)
+        sending = Sending(group, self.plan, self._gathers, self._packer, self._rank, version)
+        error: Exception | None = None
+        try:
+            sending.run()
+        except Exception as failure:
+            error = failure
         if engines is None:
-            wait_s = self.settings.sync_s + 3 * self.settings.rpc_s
-            outcome = self._board.wait(key, wait_s, f"trainer rank 0 to end the sync of version {version}")
+            outcome = self._await_outcome(version)
         else:
-            outcome = self._outcome(engines, error, may_repeat, time.perf_counter() - started)
-            self._board.put(key, outcome)
-        if outcome["status"] != "published":
-            self._leave_group()
-        if error is not None:
+            outcome = self._end(engines, error, may_repeat, time.perf_counter() - started)
+        if outcome["status"] == "published":
+            return outcome
+        try:
+            if not any(name.startswith("trainer rank") for name in outcome["failed_members"]):
+                sending.finish_gathers(self.settings.rpc_s)
+        except WeightSyncError as failure:
+            outcome = {**outcome, "status": "failed", "message": f"{outcome['message']}; then {failure}"}
+        self._leave_group()
+        if error is not None and not isinstance(error, WeightSyncError):
             raise error
         return outcome
 
-    def _walk(self, sending: Sending | None) -> BaseException | None:
-        """Take part in all gathers of this rank, and send the tensors it owns. Return this process's error, if any."""
-        try:
-            with torch.no_grad():
-                for item, tensor in self._exporter.stream():
-                    if tensor is not None and sending is not None:
-                        sending.offer(self._numbers[item.name], tensor)
-            if sending is not None:
-                sending.finish()
-        except Exception as error:
-            if sending is not None:
-                sending.fail(error)
-            elif self._group is None and self._board is not None:
-                self._board.put(f"g{self._generation}/abort", f"trainer rank {self._rank}: {error}")
-            return error
-        return None
+    def _await_outcome(self, version: int) -> dict[str, Any]:
+        """Wait until the leader has ended the sync, and return its outcome."""
+        assert self._group is not None and self._store is not None
+        group, what = self._group, f"trainer rank 0 to end the sync of version {version}"
+        wait_s = self.settings.sync_s + 3 * self.settings.rpc_s
+        end = group.wait_end(wait_s)
+        if end is None:
+            raise PeerTimeout(f"trainer rank {self._rank} waited {wait_s:.0f} s for {what}")
+        if "abort" in end:  # the leader finds the cause, and releases the engines
+            try:
+                return dict(self._store.wait(group.key("outcome"), 3 * self.settings.rpc_s, what))
+            except DistNetworkError as error:
+                raise WeightSyncError(end["abort"], version=version, failed_members=["trainer rank 0"]) from error
+        return dict(end)
+
+    def _end(
+        self, engines: BackgroundCall[SyncReport], error: Exception | None, may_repeat: bool, seconds: float
+    ) -> dict[str, Any]:
+        """On the leader, wait for the engines and end the sync for all members. Return the outcome."""
+        assert self._store is not None and self._group is not None and self._engines is not None
+        stage = self._group.stage
+        outcome = self._outcome(engines, error, may_repeat, seconds)
+        if outcome["status"] == "published":
+            end = self._store.put_once(end_key(stage), outcome)
+        else:
+            self._group.post_abort(outcome["message"])
+            end = {"abort": outcome["message"]}
+        if "abort" in end:
+            self._store.put(self._group.key("outcome"), outcome)
+        self._engines.forget(self._group, stage)
+        return outcome
 
     def _outcome(
-        self, engines: _Background[SyncReport], error: BaseException | None, may_repeat: bool, seconds: float
+        self, engines: BackgroundCall[SyncReport], error: Exception | None, may_repeat: bool, seconds: float
     ) -> dict[str, Any]:
         """Wait for the engines, and return the outcome as JSON. `error`: this process's own; `seconds`: since start."""
-        assert self._control is not None
+        assert self._engines is not None
         try:
             report = engines.result()
         except WeightSyncError as failure:
             mine = any(member.startswith("trainer rank") for member in failure.failed_members)
-            repeat = may_repeat and not mine and error is None and bool(failure.needs_restart)
-            self._control.after_failure(failure)
+            own = error is not None and not isinstance(error, WeightSyncError)
+            repeat = may_repeat and not mine and not own and bool(failure.needs_restart)
+            self._engines.after_failure(failure)
             return {
                 "status": "repeat" if repeat else "failed",
                 "message": str(failure),
@@ -336,31 +371,7 @@ class WeightSender:
         if self._group is not None:
             self._group.abort()
             self._group = None
-        if self._buffers is not None:
-            self._buffers = SendBuffers(self.plan, self._rank, self._buffers.scratch_B.device)
-
-
-class _Background(Generic[T]):
-    """A call in a daemon thread. The call must have a deadline of its own."""
-
-    def __init__(self, function: Callable[..., T], *args: object) -> None:
-        self._value: T
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(function, args), daemon=True)
-        self._thread.start()
-
-    def _run(self, function: Callable[..., T], args: tuple[object, ...]) -> None:
-        try:
-            self._value = function(*args)
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> T:
-        """Wait until the call has ended. Return its result or raise its exception."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._value
+        self._lay_out_buckets()
 
 
 def _default_store() -> Store:
@@ -370,7 +381,7 @@ def _default_store() -> Store:
     return _get_default_store()
 
 
-def own_address() -> str:
+def reachable_address() -> str:
     """Return an address of this host that the engines can reach: Ray's, or 127.0.0.1 if Ray is not connected."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():

@@ -1,16 +1,16 @@
-"""One process group of all sending trainer ranks and all engine workers, and a store with the progress of each member.
+"""One process group of all sending trainer ranks and all engine workers, and each member's part in a sync.
 
 The group is independent of torch's default group and exists for one *generation*: after any failure it is aborted, and
 the remaining members form the next one. Its ranks are the sending trainer ranks first, then the workers of each replica
-in turn. Every member also writes to a TCPStore of the leader how many broadcasts it has entered and left. So the error
-of an expired wait can name the members that were waited for, and any member can release all others by posting an abort.
-Every wait has a deadline.
+in turn. A member keeps its progress to itself, and waits in a thread for the end of the sync (`watch.py`). A member
+that fails, or whose deadline passes, ends the sync for all. Every wait has a deadline.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,15 +18,18 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
+from torch.distributed import BroadcastOptions, Work
 
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
+from megarl.weights.backends import BACKENDS, Place
+from megarl.weights.member_progress import MemberProgress
+from megarl.weights.store import SyncStore
+from megarl.weights.watch import StageWatch, end_key
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2  # upper bound of the time until an abort is noticed
-STORE_TIMEOUT_S = 30.0  # of one store request; the store answers immediately unless its owner has ended
-OPERATION_SLACK_S = 5.0  # so that our deadline, whose error names members, comes before the library's own timeout
+OPERATION_SLACK_S = 5.0  # the time by which the library's own timeouts are longer than our deadlines
 _ABORTED: list[object] = []  # keeps aborted groups: destroying one blocks until its last operation times out
 
 
@@ -38,10 +41,11 @@ class GroupMembers:
     senders: tuple[int, ...]  # global trainer ranks
     replicas: tuple[str, ...]
     workers: tuple[int, ...]  # the number per replica
-    backend: str  # "nccl" | "gloo"
+    backend: str  # a key of BACKENDS: "nccl" or "gloo"
+    timeout_s: float = 600.0  # of one operation; that of NCCL's can only be set for all operations of a group
 
     @property
-    def members(self) -> list[str]:
+    def names(self) -> list[str]:
         """The name of each member, in the order of group ranks."""
         names = [f"trainer rank {rank}" for rank in self.senders]
         for replica, count in zip(self.replicas, self.workers, strict=True):
@@ -70,135 +74,140 @@ class GroupMembers:
         return cls(**fields)
 
 
-class SyncStore:
-    """One process's access to the store, whose values are JSON. Only `wait` blocks."""
-
-    def __init__(self, host: str, port: int, *, server: bool = False, timeout_s: float = STORE_TIMEOUT_S) -> None:
-        self.host = host
-        self._store = TCPStore(
-            host, port, is_master=server, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
-        self.port = self._store.port
-
-    def prefixed(self, prefix: str) -> PrefixStore:
-        """Return a torch store over the keys with this prefix."""
-        return PrefixStore(prefix, self._store)
-
-    def put(self, key: str, value: object) -> None:
-        """Set a key to a value that JSON can represent."""
-        self._store.set(key, json.dumps(value))
-
-    def get(self, key: str) -> Any | None:
-        """Return the JSON value of a key, or None if the key is not set."""
-        if not self._store.check([key]):
-            return None
-        return json.loads(self._store.get(key))
-
-    def drop(self, key: str) -> None:
-        """Delete a key."""
-        self._store.delete_key(key)
-
-    def wait(self, key: str, timeout_s: float, what: str, *, abort_key: str | None = None) -> Any:
-        """Poll until `key` is set, and return its JSON value. `what`: what is waited for, for the error.
-
-        Raises:
-            PeerTimeout: the key was not set within `timeout_s` seconds.
-            SyncAborted: `abort_key` was set.
-        """
-        began = now = time.monotonic()
-        while (value := self.get(key)) is None:
-            if abort_key is not None and (reason := self.get(abort_key)) is not None:
-                raise SyncAborted(reason)
-            if now > began + timeout_s:
-                raise PeerTimeout(f"waited {timeout_s:.0f} s for {what}")
-            # The pause grows with the time waited: a delay of a few percent, and few requests from many ranks.
-            time.sleep(min(max(0.001, 0.04 * (now - began)), POLL_S / 2))
-            now = time.monotonic()
-        return value
-
-
 class Group:
     """This process's membership in one generation of the group.
 
-    Every method that waits may raise PeerTimeout (its message says who waited for whom), SyncAborted (another member
+    Every method that waits may raise PeerTimeout (this member's deadline has passed), SyncAborted (another member
     failed first) or ConnectionLost.
     """
 
-    def __init__(self, board: SyncStore, layout: GroupMembers, rank: int | None) -> None:
-        """`rank`: this process's group rank; None for a leader that sends nothing and only reads the store."""
-        self.board = board
-        self.layout = layout
+    def __init__(self, store: SyncStore, members: GroupMembers, rank: int | None, name: str = "") -> None:
+        """`rank`: this process's group rank; None for a trainer rank that broadcasts nothing, which needs a `name`."""
+        self.store = store
+        self.members = members
         self.rank = rank
-        self.members = layout.members
+        self.names = members.names
+        self._kind = BACKENDS[members.backend]
+        self.name = name or self.names[rank if rank is not None else 0]
+        self.progress = MemberProgress(self.name)
         self._backend: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL; torch declares no type for their methods
-        self._prefix = f"g{layout.generation}"
-        self._sync = -1
+        self._prefix = f"g{members.generation}"
+        self._stage = f"{self._prefix}/join"
+        self._connection: SyncStore | None = None
+        self._watch: StageWatch | None = None
         self._buckets = 0
         self._deadline = self._started = time.monotonic()
 
-    @property
-    def name(self) -> str:
-        """This member's name in messages."""
-        return "the leader" if self.rank is None else self.members[self.rank]
-
-    @property
-    def abort_key(self) -> str:
-        """The store's key for the reason of an abort."""
-        return f"{self._prefix}/abort"
-
     def aborted(self) -> bool:
-        """Tell whether a member has aborted this generation."""
-        return self.board.get(self.abort_key) is not None
+        """Tell whether a member has ended the current stage because it failed."""
+        return self.abort_reason is not None
+
+    @property
+    def abort_reason(self) -> str | None:
+        """Why the current stage was aborted, or None."""
+        return None if self._watch is None else self._watch.abort_reason
+
+    def wait_end(self, timeout_s: float) -> dict[str, Any] | None:
+        """Wait at most `timeout_s` seconds for the end of the stage, and return its value."""
+        assert self._watch is not None
+        return self._watch.wait(timeout_s)
 
     def join(self, timeout_s: float) -> None:
-        """Report this member ready, wait until all are, and connect. Every member must call it."""
-        assert self.rank is not None, "a leader that sends nothing is not a member"
-        self._begin(timeout_s)
-        self.board.put(f"{self._prefix}/ready/{self.rank}", True)
-        self._await_all_ready(timeout_s)
-        remaining = timedelta(seconds=max(1.0, self._remaining()))
-        store = self.board.prefixed(f"{self._prefix}/rendezvous")
-        size = len(self.members)
-        if self.layout.backend == "nccl":
-            from torch.distributed import ProcessGroupNCCL
+        """Report this member ready, wait until all are, and connect. Every member must call it.
 
-            options = ProcessGroupNCCL.Options()
-            options._timeout = remaining
-            self._backend = ProcessGroupNCCL(store, self.rank, size, options)
-        else:
-            self._backend = ProcessGroupGloo(store, self.rank, size, timeout=remaining)
-        device = "cuda" if self.layout.backend == "nccl" else "cpu"
-        self.broadcast(torch.zeros(1, device=device), 0).wait("the first broadcast")
+        The leader ends the stage `ready` when all members have come (`leader.await_members`), or names the absent ones.
+        """
+        assert self.rank is not None, "a trainer rank that broadcasts nothing is not a member"
+        self.enter("ready", timeout_s + OPERATION_SLACK_S)  # the leader's own wait ends first, and names the absent
+        self.store.put(self.key("ready", self.rank), True)
+        while (end := self.wait_end(POLL_S)) is None:
+            self.check("the leader to see all members of the weight-sync group")
+        if "abort" in end:
+            raise SyncAborted(end["abort"])
+        self.enter("connect", self._remaining())
+        self._connect(max(1.0, self._remaining()))
 
-    def _await_all_ready(self, timeout_s: float) -> None:
-        absent = list(range(len(self.members)))
-        pause = 0.002
-        while absent := [i for i in absent if self.board.get(f"{self._prefix}/ready/{i}") is None]:
-            self.check_abort()
-            if self._remaining() <= 0:
-                names = ", ".join(self.members[i] for i in absent)
-                raise PeerTimeout(
-                    f"{self.name} waited {timeout_s:.0f} s for {names} to join the weight-sync group",
-                    failed_members=[self.members[i] for i in absent],
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_S)
+    def _connect(self, timeout_s: float) -> None:
+        """Make the process group, and broadcast once, with which NCCL makes its communicator.
+
+        NCCL makes it in a blocking call without a timeout: a member that dies meanwhile would stop all others here. So
+        the call runs in a thread, which is left behind if it does not return in time.
+        """
+        failure: list[BaseException] = []
+        done = threading.Event()
+        device = self._kind.device
+        number = torch.cuda.current_device() if device == "cuda" else -1
+
+        def connect() -> None:
+            try:
+                if device == "cuda":
+                    torch.cuda.set_device(number)
+                self._backend = self._make_backend(timeout_s)
+                self.broadcast(torch.zeros(1, device=device), 0).wait("the first broadcast")
+            except BaseException as error:
+                failure.append(error)
+            finally:
+                done.set()
+
+        self.progress.work("connects the weight-sync group")
+        threading.Thread(target=connect, name="weight-sync-connect", daemon=True).start()
+        while not done.wait(POLL_S):
+            self.check("all members to connect the weight-sync group")
+        if failure:
+            raise failure[0]
+
+    def _make_backend(self, timeout_s: float) -> object:
+        assert self.rank is not None
+        store = self.store.prefixed(f"{self._prefix}/rendezvous")
+        # Our own deadline, whose error names members, comes before the library's timeout.
+        place = Place(self.name, self.rank, len(self.names), timeout_s, self.members.timeout_s + OPERATION_SLACK_S)
+        return self._kind.make(store, place)
 
     def begin(self, sync: int, buckets: int, timeout_s: float) -> None:
         """Enter sync number `sync` of this generation, of `buckets` broadcasts. All its waits have one deadline."""
-        if self.rank is not None:
-            for stage in ("entered", "left", "report"):
-                self.board.drop(self.key(stage, self.rank))
-        self._sync, self._buckets = sync, buckets
-        self._begin(timeout_s)
+        self._buckets = buckets
+        self.enter(f"s{sync}", timeout_s)
 
-    def _begin(self, timeout_s: float) -> None:
+    def enter(self, stage: str, timeout_s: float) -> None:
+        """Enter a stage: watch for its end, with a new deadline."""
+        if self._watch is not None:
+            self._watch.join()
+        self._connection = self._connection or self.store.connection()
+        self._stage = f"{self._prefix}/{stage}"
+        self.set_deadline(timeout_s)
+        self.progress = MemberProgress(self.name)
+        # After its own deadline a member ends the stage itself; the slack is for the leader's last calls.
+        limit = timeout_s + self.members.timeout_s + OPERATION_SLACK_S
+        self._watch = StageWatch(self._connection, self._stage, self.progress, self.name, limit)
+
+    @property
+    def on_streams(self) -> bool:
+        """Whether operations run on streams, and their end is observed by polling."""
+        return self._kind.on_streams
+
+    def set_deadline(self, timeout_s: float) -> None:
+        """End all waits from here on `timeout_s` seconds from now."""
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s
 
+    @property
+    def buckets(self) -> int:
+        """The number of broadcasts of the current sync."""
+        return self._buckets
+
+    @property
+    def stage(self) -> str:
+        """The prefix of the current stage's keys."""
+        return self._stage
+
+    @property
+    def deadline(self) -> float:
+        """When all waits of the current stage end, by `time.monotonic`."""
+        return self._deadline
+
     def key(self, *parts: str | int | None) -> str:
-        """Return the store's key of `parts` for the current sync."""
-        return "/".join([self._prefix, f"s{self._sync}", *map(str, parts)])
+        """Return the store's key of `parts` for the current stage."""
+        return "/".join([self._stage, *map(str, parts)])
 
     def _remaining(self) -> float:
         return self._deadline - time.monotonic()
@@ -210,75 +219,61 @@ class Group:
         options.rootTensor = 0
         options.timeout = timedelta(seconds=max(1.0, self._remaining()) + OPERATION_SLACK_S)
         if bucket is not None:
-            self.board.put(self.key("entered", self.rank), bucket + 1)
+            self.progress.enter(bucket)
         try:
             work = self._backend.broadcast([tensor], options)
         except RuntimeError as error:
-            raise self._broken(error, bucket) from error
+            raise self.broken(error, bucket) from error
         return PendingBroadcast(self, work, tensor, bucket)
 
     def check(self, waiting_for: str, bucket: int | None = None) -> None:
-        """Raise SyncAborted if a member has aborted, PeerTimeout if the deadline has passed."""
-        self.check_abort()
+        """Raise SyncAborted if a member has ended the stage, PeerTimeout if the deadline has passed."""
+        reason = self.abort_reason
+        if reason is not None:
+            self.progress.freeze()
+            raise SyncAborted(reason)
         if self._remaining() <= 0:
             raise self._expired(waiting_for, bucket)
 
-    def check_abort(self) -> None:
-        """Raise SyncAborted if a member has aborted."""
-        reason = self.board.get(self.abort_key)
-        if reason is not None:
-            raise SyncAborted(reason)
-
     def post_abort(self, reason: str) -> None:
-        """Release all members from their waits. A later reason does not replace the first one."""
-        if not self.aborted():
-            self.board.put(self.abort_key, reason)
+        """End the stage for all members. A later reason does not replace the first one."""
+        self.progress.freeze()
+        self.store.put_once(end_key(self._stage), {"abort": reason})
 
     def abort(self) -> None:
         """Leave this generation after a failure. Running operations end by themselves, at their deadline."""
         backend, self._backend = self._backend, None
         if backend is None:
             return
-        if self.layout.backend == "nccl":
+        if self._kind.on_streams:
             backend.abort()
         _ABORTED.append(backend)
 
     def close(self) -> None:
-        """Leave a group in which no operation is running and nothing has failed."""
+        """Leave a group in which no operation is running and nothing has failed here.
+
+        NCCL's orderly shutdown would wait for all members, of which some may have aborted.
+        """
         if self._backend is not None:
-            self._backend.shutdown()
+            if self._kind.on_streams:
+                self._backend.abort()
+            else:
+                self._backend.shutdown()
             self._backend = None
 
-    def late_members(self, bucket: int) -> list[str]:
-        """Return the other members that have not entered the broadcast of `bucket`; if all have, those still in it."""
-        others = [i for i in range(len(self.members)) if i != self.rank]
-        for stage in ("entered", "left"):
-            done = {i: self.board.get(self.key(stage, i)) or 0 for i in others}
-            late = [self.members[i] for i in others if done[i] <= bucket]
-            if late:
-                return late
-        return []
-
     def _expired(self, waiting_for: str, bucket: int | None) -> PeerTimeout:
-        """Return the error of an expired wait, which names the late members of a broadcast."""
-        waited = time.monotonic() - self._started
-        if bucket is None:
-            return PeerTimeout(f"{self.name} waited {waited:.1f} s for {waiting_for}")
-        late = self.late_members(bucket)
-        names = ", ".join(late) if late else "the network"
-        return PeerTimeout(
-            f"{self.name} waited {waited:.1f} s for {names} in bucket {bucket + 1} of {self._buckets}",
-            failed_members=late,
-        )
+        """Return the error of an expired wait. The leader finds out which member was missing."""
+        self.progress.freeze(expired=True)
+        where = "" if bucket is None else f" in bucket {bucket + 1} of {self._buckets}"
+        return PeerTimeout(f"{self.name} waited {time.monotonic() - self._started:.1f} s for {waiting_for}{where}")
 
-    def _broken(self, error: Exception, bucket: int | None) -> ConnectionLost | PeerTimeout:
-        """Return the error to raise for a broadcast that failed with `error`."""
+    def broken(self, error: Exception, bucket: int | None = None) -> ConnectionLost | PeerTimeout:
+        """Return the error to raise for an operation that failed with `error`."""
         if self._remaining() <= 0:
             return self._expired("a broadcast", bucket)
+        self.progress.freeze()
         where = "" if bucket is None else f" in bucket {bucket + 1} of {self._buckets}"
-        late = [] if bucket is None else self.late_members(bucket)
-        behind = f"; members that are behind: {', '.join(late)}" if late else ""
-        return ConnectionLost(f"{self.name} lost its connection{where}: {_first_line(error)}{behind}")
+        return ConnectionLost(f"{self.name} lost its connection{where}: {_first_line(error)}")
 
 
 class PendingBroadcast:
@@ -293,18 +288,20 @@ class PendingBroadcast:
         `what`: what is waited for, for the error.
         """
         group = self._group
+        if self._bucket is not None:
+            group.progress.wait_in_broadcast(self._bucket)
         while not self._done():
             group.check(what, self._bucket)
         try:
             self._work.wait()  # it is complete: this makes the current stream wait for it, and raises its error
         except RuntimeError as error:
-            raise group._broken(error, self._bucket) from error
+            raise group.broken(error, self._bucket) from error
         if self._bucket is not None:
-            group.board.put(group.key("left", group.rank), self._bucket + 1)
+            group.progress.work(f"works after bucket {self._bucket + 1} of {group.buckets}")
 
     def _done(self) -> bool:
         """Wait at most POLL_S, and tell whether the broadcast has ended."""
-        if self._group.layout.backend == "nccl":
+        if self._group.on_streams:
             deadline = time.monotonic() + POLL_S
             while not self._work.is_completed():
                 if time.monotonic() > deadline:
@@ -319,12 +316,49 @@ class PendingBroadcast:
         return True
 
 
-def names_of(layout: GroupMembers, failed_members: Sequence[str]) -> list[str]:
+def end_forming(store: SyncStore, generation: int, reason: str | None) -> None:
+    """End the forming of a generation's group for all members: with an error, or with None as formed."""
+    if reason is None:
+        store.put_once(end_key(f"g{generation}/connect"), {"formed": True})
+        return
+    for stage in ("ready", "connect"):
+        store.put_once(end_key(f"g{generation}/{stage}"), {"abort": reason})
+
+
+def forming_failed(store: SyncStore, generation: int) -> bool:
+    """Tell whether the forming of a generation's group was ended by an error."""
+    ends = (store.get(end_key(f"g{generation}/{stage}")) for stage in ("ready", "connect"))
+    return any(end is not None and "abort" in end for end in ends)
+
+
+def await_members(store: SyncStore, members: GroupMembers, timeout_s: float) -> None:
+    """Wait until all members of a new group are ready, and let them connect. Called by the leader only.
+
+    Raises PeerTimeout, on all members, that names those that did not come within `timeout_s` seconds.
+    """
+    stage = f"g{members.generation}/ready"
+    keys = {f"{stage}/ready/{rank}": name for rank, name in enumerate(members.names)}
+    deadline = time.monotonic() + timeout_s
+    pause = 0.002
+    while not store.has(list(keys)):
+        if forming_failed(store, members.generation):
+            return
+        if time.monotonic() > deadline:
+            absent = [name for key, name in keys.items() if not store.has([key])]
+            reason = f"waited {timeout_s:.0f} s for {', '.join(absent)} to join the weight-sync group"
+            end_forming(store, members.generation, reason)
+            raise PeerTimeout(reason, failed_members=absent)
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_S)
+    store.put_once(end_key(stage), {"ready": True})
+
+
+def names_of(members: GroupMembers, failed_members: Sequence[str]) -> list[str]:
     """Return the replicas that the given names (`engine replica 1`, `engine replica 1 worker 0`) belong to."""
-    workers = {name: layout.replica_of(rank) for rank, name in enumerate(layout.members)}
-    workers |= {f"engine {name}": index for index, name in enumerate(layout.replicas)}
+    workers = {name: members.replica_of(rank) for rank, name in enumerate(members.names)}
+    workers |= {f"engine {name}": index for index, name in enumerate(members.replicas)}
     found = {workers.get(name) for name in failed_members}
-    return [layout.replicas[index] for index in sorted(index for index in found if index is not None)]
+    return [members.replicas[index] for index in sorted(index for index in found if index is not None)]
 
 
 def _first_line(error: BaseException) -> str:

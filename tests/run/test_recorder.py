@@ -170,17 +170,21 @@ def test_a_step_is_written_with_totals_times_and_throughput(
 
 def test_the_start_up_belongs_to_no_step(config: Config, open_recorder: Callable[..., Recorder]) -> None:
     recorder = open_recorder()
-    recorder.sync(0, SyncReport(version=0, seconds=3.0, bytes=8, buckets=1, digest_seconds=0.5))
+    recorder.sync(0, SyncReport(version=0, seconds=3.0, bytes=8, buckets=1, digest_seconds=0.5, pause_seconds=1.5))
     with recorder.phase("sync"):
         pass
     try:
         recorder.start_clock()
     finally:
         gc.unfreeze()
-    recorder.sync(1, SyncReport(version=1, seconds=2.0, bytes=8, buckets=1, digest_seconds=0.5, restarted=("a",)))
+    recorder.sync(
+        1,
+        SyncReport(version=1, seconds=2.0, bytes=8, buckets=1, digest_seconds=0.5, pause_seconds=1.0, restarted=("a",)),
+    )
     take_step(recorder, config)
     (line,) = lines(config.run_dir / "metrics.jsonl")
     assert (line["sync/seconds"], line["sync/version"], line["sync/restarted_replicas"]) == (2.0, 1, 1)
+    assert line["sync/pause_seconds"] == 1.0
     assert line["time/sync"] == 0.0
 
 
@@ -188,7 +192,7 @@ def test_an_evaluation_is_written_at_the_steps_done_with_its_version(
     config: Config, open_recorder: Callable[..., Recorder]
 ) -> None:
     recorder = open_recorder()
-    recorder.sync(5, SyncReport(version=5, seconds=1.0, bytes=8, buckets=1, digest_seconds=0.1))
+    recorder.sync(5, SyncReport(version=5, seconds=1.0, bytes=8, buckets=1, digest_seconds=0.1, pause_seconds=0.5))
     recorder.evaluation(3, 5, "step_3", [report(version=5), replace(report(0.0, 5), name="other")])
     held_out, other = lines(config.run_dir / "metrics.jsonl")
     assert (held_out["step"], held_out["eval/version"], held_out["eval/held_out/greedy"]) == (3, 5, 0.5)
@@ -198,7 +202,7 @@ def test_an_evaluation_is_written_at_the_steps_done_with_its_version(
     kept = {part.key: part.state_dict() for part in recorder.parts}["metrics"]
     ours = ("eval/held_out/", "eval/other/")
     assert kept == {name: value for name, value in (held_out | other).items() if name.startswith(ours)}
-    recorder.sync(6, SyncReport(version=6, seconds=1.0, bytes=8, buckets=1, digest_seconds=0.1))
+    recorder.sync(6, SyncReport(version=6, seconds=1.0, bytes=8, buckets=1, digest_seconds=0.1, pause_seconds=0.5))
     assert {part.key: part.state_dict() for part in recorder.parts}["metrics"] == {}
 
 
@@ -235,7 +239,7 @@ def test_another_rank_writes_nothing_and_measures_all_the_same(
     recorder = open_recorder(rank=1)
     recorder.say("waiting")
     recorder.status("training")
-    recorder.sync(1, SyncReport(version=1, seconds=1.0, bytes=8, buckets=1, digest_seconds=0.1))
+    recorder.sync(1, SyncReport(version=1, seconds=1.0, bytes=8, buckets=1, digest_seconds=0.1, pause_seconds=0.5))
     take_step(recorder, config)
     recorder.evaluation(1, 1, "step_1", [report()])
     recorder.roll_back(0)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megarl.models.gather import GatherRequest
 from megarl.weights.buckets import unpack_manifest
 from megarl.weights.receiver import Receiver
-from megarl.weights.transport import Group, GroupMembers, SyncStore
+from megarl.weights.store import SyncStore
+from megarl.weights.transport import Group, GroupMembers
 
 
 @dataclass(frozen=True)
@@ -24,19 +26,51 @@ class Entry:
 
 
 class ListExporter:
-    """`HFExporter`'s interface over tensors that every rank has; `owner(name)` decides who yields what."""
+    """`HFExporter`'s interface over tensors that every rank has; `owner(name)` decides who sends what."""
 
     def __init__(
         self, tensors: dict[str, torch.Tensor], rank: int = 0, owner: Callable[[str], int] = lambda _: 0
     ) -> None:
         self.tensors, self._rank, self._owner = tensors, rank, owner
+        self.before_copy: Callable[[int], None] = lambda _: None
 
     def manifest(self) -> list[Entry]:
         return [Entry(n, tuple(t.shape), t.dtype, self._owner(n)) for n, t in self.tensors.items()]
 
-    def stream(self) -> Iterator[tuple[Entry, torch.Tensor | None]]:
-        for entry in self.manifest():
-            yield entry, self.tensors[entry.name] if entry.owner == self._rank else None
+    def gathers(self, requests: Sequence[GatherRequest], device: torch.device) -> list[ListGather | None]:
+        owners = [entry.owner for entry in self.manifest()]
+        return [self.gather(r, owned=owners[r.rows[0].tensor] == self._rank) for r in requests]
+
+    def gather(self, request: GatherRequest, owned: bool) -> ListGather | None:
+        return ListGather(self, request) if owned else None
+
+
+class ListGather:
+    """A gather without peers: the owner has all rows. `before_copy` is called with the number of each tensor."""
+
+    owned = True
+
+    def __init__(self, exporter: ListExporter, request: GatherRequest) -> None:
+        self._exporter, self._request = exporter, request
+
+    def copy(self) -> None:
+        tensors = list(self._exporter.tensors.values())
+        for rows, target in zip(self._request.rows, self._request.targets, strict=True):
+            self._exporter.before_copy(rows.tensor)
+            tensor = tensors[rows.tensor]
+            target.copy_(tensor[rows.start : rows.stop] if tensor.dim() else tensor)
+
+    def post(self) -> None:
+        """There is nobody to receive from."""
+
+    def done(self, timeout_s: float | None) -> bool:
+        return True
+
+    def finish(self) -> None:
+        """Everything was copied."""
+
+    def unfinished_peers(self) -> tuple[int, ...]:
+        return ()
 
 
 class DictLoader:
@@ -86,11 +120,11 @@ class FakeReplica:
 
     def _init_weight_transfer(self, info: dict[str, Any]) -> None:
         plan = unpack_manifest(info["manifest"], info["plan_hash"])
-        layout = GroupMembers.from_json(info["layout"])
+        members = GroupMembers.from_json(info["members"])
 
         def join(worker: int) -> Receiver:
-            board = SyncStore(info["host"], info["port"])
-            group = Group(board, layout, layout.offset(info["replica"]) + worker)
+            store = SyncStore(info["host"], info["port"])
+            group = Group(store, members, members.offset(info["replica"]) + worker)
             group.join(info["timeout_s"])
             return Receiver(group, plan, self.loaders[worker], torch.device("cpu"))
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.common.errors import WeightSyncError
-from megarl.weights import bucket_packer as packing
-from megarl.weights.buckets import bucket_plan, pack_manifest
+from megarl.weights.bucket_packer import BucketPacker
+from megarl.weights.buckets import Bucket, bucket_plan, pack_manifest
 from megarl.weights.sender import SyncSettings, WeightSender
 from tests.support.fake_engines import ListExporter
 from tests.support.live_engine import LivePool, LiveReplica, Response, reference
@@ -119,7 +119,7 @@ def test_an_engine_that_reloads_refuses_a_plan_without_limit(engine: Setup) -> N
     With TP2 the replica must be restarted: after an error vLLM 0.32 takes the other worker's answer for the next one's.
     """
     plan = bucket_plan(engine.exporter.manifest(), SETTINGS.bucket_bytes, None)
-    info = {"host": "127.0.0.1", "port": 1, "layout": "", "replica": 0, "timeout_s": 1.0}
+    info = {"host": "127.0.0.1", "port": 1, "members": "", "replica": 0, "timeout_s": 1.0}
     info |= {"manifest": pack_manifest(plan), "plan_hash": plan.hash}
     with pytest.raises(Exception, match="needs an engine that loads in place"):
         engine.replica.call("init_weight_transfer", info, timeout_s=30.0)
@@ -165,20 +165,14 @@ def test_a_corrupt_sync_is_not_published(engine: Setup, monkeypatch: pytest.Monk
     engine.publish(1)
     way = "layer-wise reload: a test asks for it" if len(engine.workers) == 1 else "in place by recorded copies"
     assert engine.replica.ask_workers("loaded") == [way] * len(engine.workers)
-    seal = packing.Sending._seal
+    seal = BucketPacker.seal
 
-    def corrupted(self, bucket, buffer) -> None:  # type: ignore[no-untyped-def]
-        put = self._ready.put
+    def corrupted(self: BucketPacker, bucket: Bucket, version: int) -> int:
+        value = seal(self, bucket, version)
+        self.wire(bucket)[77] ^= 4 if bucket.index == 6 else 0
+        return value
 
-        def flip(full: torch.Tensor) -> None:
-            full[77] ^= 4 if bucket.index == 6 else 0
-            put(full)
-
-        monkeypatch.setattr(self._ready, "put", flip)
-        seal(self, bucket, buffer)
-        monkeypatch.setattr(self._ready, "put", put)
-
-    monkeypatch.setattr(packing.Sending, "_seal", corrupted)
+    monkeypatch.setattr(BucketPacker, "seal", corrupted)
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match="bucket 7 of version 2") as info:
         engine.publish(2)

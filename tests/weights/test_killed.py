@@ -90,8 +90,10 @@ def test_a_receiver_lost_in_mid_sync_is_named_within_the_deadline(victim: Proces
     if end == signal.SIGKILL:
         assert elapsed < DEADLINE_S, "a closed connection is noticed before the deadline"
     else:
-        assert "waited" in str(info.value) and "replica 1 worker 0 in bucket" in str(info.value), info.value
+        assert "waited" in str(info.value) and "for engine replica 1 worker 0 in the broadcast" in str(info.value), (
+            info.value
+        )
     assert [name for name in info.value.failed_members if "replica 1" not in name] == []
     assert info.value.failed_members and info.value.needs_restart == ("replica 0", "replica 1")
     assert survivor.version == "0" and not survivor.serving
-    assert not [t for t in threading.enumerate() if t.name == "weight-broadcast"], "no thread is left waiting"
+    assert not [t for t in threading.enumerate() if t.name == "weight-sync-watch"], "no thread is left waiting"

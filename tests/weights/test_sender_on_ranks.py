@@ -34,6 +34,19 @@ def test_all_ranks_learn_of_a_failed_engine_and_stay_in_step(world: Callable[[in
             assert result["failed_members"] == ("engine replica 1 worker 0",)
 
 
+@pytest.mark.parametrize(("how", "owners"), [("sleep", "one"), ("sleep", "stages"), ("stop", "stages")])
+def test_a_rank_that_hangs_in_a_gather_is_named_by_all_others_in_time(
+    world: Callable[[int], World], how: str, owners: str
+) -> None:
+    """With "one" owner rank 1 sends to nobody but rank 0; with "stages" the engines wait for rank 1 too."""
+    results = world(4).run("tests.support.ranks.weight_sync:publish_while_a_rank_hangs", how=how, owners=owners)
+    for rank in (0, 2, 3):
+        result = results[rank]
+        assert result["failed_members"] == ("trainer rank 1",), result["error"]
+        assert result["seconds"] < 5.0 + 3.0, "within the deadline of 5 s, and 3 s for the answers"
+        assert "trainer rank 0 waited" in result["error"] or "trainer rank 1" in result["error"]
+
+
 @pytest.mark.parametrize(
     ("family", "sizes", "senders"),
     [

@@ -47,8 +47,8 @@ from megarl.config.schema import Config
 from megarl.models.export import copy_side_files
 from megarl.models.source import HF_FILES, hf_files
 from megarl.trainer.policy import Policy
-from megarl.weights.sender import own_address
-from megarl.weights.transport import SyncStore
+from megarl.weights.sender import reachable_address
+from megarl.weights.store import SyncStore
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Checkpointer:
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._pending: _RunningSave | None = None
         self._saves = 0
-        self._board: SyncStore | None = None
+        self._store: SyncStore | None = None
 
     def due(self, steps_done: int) -> bool:
         """Tell whether to save: every `checkpoint.every` steps, and after the last step."""
@@ -106,7 +106,7 @@ class Checkpointer:
         if step == self.newest:
             return True
         started = time.monotonic()
-        board = self._board = self._board or self._open_board()
+        store = self._store = self._store or self._open_store()
         partial, error = self._first_rank(lambda: self._begin(step))
         if partial is None:
             self._failed(step, error)
@@ -115,10 +115,10 @@ class Checkpointer:
         self._saves += 1
         content = {**self._own_record(step), **(record or {})}
         pending = _RunningSave(step, write, content, f"save/{self._saves}", started + self.config.timeouts.save_s)
-        write.start(lambda written: board.put(f"{pending.key}/{self._rank}", written.to_text()))
+        write.start(lambda written: store.put(f"{pending.key}/{self._rank}", written.to_text()))
         if self._rank == 0:
             pending.finisher = threading.Thread(
-                target=self._finish, args=(pending, board), name="checkpoint-finisher", daemon=True
+                target=self._finish, args=(pending, store), name="checkpoint-finisher", daemon=True
             )
             pending.finisher.start()
         self._pending = pending
@@ -153,7 +153,7 @@ class Checkpointer:
         self.newest = pending.step
         return True
 
-    def _finish(self, pending: _RunningSave, board: SyncStore) -> None:
+    def _finish(self, pending: _RunningSave, store: SyncStore) -> None:
         """Complete the checkpoint after every rank has written. Runs in a thread of rank 0; an error is the outcome."""
         started = time.monotonic()
         try:
@@ -161,9 +161,9 @@ class Checkpointer:
             for rank in range(self._world):
                 patience = max(0.0, pending.deadline - time.monotonic())
                 key = f"{pending.key}/{rank}"
-                text = board.wait(key, patience, f"trainer rank {rank} to write its shards")
+                text = store.wait(key, patience, f"trainer rank {rank} to write its shards")
                 everyone.append(Written.from_text(text))
-                board.drop(key)
+                store.drop(key)
             errors = [f"rank {rank}: {written.error}" for rank, written in enumerate(everyone) if written.error]
             if errors:
                 raise OSError("; ".join(errors))
@@ -173,13 +173,13 @@ class Checkpointer:
             logger.exception("completing the checkpoint of step %d", pending.step)
             pending.outcome = (None, str(error) or repr(error))
 
-    def _open_board(self) -> SyncStore:
+    def _open_store(self) -> SyncStore:
         """Open the store in which the writing threads report to rank 0."""
         if self._rank == 0:
-            board = SyncStore(own_address(), 0, server=True)
-        place: list[Any] = [[board.host, board.port] if self._rank == 0 else None]
+            store = SyncStore(reachable_address(), 0, server=True)
+        place: list[Any] = [[store.host, store.port] if self._rank == 0 else None]
         torch.distributed.broadcast_object_list(place, src=0, group=self._group)
-        return board if self._rank == 0 else SyncStore(*place[0])
+        return store if self._rank == 0 else SyncStore(*place[0])
 
     def restore(self, prepare: Callable[[Candidate], None]) -> dict[str, Any] | None:
         """Load the checkpoint that `checkpoint.resume` selects. Return its record, or None for a new run.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from megarl.models.export import HFExporter, save_hf
+from megarl.models import gather as gather_module
+from megarl.models.export import ExportedTensor, HFExporter, save_hf
 from megarl.models.families import FAMILIES
+from megarl.models.gather import GatherRequest, Rows
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
 from megarl.models.loader import load_hf_weights
@@ -171,3 +173,56 @@ def shard_attributes(model_dir: str, initialize: bool) -> dict[str, tuple[Any, .
             name: tuple(getattr(parameter, attribute, None) for attribute in names)
             for name, parameter in chunk.named_parameters()
         }
+
+
+def gathered_rows(model_dir: str, seed: int, dtype: str, direct_bytes: int, **sizes: Any) -> int:
+    """Gather random rows of several tensors at a time, twice, the second time after the weights have changed.
+
+    `direct_bytes`: the size from which blocks have a message of their own.
+    Returns how many of this rank's gathers had messages to send or receive.
+    """
+    layout = make_layout(**sizes)
+    with use_layout(layout), patch.object(gather_module, "DIRECT_BYTES", direct_bytes):
+        info, _, chunks = load(model_dir, layout)
+        exporter = HFExporter(chunks, info, getattr(torch, dtype))
+        manifest = exporter.manifest()
+        generator = torch.Generator().manual_seed(seed)
+        owners: dict[int, list[int]] = {}
+        for number, item in enumerate(manifest):
+            owners.setdefault(item.owner, []).append(number)
+        requests = [random_request(manifest, own, generator) for own in owners.values() for _ in range(12)]
+        gathers = exporter.gathers(requests, torch.device("cpu"))
+        for _ in range(2):
+            whole = {item.name: value.clone() for item, value in exporter.stream() if value is not None}
+            for request, gather in zip(requests, gathers, strict=True):
+                if gather is None:
+                    continue
+                for target in request.targets:
+                    target.fill_(float("nan"))
+                gather.copy()
+                gather.post()
+                assert gather.done(30.0) and gather.unfinished_peers() == ()
+                gather.finish()
+                if gather.owned:
+                    for rows, target in zip(request.rows, request.targets, strict=True):
+                        expected = whole[manifest[rows.tensor].name][rows.start : rows.stop]
+                        assert torch.equal(target, expected), manifest[rows.tensor].name
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.data = parameter.data + 1.0  # in new memory
+        return sum(gather is not None and bool(gather.peers) for gather in gathers)
+
+
+def random_request(manifest: Sequence[ExportedTensor], own: list[int], generator: torch.Generator) -> GatherRequest:
+    """Up to six tensors of one owner, in order, and some of their rows; with targets on every rank."""
+
+    def below(stop: int) -> int:
+        return int(torch.randint(0, stop, (1,), generator=generator))
+
+    rows, targets = [], []
+    for number in sorted({own[below(len(own))] for _ in range(6)}):
+        shape = manifest[number].shape
+        start = below(shape[0])
+        rows.append(Rows(number, start, start + 1 + below(shape[0] - start)))
+        targets.append(torch.empty((rows[-1].stop - start, *shape[1:]), dtype=manifest[number].dtype))
+    return GatherRequest(tuple(rows), tuple(targets))

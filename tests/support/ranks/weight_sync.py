@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ from safetensors.torch import load_file
 
 from megarl.common.errors import WeightSyncError
 from megarl.models.export import HFExporter
+from megarl.models.gather import GatherRequest, GlooWaiter
 from megarl.weights.sender import SyncSettings, WeightSender
-from tests.support.fake_engines import Entry, FakePool, ListExporter, random_tensors
+from tests.support.fake_engines import FakePool, ListExporter, ListGather, random_tensors
 from tests.support.ranks.layouts import make_layout, use_layout
 from tests.support.ranks.models import load
 
@@ -21,12 +25,48 @@ SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=20.0, restart_s=20
 
 
 class GatheringExporter(ListExporter):
-    """Every rank takes part in an (imitated) gather of every tensor, whoever owns it."""
+    """Every rank takes part in an (imitated) gather of every bucket, whoever owns it.
 
-    def stream(self) -> Iterator[tuple[Entry, torch.Tensor | None]]:
-        for entry, tensor in super().stream():
-            torch.distributed.all_reduce(torch.zeros(4))
-            yield entry, tensor
+    The messages have a group of their own: after a failure some are left over.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=30))
+        self.waiter = GlooWaiter()
+
+    def gather(self, request: GatherRequest, owned: bool) -> ListGather:
+        owner = self.manifest()[request.rows[0].tensor].owner
+        return TokenGather(self, request, owner, owned)
+
+
+class TokenGather(ListGather):
+    """The owner has all rows, and receives four numbers from every other rank."""
+
+    def __init__(self, exporter: GatheringExporter, request: GatherRequest, owner: int, owned: bool) -> None:
+        super().__init__(exporter, request)
+        self._exporter: GatheringExporter = exporter
+        self.owned = owned
+        others = [rank for rank in range(torch.distributed.get_world_size()) if rank != owner]
+        self._peers = others if owned else [owner]
+        self._sent: dict[int, Future[None]] = {}
+
+    def copy(self) -> None:
+        if self.owned:
+            super().copy()
+        else:
+            self._exporter.before_copy(self._request.rows[0].tensor)
+
+    def post(self) -> None:
+        transfer = torch.distributed.irecv if self.owned else torch.distributed.isend
+        group, waiter = self._exporter.group, self._exporter.waiter
+        self._sent = {peer: waiter.wait(transfer(torch.zeros(4), peer, group=group)) for peer in self._peers}
+
+    def done(self, timeout_s: float | None) -> bool:
+        return not wait(self._sent.values(), timeout_s).not_done
+
+    def unfinished_peers(self) -> tuple[int, ...]:
+        return tuple(peer for peer, future in self._sent.items() if not future.done())
 
 
 OWNERS = {
@@ -52,6 +92,7 @@ def publish_with(owners: str) -> dict[str, Any]:
             assert_equal(pool, exporter.tensors)
             assert [replica.version for replica in pool.replicas()] == [str(version)] * 2
     sender.close()
+    torch.distributed.destroy_process_group(exporter.group)
     return {"senders": sender.plan.owners, "reports": [r.__dict__ for r in reports]}
 
 
@@ -76,6 +117,53 @@ def publish_while_an_engine_fails(restarts: int) -> dict[str, Any]:
     torch.distributed.barrier()
     if pool is not None and result["restarted"]:
         assert_equal(pool, exporter.tensors)
+    torch.distributed.destroy_process_group(exporter.group)
+    return result
+
+
+def publish_while_a_rank_hangs(how: str, owners: str) -> dict[str, Any]:
+    """Rank 1 hangs in a gather: its thread sleeps ("sleep"), or its process is stopped ("stop").
+
+    All other ranks raise; then rank 1 goes on, and all groups are in step again.
+    """
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    pids: list[int] = [0] * world
+    torch.distributed.all_gather_object(pids, os.getpid())
+    store = torch.distributed.distributed_c10d._get_default_store()
+    release = f"hang/{how}/{owners}"
+    pool = FakePool(1, 1) if rank == 0 else None
+    exporter = GatheringExporter(random_tensors(), rank, lambda name: OWNERS[owners](name, world))
+    sender = WeightSender(SyncSettings(**{**SETTINGS.__dict__, "sync_s": 5.0}), exporter)
+    sender.connect(pool)
+    sender.publish(0)
+    hung: list[int] = []
+
+    def before_copy(tensor: int) -> None:
+        if tensor < 9 or hung:
+            return
+        hung.append(tensor)
+        if how == "stop" and rank == 0:
+            os.kill(pids[1], signal.SIGSTOP)
+        if how == "sleep" and rank == 1:
+            store.wait([release], timedelta(seconds=40))
+
+    exporter.before_copy = before_copy
+    torch.distributed.barrier()
+    start = time.monotonic()
+    result: dict[str, Any] = {"error": None, "failed_members": ()}
+    try:
+        sender.publish(1)
+    except WeightSyncError as error:
+        result = {"error": str(error), "failed_members": tuple(error.failed_members)}
+    result["seconds"] = time.monotonic() - start
+    store.add(f"{release}/raised", 1)
+    if rank == 0:
+        while store.add(f"{release}/raised", 0) < world - 1:
+            time.sleep(0.05)
+        os.kill(pids[1], signal.SIGCONT)
+        store.set(release, "now")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group(exporter.group)
     return result
 
 

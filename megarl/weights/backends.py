@@ -1,0 +1,71 @@
+"""The process groups by which the members of a weight sync broadcast: gloo on CPU, NCCL on CUDA."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, ProcessGroupGloo
+
+
+@dataclass(frozen=True)
+class Place:
+    """One member's place in a group, and timeouts in seconds: for connecting, and for each operation."""
+
+    name: str
+    rank: int
+    size: int
+    connect_s: float
+    operation_s: float
+
+
+@dataclass(frozen=True)
+class BackendKind:
+    """How members communicate. `make` connects one member."""
+
+    device: str  # the type of the device whose tensors are sent
+    on_streams: bool  # operations run on streams of the device, not on the host
+    make: Callable[[PrefixStore, Place], Any]  # a process group; torch declares no type for its backends' methods
+
+
+@contextmanager
+def blocking_wait() -> Iterator[None]:
+    """Set the variable with which a ProcessGroupNCCL made inside reports errors and timeouts by its works alone.
+
+    Otherwise NCCL's watchdog ends the whole process after a timeout or a peer's death: a trainer rank would die of a
+    dead engine.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _make_gloo(store: PrefixStore, place: Place) -> ProcessGroupGloo:
+    return ProcessGroupGloo(store, place.rank, place.size, timeout=timedelta(seconds=place.connect_s))
+
+
+def _make_nccl(store: PrefixStore, place: Place) -> object:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    # NCCL's operations have the timeout of their group, whatever a single call asks for.
+    options._timeout = timedelta(seconds=place.operation_s)
+    with blocking_wait():
+        return ProcessGroupNCCL(store, place.rank, place.size, options)
+
+
+BACKENDS = {
+    "gloo": BackendKind("cpu", on_streams=False, make=_make_gloo),
+    "nccl": BackendKind("cuda", on_streams=True, make=_make_nccl),
+}
