@@ -1,6 +1,7 @@
 """The receiving half of a weight sync: receives each bucket, checks its digest, loads its tensors.
 
-While one bucket is checked and loaded, the next one is received. A bucket whose digest differs from its trailer is
+While one bucket is checked and loaded, the next one is received; after a part of a split tensor only when the part has
+left its buffer, because the whole tensor takes memory too. A bucket whose digest differs from its trailer is
 never loaded. Independent of vLLM: a `Loader` loads the tensors.
 
 Shapes: B bytes of a flat uint8 buffer.
@@ -89,19 +90,21 @@ class Receiver:
         buckets = self.plan.buckets
         on_wire = [self._post(buckets[0])] if buckets else []
         for bucket in buckets:
+            split = self.plan.is_split(bucket)
             buffer_B, pending = on_wire.pop()
             start = time.perf_counter()
             pending.wait()
             del pending  # it refers to the buffer
             arrived = time.perf_counter()
-            if bucket.index + 1 < len(buckets):
-                on_wire.append(self._post(buckets[bucket.index + 1]))
+            if not split:
+                on_wire += self._post_after(bucket)
             posted = time.perf_counter()
             digests.append(self._check(buffer_B, bucket, version))
             checked = time.perf_counter()
             tensors = assembler.tensors(bucket, buffer_B)
-            if self.plan.is_split(bucket):
-                del buffer_B  # its content was copied, and loading a large tensor needs the memory
+            if split:
+                del buffer_B  # its content was copied, and a large tensor needs the memory
+                on_wire += self._post_after(bucket)
                 self._loader.load(tensors)
             else:
                 self._loader.load(tensors)
@@ -113,6 +116,11 @@ class Receiver:
         assembler.close()
         self._buffers.clear()
         return {"digests": digests, "seconds": seconds, "loaded": self._loader.way}
+
+    def _post_after(self, bucket: Bucket) -> list[tuple[torch.Tensor, PendingBroadcast]]:
+        """Start to receive the bucket after this one, if there is one."""
+        following = self.plan.buckets[bucket.index + 1 : bucket.index + 2]
+        return [self._post(each) for each in following]
 
     def _post(self, bucket: Bucket) -> tuple[torch.Tensor, PendingBroadcast]:
         """Start to receive a bucket. Return its buffer and the broadcast."""
