@@ -11,9 +11,9 @@ Shapes: B bytes of a flat uint8 buffer; a shard, a target and the blocks of both
 from __future__ import annotations
 
 import math
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -329,28 +329,34 @@ class _Copies:
 
 
 class GlooWaiter:
-    """Waits for gloo's messages in a daemon thread, in the order of the calls.
+    """Waits for gloo's messages in a daemon thread, in the order of the calls. The thread ends when there are none.
 
     gloo's sends and receives (torch 2.13) never become complete by polling, and a wait that times out closes all
     connections of the group. So only a thread that waits as long as the group allows can tell when they end.
     """
 
     def __init__(self) -> None:
-        self._works: queue.SimpleQueue[tuple[Work, Future[None]]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._works: deque[tuple[Work, Future[None]]] = deque()
+        self._lock = threading.Lock()
+        self._running = False
 
     def wait(self, work: Work) -> Future[None]:
         """Return a future that is done when `work` is, with its error if it failed."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="gather-waiter", daemon=True)
-            self._thread.start()
         future: Future[None] = Future()
-        self._works.put((work, future))
+        with self._lock:
+            self._works.append((work, future))
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="gather-waiter", daemon=True).start()
         return future
 
     def _run(self) -> None:
         while True:
-            work, future = self._works.get()
+            with self._lock:
+                if not self._works:
+                    self._running = False
+                    return
+                work, future = self._works.popleft()
             try:
                 work.wait()
                 future.set_result(None)

@@ -335,6 +335,8 @@ class WeightSender:
         if "abort" in end:
             self._store.put(self._group.key("outcome"), outcome)
         self._engines.forget(self._group, stage)
+        # Every member has seen the end of the sync before the last one.
+        self._store.drop(end_key(f"g{self._generation}/s{self._sync - 3}"))
         return outcome
 
     def _outcome(

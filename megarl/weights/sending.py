@@ -70,7 +70,7 @@ class Sending:
         self._rank, self._version = rank, version
         self._posted: deque[tuple[int, RowGather]] = deque()  # gathers in which this rank sends, by bucket
         self._broadcasts: deque[tuple[Bucket, PendingBroadcast]] = deque()  # at most two
-        self._next = 0  # the bucket whose gather has not begun
+        self._next = 0  # the first bucket whose gather has not been posted
         self.digests: dict[int, int] = {}
         self.seconds = {"gather": 0.0, "digest": 0.0, "broadcast": 0.0}
 
@@ -119,8 +119,8 @@ class Sending:
     def _begin_gather(self, bucket: Bucket, check: Check) -> None:
         """Take part in the gather of a bucket. It has ended afterwards on the owner; other ranks may still send."""
         gather = self._gathers[bucket.index]
-        self._next = bucket.index + 1
         if gather is None:
+            self._next = bucket.index + 1
             return
         start = time.perf_counter()
         if gather.owned:
@@ -142,6 +142,7 @@ class Sending:
             gather.post()
         except RuntimeError as error:
             raise self._group.broken(error) from error
+        self._next = bucket.index + 1
         self._posted.append((bucket.index, gather))
 
     def _await_gathers(self, left: int, check: Check) -> None:

@@ -115,7 +115,7 @@ class Group:
     def join(self, timeout_s: float) -> None:
         """Report this member ready, wait until all are, and connect. Every member must call it.
 
-        The leader ends the stage `ready` when all members have come (`leader.await_members`), or names the absent ones.
+        The leader ends the stage `ready` when all members have come (`await_members`), or names the absent ones.
         """
         assert self.rank is not None, "a trainer rank that broadcasts nothing is not a member"
         self.enter("ready", timeout_s + OPERATION_SLACK_S)  # the leader's own wait ends first, and names the absent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,3 +76,31 @@ def test_segments_that_adjoin_are_merged() -> None:
     pieces = [piece(0, 0, 2), piece(0, 2, 5), piece(1, 0, 1), piece(0, 5, 6), piece(None, 0, 3), piece(0, 9, 10)]
     entry = SimpleNamespace(pieces=lambda rank, size: pieces)
     assert gather.segments(entry, 0, 0, 1) == [(0, 0, 5), (6, 5, 6), (10, 9, 10)]  # type: ignore[arg-type]
+
+
+class SlowWork:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.go, self._error = threading.Event(), error
+
+    def wait(self) -> None:
+        assert self.go.wait(20.0)
+        if self._error is not None:
+            raise self._error
+
+
+def test_the_waiter_tells_when_messages_end_and_leaves_no_thread() -> None:
+    waiter = GlooWaiter()
+    works = [SlowWork(), SlowWork(RuntimeError("lost")), SlowWork()]
+    futures = [waiter.wait(work) for work in works]  # type: ignore[arg-type]
+    assert not any(future.done() for future in futures)
+    for work in works:
+        work.go.set()
+    assert futures[0].result(20.0) is None and futures[2].result(20.0) is None
+    assert isinstance(futures[1].exception(20.0), RuntimeError)
+    deadline = time.monotonic() + 20.0
+    while any(each.name == "gather-waiter" for each in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [each for each in threading.enumerate() if each.name == "gather-waiter"]
+    again = SlowWork()
+    again.go.set()
+    assert waiter.wait(again).result(20.0) is None  # type: ignore[arg-type]
