@@ -12,16 +12,20 @@ from megarl.commands.doctor.report import Finding, Report
 def examine() -> Report:
     """Return all findings of this machine. Imports torch; the imports of a run happen in processes of their own."""
     findings: list[Finding] = []
-    cuda = False
+    cuda = built_for_cuda = False
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that torch needs is missing
         findings.append(Finding("fail", "torch", f"cannot be imported: {error}", "run make setup"))
     else:
         cuda = torch.cuda.is_available()
+        built_for_cuda = torch.version.cuda is not None
         findings += [*gpus.torch_findings(cuda), *_thread_findings(cuda)]
-    findings += installed.package_findings(cuda)
-    if cuda:
+        if built_for_cuda and not cuda:
+            detail = f"torch is built for CUDA {torch.version.cuda}, but there is no usable GPU here"
+            findings.append(Finding("fail", "CUDA", detail, "expected on a login node: run doctor on a node with GPUs"))
+    findings += installed.package_findings(built_for_cuda)
+    if built_for_cuda:
         findings.append(installed.kernel_finding())
     findings += imports.import_findings(cuda)
     findings += [*machine.machine_findings(), *machine.network_findings(cuda)]

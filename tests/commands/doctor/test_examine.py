@@ -31,3 +31,17 @@ def test_doctor_fails_when_a_run_could_not_start(
     assert cli.main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "fail  ray" in text and "cannot start" in text
+
+
+def test_the_gpu_stack_on_a_login_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is compared with its own lock, and nobody is told to install the CPU stack over it."""
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(imports, "import_findings", lambda cuda: ())
+    assert cli.main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    found = {finding["what"]: finding for finding in report["findings"]}
+    assert "login node" in found["CUDA"]["fix"] and "against gpu.lock" in found
+    assert not any(finding["fix"] == "run make setup" for finding in report["findings"])
