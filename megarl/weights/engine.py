@@ -39,10 +39,11 @@ class MegarlInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class MegarlUpdateInfo(WeightTransferUpdateInfo):
-    """The arguments of one sync. `plan_hash` must be that of the plan in `MegarlInitInfo`."""
+    """The arguments of one sync, which follows the plan in `MegarlInitInfo` with this `layer_span`."""
 
     sync: int
     version: int
+    layer_span: int | None
     plan_hash: str
     timeout_s: float
 
@@ -66,25 +67,19 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         """Join the group. vLLM calls this again for every new generation.
 
         Raises:
-            ValueError: the rebuilt plan differs from the sender's, or this model cannot be loaded in the plan's order.
+            ValueError: the rebuilt plan differs from the sender's.
             WeightSyncError: not all members joined before the deadline, or a failed sync left this worker between start
                 and finish.
         """
         self._refuse_if_broken()
         plan = unpack_manifest(init_info.manifest, init_info.plan_hash)
-        obstacle = self.loader.check()
-        if plan.layer_span is None and obstacle is not None:
-            raise ValueError(
-                "the plan of this sync mixes the tensors of all layers, which needs an engine that loads in place; "
-                f"this one cannot: {obstacle}"
-            )
         self.shutdown()
         members = GroupMembers.from_json(init_info.members)
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         store = SyncStore(init_info.host, init_info.port)
         group = Group(store, members, members.offset(init_info.replica) + worker)
-        group.join(init_info.timeout_s)
+        group.join(init_info.timeout_s, loads_in_place=self.loader.check() is None)
         device = self.device if members.backend == "nccl" else torch.device("cpu")
         self._receiver = Receiver(group, plan, self.loader, device)
 
@@ -105,7 +100,11 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
             raise WeightSyncError("update_weights was called before init_weight_transfer_engine")
         try:
             self._receiver.receive(
-                update_info.sync, update_info.version, update_info.timeout_s, plan_hash=update_info.plan_hash
+                update_info.sync,
+                update_info.version,
+                update_info.timeout_s,
+                layer_span=update_info.layer_span,
+                plan_hash=update_info.plan_hash,
             )
         except BaseException as error:
             self._needs_restart = str(error) or repr(error)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from megarl.common.errors import ConnectionLost, DigestMismatch, PeerTimeout, SyncAborted
-from megarl.weights.buckets import Bucket, BucketPlan
+from megarl.weights.buckets import Bucket, BucketPlan, bucket_plan
 from megarl.weights.digest import digest
 from megarl.weights.transport import Group, PendingBroadcast
 
@@ -31,6 +31,10 @@ class Loader(Protocol):
     def way(self) -> str:
         """How the tensors of this sync are loaded, for the report."""
 
+    @property
+    def obstacle(self) -> str | None:
+        """Why the tensors of this sync must come layer by layer; None if they may come mixed."""
+
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Load whole tensors, in the manifest's order. They may be views of a receive buffer."""
 
@@ -42,27 +46,37 @@ class Receiver:
     """Receives syncs on one engine worker."""
 
     def __init__(self, group: Group, plan: BucketPlan, loader: Loader, device: torch.device) -> None:
-        self.group, self.plan, self._loader = group, plan, loader
+        self.group, self.plan, self._loader, self._device = group, plan, loader, device
         self._buffers = ReceiveBuffers(plan.buffer_bytes, device, loader)
 
-    def receive(self, sync: int, version: int, timeout_s: float, *, plan_hash: str) -> dict[str, Any]:
+    def receive(
+        self, sync: int, version: int, timeout_s: float, *, layer_span: int | None, plan_hash: str
+    ) -> dict[str, Any]:
         """Receive and load all buckets. Return the report, which is also sent to the leader.
 
         It has the digests, the seconds of each part, and as `loaded` the way that the loader took.
 
-        `timeout_s`: the time for the whole sync.
+        `timeout_s`: the time for the whole sync; `layer_span` and `plan_hash`: those of the sender's plan.
 
         Raises:
-            ValueError: `plan_hash` is that of another plan.
+            ValueError: `plan_hash` is that of another plan, or the plan mixes layers and the loader cannot take that.
             WeightSyncError: the sync failed. This exception and all exceptions of the loader are raised after the
                 failure was reported, the other members were released and this group was aborted.
         """
         group = self.group
+        if layer_span != self.plan.layer_span:
+            self.plan = bucket_plan(self.plan.specs, self.plan.bucket_bytes, layer_span)
+            self._buffers = ReceiveBuffers(self.plan.buffer_bytes, self._device, self._loader)
         group.begin(sync, len(self.plan.buckets), timeout_s)
         report: dict[str, Any] = {"member": group.name, "failure": None}
         try:
             if plan_hash != self.plan.hash:
                 raise ValueError(f"this sync follows plan {plan_hash}, {group.name} has {self.plan.hash}")
+            if layer_span is None and self._loader.obstacle is not None:
+                raise ValueError(
+                    "the plan of this sync mixes the tensors of all layers, which needs an engine that loads in place; "
+                    f"{group.name} cannot: {self._loader.obstacle}"
+                )
             report |= self._receive_all(version)
         except BaseException as error:
             report["failure"] = str(error) or repr(error)

@@ -122,7 +122,7 @@ class EngineCalls:
         deadline = time.monotonic() + timeout_s
         phases: dict[str, float] = {}
         phase = "pause"
-        info = {"sync": sync, "version": version, "plan_hash": plan.hash}
+        info = {"sync": sync, "version": version, "layer_span": plan.layer_span, "plan_hash": plan.hash}
         release = _Release(group.aborted, group.post_abort)
 
         def call(method: str, *args: object, limit: float | None = None) -> list[_Returned]:

@@ -26,7 +26,7 @@ from megarl.models.gather import GatherRequest
 from megarl.weights.backends import BACKENDS
 from megarl.weights.background_call import BackgroundCall
 from megarl.weights.bucket_packer import BucketPacker
-from megarl.weights.buckets import BucketPlan, ManifestEntry, bucket_plan
+from megarl.weights.buckets import RELOAD_LAYER_SPAN, BucketPlan, ManifestEntry, bucket_plan
 from megarl.weights.handles import EngineHandles
 from megarl.weights.replica_calls import EngineCalls, SyncReport
 from megarl.weights.sending import RowGather, Sending
@@ -122,7 +122,6 @@ class WeightSender:
             settings = self.settings
             own = self._store.connection()
             self._engines = EngineCalls(pool, own, self._world, settings.rpc_s, settings.recompute_kv)
-        self._lay_out_buckets()
         try:
             self._form_group()
         except WeightSyncError as error:
@@ -167,8 +166,10 @@ class WeightSender:
         self._gathers = ()
         self._formed = False
 
-    def _lay_out_buckets(self) -> None:
-        """Make this rank's buffers and its part of every bucket's gather."""
+    def _lay_out_buckets(self, layer_span: int | None) -> None:
+        """Make the plan, this rank's buffers and its part of every bucket's gather. `layer_span`: see `bucket_plan`."""
+        if layer_span != self.plan.layer_span:
+            self._plan = bucket_plan(self.plan.specs, self.settings.bucket_bytes, layer_span)
         backend = self.settings.backend
         device = torch.device(BACKENDS[backend].device)
         packer = BucketPacker(self.plan, self._rank, device)
@@ -199,8 +200,9 @@ class WeightSender:
         self._generation += 1
         key = f"g{self._generation}/formed"
         error: WeightSyncError | None = None
+        in_place = False
         try:
-            self._join(self._agree_on_members(restart))
+            in_place = self._join(self._agree_on_members(restart))
         except WeightSyncError as failure:
             error = failure
         except Exception as failure:
@@ -209,10 +211,11 @@ class WeightSender:
         if self._engines is not None:
             fields = None if error is None else [str(error), error.failed_members, error.needs_restart]
             end_forming(self._store, self._generation, None if error is None else str(error))
-            self._store.put(key, {"error": fields})
+            self._store.put(key, {"error": fields, "in_place": in_place})
         else:
             wait_s = 2 * self.settings.rpc_s
             formed = self._store.wait(key, wait_s, "trainer rank 0 to form the weight-sync group")
+            in_place = formed["in_place"]
             if formed["error"] is not None:
                 message, failed_members, needs_restart = formed["error"]
                 error = WeightSyncError(message, failed_members=failed_members, needs_restart=needs_restart)
@@ -220,6 +223,7 @@ class WeightSender:
         if error is not None:
             self._leave_group()
             raise error
+        self._lay_out_buckets(None if in_place else RELOAD_LAYER_SPAN)
 
     def _agree_on_members(self, restart: Sequence[str]) -> GroupMembers:
         """Return the members of the next generation, which rank 0 finds out and sends to the other ranks."""
@@ -242,14 +246,17 @@ class WeightSender:
         self._store.put(key, {"members": members.to_json()})
         return members
 
-    def _join(self, members: GroupMembers) -> None:
-        """Join the group if this rank sends. On the leader, also make the engines join, and wait for all members."""
+    def _join(self, members: GroupMembers) -> bool:
+        """Join the group if this rank sends. On the leader, also make the engines join, and wait for all members.
+
+        Returns whether all engine workers load in place, which only the leader knows.
+        """
         assert self._store is not None
         sends = self._rank in members.senders
         rank = members.senders.index(self._rank) if sends else None
         self._group = Group(self._store, members, rank, f"trainer rank {self._rank}")
         timeout_s = self.settings.rpc_s
-        leading: list[BackgroundCall[None]] = []
+        leading: list[BackgroundCall[Any]] = []
         if self._engines is not None:
             leading = [
                 BackgroundCall(await_members, self._store.connection(), members, timeout_s),
@@ -263,15 +270,17 @@ class WeightSender:
             error = failure
             if not isinstance(failure, SyncAborted):
                 end_forming(self._store, members.generation, f"{self._group.name}: {failure}")
+        answers = []
         for each in leading:  # their errors are more precise: who did not come, which engine failed, and how
             try:
-                each.result()
+                answers.append(each.result())
             except WeightSyncError as failure:
                 if failure.failed_members and not failure.needs_restart:
                     failure.needs_restart = tuple(names_of(members, failure.failed_members))
                 raise
         if error is not None:
             raise error
+        return bool(answers and answers[0])
 
     def _attempt(self, version: int, may_repeat: bool) -> dict[str, Any]:
         """Make one attempt to publish. Return its outcome, which the leader determines for all ranks."""
@@ -368,12 +377,12 @@ class WeightSender:
         return {"status": "published", "report": {**fields, "seconds": max(seconds, report.seconds)}}
 
     def _leave_group(self) -> None:
-        """Leave this generation after a failure, and replace the buffers, which running broadcasts may still read."""
+        """Leave this generation after a failure, and its buffers, which running broadcasts may still read."""
         self._formed = False
         if self._group is not None:
             self._group.abort()
             self._group = None
-        self._lay_out_buckets()
+        self._packer, self._gathers = None, ()
 
 
 def _default_store() -> Store:

@@ -23,7 +23,7 @@ from torch.distributed import BroadcastOptions, Work
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
 from megarl.weights.backends import BACKENDS, Place
 from megarl.weights.member_progress import MemberProgress
-from megarl.weights.store import SyncStore
+from megarl.weights.store import STORE_TIMEOUT_S, SyncStore
 from megarl.weights.watch import StageWatch, end_key
 
 logger = logging.getLogger(__name__)
@@ -112,14 +112,16 @@ class Group:
         assert self._watch is not None
         return self._watch.wait(timeout_s)
 
-    def join(self, timeout_s: float) -> None:
+    def join(self, timeout_s: float, *, loads_in_place: bool = True) -> None:
         """Report this member ready, wait until all are, and connect. Every member must call it.
+
+        `loads_in_place`: False for an engine worker that cannot take the tensors of several layers mixed.
 
         The leader ends the stage `ready` when all members have come (`await_members`), or names the absent ones.
         """
         assert self.rank is not None, "a trainer rank that broadcasts nothing is not a member"
         self.enter("ready", timeout_s + OPERATION_SLACK_S)  # the leader's own wait ends first, and names the absent
-        self.store.put(self.key("ready", self.rank), True)
+        self.store.put(self.key("ready", self.rank), {"loads_in_place": loads_in_place})
         while (end := self.wait_end(POLL_S)) is None:
             self.check("the leader to see all members of the weight-sync group")
         if "abort" in end:
@@ -331,9 +333,10 @@ def forming_failed(store: SyncStore, generation: int) -> bool:
     return any(end is not None and "abort" in end for end in ends)
 
 
-def await_members(store: SyncStore, members: GroupMembers, timeout_s: float) -> None:
+def await_members(store: SyncStore, members: GroupMembers, timeout_s: float) -> bool:
     """Wait until all members of a new group are ready, and let them connect. Called by the leader only.
 
+    Returns whether all engine workers load in place; False also if the forming has failed meanwhile.
     Raises PeerTimeout, on all members, that names those that did not come within `timeout_s` seconds.
     """
     stage = f"g{members.generation}/ready"
@@ -342,7 +345,7 @@ def await_members(store: SyncStore, members: GroupMembers, timeout_s: float) -> 
     pause = 0.002
     while not store.has(list(keys)):
         if forming_failed(store, members.generation):
-            return
+            return False
         if time.monotonic() > deadline:
             absent = [name for key, name in keys.items() if not store.has([key])]
             reason = f"waited {timeout_s:.0f} s for {', '.join(absent)} to join the weight-sync group"
@@ -350,7 +353,9 @@ def await_members(store: SyncStore, members: GroupMembers, timeout_s: float) -> 
             raise PeerTimeout(reason, failed_members=absent)
         time.sleep(pause)
         pause = min(2 * pause, POLL_S)
+    answers = store.block_all(list(keys), STORE_TIMEOUT_S) or []
     store.put_once(end_key(stage), {"ready": True})
+    return len(answers) == len(keys) and all(answer["loads_in_place"] for answer in answers)
 
 
 def names_of(members: GroupMembers, failed_members: Sequence[str]) -> list[str]:

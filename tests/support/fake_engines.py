@@ -78,7 +78,8 @@ class DictLoader:
 
     way = "copies"
 
-    def __init__(self) -> None:
+    def __init__(self, obstacle: str | None = None) -> None:
+        self.obstacle = obstacle
         self.tensors: dict[str, torch.Tensor] = {}
         self.loads = 0
         self.before_load: Callable[[int], None] = lambda _: None
@@ -96,9 +97,10 @@ class DictLoader:
 class FakeReplica:
     """A replica with `workers` receivers. It records every call, and the version it would serve."""
 
-    def __init__(self, name: str, workers: int = 1) -> None:
+    def __init__(self, name: str, workers: int = 1, obstacle: str | None = None) -> None:
+        """`obstacle`: why its last worker cannot load in place."""
         self.name = name
-        self.loaders = [DictLoader() for _ in range(workers)]
+        self.loaders = [DictLoader() for _ in range(workers - 1)] + [DictLoader(obstacle)]
         self.calls: list[str] = []
         self.version: str | None = None
         self.serving = True
@@ -125,7 +127,7 @@ class FakeReplica:
         def join(worker: int) -> Receiver:
             store = SyncStore(info["host"], info["port"])
             group = Group(store, members, members.offset(info["replica"]) + worker)
-            group.join(info["timeout_s"])
+            group.join(info["timeout_s"], loads_in_place=self.loaders[worker].obstacle is None)
             return Receiver(group, plan, self.loaders[worker], torch.device("cpu"))
 
         self._receivers = list(self._pool.map(join, range(len(self.loaders))))
@@ -137,8 +139,9 @@ class FakeReplica:
         pass
 
     def _update_weights(self, info: dict[str, Any]) -> None:
+        plan = {name: info[name] for name in ("layer_span", "plan_hash")}
         futures = [
-            self._pool.submit(r.receive, info["sync"], info["version"], info["timeout_s"], plan_hash=info["plan_hash"])
+            self._pool.submit(r.receive, info["sync"], info["version"], info["timeout_s"], **plan)
             for r in self._receivers
         ]
         for future in futures:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from megarl.common.errors import WeightSyncError
 from megarl.weights.bucket_packer import BucketPacker
-from megarl.weights.buckets import Bucket, bucket_plan, pack_manifest
+from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket
 from megarl.weights.sender import SyncSettings, WeightSender
 from tests.support.fake_engines import ListExporter
 from tests.support.live_engine import LivePool, LiveReplica, Response, reference
@@ -112,18 +112,11 @@ def test_requests_in_flight_go_on_under_the_new_version(engine: Setup) -> None:
     engine.assert_serves(2)
 
 
-@on("moe")
-def test_an_engine_that_reloads_refuses_a_plan_without_limit(engine: Setup) -> None:
-    """It would have to keep the tensors of all layers. The group that it belongs to goes on.
-
-    With TP2 the replica must be restarted: after an error vLLM 0.32 takes the other worker's answer for the next one's.
-    """
-    plan = bucket_plan(engine.exporter.manifest(), SETTINGS.bucket_bytes, None)
-    info = {"host": "127.0.0.1", "port": 1, "members": "", "replica": 0, "timeout_s": 1.0}
-    info |= {"manifest": pack_manifest(plan), "plan_hash": plan.hash}
-    with pytest.raises(Exception, match="needs an engine that loads in place"):
-        engine.replica.call("init_weight_transfer", info, timeout_s=30.0)
+@on(*ENGINES)
+def test_an_engine_that_reloads_gets_the_tensors_layer_by_layer(engine: Setup) -> None:
+    """On a CPU vLLM packs the weights, so the engine as it starts has to reload."""
     engine.publish(1)
+    assert engine.sender.plan.layer_span == RELOAD_LAYER_SPAN
     engine.assert_serves(1)
 
 
@@ -156,12 +149,17 @@ def test_loading_in_place_gives_the_same_bits_as_a_reload(engine: Setup) -> None
         assert engine.replica.ask_workers("loaded") == [way] * len(engine.workers)
     reloaded, loaded = bits.values()
     assert loaded == reloaded and loaded[0] != loaded[1]
+    engine.sender.close()  # the next group asks the workers again, and gets a plan without a limit of layers
+    engine.publish(1)
+    assert engine.sender.plan.layer_span is None
+    engine.assert_serves(1)
 
 
 @on("dense", "moe TP2")
 def test_a_corrupt_sync_is_not_published(engine: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Last of an engine's tests: it is half loaded afterwards, and must not serve."""
     engine.replica.ask_workers("force_reload", len(engine.workers) == 1)
+    engine.sender.close()
     engine.publish(1)
     way = "layer-wise reload: a test asks for it" if len(engine.workers) == 1 else "in place by recorded copies"
     assert engine.replica.ask_workers("loaded") == [way] * len(engine.workers)

@@ -12,9 +12,9 @@ import torch
 
 from megarl.common.errors import WeightSyncError
 from megarl.weights.bucket_packer import BucketPacker
-from megarl.weights.buckets import Bucket
+from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket
 from megarl.weights.sender import SyncSettings, WeightSender
-from tests.support.fake_engines import FakePool, ListExporter, random_tensors
+from tests.support.fake_engines import FakePool, FakeReplica, ListExporter, random_tensors
 
 SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport="gloo")
 
@@ -55,6 +55,33 @@ def test_every_worker_receives_every_bit_and_versions_advance(dtype: torch.dtype
         assert all(replica.serving for replica in pool.replicas())
     session = ["pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"]
     assert pool.replicas()[0].calls == ["world_size", "init_weight_transfer", *session * 3]
+
+
+@pytest.mark.parametrize(("obstacle", "span"), [(None, None), ("its weights are packed", RELOAD_LAYER_SPAN)])
+def test_buckets_mix_layers_if_every_worker_loads_in_place(obstacle: str | None, span: int | None) -> None:
+    pool = FakePool(1, 2)
+    pool._replicas[1] = FakeReplica("replica 1", 2, obstacle)
+    sender, exporter = make_sender(pool)
+    sender.publish(0)
+    assert sender.plan.layer_span == span
+    for replica in pool.replicas():
+        assert [receiver.plan.hash for receiver in replica._receivers] == [sender.plan.hash] * len(replica.loaders)
+    assert_received(pool, exporter.tensors)
+
+
+def test_a_worker_that_cannot_load_in_place_any_more_refuses_the_sync() -> None:
+    pool = FakePool(1, 2)
+    sender, _ = make_sender(pool)
+    sender.publish(0)
+    loader = pool.replicas()[1].loaders[0]
+    loaded, loader.obstacle = loader.loads, "a test says so"
+    message = (
+        r"engine replica 1 worker 0: the plan of this sync mixes .* engine replica 1 worker 0 cannot: a test says so"
+    )
+    with pytest.raises(WeightSyncError, match=message) as info:
+        sender.publish(1)
+    assert info.value.failed_members == ("engine replica 1 worker 0",) and loader.loads == loaded
+    assert [replica.version for replica in pool.replicas()] == ["0", "0"]
 
 
 def corrupt(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[int, torch.Tensor], None]) -> None:

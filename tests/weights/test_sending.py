@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.common.errors import SyncAborted
-from megarl.weights.buckets import TensorSpec, make_plan
+from megarl.weights.buckets import TensorSpec, bucket_plan
 from megarl.weights.member_progress import MemberProgress
 from megarl.weights.sending import Sending
 from tests.support.tiny import make_tiny_model
@@ -53,7 +53,7 @@ class CountedGather:
 @pytest.mark.parametrize("ended", range(5))
 def test_after_a_failure_every_gather_is_posted_exactly_once(ended: int) -> None:
     """An engine fails while the first `ended` gathers have ended: those that are left are completed, none twice."""
-    plan = make_plan([TensorSpec(f"t{number}", (16,), "float32", 0) for number in range(5)], 96)
+    plan = bucket_plan([TensorSpec(f"t{number}", (16,), "float32", 0) for number in range(5)], 96)
     gathers = [CountedGather() for _ in plan.buckets]
     assert len(gathers) == 5
     for gather in gathers[:ended]:
