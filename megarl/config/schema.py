@@ -301,9 +301,32 @@ class RolloutConfig(Section):
 
 
 class AdmissionConfig(Section):
-    """Limits the staleness of the trained tokens: the trainer's version minus the version that generated them."""
+    """How far generation may run ahead of training. Numbers count optimizer updates (`megarl/config/pace.py`)."""
 
-    max_staleness: int = Field(0, ge=0, le=0, description="0 = synchronous training, the only implemented policy.")
+    mode: Literal["sync", "one_step_off", "stream", "async"] = Field(
+        "sync",
+        description="sync: generation and training take turns. one_step_off: a step is generated while the one before "
+        "it trains. stream: several steps per publication, nothing ahead of the next one. async: generation runs ahead "
+        "as far as `max_staleness` allows.",
+    )
+    sync_interval: int | None = Field(
+        None,
+        ge=1,
+        description="Updates per publication of the weights, a multiple of `trainer.mini_batches`. Default: one step; "
+        "with stream and async 4, rounded up to whole steps.",
+    )
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="The most updates between the weights of a trajectory's oldest token and the update that trains "
+        "it; at least sync_interval - 1, the default; with async half of `sync_interval` more.",
+    )
+    trigger_parameter_sync_step: int | None = Field(None, ge=1, description="verl's name of `sync_interval`.")
+    staleness_threshold: float | None = Field(
+        None,
+        ge=0,
+        description="verl's quota s, with async: `max_staleness` is sync_interval - 1 + ceil(s * sync_interval).",
+    )
 
 
 class WeightSyncConfig(Section):

@@ -3,15 +3,27 @@
 Invariant: every admitted group ends as exactly one of trained, filtered, dropped_stale, failed; at every moment
 `admitted == in_flight + ready + taken + trained + filtered + dropped_stale + failed`.
 
-A group belongs to no step until it is taken. With staleness 0 (synchronous training) the groups admitted for version v
-are exactly [v * groups, (v + 1) * groups). `failed` groups count towards their step: they are not redrawn.
+A group belongs to no step until a step takes it. The bound on staleness gives each group a last step that may train
+it, which follows from the version of its oldest token (or, while it is in flight, from the version at which it
+started). Two rules keep the bound:
+
+- No more groups are started at a version than the steps up to their last step can still take.
+- A step takes the oldest groups that have finished. It waits for older ones in flight, if what it would leave over is
+  more than the steps up to their last step could take (`awaited`).
+
+With synchronous training the groups that are admitted for step t are exactly [t * groups, (t + 1) * groups). `failed`
+groups count towards their step: they are not redrawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from megarl.config.pace import Pace
 
 
 @dataclass(frozen=True)
@@ -42,24 +54,25 @@ class Counters:
 class Admission:
     """The state machine that decides which prompt groups may start, and counts how they end.
 
-    `groups`: groups per step (>= 1). `max_staleness`: versions by which sampling may be ahead of training (>= 0).
+    `groups`: groups per step (>= 1). `pace`: the bound on staleness; versions count optimizer updates.
     """
 
-    def __init__(self, groups: int, max_staleness: int = 0) -> None:
-        if groups < 1 or max_staleness < 0:
-            raise ValueError(f"admission needs groups >= 1 and max_staleness >= 0, got {groups}, {max_staleness}")
+    def __init__(self, groups: int, pace: Pace) -> None:
+        if groups < 1:
+            raise ValueError(f"admission needs groups >= 1, got {groups}")
         self.groups = groups
-        self.max_staleness = max_staleness
+        self.pace = pace
         self.version = -1
         self._next_group = 0
         self._redraw: list[int] = []  # rolled back; admitted again before any new group
-        self._in_flight: set[int] = set()
-        self._finished: dict[int, bool] = {}  # group -> ok, in order of completion, not yet taken
+        self._in_flight: dict[int, int] = {}  # group -> version at which it was started
+        self._started: Counter[int] = Counter()  # groups in flight by that version
+        self._ready: dict[int, dict[int, bool]] = {}  # version of the oldest token -> group -> ok, as they finished
         self._taken: dict[int, tuple[list[int], list[int]]] = {}  # step -> (ok groups, failed groups)
         self._done: dict[str, int] = {"trained": 0, "filtered": 0, "dropped_stale": 0, "failed": 0}
         self._committed_steps: int = 0
         self._attempts = 0  # groups ever started, those that a resume has discarded included
-        # (version, groups admitted) from which capacity counts: at the first version that is set in this history.
+        # (version, steps done) from which the bound counts: at the first version that is set in this history.
         self._base: tuple[int, int] | None = None
 
     def set_version(self, version: int) -> None:
@@ -68,15 +81,29 @@ class Admission:
             raise ValueError(f"weight version went back from {self.version} to {version}")
         self.version = version
         if self._base is None:
-            self._base = (version, self.counters.admitted)
+            self._base = (version, self._steps_taken)
 
     @property
-    def capacity(self) -> int:
-        """The number of groups that may have been admitted in total at this version."""
+    def _steps_taken(self) -> int:
+        """The number of steps that have taken their groups."""
+        return self._committed_steps + len(self._taken)
+
+    def steps_within_bound(self, version: int) -> int:
+        """Return the number of steps, from the start of the history, that may train tokens of `version`."""
         if self._base is None:
             return 0
-        version, admitted = self._base
-        return admitted + (self.version - version + 1 + self.max_staleness) * self.groups
+        first, steps = self._base
+        return steps + self.pace.steps_within_bound(version - first)
+
+    @property
+    def _ready_count(self) -> int:
+        return sum(map(len, self._ready.values()))
+
+    @property
+    def room(self) -> int:
+        """The number of groups that may start now: those that steps within the bound can still take."""
+        free = (self.steps_within_bound(self.version) - self._steps_taken) * self.groups
+        return max(0, free - len(self._in_flight) - self._ready_count)
 
     @property
     def attempts(self) -> int:
@@ -85,43 +112,76 @@ class Admission:
 
     def admit(self) -> list[int]:
         """Return the ids of the groups that may start now, and count them as in flight."""
-        room = max(0, self.capacity - self.counters.admitted)
+        room = self.room
         redrawn, self._redraw = self._redraw[:room], self._redraw[room:]
         fresh = list(range(self._next_group, self._next_group + room - len(redrawn)))
         self._next_group += len(fresh)
         self._attempts += len(redrawn) + len(fresh)
-        self._in_flight.update(redrawn, fresh)
+        self._in_flight.update(dict.fromkeys(redrawn + fresh, self.version))
+        self._started[self.version] += len(redrawn) + len(fresh)
         return redrawn + fresh
 
-    def finish(self, group: int, ok: bool) -> None:
+    def finish(self, group: int, ok: bool, oldest_version: int | None = None) -> None:
         """Record that `group` has been sampled and scored. `ok` is False if it cannot be trained on.
 
-        Raises ValueError if it is not in flight.
+        `oldest_version`: that of its oldest token; None if it has no tokens. Raises ValueError if the group is not in
+        flight, or has a token that is older than its start.
         """
         if group not in self._in_flight:
             raise ValueError(f"group {group} is not in flight")
-        self._in_flight.remove(group)
-        self._finished[group] = ok
+        started = self._in_flight[group]
+        oldest = started if oldest_version is None else oldest_version
+        if oldest < started:
+            raise ValueError(f"group {group} was started at version {started} and has a token of version {oldest}")
+        del self._in_flight[group]
+        self._started[started] -= 1
+        self._ready.setdefault(oldest, {})[group] = ok
 
     def batch(self, step: int) -> tuple[list[int], list[int]] | None:
-        """Take the groups of `step`: (trainable, failed), each sorted; None while too few are ready.
+        """Take the groups of `step`: (trainable, failed), each sorted; None while they are not ready.
 
-        A second call for the same step returns the same groups. Raises ValueError for a step out of order.
+        They are ready when enough groups are finished and none is in flight whose last step this is. A second call
+        for the same step returns the same groups. Raises ValueError for a step out of order.
         """
         if step in self._taken:
             return self._taken[step]
-        if step != self._committed_steps + len(self._taken):
-            expected = self._committed_steps + len(self._taken)
-            raise ValueError(f"batches are taken in order: step {step} was requested, but {expected} is next")
-        if len(self._finished) < self.groups:
+        if step != self._steps_taken:
+            raise ValueError(f"batches are taken in order: step {step} was requested, but {self._steps_taken} is next")
+        if self._ready_count < self.groups or self.awaited(step):
             return None
-        # The first that finished. With staleness 0 there are no others, so the order of completion cannot matter.
-        chosen = list(self._finished)[: self.groups]
-        taken = (sorted(g for g in chosen if self._finished[g]), sorted(g for g in chosen if not self._finished[g]))
-        for group in chosen:
-            del self._finished[group]
-        self._taken[step] = taken
-        return taken
+        chosen: dict[int, bool] = {}
+        for version, groups in self._oldest_ready():
+            left = self._ready[version]
+            chosen |= {group: left.pop(group) for group in groups}
+            if not left:
+                del self._ready[version]
+        self._taken[step] = sorted(g for g in chosen if chosen[g]), sorted(g for g in chosen if not chosen[g])
+        return self._taken[step]
+
+    def _oldest_ready(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield (version, groups) of the groups that the next step takes; of one version in order of completion."""
+        missing = self.groups
+        for version in sorted(self._ready):
+            groups = list(itertools.islice(self._ready[version], missing))
+            yield version, groups
+            missing -= len(groups)
+            if not missing:
+                return
+
+    def awaited(self, step: int) -> list[int]:
+        """Return the groups in flight, sorted, of which `step` must wait for at least one more. Empty: for none.
+
+        If the step took what is ready, the groups of some version and older ones would be more than the steps after
+        it, up to the last step of that version, can take.
+        """
+        left = self._started + Counter({version: len(groups) for version, groups in self._ready.items()})
+        left -= Counter({version: len(groups) for version, groups in self._oldest_ready()})
+        older = 0
+        for version in sorted(left):
+            older += left[version]
+            if older > (self.steps_within_bound(version) - step - 1) * self.groups:
+                return sorted(group for group, started in self._in_flight.items() if started <= version)
+        return []
 
     def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> None:
         """Settle every group of `step`. Raises ValueError unless the numbers account for each of them once.
@@ -150,7 +210,7 @@ class Admission:
             admitted=admitted,
             rolled_back=self._attempts - admitted,
             in_flight=len(self._in_flight),
-            ready=len(self._finished),
+            ready=self._ready_count,
             taken=sum(len(ok) + len(bad) for ok, bad in self._taken.values()),
             **self._done,
         )
@@ -164,7 +224,8 @@ class Admission:
     def unsettled(self) -> list[int]:
         """Ids of the groups that have started but whose end is not committed, sorted."""
         taken = [group for ok, bad in self._taken.values() for group in ok + bad]
-        return sorted([*self._in_flight, *self._finished, *taken, *self._redraw])
+        ready = itertools.chain.from_iterable(self._ready.values())
+        return sorted([*self._in_flight, *ready, *taken, *self._redraw])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the committed history as JSON content. Unsettled groups are redrawn under the same ids."""
@@ -188,7 +249,7 @@ class Admission:
         self.version = int(state["version"])
         self._next_group = int(state["next_group"])
         self._redraw = list(state["unsettled"])
-        self._in_flight, self._finished, self._taken = set(), {}, {}
+        self._in_flight, self._started, self._ready, self._taken = {}, Counter(), {}, {}
         self._attempts = max(attempts, self._attempts, int(state["attempts"]))
         self._base = None
 

@@ -22,6 +22,7 @@ from typing import Any
 from megarl.common.errors import RolloutError
 from megarl.common.files import write_json
 from megarl.common.output import redirect_output
+from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
@@ -58,7 +59,7 @@ class RolloutController:
             os.chdir(cwd)
             sys.path.insert(0, cwd)
         spec.watch_supervisor()
-        self._admission = Admission(self.config.batch.groups, self.config.admission.max_staleness)
+        self._admission = Admission(self.config.batch.groups, pace_of(self.config))
         self._batches = ReadyBatches(self.config.batch.samples_per_group)
         self._failures = self._failure_policy()
         self._engine_time = BusyClock()
@@ -217,7 +218,7 @@ class RolloutController:
         journal = self.run_dir / ATTEMPTS_FILE
         if journal.is_file():
             attempts = max(attempts, int(json.loads(journal.read_text())["attempts"]))
-        self._admission = Admission(batch.groups, self.config.admission.max_staleness)
+        self._admission = Admission(batch.groups, pace_of(self.config))
         if state is not None:
             self._source.load_state_dict(state["source"])
         self._admission.load_state_dict(state["admission"] if state else self._admission.state_dict(), attempts)
@@ -265,5 +266,6 @@ class RolloutController:
                 raise end from error
             rows = self._runner.failed(group_id, str(error) or type(error).__name__)
         await self._writer.put_group(rows)
-        self._admission.finish(group_id, usable_samples(row.status for row in rows))
+        versions = [row.oldest_version for row in rows if row.versions]
+        self._admission.finish(group_id, usable_samples(row.status for row in rows), min(versions, default=None))
         self._tasks.changed.set()

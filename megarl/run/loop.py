@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from megarl.config.pace import pace_of
 from megarl.run.session import Session
 from megarl.run.step import plan_step, train_step
 from megarl.trainer import parallel
 
 
 def train(session: Session) -> None:
-    """Publish the weights, then take a batch, update and publish until `run.steps` are done. Collective.
+    """Take batches and update the policy until `run.steps` are done; publish its weights at the config's intervals.
 
-    A resumed run starts with the step after its checkpoint. A run that is asked to stop saves and ends between two
-    steps, with `session.stopped` set.
+    Collective. A resumed run starts with the step after its checkpoint. A run that is asked to stop saves and ends
+    between two steps, with `session.stopped` set.
     """
     config, policy, pool, recorder = session.config, session.policy, session.pool, session.recorder
-    publish(session, session.version)
+    pace = pace_of(config)
+    publish(session)
     if session.first_step == 0:
         evaluate(session, 0, "before")
     recorder.start_clock()
@@ -26,7 +28,9 @@ def train(session: Session) -> None:
         with pool.keep_batch_on_failure(batch):
             train_step(policy, plan, rows, config, recorder.timer, recorder.metrics)
         pool.commit(batch, plan)
-        publish(session, session.version + 1)
+        session.version += pace.updates_per_step
+        if pace.publishes_after(step + 1) or step + 1 == config.run.steps or evaluation_due(session, step + 1):
+            publish(session)
         recorder.step(batch, plan)
         if evaluation_due(session, step + 1):
             evaluate(session, step + 1, f"step_{step + 1}")
@@ -36,12 +40,12 @@ def train(session: Session) -> None:
         session.export()
 
 
-def publish(session: Session, version: int) -> None:
-    """Send the policy's weights to every engine, which then serves them as `version`. Collective."""
+def publish(session: Session) -> None:
+    """Send the policy's weights to every engine, which then serves their version. Collective."""
+    version = session.version
     with session.recorder.phase("sync", f"publishing version {version}"):
         session.recorder.sync(version, session.sender.publish(version))
     session.pool.set_version(version)
-    session.version = version
 
 
 def evaluation_due(session: Session, steps_done: int) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 from megarl.cluster.client import PoolClient, connect_ray
 from megarl.cluster.handle import SupervisorHandle
 from megarl.common.timeouts import GRACE_S
+from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.queue.dump import write_batch
@@ -91,8 +92,12 @@ class PoolLink:
         return self._client.use(lambda pool: pool.engine_handles())
 
     def set_version(self, version: int) -> None:
-        """Tell the controller that every engine serves `version`. Not collective: only rank 0 acts."""
-        self._client.use(lambda pool: pool.set_version(version, admit=False))
+        """Tell the controller that every engine serves `version`. Not collective: only rank 0 acts.
+
+        If generation runs ahead, it then starts the groups that the version allows.
+        """
+        ahead = pace_of(self._config).runs_ahead
+        self._client.use(lambda pool: pool.set_version(version, admit=ahead))
 
     def admit(self) -> None:
         """Start every group that the published version allows. Not collective: only rank 0 acts."""

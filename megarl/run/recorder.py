@@ -70,7 +70,7 @@ class LastEvaluation:
     def __init__(self) -> None:
         self._version: int | None = None
         self._metrics: dict[str, float] = {}
-        self.current = 0  # the version that was published last
+        self.current = 0  # the version of the policy's weights
 
     def record(self, version: int, metrics: dict[str, float]) -> None:
         """Keep the metrics of an evaluation of the weights of `version`."""
@@ -186,6 +186,7 @@ class Recorder:
     def step(self, batch: StepBatch, plan: StepPlan) -> None:
         """Close the step's clock and write its metrics. Collective."""
         assert self._performance is not None
+        self._evaluated.current = batch.version + self._config.trainer.mini_batches
         record_batch(self.metrics, plan)
         self.metrics.update(batch.timings)
         values = self.metrics.reduce()

@@ -21,6 +21,7 @@ from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.filters import ShapedBatch, ShapingSpec, shape_batch
 from megarl.algorithms.losses import kl_penalty
 from megarl.algorithms.stats import LossStats
+from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS
 from megarl.queue.trajectory import SampleTag, Trajectory
@@ -74,16 +75,18 @@ class StepPlan:
 def plan_step(tags: Sequence[SampleTag], config: Config, *, dp_size: int, version: int) -> StepPlan:
     """Shape rewards, filter groups, split the rest by groups into mini-batches and each of these by tokens over DP.
 
-    `version`: the version of the weights about to be updated. A group with a token older than
-    `admission.max_staleness` versions is dropped. Raises ValueError if a sample appears twice.
+    `version`: the version of the weights about to be updated. A group is dropped if the last update of the step would
+    pass the bound on the staleness of its oldest token. Raises ValueError if a sample appears twice.
     """
+    pace = pace_of(config)
+    oldest = version + pace.updates_per_step - 1 - pace.max_staleness
     groups = [
         list(group)
         for _, group in itertools.groupby(
             sorted(tags, key=lambda tag: (tag.group_id, tag.sample_index)), key=lambda tag: tag.group_id
         )
     ]
-    fresh = [g for g in groups if not _stale(g, version, config.admission.max_staleness)]
+    fresh = [g for g in groups if all(tag.failed or tag.oldest_version >= oldest for tag in g)]
     judged = [_permuted(group, config) for group in fresh] if config.algorithm.permute_rewards else fresh
     shaped = shape_batch(judged, _shaping(config))
     by_key = {tag.key: tag for tag in tags}
@@ -99,10 +102,6 @@ def plan_step(tags: Sequence[SampleTag], config: Config, *, dp_size: int, versio
         failed=shaped.failed_groups,
     )
     return StepPlan(by_key, shaped, mini_batches, outcome, version)
-
-
-def _stale(group: Sequence[SampleTag], version: int, max_staleness: int) -> bool:
-    return any(version - tag.oldest_version > max_staleness for tag in group if not tag.failed)
 
 
 def _permuted(group: Sequence[SampleTag], config: Config) -> list[SampleTag]:

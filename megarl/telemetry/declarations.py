@@ -74,7 +74,7 @@ _ROLLOUT = [
         "rollout/version_lag_mean",
         "versions",
         "mean",
-        "Trainer version minus the version of the oldest token.",
+        "Updates made to the trainer's weights before the step minus those of the oldest token.",
     ),
     Metric("rollout/version_lag_max", "versions", "max", "The same, maximum over samples."),
     Metric("rollout/queue_depth", "groups", "last", "Finished groups waiting when the batch was taken."),

@@ -93,7 +93,7 @@ def test_overrides_are_yaml_typed_and_the_last_wins(good: Path) -> None:
         ("trainer.optimizer.betas=[0.9, -.inf]", "trainer.optimizer.betas.1: must be a finite number, not -inf"),
         ("reward.kwargs={a: 1, b: [2.0, {c: .inf}]}", "reward.kwargs.b.1.c: must be a finite number, not inf"),
         ("megatron.optimizer.eps=.nan", "megatron.optimizer.eps: must be a finite number"),
-        ("admission.max_staleness=2", "admission.max_staleness: must be at most 0"),
+        ("admission.max_staleness=-1", "admission.max_staleness: must be at least 0"),
         ("run.steps", "override 'run.steps': write section.key=value"),
         ("=3", "write section.key=value"),
         ("run..steps=3", "write section.key=value"),

@@ -2,83 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from megarl.config.pace import Pace
 from megarl.rollout.admission import Admission, usable_samples
+from tests.support.admission_machine import AdmissionMachine
+from tests.support.admission_states import explore
+
+SYNC = Pace()
 
 
-class AdmissionMachine(RuleBasedStateMachine):
-    """Random interleavings of what controller and trainer do."""
-
-    @initialize(groups=st.integers(1, 5), staleness=st.integers(0, 3))
-    def start(self, groups: int, staleness: int) -> None:
-        self.admission = Admission(groups, staleness)
-        self.running: list[int] = []
-        self.seen: list[int] = []
-        self.ended: dict[int, str] = {}
-        self.version, self.step = -1, 0
-
-    @rule()
-    def new_version(self) -> None:
-        if self.version < self.step:
-            self.version += 1
-            self.admission.set_version(self.version)
-
-    @rule()
-    def admit(self) -> None:
-        new = self.admission.admit()
-        assert not set(new) & set(self.seen)
-        self.seen += new
-        self.running += new
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), ok=st.booleans())
-    def finish(self, data: st.DataObject, ok: bool) -> None:
-        group = data.draw(st.sampled_from(self.running))
-        self.running.remove(group)
-        self.admission.finish(group, ok)
-
-    @rule(data=st.data())
-    def train(self, data: st.DataObject) -> None:
-        taken = self.admission.batch(self.step)
-        assert taken == self.admission.batch(self.step)
-        if taken is None:
-            return
-        ok, bad = taken
-        assert len(ok) + len(bad) == self.admission.groups
-        ends = [data.draw(st.sampled_from(["trained", "filtered", "dropped_stale", "failed"])) for _ in ok]
-        numbers = {name: ends.count(name) for name in ("trained", "filtered", "dropped_stale")}
-        self.admission.commit(self.step, **numbers, failed=ends.count("failed") + len(bad))
-        for group, end in zip(ok + bad, ends + ["failed"] * len(bad), strict=True):
-            assert group not in self.ended
-            self.ended[group] = end
-        self.step += 1
-
-    @rule()
-    def resume(self) -> None:
-        state, fresh = self.admission.state_dict(), Admission(self.admission.groups, self.admission.max_staleness)
-        fresh.load_state_dict(state)
-        assert fresh.counters.admitted == fresh.counters.settled == len(self.ended)
-        self.admission, self.running = fresh, []
-        self.seen = sorted(self.ended)
-
-    @invariant()
-    def adds_up(self) -> None:
-        if not hasattr(self, "admission"):
-            return
-        counters = self.admission.counters
-        assert counters.balanced
-        assert counters.admitted == len(set(self.seen)) and counters.in_flight == len(self.running)
-        assert counters.settled == len(self.ended)
-        assert counters.trained == list(self.ended.values()).count("trained")
-        assert counters.admitted <= max(0, self.admission.capacity)
-
-
-AdmissionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+AdmissionMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestAdmission = AdmissionMachine.TestCase
+
+
+class TooMuchRoom(Admission):
+    """Counts one update more within the bound than there is."""
+
+    def steps_within_bound(self, version: int) -> int:
+        return super().steps_within_bound(version + 1) if self._base else 0
+
+
+class NoCap(Admission):
+    """Starts groups without regard to those in flight."""
+
+    @property
+    def room(self) -> int:
+        return super().room + len(self._in_flight)
+
+
+class NoWait(Admission):
+    """Takes a batch while a group that can train in no later step is in flight."""
+
+    def awaited(self, step: int) -> list[int]:
+        return []
+
+
+class NewestFirst(Admission):
+    """Takes the groups with the newest tokens first."""
+
+    def _oldest_ready(self) -> Iterator[tuple[int, list[int]]]:
+        missing = self.groups
+        for version in sorted(self._ready, reverse=True):
+            groups = list(self._ready[version])[:missing]
+            missing -= len(groups)
+            yield version, groups
+
+
+class NoRefill(Admission):
+    """Starts nothing after the first publication."""
+
+    @property
+    def room(self) -> int:
+        return super().room if self.version == 0 else 0
+
+
+# (groups, pace, steps): a step off, many versions in flight, updates per step, and several steps per publication.
+SMALL = [
+    (2, Pace(), 3),
+    (2, Pace(max_staleness=1), 3),
+    (1, Pace(max_staleness=3), 5),
+    (1, Pace(updates_per_step=2, sync_interval=2, max_staleness=3), 4),
+    (2, Pace(sync_interval=2, max_staleness=1), 4),
+    (1, Pace(updates_per_step=2, sync_interval=4, max_staleness=6), 4),
+]
+
+
+@pytest.mark.parametrize(("groups", "pace", "steps"), SMALL)
+def test_every_state_of_a_small_run_keeps_the_rules(groups: int, pace: Pace, steps: int) -> None:
+    """The bound, the order, the size of a batch, and that the run can always go on."""
+    assert explore(Admission, groups, pace, steps) > steps
+
+
+@pytest.mark.parametrize(
+    ("mutant", "broken"),
+    [
+        (TooMuchRoom, "the bound is passed"),
+        (NoCap, "a second call starts groups again|the bound is passed"),
+        (NoWait, "the bound is passed"),
+        (NewestFirst, "an older group is left|the bound is passed"),
+        (NoRefill, "deadlock"),
+    ],
+)
+def test_each_rule_is_needed(mutant: type[Admission], broken: str) -> None:
+    with pytest.raises(AssertionError, match=broken):
+        for groups, pace, steps in SMALL:
+            explore(mutant, groups, pace, steps)
 
 
 def drive(admission: Admission, steps: int) -> list[list[int]]:
@@ -98,12 +111,12 @@ def drive(admission: Admission, steps: int) -> list[list[int]]:
 
 @given(groups=st.integers(1, 6), steps=st.integers(1, 6))
 def test_synchronous_steps_take_consecutive_groups(groups: int, steps: int) -> None:
-    batches = drive(Admission(groups), steps)
+    batches = drive(Admission(groups, SYNC), steps)
     assert batches == [list(range(step * groups, (step + 1) * groups)) for step in range(steps)]
 
 
 def test_nothing_is_admitted_before_the_first_version_nor_ahead_of_it() -> None:
-    admission = Admission(3)
+    admission = Admission(3, SYNC)
     assert admission.admit() == []
     admission.set_version(0)
     assert admission.admit() == [0, 1, 2] and admission.admit() == []
@@ -112,13 +125,13 @@ def test_nothing_is_admitted_before_the_first_version_nor_ahead_of_it() -> None:
 
 
 def test_staleness_admits_ahead() -> None:
-    admission = Admission(2, max_staleness=2)
+    admission = Admission(2, Pace(max_staleness=2))
     admission.set_version(0)
     assert admission.admit() == [0, 1, 2, 3, 4, 5]
 
 
 def test_resume_redraws_unsettled_groups_under_their_ids() -> None:
-    admission = Admission(2, max_staleness=1)
+    admission = Admission(2, Pace(max_staleness=1))
     admission.set_version(0)
     assert admission.admit() == [0, 1, 2, 3]
     for group in (0, 3):
@@ -126,7 +139,7 @@ def test_resume_redraws_unsettled_groups_under_their_ids() -> None:
     assert admission.batch(0) == ([0, 3], [])
     admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0)
     admission.finish(1, ok=True)
-    resumed = Admission(2, max_staleness=1)
+    resumed = Admission(2, Pace(max_staleness=1))
     resumed.load_state_dict(admission.state_dict())
     resumed.set_version(1)
     assert resumed.admit() == [1, 2, 4, 5]
@@ -134,7 +147,7 @@ def test_resume_redraws_unsettled_groups_under_their_ids() -> None:
 
 def test_versions_are_not_steps() -> None:
     """A history at version 7 after one step admits as much as any other."""
-    admission = Admission(4)
+    admission = Admission(4, SYNC)
     admission.set_version(6)
     assert admission.admit() == [0, 1, 2, 3]
     for group in range(4):
@@ -142,9 +155,9 @@ def test_versions_are_not_steps() -> None:
     admission.batch(0)
     admission.commit(0, trained=4, filtered=0, dropped_stale=0, failed=0)
     admission.set_version(7)
-    resumed = Admission(4)
+    resumed = Admission(4, SYNC)
     resumed.load_state_dict(admission.state_dict())
-    assert resumed.capacity == 0  # the engines may have no weights yet
+    assert resumed.room == 0  # the engines may have no weights yet
     resumed.set_version(7)
     assert resumed.admit() == [4, 5, 6, 7]
 
@@ -158,7 +171,7 @@ def test_what_the_checkpoint_does_not_hold_is_rolled_back(
 ) -> None:
     """Saved after `steps` steps, killed `beyond` steps later with one more batch in flight, resumed with `now` groups
     per step: the same ids again, attempts counted whether the controller lived on or only its file did."""
-    admission = Admission(groups)
+    admission = Admission(groups, SYNC)
     state = admission.state_dict()
     for step in range(steps + beyond + 1):
         admission.set_version(step)
@@ -170,7 +183,7 @@ def test_what_the_checkpoint_does_not_hold_is_rolled_back(
         if step + 1 == steps:
             state = admission.state_dict()
     assert admission.counters.rolled_back == 0
-    resumed = Admission(now)
+    resumed = Admission(now, SYNC)
     resumed.load_state_dict(state, admission.attempts)
     if kept:  # a second resume from the same checkpoint changes nothing
         resumed.load_state_dict(state, resumed.attempts)
@@ -184,7 +197,7 @@ def test_what_the_checkpoint_does_not_hold_is_rolled_back(
 
 
 def test_commit_refuses_numbers_that_do_not_add_up() -> None:
-    admission = Admission(2)
+    admission = Admission(2, SYNC)
     admission.set_version(0)
     for group in admission.admit():
         admission.finish(group, ok=group == 0)
@@ -198,7 +211,7 @@ def test_commit_refuses_numbers_that_do_not_add_up() -> None:
 
 
 def test_misuse_is_refused() -> None:
-    admission = Admission(1)
+    admission = Admission(1, SYNC)
     admission.set_version(0)
     admission.admit()
     admission.finish(0, ok=True)

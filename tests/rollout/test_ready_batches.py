@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.config.pace import Pace
 from megarl.rollout.admission import Admission
 from megarl.rollout.ready_batches import ReadyBatches
 
@@ -14,7 +15,7 @@ SAMPLES = 3
 
 def ready(groups: int, order: list[int], failed: set[int], *, staleness: int = 0) -> Admission:
     """Return an admission whose groups have finished in `order`; those in `failed` cannot be trained on."""
-    admission = Admission(groups, staleness)
+    admission = Admission(groups, Pace(max_staleness=staleness))
     admission.set_version(0)
     admission.admit()
     for group in order:
@@ -41,7 +42,7 @@ def test_the_groups_that_finished_first_are_taken_and_the_others_wait_in_the_que
 
 
 def test_rolled_back_groups_are_reported_with_every_batch() -> None:
-    admission = Admission(2)
+    admission = Admission(2, Pace())
     admission.load_state_dict(admission.state_dict(), attempts=5)
     admission.set_version(0)
     for group in admission.admit():

@@ -104,6 +104,24 @@ def test_evaluations_are_labelled_by_the_steps_that_are_done(
     assert [line.removeprefix("record ").partition(" of ")[0] for line in recorded] == labels
 
 
+def test_versions_count_updates_and_are_published_at_the_configs_interval(make_run: Callable[..., FakeRun]) -> None:
+    """Two updates per step, four per publication; evaluations and the last step are of published weights."""
+    run = make_run(7, trainer__mini_batches=2, admission={"mode": "stream", "sync_interval": 4}, evaluation__every=5)
+    journal = journal_of_training(run)
+    assert [line for line in journal if line.startswith("take")] == [
+        f"take batch {step} for version {2 * step}" for step in range(7)
+    ]
+    assert [line for line in journal if line.startswith("set version")] == [
+        f"set version {version}" for version in (0, 4, 8, 10, 12, 14)
+    ]
+    recorded = [line for line in journal if line.startswith("record ") and " at " in line]
+    assert [line.partition(":")[0].removeprefix("record ") for line in recorded] == [
+        "before at 0 of version 0",
+        "step_5 at 5 of version 10",
+        "after at 7 of version 14",
+    ]
+
+
 def test_an_evaluation_precedes_the_save_of_its_weights(make_run: Callable[..., FakeRun]) -> None:
     """`checkpoint.keep_best` compares the metrics that the checkpoint holds."""
     run = make_run(4, evaluation__every=2)

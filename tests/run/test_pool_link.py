@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import pytest
 
 from megarl.common.errors import RolloutError
-from megarl.config.schema import Config
+from megarl.config.schema import AdmissionConfig, Config
 from megarl.queue.dump import read_batch, recorded_steps
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.rollout.admission import Counters
@@ -338,6 +338,14 @@ def test_ranks_that_hold_nothing_do_nothing(links: Links) -> None:
     assert outcomes == [["handles", {"admission": {"steps": 1}}], *[[None, {}]] * 3]
     assert links.journal.of(1) == links.journal.of(3) == []
     assert links.journal.of(0)[3:5] == ["set_version 3 False", "admit"]
+
+
+@pytest.mark.parametrize(("mode", "admits"), [("sync", False), ("one_step_off", True), ("async", True)])
+def test_a_publication_starts_groups_if_generation_runs_ahead(links: Links, mode: str, admits: bool) -> None:
+    """Otherwise an evaluation comes first, undisturbed."""
+    links.config = links.config.model_copy(update={"admission": AdmissionConfig(mode=mode)})
+    links.run(lambda link: link.set_version(3))
+    assert links.journal.of(0)[3:] == [f"set_version 3 {admits}"]
 
 
 def test_a_link_that_never_attached_can_be_closed(links: Links) -> None:

@@ -119,10 +119,21 @@ def test_keep_best_gets_the_metrics_of_the_saved_weights_only() -> None:
     assert last.state_dict() == {}  # nothing has been evaluated, at version 0 neither
     last.record(0, {"eval/held_out/greedy": 0.5})
     assert last.state_dict() == {"eval/held_out/greedy": 0.5}
-    last.current = 1  # version 1 is published
+    last.current = 1  # a step has updated the weights
     assert last.state_dict() == {}
     last.record(1, {"eval/held_out/greedy": 0.7})
     assert last.state_dict() == {"eval/held_out/greedy": 0.7}
+
+
+def test_a_step_that_publishes_nothing_outdates_the_evaluation_too(
+    config: Config, open_recorder: Callable[..., Recorder]
+) -> None:
+    recorder = open_recorder()
+    recorder.evaluation(0, 0, "before", [report()])
+    [evaluated] = [part for part in recorder.parts if part.key == LastEvaluation.key]
+    assert evaluated.state_dict() != {}
+    take_step(recorder, config)
+    assert evaluated.state_dict() == {}
 
 
 def test_a_resumed_run_has_no_evaluation_of_its_own_weights() -> None:

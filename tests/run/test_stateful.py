@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.config.pace import Pace
 from megarl.data.cursor import Cursor
 from megarl.rollout.admission import Admission
 from megarl.run.pool_link import PoolLink
@@ -91,7 +92,7 @@ def test_a_record_of_the_first_format_is_restored(tmp_path: Path) -> None:
 
 
 def test_the_rollout_side_resumes_the_history_of_the_first_format() -> None:
-    admission = Admission(groups=4)
+    admission = Admission(groups=4, pace=Pace())
     admission.load_state_dict(ROLLOUT["admission"])
     counters = admission.counters
     assert (counters.admitted, counters.trained, counters.failed, counters.balanced) == (12, 9, 1, True)

@@ -1,0 +1,126 @@
+"""How far generation may run ahead of training: the numbers behind the modes of the `admission` section.
+
+All numbers count optimizer updates. The version of the policy's weights is the number of updates made to them (of the
+versions since the start of the history, in the order of training). A step makes `trainer.mini_batches` updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megarl.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The relation of generation to training.
+
+    `updates_per_step`: optimizer updates per step (>= 1). `sync_interval`: updates from one publication of the weights
+    to the next, a multiple of `updates_per_step`. `max_staleness`: the most updates between the weights of the oldest
+    token of a trajectory and the weights of the update that trains it.
+    """
+
+    updates_per_step: int = 1
+    sync_interval: int = 1
+    max_staleness: int = 0
+
+    def __post_init__(self) -> None:
+        if self.updates_per_step < 1 or self.sync_interval < 1 or self.sync_interval % self.updates_per_step:
+            raise ValueError(f"sync_interval must be a positive multiple of updates_per_step: {self}")
+        # With a lower bound, nothing could be generated for the last step before a publication: the run would wait
+        # for ever.
+        if self.max_staleness < self.sync_interval - 1:
+            raise ValueError(f"max_staleness must be at least sync_interval - 1: {self}")
+
+    @property
+    def runs_ahead(self) -> bool:
+        """True if groups are generated while an earlier step trains."""
+        return self.max_staleness >= self.updates_per_step
+
+    def steps_within_bound(self, updates: int) -> int:
+        """Return how many steps may contain a token that was sampled after `updates` updates of a history.
+
+        The last update of the n-th step has n * `updates_per_step` - 1 updates before it.
+        """
+        return (updates + self.max_staleness + 1) // self.updates_per_step
+
+    def publishes_after(self, steps_done: int) -> bool:
+        """Tell whether the weights are published after the first `steps_done` steps of a history."""
+        return steps_done * self.updates_per_step % self.sync_interval == 0
+
+
+def pace_of(config: Config) -> Pace:
+    """Return the numbers of the config's mode. Raises ValueError for a config that `pace_problems` refuses."""
+    updates = config.trainer.mini_batches
+    interval = _sync_interval(config)
+    bound = config.admission.max_staleness
+    if bound is None:
+        ahead = {
+            "sync": 0,
+            "one_step_off": updates,
+            "stream": 0,
+            "async": math.ceil(_quota(config) * interval),
+        }[config.admission.mode]
+        bound = interval - 1 + ahead
+    return Pace(updates, interval, bound)
+
+
+DEFAULT_INTERVAL = 4
+DEFAULT_QUOTA = 0.5
+
+
+def _sync_interval(config: Config) -> int:
+    section, updates = config.admission, config.trainer.mini_batches
+    if section.sync_interval is not None:
+        return section.sync_interval
+    if section.trigger_parameter_sync_step is not None:
+        return section.trigger_parameter_sync_step
+    if section.mode in ("sync", "one_step_off"):
+        return updates
+    return math.ceil(DEFAULT_INTERVAL / updates) * updates
+
+
+def _quota(config: Config) -> float:
+    quota = config.admission.staleness_threshold
+    return DEFAULT_QUOTA if quota is None else quota
+
+
+def pace_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the section `admission`, each with its fix."""
+    section, updates, interval = config.admission, config.trainer.mini_batches, _sync_interval(config)
+    for name, alias in (("sync_interval", "trigger_parameter_sync_step"), ("max_staleness", "staleness_threshold")):
+        if getattr(section, name) is not None and getattr(section, alias) is not None:
+            yield f"admission.{alias}: {name} is given too, and means the same; remove one of them"
+    if section.staleness_threshold is not None and section.mode != "async":
+        yield f"admission.staleness_threshold: it has no effect with mode: {section.mode}; use mode: async"
+    if interval % updates:
+        yield (
+            f"admission.sync_interval: {interval} updates are no whole number of steps of "
+            f"trainer.mini_batches={updates} updates; use a multiple of {updates}"
+        )
+        return
+    bound = section.max_staleness
+    if bound is not None and bound < interval - 1:
+        yield (
+            f"admission.max_staleness: {bound} is below {interval - 1}, the staleness of the last of the {interval} "
+            f"updates before a publication; set it to at least {interval - 1} or lower admission.sync_interval"
+        )
+        return
+    pace = pace_of(config)
+    if section.mode == "sync" and (pace.sync_interval, pace.max_staleness) != (updates, updates - 1):
+        yield (
+            f"admission.mode: sync publishes after every step ({updates} updates) and generates nothing ahead "
+            f"(max_staleness {updates - 1}); use mode: async with these values, or remove them"
+        )
+    if section.mode == "one_step_off" and (pace.sync_interval, pace.max_staleness) != (updates, 2 * updates - 1):
+        yield (
+            f"admission.mode: one_step_off publishes after every step ({updates} updates) and generates one step "
+            f"ahead (max_staleness {2 * updates - 1}); use mode: async with these values, or remove them"
+        )
+    if section.mode == "stream" and pace.max_staleness != pace.sync_interval - 1:
+        yield (
+            f"admission.mode: stream generates nothing ahead of the next publication (max_staleness "
+            f"{pace.sync_interval - 1}); use mode: async with max_staleness {pace.max_staleness}, or remove it"
+        )

@@ -1,0 +1,92 @@
+"""The modes of the section `admission`: what each means in optimizer updates, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.config.pace import Pace, pace_of, pace_problems
+from tests.support.configs import config
+
+
+@pytest.mark.parametrize(
+    ("section", "updates", "expected"),
+    [
+        ({}, 1, Pace(1, 1, 0)),
+        ({}, 4, Pace(4, 4, 3)),
+        ({"mode": "sync", "max_staleness": 0}, 1, Pace(1, 1, 0)),
+        ({"mode": "one_step_off"}, 1, Pace(1, 1, 1)),
+        ({"mode": "one_step_off"}, 4, Pace(4, 4, 7)),
+        ({"mode": "stream"}, 1, Pace(1, 4, 3)),
+        ({"mode": "stream", "sync_interval": 6}, 3, Pace(3, 6, 5)),
+        ({"mode": "async"}, 1, Pace(1, 4, 5)),
+        ({"mode": "async"}, 3, Pace(3, 6, 8)),
+        ({"mode": "async", "sync_interval": 2, "max_staleness": 7}, 1, Pace(1, 2, 7)),
+        # verl's names; its quota s is relative to the updates per publication
+        ({"mode": "async", "trigger_parameter_sync_step": 4, "staleness_threshold": 0.5}, 1, Pace(1, 4, 5)),
+        ({"mode": "async", "trigger_parameter_sync_step": 4, "staleness_threshold": 0.1}, 1, Pace(1, 4, 4)),
+        ({"mode": "async", "staleness_threshold": 0}, 1, Pace(1, 4, 3)),
+    ],
+)
+def test_modes(section: dict[str, Any], updates: int, expected: Pace) -> None:
+    settings = config("model", trainer__mini_batches=updates, batch__groups=8, admission=section)
+    assert list(pace_problems(settings)) == [] and pace_of(settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "updates", "problem"),
+    [
+        ({"mode": "async", "sync_interval": 3}, 2, "admission.sync_interval: 3 updates are no whole number of steps"),
+        ({"mode": "async", "sync_interval": 4, "max_staleness": 2}, 1, "admission.max_staleness: 2 is below 3"),
+        ({"max_staleness": 2}, 1, "admission.mode: sync publishes after every step"),
+        ({"sync_interval": 2}, 1, "admission.mode: sync publishes after every step"),
+        ({"max_staleness": 0}, 2, "admission.max_staleness: 0 is below 1"),
+        ({"mode": "one_step_off", "max_staleness": 3}, 1, "admission.mode: one_step_off publishes after every step"),
+        ({"mode": "stream", "max_staleness": 4}, 1, "admission.mode: stream generates nothing ahead"),
+        ({"mode": "stream", "staleness_threshold": 0.5}, 1, "admission.staleness_threshold: it has no effect"),
+        (
+            {"mode": "async", "sync_interval": 4, "trigger_parameter_sync_step": 4},
+            1,
+            "admission.trigger_parameter_sync_step: sync_interval is given too",
+        ),
+        (
+            {"mode": "async", "max_staleness": 4, "staleness_threshold": 0.1},
+            1,
+            "admission.staleness_threshold: max_staleness is given too",
+        ),
+    ],
+)
+def test_contradictions_are_refused(section: dict[str, Any], updates: int, problem: str) -> None:
+    settings = config("model", trainer__mini_batches=updates, batch__groups=8, admission=section)
+    [found] = pace_problems(settings)
+    assert found.startswith(problem)
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 0), (1, 0, 0), (2, 3, 4), (1, 4, 2)])
+def test_impossible_paces_do_not_exist(numbers: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Pace(*numbers)
+
+
+@given(updates=st.integers(1, 5), steps=st.integers(1, 5), more=st.integers(0, 9), made=st.integers(0, 50))
+def test_the_bound_by_its_definition(updates: int, steps: int, more: int, made: int) -> None:
+    """Of the steps within the bound, the last update of the last one has the bound's staleness or less."""
+    pace = Pace(updates, updates * steps, updates * steps - 1 + more)
+    count = pace.steps_within_bound(made)
+    assert count * updates - 1 - made <= pace.max_staleness < (count + 1) * updates - 1 - made
+
+
+@given(updates=st.integers(1, 5), steps=st.integers(1, 5), more=st.integers(0, 9), published=st.integers(0, 9))
+def test_the_steps_up_to_the_next_publication_are_within_the_bound(
+    updates: int, steps: int, more: int, published: int
+) -> None:
+    """Otherwise trainer and engines would wait for each other."""
+    pace = Pace(updates, updates * steps, updates * steps - 1 + more)
+    done = published * steps
+    assert pace.publishes_after(done)
+    following = next(n for n in range(done + 1, done + steps + 1) if pace.publishes_after(n))
+    assert pace.steps_within_bound(done * updates) >= following
+    assert following == done + steps

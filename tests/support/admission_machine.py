@@ -1,0 +1,109 @@
+"""Random interleavings of controller, engines and trainer around an `Admission`; the bound is checked by definition."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from megarl.config.pace import Pace
+from megarl.rollout.admission import Admission
+
+
+@st.composite
+def paces(draw: st.DrawFn) -> Pace:
+    """Any relation of generation to training that a config allows, with small numbers."""
+    updates, steps = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    interval = updates * steps
+    return Pace(updates, interval, interval - 1 + draw(st.integers(0, 2 * interval)))
+
+
+class AdmissionMachine(RuleBasedStateMachine):
+    """Random interleavings of what controller, engines and trainer do.
+
+    A group's tokens have the versions that were published while it was in flight. The bound is checked by the
+    definition, on the update that trains the group.
+    """
+
+    @initialize(groups=st.integers(1, 4), pace=paces(), first=st.integers(0, 3))
+    def start(self, groups: int, pace: Pace, first: int) -> None:
+        self.admission, self.pace = Admission(groups, pace), pace
+        self.running: dict[int, int] = {}  # group -> version at its start
+        self.oldest: dict[int, int] = {}  # of the groups that have finished
+        self.seen: list[int] = []
+        self.ended: dict[int, str] = {}
+        self.updates = first  # made by the trainer
+        self.published, self.step = -1, 0
+        self.publish()
+
+    def publish(self) -> None:
+        self.published = self.updates
+        self.admission.set_version(self.published)
+
+    @rule()
+    def admit(self) -> None:
+        new = self.admission.admit()
+        assert not set(new) & set(self.seen)
+        assert self.admission.admit() == [] and self.admission.room == 0
+        self.seen += new
+        self.running |= dict.fromkeys(new, self.published)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), ok=st.booleans(), has_tokens=st.booleans())
+    def finish(self, data: st.DataObject, ok: bool, has_tokens: bool) -> None:
+        group = data.draw(st.sampled_from(sorted(self.running)))
+        started = self.running.pop(group)
+        oldest = data.draw(st.integers(started, self.published)) if has_tokens else None
+        self.oldest[group] = started if oldest is None else oldest
+        self.admission.finish(group, ok, oldest)
+
+    @rule(data=st.data())
+    def train(self, data: st.DataObject) -> None:
+        taken = self.admission.batch(self.step)
+        assert taken == self.admission.batch(self.step)
+        if taken is None:
+            return
+        ok, bad = taken
+        assert len(ok) + len(bad) == self.admission.groups
+        last_update = self.updates + self.pace.updates_per_step - 1
+        assert all(last_update - self.oldest[group] <= self.pace.max_staleness for group in ok + bad)
+        left = set(self.oldest) - set(ok + bad) - set(self.ended)
+        assert all(self.oldest[group] >= max(self.oldest[taken] for taken in ok + bad) for group in left)
+        ends = [data.draw(st.sampled_from(["trained", "filtered", "dropped_stale", "failed"])) for _ in ok]
+        numbers = {name: ends.count(name) for name in ("trained", "filtered", "dropped_stale")}
+        self.admission.commit(self.step, **numbers, failed=ends.count("failed") + len(bad))
+        for group, end in zip(ok + bad, ends + ["failed"] * len(bad), strict=True):
+            assert group not in self.ended
+            self.ended[group] = end
+        self.step += 1
+        self.updates += self.pace.updates_per_step
+        if self.pace.publishes_after(self.step):
+            self.publish()
+
+    @rule()
+    def resume(self) -> None:
+        state, fresh = self.admission.state_dict(), Admission(self.admission.groups, self.pace)
+        fresh.load_state_dict(state)
+        assert fresh.counters.admitted == fresh.counters.settled == len(self.ended)
+        assert fresh.admit() == []  # the engines may have no weights yet
+        self.admission, self.running = fresh, {}
+        self.seen = sorted(self.ended)
+        self.oldest = {group: version for group, version in self.oldest.items() if group in self.ended}
+        self.publish()
+
+    @invariant()
+    def adds_up(self) -> None:
+        if not hasattr(self, "admission"):
+            return
+        counters = self.admission.counters
+        assert counters.balanced
+        assert counters.admitted == len(set(self.seen)) and counters.in_flight == len(self.running)
+        assert counters.settled == len(self.ended)
+        assert counters.trained == list(self.ended.values()).count("trained")
+
+    @invariant()
+    def something_can_always_happen(self) -> None:
+        """No deadlock: a group can start, one is in flight, or the next step has its groups."""
+        if not hasattr(self, "admission"):
+            return
+        ready = set(self.oldest) - set(self.ended)
+        assert self.admission.room or self.running or len(ready) >= self.admission.groups

@@ -1,0 +1,49 @@
+"""Whole runs in which generation runs ahead of training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.queue.dump import read_batch
+from tests.support.run import step_records, tiny_config, train
+from tests.support.whole_runs import check_counters
+
+pytestmark = pytest.mark.engine
+
+STEPS = 8
+
+
+@pytest.mark.parametrize(
+    ("section", "updates", "published", "bound"),
+    [
+        ({"mode": "one_step_off"}, 1, 1, 1),
+        ({"mode": "async", "sync_interval": 4, "max_staleness": 7}, 2, 4, 7),
+    ],
+    ids=["one_step_off", "async"],
+)
+def test_generation_runs_ahead_within_the_bound(
+    tmp_path: Path, section: dict[str, Any], updates: int, published: int, bound: int
+) -> None:
+    config = tiny_config(tmp_path, steps=STEPS)
+    config["admission"] = section
+    config["trainer"]["mini_batches"] = updates
+    config["telemetry"] = {"dump_batches": True}
+    run = train(config)
+    assert run.code == 0, run.output[-4000:]
+    check_counters(run, STEPS)
+    records = step_records(run.directory)
+    lags: list[int] = []
+    for step in range(STEPS):
+        batch = read_batch(run.directory / "batches", step)
+        assert batch.version == step * updates
+        # Its last update is the one in which a token is oldest.
+        lags += [batch.version + updates - 1 - row.oldest_version for row in batch.trajectories]
+        assert all(span.version % published == 0 for row in batch.trajectories for span in row.versions)
+    assert updates - 1 < max(lags) <= bound, "nothing was generated ahead, or the bound is passed"
+    assert [record["sync/version"] for record in records if "sync/version" in record] == [
+        version for version in range(updates, STEPS * updates + 1, updates) if version % published == 0
+    ]
+    assert records[-1]["total/groups_dropped_stale"] == 0
