@@ -40,8 +40,8 @@ setup-gpu: $(GPU_VENV)/.ready  ## Make .venv-gpu from requirements/gpu.lock on a
 
 $(GPU_VENV)/.ready: $(GPU_VENV)/.te $(GPU_VENV)/.kernels pyproject.toml
 	$(GPU_PIP) --no-build-isolation -e .
+	$(GPU_PY) -m megarl doctor --installation
 	touch $@
-	-$(GPU_PY) -m megarl doctor
 
 gpu-packages: $(GPU_VENV)/.packages
 

@@ -63,6 +63,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="machine-readable")
     doctor.add_argument(
+        "--installation",
+        action="store_true",
+        help="only packages and imports, for a node without GPUs or the build of an image",
+    )
+    doctor.add_argument(
         "--nodes",
         action="store_true",
         help="under srun or torchrun, one process per node or GPU: measure every path between the nodes instead",
@@ -103,7 +108,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     if options.nodes:
         return _doctor_of_nodes(options)
-    report = examine()
+    report = examine(installation_only=options.installation)
     sys.stdout.write(report.to_json() if options.json else render(report))
     return 0 if report.can_start else 1
 

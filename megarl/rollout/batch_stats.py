@@ -55,12 +55,13 @@ class BatchStats:
     skipped_prompts: int = 0
     engine_seconds: float = 0.0
 
-    def metrics(self, *, replicas_serving: int) -> dict[str, float]:
+    def metrics(self, *, replicas_serving: int, replicas_lost: int) -> dict[str, float]:
         """Return the declared `rollout/*` and `reward/*` metrics that only the rollout side can measure."""
         values: dict[str, float] = {
             "rollout/skipped_prompts": self.skipped_prompts,
             "rollout/engine_seconds": self.engine_seconds,
             "rollout/replicas_alive": replicas_serving,
+            "rollout/replicas_lost": replicas_lost,
             "reward/errors": sum(self.reward_errors.values()),
         }
         if self.generate_seconds:

@@ -156,7 +156,8 @@ class RolloutController:
             return None
         stats, self._runner.stats = self._runner.stats, BatchStats()
         stats.engine_seconds = self._engine_time.take(time.monotonic())
-        metrics = stats.metrics(replicas_serving=len(self._fleet.serving))
+        fleet = self._fleet
+        metrics = stats.metrics(replicas_serving=len(fleet.serving), replicas_lost=len(fleet.lost))
         return self._batches.take(step, self._admission, metrics)
 
     async def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> Counters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megarl.config.pace import pace_of
 from megarl.run.session import Session
 from megarl.run.step import plan_step, train_step
+from megarl.run.step_batch import StepBatch
 from megarl.trainer import parallel
 
 
@@ -29,7 +30,7 @@ def train(session: Session) -> None:
             train_step(policy, plan, rows, config, recorder.timer, recorder.metrics)
         pool.commit(batch, plan)
         session.version += pace.updates_per_step
-        if pace.publishes_after(step + 1) or step + 1 == config.run.steps or evaluation_due(session, step + 1):
+        if pace.publishes_after(step + 1) or publishes_early(session, batch):
             publish(session)
         recorder.step(batch, plan)
         if evaluation_due(session, step + 1):
@@ -46,6 +47,16 @@ def publish(session: Session) -> None:
     with session.recorder.phase("sync", f"publishing version {version}"):
         session.recorder.sync(version, session.sender.publish(version))
     session.pool.set_version(version)
+
+
+def publishes_early(session: Session, batch: StepBatch) -> bool:
+    """Tell whether the weights are published out of turn after the step of `batch`.
+
+    They are before an evaluation, at the end of the run, and if replicas were lost: a new replica has no weights, and
+    gets them by a publication, until which it refuses to generate.
+    """
+    done = batch.step + 1
+    return batch.replicas_are_lost or done == session.config.run.steps or evaluation_due(session, done)
 
 
 def evaluation_due(session: Session, steps_done: int) -> bool:

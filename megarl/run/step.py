@@ -170,7 +170,8 @@ def train_step(
                 measure_entropy=number == 0 and entropy_due(config, plan.version),
             )
             if number == 0 and algorithm.old_logprobs == "rollout":
-                # The first update uses the weights that sampled: it compares the engine's log-probs with the trainer's.
+                # The first update compares the engine's log-probs with the trainer's. In synchronous training both are
+                # of the same weights; otherwise the difference includes that of the versions.
                 _record_mismatch(values, metrics)
             metrics.record("policy/grad_norm_max", values["grad_norm"])
             metrics.update(_declared(values, config), prefix="policy/", weight=values["tokens"])
@@ -180,7 +181,7 @@ def train_step(
 def entropy_due(config: Config, version: int) -> bool:
     """Tell whether the step that updates the weights of `version` measures the entropy of its first mini-batch."""
     every = config.telemetry.entropy_every
-    return every > 0 and version % every == 0
+    return every > 0 and version // config.trainer.mini_batches % every == 0
 
 
 def _train_samples(plan: StepPlan, rows: Mapping[str, Trajectory]) -> dict[str, TrainSample]:

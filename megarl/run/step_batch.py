@@ -20,3 +20,8 @@ class StepBatch:
     keys: list[str]
     tags: list[SampleTag]
     timings: dict[str, float]
+
+    @property
+    def replicas_are_lost(self) -> bool:
+        """Whether replicas were lost that only a publication of the weights replaces."""
+        return self.timings.get("rollout/replicas_lost", 0.0) > 0

@@ -87,6 +87,7 @@ _ROLLOUT = [
     Metric("rollout/idle_ratio", "share", "last", "Share of the step's wall time in which no engine ran.", True),
     Metric("rollout/engine_seconds", "s", "sum", "Wall time in which at least one engine ran for training.", True),
     Metric("rollout/replicas_alive", "replicas", "last", "Replicas that work.", True),
+    Metric("rollout/replicas_lost", "replicas", "last", "Replicas that the next publication replaces.", True),
 ]
 
 _POLICY = [

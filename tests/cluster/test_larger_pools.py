@@ -42,12 +42,12 @@ def test_a_lost_replica_costs_no_group(tmp_path: Path) -> None:
         pool.client.set_version(0)
         ready = pool.client.wait_batch(0)
         check_rows(pool, reader.fetch(ready.keys), version=0)
-        assert ready.timings["rollout/replicas_alive"] == 1
+        assert ready.timings["rollout/replicas_alive"] == 1 and ready.timings["rollout/replicas_lost"] == 1
         pool.client.commit(0, trained=8, filtered=0, dropped_stale=0, failed=0)
         pool.client.engine_handles().restart(["replica 1"], timeout_s=1200)
         serve(pool, 1)
         ready = pool.client.wait_batch(1)
-        assert ready.timings["rollout/replicas_alive"] == 2
+        assert ready.timings["rollout/replicas_alive"] == 2 and ready.timings["rollout/replicas_lost"] == 0
         served = [replica.call("health", timeout_s=60)["served"] for replica in pool.client.engine_handles().replicas()]
         assert served[1] == 16
         reader.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,8 +51,15 @@ def test_last_boxed_never_raises_and_balances(text: str) -> None:
 
 
 @given(st.integers(1, 4000))
-def test_last_boxed_is_linear_on_a_degenerate_response(n: int) -> None:
+def test_unbalanced_boxes_have_no_content(n: int) -> None:
     assert last_boxed(r"\boxed{" * n) is None
+
+
+def test_last_boxed_is_linear_on_a_degenerate_response() -> None:
+    """Two million characters take a fraction of a second; in quadratic time they would take days."""
+    started = time.process_time()
+    assert last_boxed(r"\boxed{" * 300_000) is None
+    assert time.process_time() - started < 20.0
 
 
 @pytest.mark.parametrize(

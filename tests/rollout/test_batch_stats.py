@@ -41,15 +41,15 @@ def test_a_running_request_counts_up_to_now_and_once() -> None:
 
 def test_batch_metrics() -> None:
     stats = BatchStats([0.1, 0.4, 0.2, 0.3], [0.01, 0.03], Counter({"timeout": 2, "crash": 1}), skipped_prompts=5)
-    values = stats.metrics(replicas_serving=2)
+    values = stats.metrics(replicas_serving=2, replicas_lost=0)
     assert values["reward/errors"] == 3 and values["rollout/skipped_prompts"] == 5
     assert values["rollout/generate_seconds_max"] == 0.4 and values["rollout/generate_seconds_p50"] == 0.3
     assert values["rollout/reward_seconds_mean"] == pytest.approx(0.02)
     assert quantile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0
-    assert "rollout/generate_seconds_p50" not in BatchStats().metrics(replicas_serving=1)
+    assert "rollout/generate_seconds_p50" not in BatchStats().metrics(replicas_serving=1, replicas_lost=0)
 
 
 def test_batch_metrics_are_declared() -> None:
     metrics = step_metrics()
-    metrics.update(BatchStats([0.1], [0.1]).metrics(replicas_serving=1))
+    metrics.update(BatchStats([0.1], [0.1]).metrics(replicas_serving=1, replicas_lost=0))
     assert metrics.reduce()["rollout/replicas_alive"] == 1

@@ -122,6 +122,15 @@ def test_versions_count_updates_and_are_published_at_the_configs_interval(make_r
     ]
 
 
+def test_lost_replicas_get_the_weights_out_of_turn(make_run: Callable[..., FakeRun]) -> None:
+    run = make_run(6, admission={"mode": "async", "sync_interval": 4, "max_staleness": 7}, evaluation__sets=[])
+    run.timings = {1: {"rollout/replicas_lost": 1.0}}
+    journal = journal_of_training(run)
+    assert [line for line in journal if line.startswith("set version")] == [
+        f"set version {version}" for version in (0, 2, 4, 6)
+    ]
+
+
 def test_an_evaluation_precedes_the_save_of_its_weights(make_run: Callable[..., FakeRun]) -> None:
     """`checkpoint.keep_best` compares the metrics that the checkpoint holds."""
     run = make_run(4, evaluation__every=2)

@@ -93,6 +93,7 @@ class FakeFleet:
     failures: dict[int, Exception] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
     serving: list[int] = field(default_factory=lambda: [0])
+    lost: dict[int, Exception] = field(default_factory=dict)
     resets: int = 0
     joined: int = 0
 

@@ -88,7 +88,7 @@ class FakePool(Part):
 
     def take_batch(self, step: int, version: int) -> StepBatch:
         self._note(f"take batch {step} for version {version}")
-        return StepBatch(step, version, [], [], {})
+        return StepBatch(step, version, [], [], self._run.timings.get(step, {}))
 
     def fetch(self, batch: StepBatch, plan: str) -> dict[str, Any]:
         self._note(f"fetch {plan}")
@@ -172,6 +172,7 @@ class FakeRun:
         self.record: dict[str, Any] | None = None
         self.own = True  # the restored checkpoint is one of this run directory
         self.stop_after: dict[int, str] = {}  # steps done -> reason
+        self.timings: dict[int, dict[str, float]] = {}  # what the pool reports with the batch of a step
         self.due: set[int] = set()
         self.failing_saves: set[int] = set()
         self.train: Callable[[], None] = lambda: None

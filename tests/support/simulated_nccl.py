@@ -100,4 +100,4 @@ class SimulatedNCCL(ProcessGroup):
 
 
 def _pair(source: int, to: int) -> str:
-    return f"{source}-{to}"
+    return f"{min(source, to)}-{max(source, to)}"

@@ -74,6 +74,7 @@ def victim() -> Iterator[ProcessReplica]:
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_receiver_lost_in_mid_sync_is_named_within_the_deadline(victim: ProcessReplica, end: signal.Signals) -> None:
+    before = set(threading.enumerate())
     pool = MixedPool(victim)
     exporter = ListExporter({f"t{i}": torch.randn(1 << 20) for i in range(24)})
     sender = WeightSender(SETTINGS, exporter)
@@ -96,4 +97,5 @@ def test_a_receiver_lost_in_mid_sync_is_named_within_the_deadline(victim: Proces
     assert [name for name in info.value.failed_members if "replica 1" not in name] == []
     assert info.value.failed_members and info.value.needs_restart == ("replica 0", "replica 1")
     assert survivor.version == "0" and not survivor.serving
-    assert not [t for t in threading.enumerate() if t.name == "weight-sync-watch"], "no thread is left waiting"
+    left = set(threading.enumerate()) - before
+    assert not [thread for thread in left if thread.name == "weight-sync-watch"], "no thread is left waiting"

@@ -9,8 +9,11 @@ from megarl.commands.doctor import gpus, imports, installed, machine
 from megarl.commands.doctor.report import Finding, Report
 
 
-def examine() -> Report:
-    """Return all findings of this machine. Imports torch; the imports of a run happen in processes of their own."""
+def examine(*, installation_only: bool = False) -> Report:
+    """Return all findings of this machine. Imports torch; the imports of a run happen in processes of their own.
+
+    `installation_only`: only packages and imports, which do not depend on the machine's GPUs, limits and network.
+    """
     findings: list[Finding] = []
     cuda = built_for_cuda = False
     try:
@@ -20,15 +23,17 @@ def examine() -> Report:
     else:
         cuda = torch.cuda.is_available()
         built_for_cuda = torch.version.cuda is not None
-        findings += [*gpus.torch_findings(cuda), *_thread_findings(cuda)]
-        if built_for_cuda and not cuda:
+        if not installation_only:
+            findings += [*gpus.torch_findings(cuda), *_thread_findings(cuda)]
+        if built_for_cuda and not cuda and not installation_only:
             detail = f"torch is built for CUDA {torch.version.cuda}, but there is no usable GPU here"
             findings.append(Finding("fail", "CUDA", detail, "expected on a login node: run doctor on a node with GPUs"))
     findings += installed.package_findings(built_for_cuda)
     if built_for_cuda:
         findings.append(installed.kernel_finding())
     findings += imports.import_findings(cuda)
-    findings += [*machine.machine_findings(), *machine.network_findings(cuda)]
+    if not installation_only:
+        findings += [*machine.machine_findings(), *machine.network_findings(cuda)]
     return Report("cuda" if cuda else "cpu", tuple(findings))
 
 

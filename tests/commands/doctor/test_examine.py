@@ -8,6 +8,7 @@ import pytest
 
 from megarl.commands import cli
 from megarl.commands.doctor import imports, installed
+from megarl.commands.doctor.report import Finding
 
 
 def test_doctor_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,3 +46,20 @@ def test_the_gpu_stack_on_a_login_node(monkeypatch: pytest.MonkeyPatch, capsys: 
     found = {finding["what"]: finding for finding in report["findings"]}
     assert "login node" in found["CUDA"]["fix"] and "against gpu.lock" in found
     assert not any(finding["fix"] == "run make setup" for finding in report["findings"])
+
+
+def test_an_installation_is_examined_without_the_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `make setup-gpu` does on a login node: a GPU that is not there is no fault of the installation."""
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(imports, "import_findings", lambda cuda: [Finding("fail", "import trainer", "no module")])
+    monkeypatch.setattr(installed, "package_findings", lambda cuda: [Finding("ok", "ray", "2.60.0")])
+    assert cli.main(["doctor", "--installation", "--json"]) == 1
+    found = {finding["what"] for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert {"ray", "import trainer"} <= found and not {"CUDA", "device path", "interfaces", "threads"} & found
+    monkeypatch.setattr(imports, "import_findings", lambda cuda: ())
+    assert cli.main(["doctor", "--installation"]) == 0
