@@ -6,7 +6,7 @@
 Steps, each in a process of its own with a deadline, so that one that hangs or crashes costs only itself:
 
 - streams: a broadcast of another thread beside pending work, on the default stream and on one of its own; timeout and
-  abort of NCCL in blocking mode
+  abort of NCCL in blocking mode; a publish behind pending work, and its deadline
 - digest: a bucket's digest on the device against the CPU's, and its time against a copy
 - export: a mixture of experts exported and packed on the device against its files
 - parity: log-probs, dense and MoE, fp32 and bf16, against transformers on the CPU; updates lower the loss
@@ -16,9 +16,9 @@ Steps, each in a process of its own with a deadline, so that one that hangs or c
 - two_ranks: TP 2 on one device, over gloo
 - te: Transformer Engine's packed attention, grouped product and fused weight gradient (left out if not installed)
 
-`--device cpu` runs the same code with tiny shapes on the CPU platform; its times say nothing about a GPU. `--append`
-adds the table with the device, the date and the versions to a page. Exit status: 0 if all bounds hold, 1 if not, 2
-without a CUDA device.
+`--device cpu` runs the same code with tiny shapes on the CPU platform (the step `streams` on the simulated streams of
+tests/support); its times say nothing about a GPU. `--append` adds the table with the device, the date and the versions
+to a page. Exit status: 0 if all bounds hold, 1 if not, 2 without a CUDA device.
 """
 
 from __future__ import annotations

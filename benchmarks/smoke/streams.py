@@ -3,7 +3,7 @@
 The weight sync sends from a thread of its own while the main thread packs. Both use the device's default stream unless
 they say otherwise, and NCCL makes a collective wait for everything before it on the caller's current stream. So a
 broadcast waits for the other thread's work, which may itself wait for the broadcast. `Streams` is what this needs of a
-device; another implementation (simulated streams over gloo) can stand in for CUDA.
+device. On a CPU `tests/support/smoke_streams.py` stands in for CUDA: simulated streams, and NCCL's order over gloo.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import os
 import socket
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch.distributed import BroadcastOptions, TCPStore
 
+from smoke import publish
 from smoke.rows import Row, Where
 
 OCCUPIED_S = 0.5
@@ -32,8 +33,8 @@ class Streams(Protocol):
     def occupy(self, seconds: float) -> None:
         """Enqueue work of this duration on the current stream, and return at once."""
 
-    def own(self) -> AbstractContextManager[object]:
-        """Return a context whose current stream is a new one."""
+    def stream(self, *, own: bool) -> AbstractContextManager[object]:
+        """Return a context whose current stream is the default one, or (`own`) a new one."""
 
     def synchronize(self) -> None:
         """Block the caller until all streams have finished."""
@@ -44,9 +45,15 @@ class Streams(Protocol):
     def tensor(self) -> torch.Tensor:
         """Return a tensor to broadcast."""
 
+    @property
+    def backend(self) -> str:
+        """The key of `megarl.weights.backends.BACKENDS` by which the weight sync communicates on this device."""
+
 
 class CudaStreams:
     """CUDA's streams and NCCL."""
+
+    backend = "nccl"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -62,8 +69,8 @@ class CudaStreams:
     def occupy(self, seconds: float) -> None:
         torch.cuda._sleep(int(seconds * self._cycles_per_s))
 
-    def own(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(torch.cuda.Stream())
+    def stream(self, *, own: bool) -> AbstractContextManager[object]:
+        return torch.cuda.stream(torch.cuda.Stream() if own else torch.cuda.default_stream())
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -95,10 +102,8 @@ class CudaStreams:
 
 
 def run(where: Where, streams: Streams | None = None) -> tuple[list[Row], list[str]]:
-    """Measure how long a broadcast of another thread waits for work that is pending on the default stream."""
-    if streams is None and where.device.type != "cuda":
-        return plain_run(where)
-    streams = streams or CudaStreams(where.device)
+    """Measure what a broadcast of another thread and the weight sync wait for; on a CPU on simulated streams."""
+    streams = streams or make_streams(where)
     group = streams.group(timeout_s=GIVE_UP_S, blocking=False)
     rows = [
         # The premise of all this: if it does not hold, the other rows prove nothing.
@@ -108,7 +113,17 @@ def run(where: Where, streams: Streams | None = None) -> tuple[list[Row], list[s
             broadcast_beside_work(streams, group, own=True), OCCUPIED_S, 0.5, "s"),
     ]  # fmt: skip
     rows += blocking_rows(streams)
+    rows += publish.rows(where, streams, OCCUPIED_S)
     return rows, []
+
+
+def make_streams(where: Where) -> Streams:
+    """Return the device's streams, or simulated ones."""
+    if where.device.type == "cuda":
+        return CudaStreams(where.device)
+    from tests.support.smoke_streams import SimulatedStreams
+
+    return SimulatedStreams()
 
 
 def broadcast_beside_work(streams: Streams, group: Any, *, own: bool) -> float:
@@ -118,7 +133,7 @@ def broadcast_beside_work(streams: Streams, group: Any, *, own: bool) -> float:
     streams.synchronize()
 
     def send() -> None:
-        with streams.own() if own else nullcontext():
+        with streams.stream(own=own):
             wait_until_complete(group.broadcast([tensor], BroadcastOptions()))
         seconds.append(time.perf_counter() - started)
 
@@ -157,7 +172,8 @@ def blocking_rows(streams: Streams) -> list[Row]:
     started = time.perf_counter()
     raised = ""
     try:
-        group.broadcast([tensor], options).wait()
+        with streams.stream(own=False):
+            group.broadcast([tensor], options).wait()
     except RuntimeError as error:
         raised = str(error).splitlines()[0]
     waited = time.perf_counter() - started
@@ -170,19 +186,3 @@ def blocking_rows(streams: Streams) -> list[Row]:
         Row("blocking wait / timeout of the group", waited if raised else float("inf"), limit_s, 1.5, "s", details),
         Row("abort of a pending broadcast / timeout of the group", aborted, limit_s, 3.0, "s"),
     ]
-
-
-def plain_run(where: Where) -> tuple[list[Row], list[str]]:
-    """Run the same calls over gloo on a CPU, which has no streams: only a broadcast of another thread is timed."""
-    from torch.distributed import HashStore, ProcessGroupGloo
-
-    group: Any = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=GIVE_UP_S))
-    started = time.perf_counter()
-    thread = threading.Thread(target=lambda: group.broadcast([torch.ones(1024)], BroadcastOptions()).wait())
-    thread.start()
-    time.sleep(OCCUPIED_S)  # the main thread's work
-    thread.join(GIVE_UP_S)
-    if thread.is_alive():
-        raise TimeoutError(f"a broadcast was not complete after {GIVE_UP_S:.0f} s")
-    row = Row("broadcast beside the main thread's work / that work", time.perf_counter() - started, OCCUPIED_S, 4, "s")
-    return [row], ["waits between streams, timeout and abort in blocking mode: a CPU has no streams"]

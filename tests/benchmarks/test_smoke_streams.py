@@ -1,20 +1,25 @@
-"""The step `streams` of gpu_smoke on devices made for the test: one orders work as CUDA and NCCL do, others do not."""
+"""The step `streams` of gpu_smoke on simulated devices: some order work as CUDA and NCCL do, others do not."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from megarl.weights.sending import Sending
 from tests.support.checkout import ROOT
+from tests.support.simulated_nccl import SimulatedNCCL, SimulatedWork
+from tests.support.smoke_streams import SimulatedStreams
+
+PREMISE, OWN_STREAM, TIMEOUT, ABORT, SOON, BYTES, DEADLINE = range(7)
 
 
 @pytest.fixture(scope="module")
@@ -26,81 +31,63 @@ def streams() -> Iterator[ModuleType]:
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
-class Work:
-    def __init__(self, device: Device, start: float, timeout_s: float, blocking: bool) -> None:
-        self.device, self.start, self.timeout_s, self.blocking = device, start, timeout_s, blocking
+class Unordered(SimulatedStreams):
+    """Its threads issue on streams of their own, so nothing waits for the pending work."""
 
-    def is_completed(self) -> bool:
-        return time.monotonic() >= self.start
-
-    def wait(self) -> None:
-        """As NCCL: it blocks the caller only in blocking mode, and raises after the group's timeout."""
-        if not self.blocking:
-            return
-        until = time.monotonic() + self.timeout_s
-        while not self.is_completed():
-            if time.monotonic() > until:
-                raise RuntimeError("Watchdog caught collective operation timeout")
-            time.sleep(0.001)
+    def stream(self, *, own: bool) -> AbstractContextManager[None]:
+        return super().stream(own=True)
 
 
-class Device:
-    """Streams as points in time until which they are busy. `one_queue`: all streams wait for the default one."""
-
-    def __init__(self, *, one_queue: bool = False, ordered: bool = True, slow_abort: bool = False) -> None:
-        self.one_queue, self.ordered, self.slow_abort = one_queue, ordered, slow_abort
-        self.busy_until = 0.0
-        self._on_default = threading.local()
-
-    def occupy(self, seconds: float) -> None:
-        self.busy_until = max(self.busy_until, time.monotonic()) + seconds
-
-    @contextmanager
-    def own(self) -> Iterator[None]:
-        self._on_default.value = False
-        yield
-        self._on_default.value = True
-
-    def synchronize(self) -> None:
-        time.sleep(max(0.0, self.busy_until - time.monotonic()))
-
-    def group(self, *, timeout_s: float, blocking: bool) -> Any:
-        device = self
-
-        class Group:
-            def broadcast(self, tensors: list[torch.Tensor], options: object) -> Work:
-                behind = device.ordered and (device.one_queue or getattr(device._on_default, "value", True))
-                return Work(device, device.busy_until if behind else 0.0, timeout_s, blocking)
-
-            def abort(self) -> None:
-                time.sleep(4 * timeout_s if device.slow_abort else 0.0)
-
-        return Group()
-
-    def tensor(self) -> torch.Tensor:
-        return torch.ones(1)
+class SlowAbort(SimulatedNCCL):
+    def abort(self) -> None:
+        time.sleep(2.5)
 
 
-def verdicts(streams: ModuleType, device: Device) -> list[bool]:
-    """One per row: premise, own stream, timeout, abort."""
+def failed_rows(streams: ModuleType, device: SimulatedStreams) -> list[int]:
+    """The numbers of the rows whose bounds do not hold."""
     where = sys.modules["smoke.rows"].Where(torch.device("cpu"), True)
-    rows, left_out = streams.run(where, device)
-    assert not left_out
-    return [row.ok for row in rows]
+    with closing(device):
+        rows, left_out = streams.run(where, device)
+    assert not left_out and len(rows) == 7
+    return [number for number, row in enumerate(rows) if not row.ok]
 
 
 def test_a_device_that_orders_by_streams(streams: ModuleType) -> None:
-    assert verdicts(streams, Device()) == [True, True, True, True]
+    assert failed_rows(streams, SimulatedStreams()) == []
 
 
-def test_one_hardware_queue_fails_the_broadcast_on_its_own_stream(streams: ModuleType) -> None:
-    assert verdicts(streams, Device(one_queue=True)) == [True, False, True, True]
+def test_one_hardware_queue_fails_the_broadcast_on_its_own_stream_only(streams: ModuleType) -> None:
+    """The weight sync is right with one queue too."""
+    assert failed_rows(streams, SimulatedStreams(single_queue=True)) == [OWN_STREAM]
 
 
 def test_a_device_without_the_premise_fails(streams: ModuleType) -> None:
-    """Nothing waits for anything, so nothing is proved either, and no wait runs into a timeout."""
-    assert verdicts(streams, Device(ordered=False)) == [False, True, False, True]
+    """Nothing waits for the pending work: no wait runs into a timeout or a deadline."""
+    assert failed_rows(streams, Unordered()) == [PREMISE, TIMEOUT, DEADLINE]
+
+
+def test_a_publish_on_a_stream_of_its_own_carries_old_weights(streams: ModuleType) -> None:
+    device = SimulatedStreams()
+
+    class Beside(Sending):
+        def run(self) -> None:
+            with device.stream(own=True):
+                super().run()
+
+    with patch.object(streams.publish, "Sending", Beside):
+        assert failed_rows(streams, device) == [BYTES]
 
 
 def test_an_abort_that_takes_longer_than_the_timeout_fails(streams: ModuleType) -> None:
-    assert verdicts(streams, Device(slow_abort=True)) == [True, True, True, False]
+    with patch("tests.support.smoke_streams.SimulatedNCCL", SlowAbort):
+        assert failed_rows(streams, SimulatedStreams()) == [ABORT]
+
+
+def test_a_wait_that_blocks_the_host_misses_the_deadline(streams: ModuleType) -> None:
+    """`is_completed` that returns when the work has ended, as a blocking wait would."""
+
+    def blocks(work: Any) -> bool:
+        return bool(work._done.wait(60.0))
+
+    with patch.object(SimulatedWork, "is_completed", blocks):
+        assert DEADLINE in failed_rows(streams, SimulatedStreams())

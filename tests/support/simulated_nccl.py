@@ -3,7 +3,8 @@
 An operation is enqueued and returns at once. It starts when everything before it on the caller's current stream has
 finished, completes when all members have started theirs, and those of one communicator run in order on its own internal
 stream. Sends and receives have a communicator per pair of ranks. `Work.wait` makes the current stream wait, not the
-host; a host sees the end by `is_completed`. Threads that use no simulated device (engines) wait on the host instead.
+host; a host sees the end by `is_completed`. Threads that use no simulated device (engines) wait on the host instead. In
+blocking mode `Work.wait` also makes the host wait, at most for the group's timeout, and then raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
-from tests.support.simulated_streams import Closed, Device, Queue, current_device
+from tests.support.simulated_streams import Closed, Device, Queue, current_device, current_stream
 
 GLOO_TIMEOUT = timedelta(seconds=30)
 
@@ -26,16 +27,18 @@ GLOO_TIMEOUT = timedelta(seconds=30)
 class SimulatedWork(torch.distributed.Work):
     """One enqueued operation."""
 
-    def __init__(self, device: Device, done: threading.Event) -> None:
+    def __init__(self, device: Device, done: threading.Event, blocking_s: float | None) -> None:
         super().__init__()
-        self._device, self._done = device, done
+        self._device, self._done, self._blocking_s = device, done, blocking_s
 
     def is_completed(self) -> bool:
         return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._blocking_s is not None and not self._done.wait(self._blocking_s):
+            raise RuntimeError(f"collective operation timeout after {self._blocking_s} s")
         if current_device() is self._device:
-            self._device.default.wait(self._done)
+            current_stream().wait(self._done)
         else:
             self._device.host_wait(self._done)
         return True
@@ -44,8 +47,18 @@ class SimulatedWork(torch.distributed.Work):
 class SimulatedNCCL(ProcessGroup):
     """Broadcast, send and receive. `delay_s`: how long a broadcast takes at least."""
 
-    def __init__(self, store: Store, rank: int, size: int, device: Device, delay_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: Device,
+        delay_s: float = 0.0,
+        blocking_s: float | None = None,
+    ) -> None:
+        """`blocking_s`: the timeout of blocking mode; None: not in blocking mode."""
         super().__init__(rank, size)
+        self._blocking_s = blocking_s
         self._store, self._rank, self._size, self._device, self._delay_s = store, rank, size, device, delay_s
         self._gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=GLOO_TIMEOUT)
         self._streams: dict[str, Queue] = {}
@@ -79,7 +92,7 @@ class SimulatedNCCL(ProcessGroup):
         stream = self._streams.get(communicator) or self._device.new_stream()
         self._streams[communicator] = stream
         if current_device() is self._device:
-            stream.wait(self._device.default.record())
+            stream.wait(current_stream().record())
         done = threading.Event()
 
         def operation() -> None:
@@ -88,7 +101,7 @@ class SimulatedNCCL(ProcessGroup):
             done.set()
 
         stream.submit(operation)
-        return SimulatedWork(self._device, done)
+        return SimulatedWork(self._device, done, self._blocking_s)
 
     def _meet(self, key: str, members: int) -> None:
         """Wait until all members have started an operation."""

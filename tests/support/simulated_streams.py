@@ -1,10 +1,10 @@
 """CUDA's streams on a CPU: work is enqueued in program order and done later, by threads.
 
 `Device` is one accelerator: a default stream, which all threads share, and the streams of its communicators.
-`on(device)` makes a thread use it: a TorchDispatchMode enqueues every operation on the current stream instead of
-executing it. Views are made at once, results of other operations are allocated at once and written later. Only a read
-by the host (`.item()`) waits for the stream. With `single_queue` all streams share one hardware queue in strict order
-of issue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+`on(device)` makes a thread use it: a TorchDispatchMode enqueues every operation on the thread's current stream (the
+default one, or the one given to `on`) instead of executing it. Views are made at once, results of other operations are
+allocated at once and written later. Only a read by the host (`.item()`) waits for the stream. With `single_queue` all
+streams share one hardware queue in strict order of issue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 WAIT_S = 60.0
@@ -113,24 +113,30 @@ def current_device() -> Device | None:
     return getattr(_here, "device", None)
 
 
+def current_stream() -> Queue:
+    """The stream on which this thread issues; the thread must use a device."""
+    stream: Queue = _here.stream
+    return stream
+
+
 @contextmanager
-def on(device: Device) -> Iterator[None]:
-    """Let this thread's tensor operations run on the device's default stream."""
-    before = current_device()
-    _here.device = device
+def on(device: Device, stream: Queue | None = None) -> Iterator[None]:
+    """Let this thread's tensor operations run on a stream of the device, by default on its default stream."""
+    before = current_device(), getattr(_here, "stream", None)
+    _here.device, _here.stream = device, stream or device.default
     try:
-        with Enqueue(device):
+        with _disable_current_modes(), Enqueue(device, _here.stream):  # an inner `on` replaces the outer one
             yield
     finally:
-        _here.device = before
+        _here.device, _here.stream = before
 
 
 class Enqueue(TorchDispatchMode):
-    """Enqueues operations on a device's default stream."""
+    """Enqueues operations on a stream of a device."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, stream: Queue) -> None:
         super().__init__()
-        self._device = device
+        self._device, self._stream = device, stream
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -138,11 +144,11 @@ class Enqueue(TorchDispatchMode):
         if not any(isinstance(each, torch.Tensor) for each in flat) or _is_view(func):
             return func(*args, **kwargs)  # new memory, or another view of memory: nothing is read
         if func is torch.ops.aten._local_scalar_dense.default or func is torch.ops.aten.equal.default:
-            self._device.host_wait(self._device.default.record())
+            self._device.host_wait(self._stream.record())
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if written is not None:
-            self._device.default.submit(lambda: func(*args, **kwargs))
+            self._stream.submit(lambda: func(*args, **kwargs))
             return written[0] if func._schema.returns else None
         results = _allocate(func, args, kwargs)
 
@@ -151,7 +157,7 @@ class Enqueue(TorchDispatchMode):
             for result, value in zip(tree_flatten(results)[0], values, strict=True):
                 result.copy_(value)
 
-        self._device.default.submit(execute)
+        self._stream.submit(execute)
         return results
 
 
