@@ -7,6 +7,9 @@ down with them, so that they are as many as for the large model. Rows:
 
 - digest: torch operations of one 512 MiB bucket as an accelerator executes them, and its temporary memory;
 - bucket fill: the median size of the buckets of the large model (real shapes, bf16), 512 MiB each;
+- sender: CPU time of all that a trainer rank's host does in a sync if it owns all tensors (the gathers' copies with the
+  check of each address, packing, sealing, the report), against a loop of `copy_` over tensors of the same shapes;
+- store: requests to the sync's store and CPU time of its server, with 32 and 128 members;
 - engine: CPU time to check and load all received buckets into a real vLLM model, against a plain `load_weights` of the
   same tensors in one call. In place, as on CUDA, by the copies that the first sync has recorded. That first sync, which
   runs vLLM's loaders, and the layer-wise reload are measured for comparison, without a bound.
@@ -37,6 +40,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.sync_scale_sender import sender_row, store_rows  # noqa: E402
+
 MODELS = ("Qwen3-30B-A3B", "Qwen3-235B-A22B")
 BUCKET_BYTES = 512 * 2**20
 EXPERT_PARALLEL = 8  # of the trainer, so the number of senders
@@ -58,9 +63,12 @@ def main() -> int:
 
     platforms.activate()
     torch.set_num_threads(1)
-    rows = digest_rows(BUCKET_BYTES)
+    rows = digest_rows(BUCKET_BYTES) + store_rows(row)
     for name in options.model:
         rows.append(fill_row(name, options.layers))
+        with no_collection():
+            bucket_bytes = scaled_bucket_bytes(name, options.layers)
+            rows.append(sender_row(name, tiny_config(name, options.layers), bucket_bytes, options.runs, row))
         rows += engine_rows(name, options.layers, options.runs)
     print_table(rows)
     if options.json is not None:
@@ -165,10 +173,17 @@ def scaled_plan(name: str, layers: int | None) -> BucketPlan:
     from megarl.weights.buckets import bucket_plan
     from tests.support.manifests import manifest_of
 
+    tiny = manifest_of(tiny_config(name, layers), expert_parallel=EXPERT_PARALLEL, dtype="float32")
+    return bucket_plan(tiny, scaled_bucket_bytes(name, layers), None)
+
+
+def scaled_bucket_bytes(name: str, layers: int | None) -> int:
+    """Return the bucket size of the tiny tensors that makes about as many buckets as the large model has."""
+    from tests.support.manifests import manifest_of
+
     large = manifest_of(config_of(name, layers), expert_parallel=EXPERT_PARALLEL)
     tiny = manifest_of(tiny_config(name, layers), expert_parallel=EXPERT_PARALLEL, dtype="float32")
-    scale = sum(spec.nbytes for spec in tiny) / sum(spec.nbytes for spec in large)
-    return bucket_plan(tiny, int(BUCKET_BYTES * scale), None)
+    return int(BUCKET_BYTES * sum(spec.nbytes for spec in tiny) / sum(spec.nbytes for spec in large))
 
 
 def random_tensors(plan: BucketPlan) -> list[tuple[str, torch.Tensor]]:

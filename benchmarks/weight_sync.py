@@ -2,8 +2,9 @@
 
     python benchmarks/weight_sync.py [--json FILE] [--runs N] [--bucket-mb M]
 
-The reference is the sum of three parts: a gather (iterating over the exporter), a broadcast of the same bytes at its
-best bucket size, and vLLM's load of the same tensors from its own memory. The sync is timed with and without digests,
+The reference is the sum of three parts: plain sends and receives of what the ranks hold of each tensor, a broadcast of
+the same bytes at its best bucket size, and vLLM's load of the same tensors from its own memory. The exporter's own
+stream, by which a model is saved, is timed apart ("export"). The sync is timed with and without digests,
 whose cost is the difference. All measurements alternate in one run with one thread per process, and medians are
 compared. Memory is the peak of each process's private bytes (smaps_rollup) over several syncs, minus those before it
 joined the weight-sync group. The engine's is measured twice: with vLLM's layer-wise reload, which its CPU kernels need,
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import importlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -160,6 +162,28 @@ def bare_broadcast(group: Group, bucket_bytes: int, total: int) -> float:
     return time.perf_counter() - start
 
 
+@torch.no_grad()
+def bare_gather(exporter: HFExporter) -> float:
+    """Return the seconds to bring each tensor to trainer rank 0 as plain torch would, if all were split by rows.
+
+    Rank 0 copies its half of each split tensor into a new one, and receives the other half from rank 1.
+    """
+    rank = torch.distributed.get_rank()
+    start = time.perf_counter()
+    for number, part in exporter._parts().items():
+        if part.group is None:
+            continue
+        half = math.prod(exporter.manifest()[number].shape) // 2
+        own = part.shard.parameter.data.reshape(-1)[:half]
+        if rank == 1:
+            torch.distributed.send(own, dst=0, group=part.group)
+            continue
+        full = torch.empty(2 * half, dtype=own.dtype)
+        full[:half].copy_(own)
+        torch.distributed.recv(full[half:], src=1, group=part.group)
+    return time.perf_counter() - start
+
+
 def rank_main(directory: Path, runs: int, bucket_mb: float) -> None:
     """Run one of the two trainer ranks; rank 0 also runs the front end of the engine."""
     from datetime import timedelta
@@ -224,7 +248,8 @@ class Bench:
             self._switch_digest(False)
             version = self._publish(1, version, "sync without digest")
             self._switch_digest(True)
-            self._time("gather", self._gather)
+            self._time("gather", partial(bare_gather, self.exporter))
+            self._time("export", self._export)
             for size in BROADCAST_MB:
                 self._time(f"broadcast {size} MiB", partial(self._broadcast, size * 2**20))
             self._time("load", lambda: self._worker("bench_load", str(self.directory / "model" / "model.safetensors")))
@@ -261,7 +286,7 @@ class Bench:
         switch_digest("megarl.weights.bucket_packer", on)
         self._worker("bench_digest", on)
 
-    def _gather(self) -> float:
+    def _export(self) -> float:
         start = time.perf_counter()
         for _ in self.exporter.stream():
             pass

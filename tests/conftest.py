@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch looks up the name of the address of each connection to a store: 10 s each where no name server answers.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import hypothesis
 import pytest

@@ -272,8 +272,6 @@ class Gather:
                 work = torch.distributed.isend(sent, group=route.group, group_dst=route.peer)
             assert work is not None, "this rank is a member of the group"
             self._works.append((work, sent))
-        if self._messages and torch.distributed.get_backend(self._messages[0][0].group) == "gloo":
-            self._waited = [self._waiter.wait(work) for work, _ in self._works]
 
     def done(self, timeout_s: float | None) -> bool:
         """Wait at most `timeout_s` seconds for the messages, and tell whether all of them have been transferred.
@@ -283,6 +281,8 @@ class Gather:
         Raises:
             RuntimeError: a connection is lost, or the group's own timeout has expired.
         """
+        if timeout_s is not None and not self._waited and self._on_gloo():
+            self._waited = [self._waiter.wait(work) for work, _ in self._works]
         if self._waited:
             if wait(self._waited, timeout_s).not_done:
                 return False
@@ -299,6 +299,9 @@ class Gather:
                 work.wait()  # unless `timeout_s` is None it is complete: this orders the stream and raises its error
         self._works, self._waited = [], []
         return True
+
+    def _on_gloo(self) -> bool:
+        return bool(self._messages) and torch.distributed.get_backend(self._messages[0][0].group) == "gloo"
 
     def unfinished_peers(self) -> tuple[int, ...]:
         """Return the global ranks whose messages have been posted and not transferred. Any thread may ask."""

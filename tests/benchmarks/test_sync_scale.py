@@ -23,10 +23,14 @@ def test_it_measures_every_row(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     engine = f"engine {MODELS[0]}"
     assert set(rows) == {
-        "digest operations", "digest temporaries", f"bucket fill {MODELS[0]}",
+        "digest operations", "digest temporaries", f"bucket fill {MODELS[0]}", f"sender {MODELS[0]}",
+        "store requests", "store requests per bucket", "store CPU, 128 members", "store CPU per member",
         f"{engine}, in place", f"{engine}, in place, first sync", f"{engine}, layer-wise reload",
     }  # fmt: skip
     assert done.returncode == (0 if all(row["ok"] for row in rows.values()) else 1)
+    assert rows["store requests"]["ok"] and rows["store requests per bucket"]["ok"]
+    sender = rows[f"sender {MODELS[0]}"]
+    assert sender["ratio"] > 0 and sender["details"]["tensors"] == 2 * (3 * 128 + 9) + 3
     # Far from each other, so that a noisy machine does not matter.
     assert 0 < rows[f"{engine}, in place"]["ratio"] < rows[f"{engine}, layer-wise reload"]["ratio"]
 

@@ -104,3 +104,38 @@ def test_the_waiter_tells_when_messages_end_and_leaves_no_thread() -> None:
     again = SlowWork()
     again.go.set()
     assert waiter.wait(again).result(20.0) is None  # type: ignore[arg-type]
+
+
+class CountedWork:
+    """A gloo message that has arrived."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+@pytest.mark.parametrize(("timeout_s", "in_thread"), [(None, 0), (20.0, 1)])
+def test_only_a_wait_with_a_bound_of_its_own_needs_the_thread(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float | None, in_thread: int
+) -> None:
+    """An export waits as long as the group allows; a thread per tensor would double its time."""
+    work = CountedWork()
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(torch.distributed, "get_global_rank", lambda group, peer: peer)
+    monkeypatch.setattr(torch.distributed, "irecv", lambda tensor, group, group_src: work)
+    program = gather._Program()
+    program.route(None, 1).add(torch.empty(4), (4,), torch.float32, direct=False)  # type: ignore[arg-type]
+    waiter = GlooWaiter()
+    given: list[Any] = []
+    wait = waiter.wait
+    monkeypatch.setattr(waiter, "wait", lambda work: given.append(work) or wait(work))
+    received = gather.Gather(lambda: program, True, waiter)
+    received.bind(torch.empty(received.staging_bytes, dtype=torch.uint8))
+    for _ in range(2):
+        received.copy()
+        received.post()
+        assert received.done(timeout_s)
+        received.finish()
+    assert work.waits == 2 and len(given) == 2 * in_thread

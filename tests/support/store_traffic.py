@@ -1,18 +1,22 @@
 """What a weight sync costs the server of its store: the real requests of many members, against a server process.
 
-`measure(members)` lets `members` engine workers take part in syncs whose broadcasts do nothing, and returns the
-requests and the CPU seconds of the server per sync.
+`measure((members, buckets))` lets members take part in syncs whose broadcasts do nothing, and returns the requests and
+the CPU seconds of the server per sync.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
-import psutil
 import torch
 
 from megarl.weights.backends import BACKENDS, BackendKind
@@ -53,45 +57,81 @@ class NoTransfer:
         """Nothing runs."""
 
 
-def measure(members: int, syncs: int = 3, buckets: int = 50) -> Traffic:
-    """The mean over `syncs` syncs of one sender and `members` - 1 workers; forming the group does not count."""
-    BACKENDS["nothing"] = BackendKind("cpu", on_streams=True, make=lambda store, place: NoTransfer())
+NOTHING = BackendKind("cpu", on_streams=True, make=lambda store, place: NoTransfer())
+
+
+def measure(*sizes: tuple[int, int], syncs: int = 3) -> list[Traffic]:
+    """For each (members, buckets): mean requests and median CPU time of the syncs of one sender and the other members.
+
+    Syncs of all sizes alternate, so that other load concerns all. Forming the groups does not count.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(BACKENDS, nothing=NOTHING))
+        groups = [stack.enter_context(_formed(members, buckets)) for members, buckets in sizes]
+        rounds = [[sync() for sync in groups] for _ in range(syncs)]
+    return [
+        Traffic(statistics.mean(each.requests for each in of), statistics.median(each.cpu_s for each in of))
+        for of in zip(*rounds, strict=True)
+    ]
+
+
+@contextmanager
+def _formed(members: int, buckets: int) -> Iterator[Callable[[], Traffic]]:
+    """Form a group with a server of its own, and yield a function that makes one sync."""
     command = [sys.executable, "-m", "tests.support.store_traffic"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=pipe, stdin=pipe) as server:
+    with (
+        ThreadPoolExecutor(members) as threads,
+        subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=pipe, stdin=pipe) as server,
+    ):
         try:
             assert server.stdout is not None
-            port = int(server.stdout.readline())
-            return _measure(port, psutil.Process(server.pid), members, syncs, buckets)
+            yield _Syncs(server, int(server.stdout.readline()), members, buckets, threads).sync
         finally:
             server.kill()
-            del BACKENDS["nothing"]
 
 
-def _measure(port: int, server: psutil.Process, members: int, syncs: int, buckets: int) -> Traffic:
-    replicas = tuple(f"replica {number}" for number in range(members - 1))
-    group_members = GroupMembers(0, (0,), replicas, (1,) * (members - 1), "nothing", LIMIT_S)
-    groups = [Group(SyncStore("127.0.0.1", port), group_members, rank) for rank in range(members)]
-    leader = SyncStore("127.0.0.1", port)
-    calls = EngineCalls(_NoEngines(), leader, 1, LIMIT_S, recompute_kv=True)
-    with ThreadPoolExecutor(members) as threads:
-        joined = [threads.submit(group.join, LIMIT_S) for group in groups]
+class _Syncs:
+    """The members of one group, which are threads, and its leader."""
+
+    def __init__(
+        self, server: subprocess.Popen[bytes], port: int, members: int, buckets: int, threads: ThreadPoolExecutor
+    ) -> None:
+        self._server, self._members, self._buckets, self._threads = server, members, buckets, threads
+        self._number = 0
+        replicas = tuple(f"replica {number}" for number in range(members - 1))
+        group_members = GroupMembers(0, (0,), replicas, (1,) * (members - 1), "nothing", LIMIT_S)
+        # Together, because torch looks up the name of the address of each connection.
+        stores = threads.map(lambda _: SyncStore("127.0.0.1", port), range(members))
+        self._groups = [Group(store, group_members, rank) for rank, store in enumerate(stores)]
+        self._leader = leader = SyncStore("127.0.0.1", port)
+        self._calls = EngineCalls(_NoEngines(), leader, 1, LIMIT_S, recompute_kv=True)
+        joined = [threads.submit(group.join, LIMIT_S) for group in self._groups]
         await_members(leader, group_members, LIMIT_S)
         for each in joined:
             each.result(LIMIT_S)
         end_forming(leader, 0, None)
+
+    def sync(self) -> Traffic:
+        groups, leader, number = self._groups, self._leader, self._number
+        self._number += 1
         connections = [leader, *(c for group in groups for c in (group.store, group._connection) if c is not None)]
-        before, cpu = sum(each.requests for each in connections), _cpu_s(server)
-        for sync in range(syncs):
-            list(threads.map(lambda group, sync=sync: _take_part(group, sync, buckets), groups))
-            keys = [groups[0].key("report", rank) for rank in range(members)]
-            reports = leader.block_all(keys, LIMIT_S)
-            assert reports is not None and len(reports) == members
-            leader.put_once(end_key(groups[0].stage), {"status": "published"})
-            calls.forget(groups[0], groups[0].stage)
-            assert all(group.wait_end(LIMIT_S) == {"status": "published"} for group in groups)
-    requests = sum(each.requests for each in connections) - before
-    return Traffic(requests / syncs, (_cpu_s(server) - cpu) / syncs)
+        before, cpu = sum(each.requests for each in connections), self._cpu_s()
+        list(self._threads.map(lambda group: _take_part(group, number, self._buckets), groups))
+        keys = [groups[0].key("report", rank) for rank in range(self._members)]
+        reports = leader.block_all(keys, LIMIT_S)
+        assert reports is not None and len(reports) == self._members
+        leader.put_once(end_key(groups[0].stage), {"status": "published"})
+        self._calls.forget(groups[0], groups[0].stage)
+        assert all(group.wait_end(LIMIT_S) == {"status": "published"} for group in groups)
+        return Traffic(sum(each.requests for each in connections) - before, self._cpu_s() - cpu)
+
+    def _cpu_s(self) -> float:
+        """Ask the server for its CPU time: it reads a clock of microseconds, the system's counters tick in 10 ms."""
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(b"\n")
+        self._server.stdin.flush()
+        return float(self._server.stdout.readline())
 
 
 def _take_part(group: Group, sync: int, buckets: int) -> None:
@@ -112,16 +152,12 @@ class _NoEngines:
         raise NotImplementedError
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
-
-
 def main() -> None:
-    """Serve a store until the process is killed, or its parent ends."""
+    """Serve a store until the process is killed, or its parent ends. Answer each line with the CPU seconds so far."""
     store = SyncStore("127.0.0.1", 0, server=True)
     print(store.port, flush=True)
-    sys.stdin.read()
+    for _ in sys.stdin:
+        print(time.process_time(), flush=True)
     os._exit(0)
 
 

@@ -47,7 +47,9 @@ def reference(payload: torch.Tensor, version: int, bucket: int) -> int:
 
 
 @pytest.mark.parametrize("row_sums", [cpu_row_sums, device_row_sums])
-@pytest.mark.parametrize("words", [0, 1, 2, 100, ROW_WORDS, ROW_WORDS + 1, 4 * ROW_WORDS, 4 * ROW_WORDS + 3, WORDS])
+@pytest.mark.parametrize(
+    "words", [0, 1, 2, 100, ROW_WORDS, ROW_WORDS + 1, 4 * ROW_WORDS, 4 * ROW_WORDS + 3, WORDS, 9 * ROW_WORDS]
+)
 def test_equals_the_formula(words: int, row_sums: module.RowSums) -> None:
     payload = random_payload(words)
     assert int(digest(payload, version=3, bucket=5, row_sums=row_sums)) & MASK == reference(payload, 3, 5)
@@ -57,6 +59,15 @@ def test_values_do_not_change() -> None:
     """Trainer and engines of one run may be of different checkouts: a new value is a new format."""
     payload = (torch.arange(3 * ROW_BYTES + 1000) * 2654435761 % 251).to(torch.uint8)
     assert value(payload, 7, 11) == -6314604093895602878
+
+
+def test_a_small_bucket_on_a_cpu_takes_few_operations() -> None:
+    """A sync of many small buckets would spend most of its host time on them."""
+    payload = random_payload(1000)
+    value(payload)
+    with CountOperations() as counter:
+        value(payload)
+    assert counter.operations <= 30
 
 
 @settings(max_examples=30, deadline=None)
