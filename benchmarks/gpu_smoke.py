@@ -74,7 +74,10 @@ def run_step(name: str, device: str, limit_s: float) -> StepResult:
         command = [sys.executable, __file__, "--device", device, "--in-process", name, "--json", str(path)]
         started = time.perf_counter()
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+            environment = environment_of(name)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=limit_s, env=environment, check=False
+            )
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             error = "" if done.returncode == 0 else f"exit status {done.returncode}: {lines[-1] if lines else ''}"
             if error:
@@ -82,6 +85,15 @@ def run_step(name: str, device: str, limit_s: float) -> StepResult:
         except subprocess.TimeoutExpired:
             error = f"no end within {limit_s:.0f} s"
         return read_step(path, name, time.perf_counter() - started, error)
+
+
+def environment_of(name: str) -> dict[str, str]:
+    """Return the environment of a step's process.
+
+    Transformer Engine's fp32 products are TF32 otherwise. cuBLAS reads the variable when it is loaded, so it must be
+    set before the process starts.
+    """
+    return dict(os.environ) | ({"NVIDIA_TF32_OVERRIDE": "0"} if name in ("parity", "two_ranks") else {})
 
 
 def run_in_process(name: str, device: str, path: Path) -> None:

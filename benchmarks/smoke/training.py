@@ -32,8 +32,6 @@ TIMEOUT_S = 240
 
 def parity(where: Where) -> tuple[list[Row], list[str]]:
     """Compare log-probs with transformers in fp32 on the CPU, dense and MoE, and train a few updates."""
-    # Transformer Engine's fp32 products are TF32 otherwise. cuBLAS reads this when it is loaded.
-    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     pairs = models.make_pairs(16 if where.tiny else 32, range(8, 42, 3))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -196,7 +194,6 @@ def two_ranks(where: Where) -> tuple[list[Row], list[str]]:
 
 def _one_of_two(device: str, folder: str, address: str, rank: int) -> None:
     """Compute log-probs as one of two tensor ranks; rank 0 writes them."""
-    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     models.join(address, rank, 2, backend="gloo")
