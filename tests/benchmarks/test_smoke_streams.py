@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from types import ModuleType
 from typing import Any
@@ -43,27 +43,44 @@ class SlowAbort(SimulatedNCCL):
         time.sleep(2.5)
 
 
-def failed_rows(streams: ModuleType, device: SimulatedStreams) -> list[int]:
-    """The numbers of the rows whose bounds do not hold."""
-    where = sys.modules["smoke.rows"].Where(torch.device("cpu"), True)
+def failed_rows(function: Callable[..., Any], *arguments: Any) -> list[int]:
+    """Call a function that measures; return the numbers of its rows whose bounds do not hold."""
+    device: SimulatedStreams = next(each for each in arguments if isinstance(each, SimulatedStreams))
     with closing(device):
-        rows, left_out = streams.run(where, device)
-    assert not left_out and len(rows) == 7
+        rows = function(*arguments)
     return [number for number, row in enumerate(rows) if not row.ok]
 
 
+def all_failed_rows(streams: ModuleType, device: SimulatedStreams) -> list[int]:
+    def run(device: SimulatedStreams) -> Any:
+        rows, left_out = streams.run(tiny(), device)
+        assert not left_out and len(rows) == 7
+        return rows
+
+    return failed_rows(run, device)
+
+
+def tiny() -> Any:
+    return sys.modules["smoke.rows"].Where(torch.device("cpu"), True)
+
+
 def test_a_device_that_orders_by_streams(streams: ModuleType) -> None:
-    assert failed_rows(streams, SimulatedStreams()) == []
+    assert all_failed_rows(streams, SimulatedStreams()) == []
 
 
 def test_one_hardware_queue_fails_the_broadcast_on_its_own_stream_only(streams: ModuleType) -> None:
     """The weight sync is right with one queue too."""
-    assert failed_rows(streams, SimulatedStreams(single_queue=True)) == [OWN_STREAM]
+    assert all_failed_rows(streams, SimulatedStreams(single_queue=True)) == [OWN_STREAM]
 
 
 def test_a_device_without_the_premise_fails(streams: ModuleType) -> None:
     """Nothing waits for the pending work: no wait runs into a timeout or a deadline."""
-    assert failed_rows(streams, Unordered()) == [PREMISE, TIMEOUT, DEADLINE]
+    assert all_failed_rows(streams, Unordered()) == [PREMISE, TIMEOUT, DEADLINE]
+
+
+def test_an_abort_that_takes_longer_than_the_timeout_fails(streams: ModuleType) -> None:
+    with patch("tests.support.smoke_streams.SimulatedNCCL", SlowAbort):
+        assert failed_rows(streams.blocking_rows, SimulatedStreams()) == [ABORT - TIMEOUT]
 
 
 def test_a_publish_on_a_stream_of_its_own_carries_old_weights(streams: ModuleType) -> None:
@@ -75,12 +92,21 @@ def test_a_publish_on_a_stream_of_its_own_carries_old_weights(streams: ModuleTyp
                 super().run()
 
     with patch.object(streams.publish, "Sending", Beside):
-        assert failed_rows(streams, device) == [BYTES]
+        assert failed_rows(streams.publish.rows, tiny(), device, streams.OCCUPIED_S) == [BYTES - SOON]
 
 
-def test_an_abort_that_takes_longer_than_the_timeout_fails(streams: ModuleType) -> None:
-    with patch("tests.support.smoke_streams.SimulatedNCCL", SlowAbort):
-        assert failed_rows(streams, SimulatedStreams()) == [ABORT]
+def test_a_publish_that_waits_for_more_than_the_pending_work_fails(streams: ModuleType) -> None:
+    """As behind work that another thread keeps issuing on the default stream."""
+    device = SimulatedStreams()
+
+    class Behind(Sending):
+        def run(self) -> None:
+            if self._version == 2:
+                device.occupy(8 * streams.OCCUPIED_S)
+            super().run()
+
+    with patch.object(streams.publish, "Sending", Behind):
+        assert failed_rows(streams.publish.rows, tiny(), device, streams.OCCUPIED_S) == [SOON - SOON]
 
 
 def test_a_wait_that_blocks_the_host_misses_the_deadline(streams: ModuleType) -> None:
@@ -90,4 +116,5 @@ def test_a_wait_that_blocks_the_host_misses_the_deadline(streams: ModuleType) ->
         return bool(work._done.wait(60.0))
 
     with patch.object(SimulatedWork, "is_completed", blocks):
-        assert DEADLINE in failed_rows(streams, SimulatedStreams())
+        failed = failed_rows(streams.publish.rows, tiny(), SimulatedStreams(), streams.OCCUPIED_S)
+    assert failed == [DEADLINE - SOON]
