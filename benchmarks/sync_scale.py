@@ -37,10 +37,11 @@ if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
     from megarl.weights.buckets import BucketPlan
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+for folder in (ROOT, ROOT / "benchmarks"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
-from benchmarks.sync_scale_sender import sender_row, store_rows  # noqa: E402
+from sync_scale_sender import sender_row, store_rows  # noqa: E402
 
 MODELS = ("Qwen3-30B-A3B", "Qwen3-235B-A22B")
 BUCKET_BYTES = 512 * 2**20

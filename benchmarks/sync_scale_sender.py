@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -23,7 +23,7 @@ STORE_MEMBERS = (32, 128)
 STORE_SYNCS = 20
 STORE_CPU_S = 0.5  # of the server per sync, with the larger number of members
 STORE_GROWTH = 1.3  # of the CPU time per member
-STORE_BUCKETS = (5, 200)  # with the smaller and the larger number of members
+STORE_BUCKETS = (5, 200)
 
 MakeRow = Callable[[str, float, float | None, dict[str, Any]], dict[str, Any]]
 
@@ -99,22 +99,20 @@ def one_sender(plan: BucketPlan, parts: dict[int, TensorPart]) -> Callable[[], N
     return sync
 
 
-def store_rows(row: MakeRow, members: Sequence[int] = STORE_MEMBERS, syncs: int = STORE_SYNCS) -> list[dict[str, Any]]:
-    """Count the requests to the sync's store and the CPU time of its server, with few and with many members."""
+def store_rows(row: MakeRow, syncs: int = STORE_SYNCS) -> list[dict[str, Any]]:
+    """Count the requests to the sync's store and the CPU time of its server, with few and many members and buckets."""
     from tests.support.store_traffic import measure
 
-    few, many = measure(*zip(members, STORE_BUCKETS, strict=True), syncs=syncs)
-    counted = [(t.requests, m) for t, m in ((few, members[0]), (many, members[1]))]
-    requests = max(number / (4 * m + 10) for number, m in counted)
-    # What is beyond the same number per member can only come from the buckets, which differ.
-    beyond = (many.requests - 4 * members[1]) - (few.requests - 4 * members[0])
-    per_member_us = {m: t.cpu_s / m * 1e6 for t, m in ((few, members[0]), (many, members[1]))}
-    growth = per_member_us[members[1]] / per_member_us[members[0]]
-    at = f"{members[1]} members"
-    facts = {f"us with {m}": round(value, 1) for m, value in per_member_us.items()}
+    (small, large), (fewer, more) = STORE_MEMBERS, STORE_BUCKETS
+    short, few, many = measure((small, fewer), (small, more), (large, more), syncs=syncs)
+    counted = {small: few, large: many}
+    requests = max(traffic.requests / (4 * members + 10) for members, traffic in counted.items())
+    per_member_us = {members: traffic.cpu_s / members * 1e6 for members, traffic in counted.items()}
+    facts = {f"{members} members": traffic.requests for members, traffic in counted.items()}
+    times = {f"us with {members}": round(value, 1) for members, value in per_member_us.items()}
     return [
-        row("store requests", requests, 1.0, {f"{m} members": number for number, m in counted}),
-        row("store requests per bucket", beyond / (STORE_BUCKETS[1] - STORE_BUCKETS[0]), 0.0, {}),
-        row(f"store CPU, {at}", many.cpu_s / STORE_CPU_S, 1.0, {"ms per sync": round(many.cpu_s * 1e3, 2)}),
-        row("store CPU per member", growth, STORE_GROWTH, facts),
-    ]  # fmt: skip
+        row("store requests", requests, 1.0, facts),
+        row("store requests per bucket", abs(few.requests - short.requests) / (more - fewer), 0.0, {}),
+        row(f"store CPU, {large} members", many.cpu_s / STORE_CPU_S, 1.0, {"ms per sync": round(many.cpu_s * 1e3, 2)}),
+        row("store CPU per member", per_member_us[large] / per_member_us[small], STORE_GROWTH, times),
+    ]

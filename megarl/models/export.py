@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megarl.models.gather import Gather, GatherRequest, GlooWaiter, Rows, TensorPart, build_gathers
+from megarl.models.gather_pairs import connect_pairs, pairs_of
 from megarl.models.info import ModelInfo
 from megarl.models.mapping import Entry
 from megarl.models.safetensors_io import SafetensorsWriter, TensorHeader, write_index
@@ -56,6 +57,7 @@ class HFExporter:
         self._manifest: list[ExportedTensor] | None = None
         self._held: dict[int, TensorPart] | None = None
         self._waiter = GlooWaiter()
+        self._connected = False
 
     def manifest(self) -> list[ExportedTensor]:
         """Return all tensors of the model in layer order, equal on all ranks. The first call is a world collective.
@@ -78,6 +80,20 @@ class HFExporter:
         own all its tensors. All ranks that have a part must run the gathers in the order of the list.
         """
         return build_gathers(self._parts(), requests, device, self._waiter)
+
+    def connect(self, timeout_s: float) -> None:
+        """Connect this rank with those that it exchanges messages with in gathers. All ranks must call it.
+
+        Only the first call does anything, and only if the groups are not gloo's. Raises PeerTimeout if one of the ranks
+        does not come within `timeout_s` seconds.
+        """
+        if self._connected:
+            return
+        parts = self._parts()
+        device = next((part.shard.parameter.device for part in parts.values()), torch.device("cpu"))
+        rank = torch.distributed.get_rank()
+        connect_pairs(pairs_of(parts.values(), rank), rank, device, timeout_s)
+        self._connected = True
 
     def stream(self) -> Iterator[tuple[ExportedTensor, torch.Tensor | None]]:
         """Yield (manifest entry, the full tensor on its owner or None elsewhere) for this rank's shards.

@@ -43,6 +43,7 @@ class Exporter(Protocol):
     """The methods of `megarl.models.export.HFExporter` that a sync uses."""
 
     def manifest(self) -> Sequence[ManifestEntry]: ...
+    def connect(self, timeout_s: float) -> None: ...
     def gathers(self, requests: Sequence[GatherRequest], device: torch.device) -> Sequence[RowGather | None]: ...
 
 
@@ -264,6 +265,7 @@ class WeightSender:
             ]
         error: Exception | None = None
         try:
+            self._exporter.connect(0.9 * timeout_s)  # ends before the leader's wait for all members
             if sends:
                 self._group.join(timeout_s)
         except Exception as failure:
@@ -367,12 +369,8 @@ class WeightSender:
                 "needs_restart": failure.needs_restart,
             }
         except Exception as failure:
-            return {
-                "status": "failed",
-                "message": f"weight sync: {failure!r}",
-                "failed_members": [],
-                "needs_restart": [],
-            }
+            message = f"weight sync: {failure!r}"
+            return {"status": "failed", "message": message, "failed_members": [], "needs_restart": []}
         fields = asdict(report)
         return {"status": "published", "report": {**fields, "seconds": max(seconds, report.seconds)}}
 

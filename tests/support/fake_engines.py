@@ -37,6 +37,9 @@ class ListExporter:
     def manifest(self) -> list[Entry]:
         return [Entry(n, tuple(t.shape), t.dtype, self._owner(n)) for n, t in self.tensors.items()]
 
+    def connect(self, timeout_s: float) -> None:
+        """There is nobody to connect with."""
+
     def gathers(self, requests: Sequence[GatherRequest], device: torch.device) -> list[ListGather | None]:
         owners = [entry.owner for entry in self.manifest()]
         return [self.gather(r, owned=owners[r.rows[0].tensor] == self._rank) for r in requests]

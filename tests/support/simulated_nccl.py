@@ -2,9 +2,10 @@
 
 An operation is enqueued and returns at once. It starts when everything before it on the caller's current stream has
 finished, completes when all members have started theirs, and those of one communicator run in order on its own internal
-stream. Sends and receives have a communicator per pair of ranks. `Work.wait` makes the current stream wait, not the
-host; a host sees the end by `is_completed`. Threads that use no simulated device (engines) wait on the host instead. In
-blocking mode `Work.wait` also makes the host wait, at most for the group's timeout, and then raises RuntimeError.
+stream. Sends and receives have a communicator per pair of ranks, which is made at the first of them: it blocks
+the host until both ranks have come. `Work.wait` makes the current stream wait, not the host; a host sees the end by
+`is_completed`. Threads that use no simulated device (engines) wait on the host instead. In blocking mode `Work.wait`
+also makes the host wait, at most for the group's timeout, and then raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class SimulatedNCCL(ProcessGroup):
         self._gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=GLOO_TIMEOUT)
         self._streams: dict[str, Queue] = {}
         self._issued: Counter[str] = Counter()
+        self.connected: list[str] = []  # pairs of ranks, in the order of their first messages
 
     def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> SimulatedWork:
         def transfer() -> None:
@@ -72,10 +74,19 @@ class SimulatedNCCL(ProcessGroup):
         return self._enqueue("all", self._size, transfer)
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> SimulatedWork:
+        self._connect(to)
         return self._enqueue(_pair(self._rank, to), 2, lambda: self._gloo.send(tensors, to, tag).wait())
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> SimulatedWork:
+        self._connect(source)
         return self._enqueue(_pair(source, self._rank), 2, lambda: self._gloo.recv(tensors, source, tag).wait())
+
+    def _connect(self, other: int) -> None:
+        """At the first message of a pair, block the host until both ranks have come, without a bound of its own."""
+        pair = _pair(min(self._rank, other), max(self._rank, other))
+        if pair not in self.connected:
+            self._meet(f"connect/{pair}", 2)
+            self.connected.append(pair)
 
     def abort(self) -> None:
         """Operations that have not started never will; see `Device.close`."""

@@ -41,6 +41,7 @@ def publish(
         settings = SyncSettings(bucket_bytes=20_000, sync_s=sync_s, rpc_s=30.0, restarts=0, transport="simulated")
         sender = WeightSender(settings, exporter)
         sender.connect(pool)
+        result["connected"] = sum(len(group.connected) for group in device_groups(device))
         result["senders"] = sender.plan.owners
         sending = TwoThreadSending.on(device) if old_way else sender_module.Sending
         start = time.monotonic()
@@ -105,7 +106,8 @@ def tensor_groups(device: Device) -> dict[tuple[int, ...], torch.distributed.Pro
     from megatron.core import parallel_state
 
     def create(store: torch.distributed.Store, rank: int, size: int, timeout: Any) -> SimulatedNCCL:
-        return SimulatedNCCL(store, rank, size, device)
+        _created.append(SimulatedNCCL(store, rank, size, device))
+        return _created[-1]
 
     if "simulated" not in torch.distributed.Backend._plugins:
         torch.distributed.Backend.register_backend("simulated", _create, devices=["cpu"])
@@ -127,6 +129,12 @@ def tensor_groups(device: Device) -> dict[tuple[int, ...], torch.distributed.Pro
     return groups
 
 
+def device_groups(device: Device) -> list[SimulatedNCCL]:
+    """This rank's tensor-parallel groups on a device."""
+    return [group for group in _created if group._device is device]
+
+
+_created: list[SimulatedNCCL] = []
 _creators: list[Callable[..., SimulatedNCCL]] = []
 
 
