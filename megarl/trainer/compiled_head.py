@@ -116,7 +116,7 @@ def _compile_errors() -> tuple[type[Exception], ...]:
 
 
 def _triton_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of Triton's compiler and of kernels that need more of a GPU than it has; none without Triton."""
+    """Return the errors of Triton's compiler, and of kernels too large for the GPU; none without Triton."""
     try:
         from triton.compiler.errors import CompilationError
         from triton.runtime.errors import OutOfResources, PTXASError

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from torch._inductor.exc import InvalidCxxCompiler
 
 from megarl.trainer import compiled_head
