@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megarl.config import megatron_fields
-from megarl.config.megatron_defaults import passes_recompute
+from megarl.config.megatron_defaults import passes_recompute, transformer_fields
 from megarl.config.megatron_reserved import GPU_ONLY, Target
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
@@ -76,7 +76,24 @@ def model_problems(config: Config, info: ModelInfo) -> Iterator[str]:
             f"trainer.parallel.{key}: the model's {info.num_layers} layers cannot be split into {stages} equal "
             f"chunks (pipeline x virtual_pipeline); use a divisor of {info.num_layers}"
         )
+    else:
+        yield from _recompute_layers_problems(config, info.num_layers // stages)
     yield from _expert_problems(config, info)
+
+
+def _recompute_layers_problems(config: Config, layers: int) -> Iterator[str]:
+    """Yield a problem if more than the `layers` of a stage (of a chunk, with virtual_pipeline) are to be recomputed."""
+    fields = transformer_fields(config)
+    count = fields.get("recompute_num_layers")
+    if fields.get("recompute_granularity") != "full" or not isinstance(count, int) or 1 <= count <= layers:
+        return
+    key = "trainer.recompute"
+    if "recompute_num_layers" in config.megatron.transformer:
+        key = "megatron.transformer.recompute_num_layers"
+    yield (
+        f"{key}: {count} layers cannot be recomputed in a stage of {layers} (num_layers / pipeline / "
+        f"virtual_pipeline); use 1 to {layers}"
+    )
 
 
 def _expert_problems(config: Config, info: ModelInfo) -> Iterator[str]:

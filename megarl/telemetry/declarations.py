@@ -137,8 +137,14 @@ _MISMATCH = [
 ]
 
 _SYNC = [
-    Metric("sync/seconds", "s", "sum", "The whole publication: gathers, broadcasts, loads and calls.", True),
-    Metric("sync/pause_seconds", "s", "sum", "From the first replica's pause to the last one's resume.", True),
+    Metric(
+        "sync/seconds",
+        "s",
+        "sum",
+        "The attempt that published: gathers, broadcasts, loads and calls; no failed attempts, no restarts of engines.",
+        True,
+    ),
+    Metric("sync/pause_seconds", "s", "sum", "From the first call of a pause to the last replica's resume.", True),
     Metric("sync/digest_seconds", "s", "sum", "Computing and comparing digests.", True),
     Metric("sync/bytes", "B", "sum", "Bytes each engine received."),
     Metric("sync/buckets", "buckets", "sum", "Buckets sent."),

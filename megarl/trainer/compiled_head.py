@@ -93,15 +93,36 @@ def _run(function: Callable[..., Tensor], *args: object) -> Tensor | None:
         return None
     try:
         return _compiled(function)(*args)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # the compiler and its tools raise errors of many types
+    except _compile_errors() as error:  # not errors of the GPU, which may stem from earlier work, nor mistakes here
         _State.usable = False
         logger.warning(
             "the log-prob head could not be compiled and runs uncompiled, which is slower (trainer.compile_logprobs: "
             "false avoids the attempt): %s: %s", type(error).__name__, error,
         )  # fmt: skip
         return None
+
+
+@functools.cache
+def _compile_errors() -> tuple[type[Exception], ...]:
+    """Return what torch 2.13 raises when it cannot trace a function or make its code.
+
+    Dynamo wraps the errors of Inductor, of Triton's compiler and of a missing C++ compiler into its own. A failure in
+    Inductor's worker, or in autotuning, comes as it is.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    return TorchDynamoException, CppCompileError, InvalidCxxCompiler, *_triton_errors()
+
+
+def _triton_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of Triton's compiler, and of kernels too large for the GPU; none without Triton."""
+    try:
+        from triton.compiler.errors import CompilationError
+        from triton.runtime.errors import OutOfResources, PTXASError
+    except ImportError:
+        return ()
+    return CompilationError, OutOfResources, PTXASError
 
 
 @functools.cache

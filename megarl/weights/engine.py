@@ -59,7 +59,8 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         super().__init__(*args, **kwargs)
         if self.device.type == "cpu":
             prepack_updated_experts()
-        self.loader = ModelLoader(self.model, self.model_config, self.device)
+        read = self.vllm_config.load_config.load_format != "dummy"
+        self.loader = ModelLoader(self.model, self.model_config, self.device, read_at_start=read)
         self._receiver: Receiver | None = None
         self._needs_restart: str | None = None  # the failure that left the model partly loaded
 
@@ -82,6 +83,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         group.join(init_info.timeout_s, loads_in_place=self.loader.check() is None)
         device = self.device if members.backend == "nccl" else torch.device("cpu")
         self._receiver = Receiver(group, plan, self.loader, device)
+        self.loader.check_next_sync()
 
     def start_weight_update(self) -> None:
         """Prepare the model. Raises WeightSyncError if an earlier sync left it partly loaded."""

@@ -7,6 +7,7 @@ layers, and needs memory for a second copy of the layer. `in_place.py` tells whe
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megarl.common.errors import WeightSyncError
+from megarl.weights.coverage import LoadCoverage, missing_message
 from megarl.weights.in_place import in_place_obstacle
 from megarl.weights.recorded_copies import RecordedCopies
 
@@ -33,12 +36,18 @@ class ModelLoader:
     If any of them raises, the model is partly loaded, whichever way is taken.
     """
 
-    def __init__(self, model: torch.nn.Module, model_config: ModelConfig, device: torch.device) -> None:
+    def __init__(
+        self, model: torch.nn.Module, model_config: ModelConfig, device: torch.device, *, read_at_start: bool = False
+    ) -> None:
+        """`read_at_start`: the engine has read the model's files, so what no sync brings has a value from there."""
         self._model: Any = model  # torch declares no type for `load_weights`
         self._model_config, self._device = model_config, device
         self._copies = RecordedCopies(self._load)
         self.obstacle: str | None = "no sync has started"
         self._logged = ""
+        self._read_at_start = read_at_start
+        self._check_next = True
+        self._coverage: LoadCoverage | None = None
 
     @property
     def way(self) -> str:
@@ -53,21 +62,31 @@ class ModelLoader:
         """Return why the model must be reloaded layer by layer, or None if it can be loaded in place."""
         return in_place_obstacle(self._model, self._device.type)
 
+    def check_next_sync(self) -> None:
+        """Let the next sync check that it brings every weight: the first of a group, whose tensors may be others."""
+        self._check_next = True
+
     def start(self) -> None:
         """Choose the way, and prepare the model for vLLM's layer-wise reload if that is chosen."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.obstacle = self.check()
+        self._coverage = LoadCoverage(self._model) if self._check_next else None
         if self.obstacle is None:
+            if self._check_next:
+                self._copies.forget()  # a repetition omits the padding, which was written by then
             self._copies.start(self._model)
         else:
             initialize_layerwise_reload(self._model)
+            if self._coverage is not None:
+                self._coverage.follow_reload()
         if self._device.type == "cpu":
             tune_malloc(MMAP_DURING_SYNC)
 
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Load whole tensors. A reload refers to them until their module is complete."""
-        with torch.no_grad():
+        watch = self._coverage.watch() if self._coverage is not None else contextlib.nullcontext()
+        with torch.no_grad(), watch:
             if self.obstacle is None:
                 self._copies.load(tensors)
             else:
@@ -96,9 +115,13 @@ class ModelLoader:
                         bound.arguments[key] = value.clone()
 
     def finish(self) -> None:
-        """Complete the new weights."""
+        """Complete the new weights.
+
+        Raises WeightSyncError if this first sync of a group has not brought every weight, which dummy weights need.
+        """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        self._check_coverage()
         way = self.way
         if self.obstacle is None:
             self._copies.finish()
@@ -111,6 +134,18 @@ class ModelLoader:
             if self.obstacle is not None:
                 prepack_tied_head(self._model)
             tune_malloc(MMAP_OTHERWISE)
+
+    def _check_coverage(self) -> None:
+        if self._coverage is None:
+            return
+        missing, self._coverage, self._check_next = self._coverage.missing(), None, False
+        if missing and self._read_at_start:
+            logger.warning("%s; they keep the values that the engine has read", missing_message(missing))
+        elif missing:
+            raise WeightSyncError(
+                f"{missing_message(missing)}; the engine started with random weights and has no others for them (if "
+                "the trainer does not hold them, set rollout.load_weights: true, with which engines read the files)"
+            )
 
 
 def tune_malloc(mmap_threshold: int) -> None:

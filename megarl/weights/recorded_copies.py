@@ -77,7 +77,7 @@ class RecordedCopies:
         weights = [(name, tensor.data_ptr(), tensor.nbytes) for name, tensor in model.named_parameters()]
         weights += [(name, tensor.data_ptr(), tensor.nbytes) for name, tensor in model.named_buffers()]
         if weights != self._weights or not self._complete:
-            self._forget()
+            self.forget()
             self._weights, self.obstacle = weights, None
         self.repeated = self._complete and self.obstacle is None
 
@@ -135,10 +135,11 @@ class RecordedCopies:
             self._refuse(recorder.obstacle)
 
     def _refuse(self, obstacle: str) -> None:
-        self._forget()
+        self.forget()
         self.obstacle = obstacle
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Let the next sync run the loaders and record them anew."""
         self._recorded, self._written, self._complete = {}, [], False
 
 

@@ -39,7 +39,9 @@ class SyncReport:
     bytes: int
     buckets: int
     digest_seconds: float  # of the slowest sender plus those of the slowest receiver, which partly overlap
-    pause_seconds: float  # from the moment the first replica has paused until the last one has resumed
+    pause_seconds: (
+        float  # from the first call of `pause` (a replica stops before it answers) until the last one has resumed
+    )
     phases: dict[str, float] = field(default_factory=dict)  # seconds by the called method
     restarted: tuple[str, ...] = ()  # replicas that were restarted before the sync succeeded
 
@@ -135,7 +137,8 @@ class EngineCalls:
             return returned
 
         try:
-            paused = call("pause", self._recompute_kv)
+            pause_begun = time.monotonic()
+            call("pause", self._recompute_kv)
             phase = "start"
             call("start_weight_update")
             phase = "update"
@@ -149,7 +152,7 @@ class EngineCalls:
         except (CallsFailed, WeightSyncError) as error:
             raise self._explain(error, group, replicas, version, phase) from error
         total = time.perf_counter() - started
-        pause_s = max(each.at for each in resumed) - min(each.at for each in paused)
+        pause_s = max(each.at for each in resumed) - pause_begun
         digest_s = _digest_seconds(group.members, reports)
         return SyncReport(version, total, plan.total_bytes, len(plan.buckets), digest_s, pause_s, phases)
 

@@ -133,10 +133,11 @@ class Group:
         """Make the process group, and broadcast once, with which NCCL makes its communicator.
 
         NCCL makes it in a blocking call without a timeout: a member that dies meanwhile would stop all others here. So
-        the call runs in a thread, which is left behind if it does not return in time.
+        the call runs in a thread, which is left behind if it does not return in time, and then aborts what it made.
         """
         failure: list[BaseException] = []
         done = threading.Event()
+        lock, abandoned = threading.Lock(), False
         device = self._kind.device
         number = torch.cuda.current_device() if device == "cuda" else -1
 
@@ -144,7 +145,14 @@ class Group:
             try:
                 if device == "cuda":
                     torch.cuda.set_device(number)
-                self._backend = self._make_backend(timeout_s)
+                backend = self._make_backend(timeout_s)
+                with lock:
+                    late = abandoned
+                    if not late:
+                        self._backend = backend
+                if late:  # `abort` of the group has not seen it
+                    self._abort_backend(backend)
+                    return
                 self.broadcast(torch.zeros(1, device=device), 0).wait("the first broadcast")
             except BaseException as error:
                 failure.append(error)
@@ -153,8 +161,13 @@ class Group:
 
         self.progress.work("connects the weight-sync group")
         threading.Thread(target=connect, name="weight-sync-connect", daemon=True).start()
-        while not done.wait(POLL_S):
-            self.check("all members to connect the weight-sync group")
+        try:
+            while not done.wait(POLL_S):
+                self.check("all members to connect the weight-sync group")
+        except BaseException:
+            with lock:
+                abandoned = True
+            raise
         if failure:
             raise failure[0]
 
@@ -245,8 +258,10 @@ class Group:
     def abort(self) -> None:
         """Leave this generation after a failure. Running operations end by themselves, at their deadline."""
         backend, self._backend = self._backend, None
-        if backend is None:
-            return
+        if backend is not None:
+            self._abort_backend(backend)
+
+    def _abort_backend(self, backend: Any) -> None:
         if self._kind.on_streams:
             backend.abort()
         _ABORTED.append(backend)

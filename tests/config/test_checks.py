@@ -122,6 +122,21 @@ def test_passed_megatron_fields(models: Models, data: Path, target: str, fields:
     assert all(problem.startswith(f"megatron.{target}.") for problem in found)
 
 
+@pytest.mark.parametrize(
+    ("layout", "most"), [({}, 4), ({"pipeline": 2}, 2), ({"pipeline": 2, "virtual_pipeline": 2}, 1)]
+)
+def test_no_more_layers_are_recomputed_than_a_stage_has(
+    models: Models, data: Path, layout: dict[str, int], most: int
+) -> None:
+    changes: dict[str, Any] = {"trainer__gpus": layout.get("pipeline", 1), "trainer__parallel": layout}
+    assert problems(models["qwen3"], data, **changes, trainer__recompute=most) == []
+    (found,) = problems(models["qwen3"], data, **changes, trainer__recompute=most + 1)
+    assert found.startswith(f"trainer.recompute: {most + 1} layers") and found.endswith(f"use 1 to {most}")
+    fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": most + 1}
+    (found,) = problems(models["qwen3"], data, **changes, megatron__transformer=fields)
+    assert found.startswith("megatron.transformer.recompute_num_layers:") and found.endswith(f"use 1 to {most}")
+
+
 @pytest.mark.parametrize("field", [{"overlap_p2p_comm": False}, {"batch_p2p_comm": True}])
 def test_interleaved_pipeline_needs_overlap(models: Models, data: Path, field: dict[str, bool]) -> None:
     """Trap 1: otherwise gradients are silently wrong with PP = 2."""

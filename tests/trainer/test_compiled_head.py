@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.exc import InvalidCxxCompiler
 
 from megarl.trainer import compiled_head
 from megarl.trainer.logprobs import _grad_logits, _reduce_rows, _scale, linear_token_logprobs
@@ -88,7 +89,7 @@ def test_what_cannot_be_compiled_runs_eagerly_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any, **__: Any) -> Callable[..., torch.Tensor]:
-        raise RuntimeError("no C++ compiler")
+        raise InvalidCxxCompiler
 
     monkeypatch.setattr(torch, "compile", broken)
     with caplog.at_level(logging.WARNING, compiled_head.__name__):
@@ -96,7 +97,30 @@ def test_what_cannot_be_compiled_runs_eagerly_with_one_warning(
     expected = results(False, torch.float32, 23)
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
     [record] = caplog.records
-    assert "RuntimeError: no C++ compiler" in record.message and "trainer.compile_logprobs" in record.message
+    assert (
+        "InvalidCxxCompiler: No working C++ compiler" in record.message and "trainer.compile_logprobs" in record.message
+    )
+
+
+def test_a_tiny_shape_is_really_compiled() -> None:
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    logits, local = torch.randn(5, 7), torch.arange(5)
+    got = compiled_head.row_stats(logits, local, 0.7, True)
+    assert compiled_head._State.usable and got is not None
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+    torch.testing.assert_close(got, compiled_head.reduce_rows(logits, local, 0.7, True))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, torch.AcceleratorError, TypeError])
+def test_errors_of_the_gpu_and_mistakes_are_raised(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def broken(*_: Any) -> torch.Tensor:
+        raise error("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: broken)
+    with pytest.raises(error):
+        results(True, torch.float32, 23)
+    assert compiled_head._State.usable
 
 
 def test_lack_of_memory_is_not_taken_for_a_failed_compilation(monkeypatch: pytest.MonkeyPatch) -> None:

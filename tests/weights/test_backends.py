@@ -80,6 +80,27 @@ def test_a_communicator_that_is_never_made_ends_with_the_deadline(monkeypatch: p
     assert time.monotonic() - start < 20.0
 
 
+def test_a_backend_that_is_made_after_the_deadline_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, go_on = NeverConnects(), threading.Event()
+
+    def make(*_: Any) -> NeverConnects:
+        go_on.wait(30.0)
+        return backend
+
+    group = group_of_one(monkeypatch, backend)
+    monkeypatch.setattr(group, "_make_backend", make)
+    group.enter("connect", 0.5)
+    with pytest.raises(PeerTimeout):
+        group._connect(0.5)
+    group.abort()
+    assert not backend.aborted
+    go_on.set()
+    deadline = time.monotonic() + 10.0
+    while not backend.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert backend.aborted and group._backend is None
+
+
 def test_a_group_on_streams_is_closed_by_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     """An orderly shutdown waits for all members, of which some may have aborted."""
     backend = NeverConnects()

@@ -155,7 +155,7 @@ def test_the_replica_that_received_a_corrupt_bucket_is_named_alone(
     assert [replica.version for replica in pool.replicas()] == ["0", "0", "0"]
 
 
-def test_the_pause_is_measured_from_the_first_pause_to_the_last_resume() -> None:
+def test_the_pause_is_measured_from_the_first_call_to_the_last_resume() -> None:
     """Replica 1 pauses late and replica 0 resumes late. What comes before and after is no pause."""
     pool = FakePool(1, 1)
     sender, _ = make_sender(pool)
@@ -165,9 +165,9 @@ def test_the_pause_is_measured_from_the_first_pause_to_the_last_resume() -> None
     report = sender.publish(0)
     whole = time.perf_counter() - start
     assert 0.6 <= report.pause_seconds <= report.seconds <= whole
-    pool.replicas()[0].on["pause"] = lambda: time.sleep(0.3)  # nobody has paused before both do
+    pool.replicas()[0].on["pause"] = lambda: time.sleep(0.3)  # each may have stopped before its call returns
     report = sender.publish(1)
-    assert 0.3 <= report.pause_seconds <= report.seconds - 0.3
+    assert 0.6 <= report.pause_seconds <= report.seconds
 
 
 def test_a_replayed_bucket_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
