@@ -35,7 +35,7 @@ class _Counter:
         return cls(tensor, getattr(tensor, "weight_loader_numel", tensor.numel()))
 
     def add(self, target: torch.Tensor) -> None:
-        part = target.storage_offset(), target.shape, target.stride()
+        part = int(target.storage_offset()), target.shape, target.stride()
         if part not in self.parts:
             self.parts.add(part)
             self.written += target.numel()

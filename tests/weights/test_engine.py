@@ -161,7 +161,7 @@ def test_a_corrupt_sync_is_not_published(engine: Setup, monkeypatch: pytest.Monk
     engine.replica.ask_workers("force_reload", len(engine.workers) == 1)
     engine.sender.close()
     engine.publish(1)
-    way = "layer-wise reload: a test asks for it" if len(engine.workers) == 1 else "in place by recorded copies"
+    way = "layer-wise reload: a test asks for it" if len(engine.workers) == 1 else "in place, recording copies"
     assert engine.replica.ask_workers("loaded") == [way] * len(engine.workers)
     seal = BucketPacker.seal
 
