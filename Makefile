@@ -78,7 +78,7 @@ test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, s
 test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), up to 15 minutes.
 	$(PY) -m pytest tests/jobs -m cluster
 
-# The full matrices, in parts that take up to 30 minutes each; docs/benchmarks.md has what they took.
+# The full matrices, in parts of at most 30 minutes each; docs/benchmarks.md has what was measured.
 test-slow-models: setup-test  ## Every family through every layout, loader, exporter and converter.
 	$(PY) -m pytest -m slow tests/models tests/checkpoint/convert
 
