@@ -99,7 +99,7 @@ def kernel_finding(environment: Mapping[str, str] = os.environ) -> Finding:
         detail = "not installed, and no nvcc: vLLM does without FlashInfer (slower all-reduce with engine TP > 1)"
         return Finding("warn", what, detail, "run make gpu-kernels")
     return Finding(
-        "warn", what, f"{', '.join(missing)} not installed: an engine compiles the kernels that it uses at its start, "
+        "warn", what, f"{', '.join(missing)} not installed: an engine compiles kernels at its start, "
         "which takes minutes and fails without a network (megarl leaves out the fused all-reduce, which needs "
         "flashinfer-cubin)", "run make gpu-kernels",
     )  # fmt: skip
