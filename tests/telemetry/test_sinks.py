@@ -17,6 +17,7 @@ from megarl.telemetry.sinks import MetricsWriter
 from megarl.telemetry.summary import RunSummary
 from megarl.telemetry.tensorboard import TensorBoardSink
 from tests.support.configs import config
+from tests.support.waiting import wait_until
 
 VALUES = {"reward/mean": 0.5, "reward/accuracy": 0.25, "policy/loss": -0.01, "time/step": 2.5, "time/eta": 130.0}
 
@@ -78,8 +79,13 @@ def test_wandb_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         w.write(1, VALUES)
         w.write(2, VALUES | {"reward/mean": 0.8125})
     (record,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    content = record.read_bytes()
-    assert all(name.encode() in content for name in VALUES) and b"0.8125" in content
+
+    def written() -> bool:
+        content = record.read_bytes()
+        return all(name.encode() in content for name in VALUES) and b"0.8125" in content
+
+    # wandb 0.31's writer process may end its file a moment after `finish` has returned.
+    wait_until(written, 20, "wandb's record of every metric")
 
 
 def test_progress_lines_are_aligned() -> None:
