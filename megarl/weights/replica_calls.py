@@ -292,11 +292,9 @@ class EngineCalls:
         deadline = time.monotonic() + timeout_s + EXTRA_WAIT_S
         aborted = False
         while len(returned) < len(replicas) and time.monotonic() < deadline:
-            try:
-                each = done.get(timeout=POLL_S)
+            each = _next_returned(done)
+            if each is not None:
                 returned[each.index] = each
-            except queue.Empty:
-                pass  # deadline and abort are checked below
             failures = {index: each.value for index, each in returned.items() if not each.ok}
             if not aborted and (failures or (release is not None and release.aborted())):
                 aborted, first = True, dict(failures)
@@ -322,6 +320,14 @@ class _Release:
 
 def _bound_call(replica: ReplicaHandle, method: str, args: tuple[object, ...], timeout_s: float) -> Callable[[], Any]:
     return lambda: replica.call(method, *args, timeout_s=timeout_s)
+
+
+def _next_returned(done: queue.Queue[_Returned]) -> _Returned | None:
+    """Return the next call that has returned, or None after POLL_S: then deadline and abort are looked at."""
+    try:
+        return done.get(timeout=POLL_S)
+    except queue.Empty:
+        return None
 
 
 def _run_call(index: int, call: Callable[[], Any], done: queue.Queue[_Returned]) -> None:

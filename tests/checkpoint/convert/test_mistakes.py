@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoint.convert import hf_to_megatron as importing
 from megarl.checkpoint.convert import megatron_to_hf as exporting
 from megarl.checkpoint.convert.command_line import main
+from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from tests.support.converter import convert, refused, run
 from tests.support.tensors import differing
 
@@ -70,6 +71,8 @@ def test_a_wrong_tensor(
 def test_mixed_dtypes_convert_to_one(source: Path, tmp_path: Path) -> None:
     change(source, lambda t: t.update({Q: t[Q].half()}))
     convert("import", "--hf", source, "--out", tmp_path / "m", "--dtype", "bfloat16")
+    stored = MegatronDirectory(tmp_path / "m")
+    assert {stored.dtype(name) for name in stored.names()} == {torch.bfloat16}
 
 
 def test_truncated_safetensors(source: Path, tmp_path: Path) -> None:
