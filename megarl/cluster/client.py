@@ -99,6 +99,7 @@ class PoolHandles:
         self._client = client
 
     def replicas(self) -> Sequence[ReplicaClient]:
+        """Return a client for each replica, lost and joining ones included."""
         import ray
 
         handle = self._client.handle
