@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.common.errors import DigestMismatch, PeerTimeout, SyncAborted, WeightSyncError
+from megarl.weights.background_call import BackgroundCall
 from megarl.weights.buckets import BucketPlan, pack_manifest
 from megarl.weights.failure_cause import FailedCall, FailureCause, find_cause
 from megarl.weights.handles import EngineHandles, ReplicaHandle
@@ -242,17 +243,22 @@ class EngineCalls:
         return reports
 
     def after_failure(self, failure: WeightSyncError) -> None:
-        """Make the replicas that must be restarted refuse requests; resume the others with the version they have."""
-        for replica in self._replicas:
-            try:
-                if replica.name in failure.needs_restart:
-                    replica.call(
-                        "fail", f"was left in the middle of a failed weight sync: {failure}", timeout_s=EXTRA_WAIT_S
-                    )
-                else:
-                    replica.call("resume", timeout_s=self._rpc_s)
-            except Exception as error:  # a dead replica cannot answer, and is reported already
-                logger.warning("engine %s after a failed sync: %s", replica.name, _brief(error))
+        """Make the replicas that must be restarted refuse requests; resume the others with the version they have.
+
+        All at the same time: the trainer ranks wait for the outcome, and each replica that hangs takes EXTRA_WAIT_S.
+        """
+        for call in [BackgroundCall(self._release_replica, replica, failure) for replica in self._replicas]:
+            call.result()
+
+    def _release_replica(self, replica: ReplicaHandle, failure: WeightSyncError) -> None:
+        try:
+            if replica.name in failure.needs_restart:
+                reason = f"was left in the middle of a failed weight sync: {failure}"
+                replica.call("fail", reason, timeout_s=EXTRA_WAIT_S)
+            else:
+                replica.call("resume", timeout_s=self._rpc_s)
+        except Exception as error:  # a dead replica cannot answer, and is reported already
+            logger.warning("engine %s after a failed sync: %s", replica.name, _brief(error))
 
     def _not_reached(self, error: CallsFailed, replicas: list[ReplicaHandle]) -> WeightSyncError:
         """Return the error of a group that could not be formed."""
