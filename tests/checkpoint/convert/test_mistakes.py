@@ -144,7 +144,7 @@ def test_pickled_weights_of_another_kind(content: Any, source: Path, tmp_path: P
 @pytest.mark.parametrize("value", ["auto", "torch.float32", None, "nonsense"])
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_the_config_need_not_know_its_dtype(key: str, value: str | None, source: Path, tmp_path: Path) -> None:
-    """What is converted gets the dtype of the weights, whatever was said of it."""
+    """The converted config gets the dtype of the weights, whatever the old one said."""
     change(source, lambda t: t.update({name: tensor.bfloat16() for name, tensor in t.items()}))
     config = json.loads((source / "config.json").read_text())
     config.pop("dtype", None), config.pop("torch_dtype", None)
@@ -234,7 +234,7 @@ def test_quantized_weights(source: Path, tmp_path: Path) -> None:
 
 
 def test_binary_files_where_text_is_read(source: Path, tmp_path: Path) -> None:
-    """Each is named; unpickling random bytes raises whatever they happen to mean."""
+    """The error names each file. Unpickling random bytes may raise any exception."""
     convert("import", "--hf", source, "--out", tmp_path / "m")
     index, tracker = tmp_path / "m/release/.metadata", tmp_path / "m/latest_checkpointed_iteration.txt"
     whole, draw = index.read_bytes(), random.Random(0)
@@ -284,7 +284,7 @@ def test_a_disk_that_is_too_small_is_seen_first(source: Path, tmp_path: Path) ->
 
 
 def test_a_disk_that_fills_up(source: Path, tmp_path: Path) -> None:
-    """The old output stays, what is written can be continued."""
+    """The old output stays, and what has been written can be continued."""
     convert("import", "--hf", source, "--out", tmp_path / "m")
     before = (tmp_path / "m/release/.metadata").read_bytes()
     write, left = importing._HashingFile.write, [30]
