@@ -81,10 +81,10 @@ def write_step(path: Path, rows: Sequence[Row], left_out: Sequence[str]) -> None
 
 
 def read_step(path: Path, step: str, seconds: float, error: str) -> StepResult:
-    """Read the file of `write_step`; without it the step has no rows."""
+    """Read the file of `write_step`. A step without rows has failed, unless it says what it left out."""
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": [], "left_out": []}
-    rows = tuple(Row.from_json(row) for row in content["rows"])
-    return StepResult(step, rows, seconds, tuple(content["left_out"]), error)
+    rows, left_out = tuple(Row.from_json(row) for row in content["rows"]), tuple(content["left_out"])
+    return StepResult(step, rows, seconds, left_out, error or ("" if rows or left_out else "it measured nothing"))
 
 
 def table(results: Sequence[StepResult]) -> str:

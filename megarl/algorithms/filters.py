@@ -23,13 +23,16 @@ class JudgedSample(Protocol):
     """The fields of a sample that shaping reads; `megarl.queue.trajectory.SampleTag` has them."""
 
     @property
-    def key(self) -> str: ...
+    def key(self) -> str:
+        """The sample's key in the queue, `group:sample`."""
 
     @property
-    def reward(self) -> float: ...
+    def reward(self) -> float:
+        """The score of the reward function, before shaping."""
 
     @property
-    def response_tokens(self) -> int: ...
+    def response_tokens(self) -> int:
+        """The number of response tokens, with those that the model did not sample."""
 
     @property
     def truncated(self) -> bool:

@@ -69,8 +69,8 @@ def connect_ray(handle: SupervisorHandle, timeout_s: float) -> None:
 class ReplicaClient:
     """One replica as the weight sync calls it; thread-safe."""
 
-    def __init__(self, index: int, actor: ActorHandle, log: Path) -> None:
-        """`actor`: the replica's EngineReplica; `log`: its log file, named in errors."""
+    def __init__(self, index: int, actor: ActorHandle | None, log: Path) -> None:
+        """`actor`: the replica's EngineReplica, None if it has ended; `log`: its log file, named in errors."""
         self.index = index
         self.name = f"replica {index}"
         self._actor = actor
@@ -83,6 +83,8 @@ class ReplicaClient:
         """
         import ray
 
+        if self._actor is None:
+            raise ReplicaFailed(self.index, f"{self.name} had ended when it was asked to {method}; see {self._log}")
         reference = getattr(self._actor, method).remote(*args)
         try:
             return ray.get(reference, timeout=timeout_s)
@@ -99,14 +101,18 @@ class PoolHandles:
         self._client = client
 
     def replicas(self) -> Sequence[ReplicaClient]:
+        """Return a client for each replica. Those of lost ones raise ReplicaFailed, so that a sync replaces them."""
+        logs = Path(self._client.handle.run_dir) / "logs"
+        return [ReplicaClient(i, self._actor(i), logs / f"replica-{i}.log") for i in self._client.members()]
+
+    def _actor(self, index: int) -> ActorHandle | None:
+        """Return the replica's actor; None if it has ended, because Ray then forgets its name."""
         import ray
 
-        handle = self._client.handle
-        logs = Path(handle.run_dir) / "logs"
-        return [
-            ReplicaClient(i, ray.get_actor(replica_name(i), namespace=handle.namespace), logs / f"replica-{i}.log")
-            for i in self._client.members()
-        ]
+        try:
+            return ray.get_actor(replica_name(index), namespace=self._client.handle.namespace)
+        except ValueError:
+            return None
 
     def restart(self, names: Sequence[str], timeout_s: float) -> None:
         """Replace the named replicas by new ones. Raises RolloutError if one does not start."""

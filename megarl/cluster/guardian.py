@@ -20,6 +20,7 @@ TERMINATE_S = 1.0  # between SIGTERM and SIGKILL
 
 
 def main() -> None:
+    """Wait for the end of the process that the arguments name, then kill what it has left."""
     state_file, supervisor = Path(sys.argv[1]), ProcessId(int(sys.argv[2]), int(sys.argv[3]))
     while is_alive(supervisor):
         time.sleep(POLL_S)

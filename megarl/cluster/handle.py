@@ -74,10 +74,12 @@ class SupervisorSpec:
         return f"{Path(self.run_dir).name}-{self.launch_id}.{self.attempt}"
 
     def save(self, path: Path) -> None:
+        """Write the fields as JSON; `load` reads them in the supervisor's process."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> SupervisorSpec:
+        """Read what `save` wrote."""
         fields = json.loads(path.read_text())
         return cls(**{**fields, "agent": ProcessId(**fields["agent"])})
 

@@ -297,6 +297,7 @@ def _cause(error: BaseException) -> str:
 
 
 def main() -> int:
+    """Run the supervisor of the spec file that the first argument names; its end is the end of the process."""
     spec = SupervisorSpec.load(Path(sys.argv[1]))
     os.chdir(spec.cwd)
     os.environ.update(

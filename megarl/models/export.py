@@ -41,6 +41,7 @@ class ExportedTensor:
 
     @property
     def nbytes(self) -> int:
+        """The size of the whole tensor in bytes."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 

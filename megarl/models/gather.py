@@ -60,6 +60,7 @@ class TensorPart:
 
     @property
     def owned(self) -> bool:
+        """Whether this rank receives the whole tensor: it is the first of its group."""
         return self.shard.rank == 0
 
     def whole(self) -> torch.Tensor:

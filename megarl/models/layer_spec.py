@@ -48,6 +48,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` [..., hidden], normalized and scaled."""
         normed = torch.nn.functional.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
         return normed.to(x.dtype) * self.weight
 

@@ -32,6 +32,7 @@ class Piece:
 
     @property
     def size(self) -> int:
+        """The number of rows."""
         return self.stop - self.start
 
 

@@ -73,6 +73,7 @@ class SafetensorsDirectory:
         return view[start:stop] if axis == 0 else view[:, start:stop]
 
     def close(self) -> None:
+        """Release the open files; a later `read` opens them again."""
         self._open.clear()
 
     def __enter__(self) -> Self:
@@ -151,6 +152,7 @@ class TensorHeader:
 
     @property
     def nbytes(self) -> int:
+        """The size of the tensor's data in bytes."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 

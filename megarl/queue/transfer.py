@@ -283,6 +283,7 @@ class QueueWriter:
             await self.clear(list(keys))
 
     def close(self) -> None:
+        """Close the connections to the queue; its rows stay."""
         self._client.close()
 
 
@@ -324,4 +325,5 @@ class QueueReader:
             self._client.call(self._client.clear(list(keys)), f"clear {len(keys)} rows")
 
     def close(self) -> None:
+        """Close the connections to the queue; its rows stay."""
         self._client.close()

@@ -22,14 +22,17 @@ class Addition:
 
     @property
     def problem(self) -> str:
+        """The question, as the prompt asks it."""
         return f"What is {self.a} + {self.b}?"
 
     @property
     def answer(self) -> str:
+        """The sum in digits."""
         return str(self.a + self.b)
 
     @property
     def has_carry(self) -> bool:
+        """Whether the sum of the ones is 10 or more."""
         return self.a % 10 + self.b % 10 >= 10
 
     @property

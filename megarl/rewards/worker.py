@@ -63,6 +63,7 @@ def serve(connection: Connection) -> None:
 
 
 def main() -> None:
+    """Score what comes through the inherited socket until it is closed. Arguments: its descriptor, the parent's pid."""
     descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent_pid)
     os.dup2(2, 1)  # output that a function prints belongs into the log, not into the output of a command

@@ -29,6 +29,7 @@ class Drawn:
 
     @property
     def answer(self) -> str:
+        """The reference answer of the prompt."""
         return self.prompt.answer
 
     def reward_input(self, response: str, token_ids: list[int], finish_reason: str) -> RewardInput:

@@ -59,7 +59,8 @@ class Performance:
         tokens = values["batch/trained_tokens"]
         seconds = values["time/logprobs"] + values["time/update"]
         step, engine = values["time/step"], values.get("rollout/engine_seconds", 0.0)
-        rollout_gpus = max(1.0, values.get("rollout/replicas_alive", 0.0)) * self._engine_gpus
+        replicas = values.get("rollout/replicas_alive", 0.0) + values.get("rollout/replicas_lost", 0.0)
+        rollout_gpus = max(1.0, replicas) * self._engine_gpus  # lost ones hold their GPUs until they are replaced
         result = {"perf/host_memory_gib": psutil.Process().memory_info().rss / GIB}
         if tokens and seconds:
             rate = tokens / seconds

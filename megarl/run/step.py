@@ -46,6 +46,7 @@ class GroupOutcome:
 
     @property
     def admitted(self) -> int:
+        """The number of groups that were admitted, because each ended in one of the four ways."""
         return self.trained + self.filtered + self.dropped_stale + self.failed
 
 

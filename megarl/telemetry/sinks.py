@@ -24,12 +24,14 @@ from megarl.telemetry.summary import RunSummary
 class Sink(Protocol):
     """One output for the reduced metrics of each step."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the reduced metrics of one step by name."""
 
     def roll_back(self, step: int) -> None:
         """Discard the metrics after `step`, because the run resumes there."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Flush and close the output; nothing may be written after it."""
 
 
 class JsonlSink:
@@ -43,6 +45,7 @@ class JsonlSink:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Append the metrics of one step as one line."""
         self.write_object({"step": step, "wall_time": round(time.time(), 3), **values})
 
     def roll_back(self, step: int) -> None:
@@ -54,6 +57,7 @@ class JsonlSink:
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file; every line has already been flushed."""
         self._file.close()
 
 
@@ -75,12 +79,14 @@ class WandbSink:
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the metrics of one step under that step."""
         self._run.log(dict(values), step=step)
 
     def roll_back(self, step: int) -> None:
         """Do nothing: a resumed run is a separate run in Weights & Biases."""
 
     def close(self) -> None:
+        """Finish the run in Weights & Biases, which uploads what is left."""
         self._run.finish()
 
 
@@ -148,6 +154,7 @@ class MetricsWriter:
             write_exit(self._run_dir, record)
 
     def close(self) -> None:
+        """Close every sink and remove the live line."""
         self.progress.close()
         for sink in self._sinks:
             sink.close()

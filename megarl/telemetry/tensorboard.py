@@ -23,6 +23,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one event with all metrics of the step as scalars, and flush it."""
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
 
@@ -32,6 +33,7 @@ class TensorBoardSink:
         self._add(Event(wall_time=time.time(), step=step + 1, session_log=log))
 
     def close(self) -> None:
+        """Flush and close the events file."""
         self._writer.close()
 
     def _add(self, event: Event) -> None:

@@ -12,11 +12,26 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+
+class RowTerms(NamedTuple):
+    """What the gradient by a chunk of logits needs per row, besides the logits; floats are fp32.
+
+    It is that of g log p[target] + e H by x = logits / temperature: g (1[target] - p) - e p (log p + H).
+    """
+
+    lse_C: Tensor  # log-sum-exp of x over the whole vocabulary
+    local_C: Tensor  # int64: the target's column here; any column where it is another rank's
+    owned_C: Tensor  # bool: the target is one of these columns
+    grad_logprobs_C: Tensor  # g
+    grad_entropy_C: Tensor | None  # e; None: 0
+    entropy_C: Tensor  # H
 
 
 class _State:
@@ -30,21 +45,9 @@ def row_stats(logits_CVt: Tensor, local_C: Tensor, temperature: float, with_entr
     return _run(reduce_rows, logits_CVt, local_C, temperature, with_entropy)
 
 
-def grad_logits(
-    logits_CVt: Tensor,
-    lse_C: Tensor,
-    local_C: Tensor,
-    owned_C: Tensor,
-    grad_logprobs_C: Tensor,
-    grad_entropy_C: Tensor | None,
-    entropy_C: Tensor,
-    temperature: float,
-) -> Tensor | None:
+def grad_logits(logits_CVt: Tensor, terms: RowTerms, temperature: float) -> Tensor | None:
     """Return `differentiate_rows`, compiled; None if it cannot be compiled here."""
-    return _run(
-        differentiate_rows,
-        logits_CVt, lse_C, local_C, owned_C, grad_logprobs_C, grad_entropy_C, entropy_C, temperature,
-    )  # fmt: skip
+    return _run(differentiate_rows, logits_CVt, terms, temperature)
 
 
 def reduce_rows(logits_CVt: Tensor, local_C: Tensor, temperature: float, with_entropy: bool) -> Tensor:
@@ -62,28 +65,15 @@ def reduce_rows(logits_CVt: Tensor, local_C: Tensor, temperature: float, with_en
     return torch.stack((maximum_C, exponentials_CVt.sum(dim=1), target_C, products_C))
 
 
-def differentiate_rows(
-    logits_CVt: Tensor,
-    lse_C: Tensor,
-    local_C: Tensor,
-    owned_C: Tensor,
-    grad_logprobs_C: Tensor,
-    grad_entropy_C: Tensor | None,
-    entropy_C: Tensor,
-    temperature: float,
-) -> Tensor:
-    """Return the gradient of g log p[target] + e H by x = logits / temperature, in the dtype of the logits, [C, Vt].
-
-    It is g (1[target] - p) - e p (log p + H), with g = `grad_logprobs_C`, e = `grad_entropy_C` (or 0), H = `entropy_C`.
-    `owned_C` tells whether the target is one of these columns.
-    """
-    log_p_CVt = logits_CVt.float() / temperature - lse_C[:, None]
-    factor_CVt = -grad_logprobs_C[:, None]
-    if grad_entropy_C is not None:
-        factor_CVt = factor_CVt - grad_entropy_C[:, None] * (log_p_CVt + entropy_C[:, None])
+def differentiate_rows(logits_CVt: Tensor, terms: RowTerms, temperature: float) -> Tensor:
+    """Return the gradient that `RowTerms` states, [C, Vt] in the dtype of the logits."""
+    log_p_CVt = logits_CVt.float() / temperature - terms.lse_C[:, None]
+    factor_CVt = -terms.grad_logprobs_C[:, None]
+    if terms.grad_entropy_C is not None:
+        factor_CVt = factor_CVt - terms.grad_entropy_C[:, None] * (log_p_CVt + terms.entropy_C[:, None])
     columns_Vt = torch.arange(logits_CVt.shape[1], device=logits_CVt.device)
-    is_target_CVt = (columns_Vt == local_C[:, None]) & owned_C[:, None]
-    grad_CVt = log_p_CVt.exp() * factor_CVt + torch.where(is_target_CVt, grad_logprobs_C[:, None], 0.0)
+    is_target_CVt = (columns_Vt == terms.local_C[:, None]) & terms.owned_C[:, None]
+    grad_CVt = log_p_CVt.exp() * factor_CVt + torch.where(is_target_CVt, terms.grad_logprobs_C[:, None], 0.0)
     return grad_CVt.to(logits_CVt.dtype)
 
 

@@ -20,6 +20,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup, ReduceOp
 
 from megarl.trainer import compiled_head
+from megarl.trainer.compiled_head import RowTerms
 
 
 def linear_token_logprobs(
@@ -111,12 +112,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_logprobs_R = torch.zeros_like(lse_R)
             columns = slice(0, ctx.columns)
             for rows in _chunks(hidden_RH.shape[0], ctx.chunk):
-                per_row = (
+                terms = RowTerms(
                     lse_R[rows], local_R[rows], owned_R[rows], grad_logprobs_R[rows] / ctx.temperature,
                     None if grad_entropy_R is None else grad_entropy_R[rows] / ctx.temperature, entropy_R[rows],
                 )  # fmt: skip
                 grad_CVt = _row_grads(
-                    _logits(hidden_RH[rows], weight_VpH, ctx.columns), per_row, ctx.temperature, ctx.compiled
+                    _logits(hidden_RH[rows], weight_VpH, ctx.columns), terms, ctx.temperature, ctx.compiled
                 )
                 if grad_hidden_RH is not None:
                     torch.mm(grad_CVt, weight_VpH[columns], out=grad_hidden_RH[rows])
@@ -157,20 +158,10 @@ def _row_stats(
         _reduce_rows(_scale(logits_CVt, temperature), local_C, stats_4C, with_entropy)
 
 
-def _row_grads(
-    logits_CVt: Tensor,
-    per_row: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor],
-    temperature: float,
-    compiled: bool,
-) -> Tensor:
-    """Return the gradient by the scaled logits [C, Vt], in the logits' dtype, which it may overwrite.
-
-    `per_row`: the arguments of `_grad_logits` after the first.
-    """
-    grad_CVt = compiled_head.grad_logits(logits_CVt, *per_row, temperature) if compiled else None
-    return (
-        _grad_logits(_scale(logits_CVt, temperature), *per_row).to(logits_CVt.dtype) if grad_CVt is None else grad_CVt
-    )
+def _row_grads(logits_CVt: Tensor, terms: RowTerms, temperature: float, compiled: bool) -> Tensor:
+    """Return the gradient by the scaled logits, [C, Vt] in the logits' dtype. It may overwrite the logits."""
+    grad_CVt = compiled_head.grad_logits(logits_CVt, terms, temperature) if compiled else None
+    return _grad_logits(_scale(logits_CVt, temperature), terms).to(logits_CVt.dtype) if grad_CVt is None else grad_CVt
 
 
 def _reduce_rows(scaled_CVt: Tensor, local_C: Tensor, stats_4C: Tensor, with_entropy: bool) -> None:
@@ -214,19 +205,9 @@ def _join(
     return (target_R - maximum_R) - log_sums_R, maximum_R + log_sums_R, entropy_R
 
 
-def _grad_logits(
-    scaled_CVt: Tensor,
-    lse_C: Tensor,
-    local_C: Tensor,
-    owned_C: Tensor,
-    grad_logprobs_C: Tensor,
-    grad_entropy_C: Tensor | None,
-    entropy_C: Tensor,
-) -> Tensor:
-    """Return the gradient of g log p[target] + e H by the logits x, [C, Vt]: g (1[target] - p) - e p (log p + H).
-
-    Overwrites x = `scaled_CVt`. g: `grad_logprobs_C`; e: `grad_entropy_C`; H: `entropy_C`.
-    """
+def _grad_logits(scaled_CVt: Tensor, terms: RowTerms) -> Tensor:
+    """Return the gradient that `RowTerms` states, fp32 [C, Vt]. Overwrites `scaled_CVt`, the logits / temperature."""
+    lse_C, local_C, owned_C, grad_logprobs_C, grad_entropy_C, entropy_C = terms
     if grad_entropy_C is None:
         grad_CVt = scaled_CVt.sub_(lse_C[:, None]).exp_().mul_(-grad_logprobs_C[:, None])
     else:

@@ -46,13 +46,20 @@ class ManifestEntry(Protocol):
     """An entry of `HFExporter.manifest()`; `dtype` is a torch dtype or its name."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The Hugging Face name."""
+
     @property
-    def shape(self) -> Sequence[int]: ...
+    def shape(self) -> Sequence[int]:
+        """The shape of the whole tensor."""
+
     @property
-    def dtype(self) -> object: ...
+    def dtype(self) -> object:
+        """A torch dtype, or its name without `torch.`."""
+
     @property
-    def owner(self) -> int: ...
+    def owner(self) -> int:
+        """The global trainer rank that sends the tensor."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
+        """The size of the whole tensor in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 

@@ -37,6 +37,7 @@ class Answer:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Answer:
+        """Return the answer that `to_json` gave as these fields."""
         return cls(**{**fields, "waits_for": tuple(fields["waits_for"])})
 
 

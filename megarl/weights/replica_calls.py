@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.common.errors import DigestMismatch, PeerTimeout, SyncAborted, WeightSyncError
+from megarl.weights.background_call import BackgroundCall
 from megarl.weights.buckets import BucketPlan, pack_manifest
 from megarl.weights.failure_cause import FailedCall, FailureCause, find_cause
 from megarl.weights.handles import EngineHandles, ReplicaHandle
@@ -242,17 +243,22 @@ class EngineCalls:
         return reports
 
     def after_failure(self, failure: WeightSyncError) -> None:
-        """Make the replicas that must be restarted refuse requests; resume the others with the version they have."""
-        for replica in self._replicas:
-            try:
-                if replica.name in failure.needs_restart:
-                    replica.call(
-                        "fail", f"was left in the middle of a failed weight sync: {failure}", timeout_s=EXTRA_WAIT_S
-                    )
-                else:
-                    replica.call("resume", timeout_s=self._rpc_s)
-            except Exception as error:  # a dead replica cannot answer, and is reported already
-                logger.warning("engine %s after a failed sync: %s", replica.name, _brief(error))
+        """Make the replicas that must be restarted refuse requests; resume the others with the version they have.
+
+        All at the same time: the trainer ranks wait for the outcome, and each replica that hangs takes EXTRA_WAIT_S.
+        """
+        for call in [BackgroundCall(self._release_replica, replica, failure) for replica in self._replicas]:
+            call.result()
+
+    def _release_replica(self, replica: ReplicaHandle, failure: WeightSyncError) -> None:
+        try:
+            if replica.name in failure.needs_restart:
+                reason = f"was left in the middle of a failed weight sync: {failure}"
+                replica.call("fail", reason, timeout_s=EXTRA_WAIT_S)
+            else:
+                replica.call("resume", timeout_s=self._rpc_s)
+        except Exception as error:  # a dead replica cannot answer, and is reported already
+            logger.warning("engine %s after a failed sync: %s", replica.name, _brief(error))
 
     def _not_reached(self, error: CallsFailed, replicas: list[ReplicaHandle]) -> WeightSyncError:
         """Return the error of a group that could not be formed."""
@@ -292,11 +298,9 @@ class EngineCalls:
         deadline = time.monotonic() + timeout_s + EXTRA_WAIT_S
         aborted = False
         while len(returned) < len(replicas) and time.monotonic() < deadline:
-            try:
-                each = done.get(timeout=POLL_S)
+            each = _next_returned(done)
+            if each is not None:
                 returned[each.index] = each
-            except queue.Empty:
-                pass  # deadline and abort are checked below
             failures = {index: each.value for index, each in returned.items() if not each.ok}
             if not aborted and (failures or (release is not None and release.aborted())):
                 aborted, first = True, dict(failures)
@@ -322,6 +326,14 @@ class _Release:
 
 def _bound_call(replica: ReplicaHandle, method: str, args: tuple[object, ...], timeout_s: float) -> Callable[[], Any]:
     return lambda: replica.call(method, *args, timeout_s=timeout_s)
+
+
+def _next_returned(done: queue.Queue[_Returned]) -> _Returned | None:
+    """Return the next call that has returned, or None after POLL_S: then deadline and abort are looked at."""
+    try:
+        return done.get(timeout=POLL_S)
+    except queue.Empty:
+        return None
 
 
 def _run_call(index: int, call: Callable[[], Any], done: queue.Queue[_Returned]) -> None:

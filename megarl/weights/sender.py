@@ -42,9 +42,14 @@ _SYNC, _TIMEOUTS = WeightSyncConfig(), TimeoutsConfig()
 class Exporter(Protocol):
     """The methods of `megarl.models.export.HFExporter` that a sync uses."""
 
-    def manifest(self) -> Sequence[ManifestEntry]: ...
-    def connect(self, timeout_s: float) -> None: ...
-    def gathers(self, requests: Sequence[GatherRequest], device: torch.device) -> Sequence[RowGather | None]: ...
+    def manifest(self) -> Sequence[ManifestEntry]:
+        """Return all tensors of the model in layer order, equal on all ranks. The first call is a world collective."""
+
+    def connect(self, timeout_s: float) -> None:
+        """Connect the ranks that exchange messages in gathers. Raises PeerTimeout if one does not come in time."""
+
+    def gathers(self, requests: Sequence[GatherRequest], device: torch.device) -> Sequence[RowGather | None]:
+        """Return this rank's part in each request's gather, None where it has none. `device`: that of the targets."""
 
 
 @dataclass(frozen=True)

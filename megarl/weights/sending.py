@@ -42,12 +42,23 @@ class RowGather(Protocol):
     """The part of one rank in the gather of one bucket, see `megarl.models.gather.Gather`."""
 
     @property
-    def owned(self) -> bool: ...
-    def copy(self) -> None: ...
-    def post(self) -> None: ...
-    def done(self, timeout_s: float | None) -> bool: ...
-    def finish(self) -> None: ...
-    def unfinished_peers(self) -> Sequence[int]: ...
+    def owned(self) -> bool:
+        """Whether this rank receives the rows; else it sends."""
+
+    def copy(self) -> None:
+        """Copy what this rank holds: into the targets, or into the messages that it sends."""
+
+    def post(self) -> None:
+        """Start to receive, or to send."""
+
+    def done(self, timeout_s: float | None) -> bool:
+        """Wait at most `timeout_s` seconds (None: as the group allows) and tell whether all messages have ended."""
+
+    def finish(self) -> None:
+        """Copy what was received to the targets. Call it after `done`."""
+
+    def unfinished_peers(self) -> Sequence[int]:
+        """Return the global ranks whose messages have not been transferred. Any thread may ask."""
 
 
 Check: TypeAlias = Callable[[str, RowGather], None]  # raises to end the wait for a gather, at the named place

@@ -64,10 +64,12 @@ class GroupMembers:
         return None
 
     def to_json(self) -> str:
+        """Return the text that the leader publishes in the store."""
         return json.dumps(self.__dict__)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> GroupMembers:
+        """Return the members that `to_json` gave as this text."""
         fields: dict[str, Any] = json.loads(text)
         for key in ("senders", "replicas", "workers"):
             fields[key] = tuple(fields[key])

@@ -11,8 +11,9 @@ import logging
 import threading
 from typing import Any
 
+from megarl.common.errors import PeerTimeout
 from megarl.weights.member_progress import MemberProgress
-from megarl.weights.store import SyncStore
+from megarl.weights.store import STORE_TIMEOUT_S, SyncStore
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,14 @@ class StageWatch:
         """Why the stage was aborted, or None."""
         return self._end.get("abort") if self._ended.is_set() else None
 
-    def join(self) -> None:
-        """Wait until the thread has ended, which it does soon after the stage."""
-        self._thread.join()
+    def join(self, timeout_s: float = STORE_TIMEOUT_S) -> None:
+        """Wait until the thread has ended, which it does soon after the stage. Only then is its connection free.
+
+        Raises PeerTimeout if it has not ended within `timeout_s` seconds.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise PeerTimeout(f"{self._member} waited {timeout_s:.0f} s for trainer rank 0 to end stage {self._stage}")
 
     def _run(self) -> None:
         try:
@@ -52,9 +58,11 @@ class StageWatch:
             end, reason = None, f"{self._member} lost its connection to trainer rank 0: {error}"
         if end is None:
             end = {"abort": reason}
-        answer = self._progress.answer()  # before the main thread reacts
-        self._end = end
-        self._ended.set()
+        try:
+            answer = self._progress.answer()  # before the main thread reacts
+        finally:  # whatever the answer raises, the main thread learns of the end
+            self._end = end
+            self._ended.set()
         if "abort" not in end:
             return
         try:

@@ -60,7 +60,7 @@ def test_other_kl_estimators_equal_the_padded_reference(estimator: str) -> None:
 
 
 def test_every_branch_is_met() -> None:
-    """The comparison above would prove little if nothing were ever clipped."""
+    """The comparison above would prove little if no ratio were ever clipped."""
     for variant in ("dual", "gspo-all", "all"):
         stats = [packed_result(batch, VARIANTS[variant]).stats.means() for batch in batches(variant)]
         for branch in ("clip_low", "clip_high", "clip_dual"):

@@ -111,7 +111,7 @@ def test_k1_and_k3_are_unbiased(estimator: str) -> None:
 
 
 def test_constant_length_by_hand() -> None:
-    """Dr. GRPO's normalizer: sequences * max_tokens, whatever the lengths."""
+    """Dr. GRPO divides by sequences * max_tokens, whatever the lengths are."""
     batch = Batch(
         logprobs=[tensor(-1.0, -1.0), tensor(-1.0)],
         old=[tensor(-1.0, -1.0), tensor(-1.0)],

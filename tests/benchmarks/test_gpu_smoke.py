@@ -97,6 +97,16 @@ def test_bounds(smoke: ModuleType, measured: float, reference: float, ok: bool) 
     assert rows(smoke).Row("x", measured, reference, 1.0, "s").ok is ok
 
 
+def test_a_step_that_measures_nothing_has_failed(smoke: ModuleType, tmp_path: Path) -> None:
+    read, write = rows(smoke).read_step, rows(smoke).write_step
+    absent = read(tmp_path / "rows.json", "digest", 1.0, "")
+    write(tmp_path / "rows.json", [], [])
+    empty = read(tmp_path / "rows.json", "digest", 1.0, "")
+    assert [each.error for each in (absent, empty)] == ["it measured nothing"] * 2 and not absent.ok and not empty.ok
+    write(tmp_path / "rows.json", [], ["there is no CUDA device"])
+    assert read(tmp_path / "rows.json", "te", 1.0, "").ok
+
+
 def test_steps_can_be_chosen_and_fit_half_an_hour(smoke: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert smoke.parse(["--steps", "digest,head"]).steps == ["digest", "head"]
     with pytest.raises(SystemExit):

@@ -69,12 +69,12 @@ def test_a_device_that_orders_by_streams(streams: ModuleType) -> None:
 
 
 def test_one_hardware_queue_fails_the_broadcast_on_its_own_stream_only(streams: ModuleType) -> None:
-    """The weight sync is right with one queue too."""
+    """The weight sync itself is right with one hardware queue too."""
     assert all_failed_rows(streams, SimulatedStreams(single_queue=True)) == [OWN_STREAM]
 
 
 def test_a_device_without_the_premise_fails(streams: ModuleType) -> None:
-    """Nothing waits for the pending work: no wait runs into a timeout or a deadline."""
+    """No wait of such a device lasts until the pending work ends, so none runs into a timeout or a deadline."""
     assert all_failed_rows(streams, Unordered()) == [PREMISE, TIMEOUT, DEADLINE]
 
 
@@ -96,7 +96,7 @@ def test_a_publish_on_a_stream_of_its_own_carries_old_weights(streams: ModuleTyp
 
 
 def test_a_publish_that_waits_for_more_than_the_pending_work_fails(streams: ModuleType) -> None:
-    """As behind work that another thread keeps issuing on the default stream."""
+    """It waits in this way if another thread keeps issuing work on the default stream."""
     device = SimulatedStreams()
 
     class Behind(Sending):
@@ -110,7 +110,7 @@ def test_a_publish_that_waits_for_more_than_the_pending_work_fails(streams: Modu
 
 
 def test_a_wait_that_blocks_the_host_misses_the_deadline(streams: ModuleType) -> None:
-    """`is_completed` that returns when the work has ended, as a blocking wait would."""
+    """Here `is_completed` returns only when the work has ended, as a blocking wait would."""
 
     def blocks(work: Any) -> bool:
         return bool(work._done.wait(60.0))

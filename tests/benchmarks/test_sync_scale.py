@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_it_measures_every_row(tmp_path: Path) -> None:
-    """In a process of its own, because vLLM's groups are global."""
+    """The benchmark runs in a process of its own, because vLLM's groups are global."""
     command = [sys.executable, "benchmarks/sync_scale.py", "--layers", "2", "--runs", "1", "--model", MODELS[0]]
     command += ["--json", str(tmp_path / "rows.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)

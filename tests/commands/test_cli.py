@@ -37,7 +37,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_committed_references_are_what_the_code_says() -> None:
-    """Fix: megarl docs."""
+    """If this fails, run `megarl docs`."""
     assert (ROOT / "docs" / "configuration.md").read_text() == configuration_page()
     assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page()
 

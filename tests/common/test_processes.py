@@ -75,8 +75,9 @@ time.sleep(60)
 def test_a_tied_child_goes_with_its_killed_parent() -> None:
     process = start(DIES_WITH_PARENT)
     child = ProcessId.of(int(line(process)))
+    assert is_alive(child)
     process.kill()
-    process.wait(timeout=10)
+    assert process.wait(timeout=10) == -signal.SIGKILL
     wait_until(lambda: not is_alive(child), 10, "the child of the killed process")
 
 

@@ -139,7 +139,7 @@ def test_no_more_layers_are_recomputed_than_a_stage_has(
 
 @pytest.mark.parametrize("field", [{"overlap_p2p_comm": False}, {"batch_p2p_comm": True}])
 def test_interleaved_pipeline_needs_overlap(models: Models, data: Path, field: dict[str, bool]) -> None:
-    """Trap 1: otherwise gradients are silently wrong with PP = 2."""
+    """Without the overlap gradients are silently wrong with PP = 2."""
     layout = {"pipeline": 2, "virtual_pipeline": 2}
     changes: dict[str, Any] = {"trainer__gpus": 2, "trainer__parallel": layout}
     assert problems(models["qwen3"], data, **changes) == []

@@ -59,7 +59,7 @@ WIDE: list[Case] = [
 ]
 
 
-def compare(world: Any, size: int, model: Path, case: Case) -> None:
+def assert_plan_equals_measurement(world: Any, size: int, model: Path, case: Case) -> None:
     _, parallel, precision, more = case
     changes: dict[str, Any] = {
         "trainer__gpus": size,
@@ -91,14 +91,14 @@ def compare(world: Any, size: int, model: Path, case: Case) -> None:
 @pytest.mark.world
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plan_equals_built_trainer(world: Any, models: dict[str, Path], case: Case) -> None:
-    compare(world, 2, models[case[0]], case)
+    assert_plan_equals_measurement(world, 2, models[case[0]], case)
 
 
 @pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_plan_equals_built_trainer_on_four_ranks(world: Any, models: dict[str, Path], case: Case) -> None:
-    compare(world, 4, models[case[0]], case)
+    assert_plan_equals_measurement(world, 4, models[case[0]], case)
 
 
 VOCABULARY, HIDDEN, ROWS, CHUNK = 8192, 64, 256, 64
@@ -107,7 +107,7 @@ VOCABULARY, HIDDEN, ROWS, CHUNK = 8192, 64, 256, 64
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("entropy", ["never", "measured", "weighed"])
 def test_one_chunk_of_logits(tmp_path: Path, precision: str, entropy: str) -> None:
-    """The head's largest memory, forward alone and with backward, with a vocabulary that outweighs all else."""
+    """This is the head's largest memory, forward alone and with backward; the vocabulary outweighs all else here."""
     model = make_tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCABULARY, hidden_size=HIDDEN)
     planned = config(
         model,

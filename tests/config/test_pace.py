@@ -83,7 +83,7 @@ def test_the_bound_by_its_definition(updates: int, steps: int, more: int, made: 
 def test_the_steps_up_to_the_next_publication_are_within_the_bound(
     updates: int, steps: int, more: int, published: int
 ) -> None:
-    """Otherwise trainer and engines would wait for each other."""
+    """If they were not, trainer and engines would wait for each other."""
     pace = Pace(updates, updates * steps, updates * steps - 1 + more)
     done = published * steps
     assert pace.publishes_after(done)

@@ -169,7 +169,7 @@ def test_in_flight_micro_batches() -> None:
 def test_ranks_together_hold_the_model_once(
     tensor: int, pipeline: int, virtual: int | None, expert: int, tied: bool, moe: bool
 ) -> None:
-    """Every layer on exactly one chunk; the shards of all ranks add up to the model."""
+    """Every layer is on exactly one chunk, and the shards of all ranks add up to the model."""
     shape = {**QWEN3_30B_A3B, "num_hidden_layers": 16, "tie_word_embeddings": tied}
     if not moe:
         shape |= {"architectures": ["Qwen3ForCausalLM"]}

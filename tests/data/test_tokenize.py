@@ -36,7 +36,7 @@ def test_encode_is_the_chat_template_with_its_generation_prompt(tokenizer: Any) 
 
 
 def test_no_second_bos() -> None:
-    """A template that writes BOS, and a tokenizer that would add one."""
+    """The template writes BOS, and the tokenizer would add another one."""
     from tokenizers import processors
 
     tokenizer = make_tokenizer("<|end|>" + CHATML, bos_token="<|end|>", eos_token="<|im_end|>")
@@ -87,7 +87,7 @@ def test_short_prompts_are_not_tokenized_to_be_measured(tokenizer: Any) -> None:
 
 
 def test_the_length_bound_is_one(tokenizer: Any) -> None:
-    """Bytes of text plus the template's share never fall below the tokens, whatever the text."""
+    """The bytes of the text and the template's share are never fewer than the tokens, whatever the text is."""
     texts = ["é" * 40, "日本語" * 20, "\U0001f600" * 30, "<|im_start|>" * 9, " \n\t" * 30, "a\u0301" * 25]
     for text in texts:
         ids = PromptEncoder(tokenizer).encode(prompt("x" + text))
@@ -105,7 +105,7 @@ def save_generation_config(model_dir: Path, eos: Any) -> None:
 
 
 def test_stop_ids_are_the_union_of_what_ends_a_response(tokenizer: Any, model_dir: Path) -> None:
-    """As with Qwen's base models, whose generation config lacks the chat template's end of turn."""
+    """The generation config of Qwen's base models, for example, lacks the chat template's end of turn."""
     end, im_end, pad = (tokenizer.convert_tokens_to_ids(t) for t in ("<|end|>", "<|im_end|>", "<pad>"))
     assert stop_token_ids(model_dir, tokenizer) == sorted([end, im_end])
     save_generation_config(model_dir, pad)

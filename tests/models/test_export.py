@@ -110,7 +110,7 @@ def test_layer_order_and_tie(world: Callable[[int], World], model_dir: Callable[
 
 
 def test_the_export_is_a_model(world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    """bf16 export of fp32 weights: plain `transformers` loads it, config and tokenizer included."""
+    """Plain `transformers` loads a bf16 export of fp32 weights, with its config and tokenizer."""
     out, source = tmp_path / "hf", model_dir("qwen3")
     world(2).run("tests.support.ranks.models:export", model_dir=str(source), out=str(out), dtype="bfloat16", tensor=2)
     assert [file.name for file in out.glob("*.safetensors")] == ["model.safetensors"]

@@ -35,9 +35,14 @@ def copy(model_dir: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path
     return make
 
 
-def _check(directory: Path) -> None:
+def problems(directory: Path) -> str:
+    """Return what the loader finds wrong with the files; empty if they load."""
     info = load_info(directory)
-    check_tensors(SafetensorsDirectory(directory), table(info), info)
+    try:
+        check_tensors(SafetensorsDirectory(directory), table(info), info)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -59,9 +64,7 @@ def test_everything_wrong_is_listed_at_once(copy: Callable[..., Path]) -> None:
         tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.uint8)
 
     directory = copy("qwen3", lambda tensors: (change(tensors), tensors.update(_contiguous(tensors)))[0])
-    with pytest.raises(ValueError) as caught:
-        _check(directory)
-    message = str(caught.value)
+    message = problems(directory)
     assert "1 missing tensors" in message and "model.layers.1.mlp.up_proj.weight" in message
     assert "1 tensors that the family does not have" in message
     assert "model.layers.0.self_attn.q_proj.bias" in message
@@ -78,21 +81,22 @@ def test_a_qwen2_without_its_biases_does_not_load(copy: Callable[..., Path]) -> 
         for name in [name for name in tensors if name.endswith("_proj.bias")]:
             del tensors[name]
 
-    with pytest.raises(ValueError, match="12 missing tensors"):
-        _check(copy("qwen2", change))
+    assert "12 missing tensors" in problems(copy("qwen2", change))
 
 
 def test_recomputed_buffers_of_old_files_are_tolerated(copy: Callable[..., Path]) -> None:
-    _check(copy("llama", lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)})))
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    directory = copy("llama", lambda tensors: tensors.update({name: torch.ones(16)}))
+    assert name in SafetensorsDirectory(directory).records
+    assert problems(directory) == ""
 
 
 def test_untied_files_under_a_tied_config_and_the_reverse(copy: Callable[..., Path]) -> None:
     directory = copy("qwen3", lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(ValueError, match=r"lm_head\.weight"):
-        _check(directory)
+    assert "lm_head.weight" in problems(directory)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    _check(directory)
+    assert problems(directory) == ""
 
 
 @pytest.mark.parametrize(("offset", "loads"), [(0.0, True), (1.0, False)])
@@ -105,7 +109,8 @@ def test_a_repeated_lm_head_must_be_the_embedding(
 
     directory = str(copy("qwen2", change))
     if loads:
-        world(2).run("tests.support.ranks.models:bytes_read", model_dir=directory, tensor=2)
+        results = world(2).run("tests.support.ranks.models:bytes_read", model_dir=directory, tensor=2)
+        assert all(own > replicated > 0 for own, replicated in results)
     else:
         with pytest.raises(AssertionError, match=r"lm_head\.weight differs"):
             world(2).run("tests.support.ranks.models:bytes_read", model_dir=directory, tensor=2)

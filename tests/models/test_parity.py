@@ -98,7 +98,7 @@ def test_bf16_is_close(
     reference: Callable[[str], list[torch.Tensor]],
     batch: Batch,
 ) -> None:
-    """Not parity: bf16 rounds every activation. A wrong rule moves log-probs by whole units."""
+    """This is not parity, because bf16 rounds every activation; but a wrong rule moves log-probs by whole units."""
     results = world(2).run(
         "tests.support.ranks.models:logprobs",
         model_dir=str(model_dir(family)),

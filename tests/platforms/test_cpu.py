@@ -46,7 +46,7 @@ class TestWithoutCuda:
         assert not torch.cuda.is_available()
 
     def test_device_contexts_still_work(self) -> None:
-        """In a fresh process: which factories a context knows is decided when the first one is used."""
+        """It runs in a new process, because the first use of a context decides which factories it knows."""
         program = """
 import torch
 from megarl.platforms import cpu

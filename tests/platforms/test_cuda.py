@@ -61,7 +61,7 @@ def test_this_torch_accepts_the_setting() -> None:
 
 
 def test_half_an_installation_of_transformer_engine_is_named(tmp_path: Path) -> None:
-    """As installed from its wheels, without the extension that has to be built: FileNotFoundError at the import."""
+    """Its wheels alone lack the extension that has to be built, so the import raises FileNotFoundError."""
     package = tmp_path / "transformer_engine" / "pytorch"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")

@@ -95,7 +95,7 @@ def test_norm_recompute_without_transformer_engine(world: Callable[[int], World]
 @pytest.mark.world
 @pytest.mark.parametrize("sequence", [False, True])
 def test_latent_attention_without_transformer_engine(world: Callable[[int], World], sequence: bool) -> None:
-    """Built at all; and the shared rotated key gets the gradients of every rank's heads."""
+    """It can be built, and the shared rotated key gets the gradients of every rank's heads."""
     results = world(2).run("tests.support.ranks.megatron_defects:latent_attention_defects", sequence=sequence)
     assert [failure for failure, _, _ in results] == ["TypeError", "TypeError"]
     assert results[0][1] < 1e-5 and results[1][1] > 1e-3  # the second rank holds the rotated key's rows

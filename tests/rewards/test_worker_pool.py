@@ -145,7 +145,7 @@ def test_workers_are_processes_of_their_own(pool: RewardPool) -> None:
 
 
 def test_it_works_from_a_thread_that_is_not_the_main_one(pool: RewardPool) -> None:
-    """As in Ray's async actors; no signal may be involved."""
+    """Ray's async actors run in such threads, in which no signal can be used."""
     results: list[RewardOutcome] = []
     thread = threading.Thread(target=lambda: results.extend(run(pool, "ok 1", "hang", "ok 2")))
     thread.start()
@@ -219,7 +219,7 @@ def test_what_another_process_cannot_import_or_receive_is_found_at_once() -> Non
 
 
 def test_a_pool_that_cannot_replace_its_process_fails_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not silently with `on_error` for every sample."""
+    """It must not silently give `on_error` for every sample."""
     monkeypatch.setenv("MEGARL_TEST_MARKER", str(tmp_path / "started"))
     pool = make_reward_pool(f"{MODULE}:starts_once", workers=1)
 

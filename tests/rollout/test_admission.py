@@ -74,7 +74,7 @@ SMALL = [
 
 @pytest.mark.parametrize(("groups", "pace", "steps"), SMALL)
 def test_every_state_of_a_small_run_keeps_the_rules(groups: int, pace: Pace, steps: int) -> None:
-    """The bound, the order, the size of a batch, and that the run can always go on."""
+    """The rules are the bound, the order, the size of a batch, and that the run can always go on."""
     assert explore(Admission, groups, pace, steps) > steps
 
 

@@ -98,10 +98,13 @@ def test_drop_waits_until_all_tasks_have_ended_and_forgets_the_failure() -> None
 def test_a_task_that_fails_while_it_is_dropped_is_forgotten_too() -> None:
     """Its failure would otherwise be raised to the trainer that begins next."""
 
+    failed = []
+
     async def fails_when_cancelled() -> None:
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
+            failed.append(1)
             raise ValueError("in the middle of a put") from None
 
     async def scenario(tasks: BackgroundTasks) -> None:
@@ -110,16 +113,26 @@ def test_a_task_that_fails_while_it_is_dropped_is_forgotten_too() -> None:
         await tasks.drop()
         await asyncio.sleep(0)
         tasks.check()
+        assert failed == [1]
 
     run(scenario)
 
 
 def test_a_cancelled_task_is_no_failure() -> None:
+    ended = []
+
+    async def wait_for_ever() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(1)
+
     async def scenario(tasks: BackgroundTasks) -> None:
-        tasks.start(asyncio.sleep(60))
+        tasks.start(wait_for_ever())
         await asyncio.sleep(0)
         tasks.cancel()
         await tasks.changed.wait()
         tasks.check()
+        assert ended == [1]
 
     run(scenario)

@@ -14,7 +14,7 @@ from megarl.telemetry.declarations import step_metrics
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 10), st.integers(0, 3)), min_size=1, max_size=20))
 def test_busy_time_is_the_union_of_the_intervals(spans: list[tuple[int, int, int]]) -> None:
-    """(leaving, time at the engine, time on the way): the time on the way is not the engine's."""
+    """Each triple is (end, time at the engine, time on the way); only the time at the engine counts."""
     clock, busy = BusyClock(), set()
     ends = sorted((start + length + way, length, start, key) for key, (start, length, way) in enumerate(spans))
     for key, (start, _, _) in enumerate(spans):

@@ -79,7 +79,7 @@ def test_engine_kwargs_cannot_undo_what_training_relies_on(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_the_plan_refuses_what_the_replica_refuses(tmp_path: Path, cuda: bool) -> None:
-    """What megarl passes itself, apart from what only has a better default there."""
+    """These are the arguments that megarl passes itself, without those that only have a better default there."""
     defaults = {"disable_log_stats", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"}
     for name in set(engine_args(config(tmp_path), cuda=cuda, max_model_len=80)) - defaults | {"weight_transfer_config"}:
         broken = config(tmp_path, rollout={"engine_kwargs": {name: None}})
@@ -92,7 +92,7 @@ def test_the_plan_refuses_what_the_replica_refuses(tmp_path: Path, cuda: bool) -
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_seeded_prompt_longer_than_one_step(tmp_path: Path, cut: bool) -> None:
-    """vLLM 0.32 on CPU: cut over two steps it kills the engine, which is why `engine_args` keeps prompts whole."""
+    """A prompt that is cut over two steps kills vLLM 0.32 on CPU, which is why `engine_args` keeps prompts whole."""
     batched = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64} if cut else _whole_prompts(512)
     replica = LiveReplica(make_tiny_model(tmp_path / "model"), **batched)
     response = replica.generate(list(range(3, 83)) * 3, "long", max_tokens=4, seed=5)

@@ -73,7 +73,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_weights: bool)
 def test_an_engine_without_weights_refuses_to_generate_until_a_sync_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So does every replacement of a lost engine, which starts in the same way."""
+    """A replacement of a lost engine starts in the same way, and refuses too."""
 
     async def run(replica: EngineReplica) -> list[Any]:
         with pytest.raises(ReplicaFailed, match="replica 3 has no weights yet"):

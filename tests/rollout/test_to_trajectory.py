@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -70,10 +69,19 @@ LOOPED = Trajectory(
 )
 
 
+def fault(row: Trajectory) -> str:
+    """Return what is wrong with the trajectory of sample 7:1; empty if nothing is."""
+    try:
+        check_trajectory(row, 7, 1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def test_a_sound_trajectory_of_a_loop_passes() -> None:
-    check_trajectory(LOOPED, 7, 1)
+    assert fault(LOOPED) == ""
     with declared(*EVERY_DTYPE):
-        check_trajectory(replace(LOOPED, streams={"test_weight": [0.5] * 3, "test_expert": [1] * 3}), 7, 1)
+        assert fault(replace(LOOPED, streams={"test_weight": [0.5] * 3, "test_expert": [1] * 3})) == ""
 
 
 @pytest.mark.parametrize(
@@ -97,15 +105,15 @@ def test_a_sound_trajectory_of_a_loop_passes() -> None:
     ],
 )
 def test_a_faulty_trajectory_of_a_loop_is_named(changed: dict, message: str) -> None:
-    with declared(), pytest.raises(ValueError, match=re.escape(message) + "$"):
-        check_trajectory(replace(LOOPED, **changed), 7, 1)
+    with declared():
+        assert fault(replace(LOOPED, **changed)) == message
 
 
 def test_a_stream_that_nobody_declared_is_named() -> None:
     with pytest.raises(KeyError, match="stream 'test_weight' is not declared"):
-        check_trajectory(replace(LOOPED, streams={"test_weight": [0.0] * 3}), 7, 1)
+        fault(replace(LOOPED, streams={"test_weight": [0.0] * 3}))
 
 
 def test_a_failed_trajectory_needs_neither_tokens_nor_versions() -> None:
-    check_trajectory(failed_trajectory(7, 1, "no answer"), 7, 1)
-    check_trajectory(replace(LOOPED, status="failed", versions=()), 7, 1)
+    assert fault(failed_trajectory(7, 1, "no answer")) == ""
+    assert fault(replace(LOOPED, status="failed", versions=())) == ""

@@ -342,7 +342,7 @@ def test_ranks_that_hold_nothing_do_nothing(links: Links) -> None:
 
 @pytest.mark.parametrize(("mode", "admits"), [("sync", False), ("one_step_off", True), ("async", True)])
 def test_a_publication_starts_groups_if_generation_runs_ahead(links: Links, mode: str, admits: bool) -> None:
-    """Otherwise an evaluation comes first, undisturbed."""
+    """If it does not run ahead, an evaluation comes first and is not disturbed."""
     links.config = links.config.model_copy(update={"admission": AdmissionConfig(mode=mode)})
     links.run(lambda link: link.set_version(3))
     assert links.journal.of(0)[3:] == [f"set_version 3 {admits}"]

@@ -137,7 +137,7 @@ def test_a_stop_whose_save_fails_reports_where_the_next_run_resumes(
     ],
 )
 def test_the_end_of_a_run(run: FakeRun, stopped: str | None, end: str, export_s: int) -> None:
-    """A preempted run has no time for an export that is still being written."""
+    """A run that is preempted has no time for an export that is still being written."""
     session = run.build()
     session.steps_done, session.stopped = 5, stopped
     run.journal.clear()

@@ -101,10 +101,9 @@ class Queue:
                     # Events are set even then, so that nobody waits for ever.
                     if not self._device.closed.is_set() or getattr(item, "__name__", "") == "set":
                         item()
-                except Closed:
-                    pass
                 except BaseException as error:
-                    self._device.errors.append(error)
+                    if not isinstance(error, Closed):  # a wait that the device's end cut short is no failure
+                        self._device.errors.append(error)
                 del item
 
 

@@ -55,7 +55,7 @@ def finish(process: Any, run_dir: Path, timeout_s: float = 400.0) -> Run:
 
 
 def test_every_fault_point_of_a_save(unbroken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run whose trainer is killed at each point once, the pool kept: it ends as the unbroken one."""
+    """In one run the trainer is killed once at each point, and the pool is kept. It ends as the unbroken run."""
     marks = tmp_path / "marks"
     marks.mkdir()
     monkeypatch.setenv("MEGARL_KILL_AT", ",".join(POINTS))
@@ -111,7 +111,7 @@ def test_random_kills(unbroken: Run, tmp_path: Path, seed: int) -> None:
 
 
 def test_a_changed_learning_rate_is_taken_and_a_damaged_checkpoint_is_not(unbroken: Run, tmp_path: Path) -> None:
-    """Resume by path of a copy: the newest one has a flipped byte, the config another learning rate, one rank less."""
+    """The copy resumed from has a flipped byte in its newest checkpoint, another learning rate and one rank less."""
     config = config_of(tmp_path, unbroken.directory.parent / "model", steps=STEPS, checkpoint={"every": 1})
     config["trainer"] |= {"gpus": 1, "optimizer": {"lr": 5e-4}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))

@@ -62,7 +62,7 @@ def test_killed_and_resumed_equals_unbroken(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_killed_in_the_middle_equals_a_run_of_its_own(tmp_path: Path, precision: str) -> None:
-    """2 steps + kill -9 of every process in the middle of the third + resume = 4 steps of another run."""
+    """A run of 4 steps ends in the same state as one that is killed by SIGKILL in its third step and resumed."""
     changes = {"trainer": {"precision": precision}}
     unbroken = train(config_of(tmp_path / "unbroken", **changes))
     assert unbroken.code == 0, unbroken.output[-4000:]

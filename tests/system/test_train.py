@@ -180,7 +180,7 @@ def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
 def test_a_replica_killed_in_the_middle_of_a_sync_is_replaced_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two, after its first tensors of version 2: it is named; nothing is sampled before both are sound."""
+    """One of two dies after its first tensors of version 2: it is named, and nothing is sampled until both work."""
     monkeypatch.setenv("MEGARL_TEST_DIES_IN_SYNC", str(tmp_path / "died"))
     config = tiny_config(tmp_path, steps=4)
     config["timeouts"]["weight_sync_s"] = 40  # a silent engine is known by this alone
@@ -201,7 +201,7 @@ def test_a_replica_killed_in_the_middle_of_a_sync_is_replaced_and_the_run_goes_o
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["supervisor", "agent"])
 def test_killed_alone_in_a_living_run_it_takes_everything_along(tmp_path: Path, victim: str) -> None:
-    """SIGKILL of the supervisor under training ranks, or of torchrun over a training pool."""
+    """SIGKILL hits the supervisor under training ranks, or torchrun over a training pool."""
     config = tiny_config(tmp_path, steps=5000)
     config["evaluation"] = {}
     path = tmp_path / "config.yaml"

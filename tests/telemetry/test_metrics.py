@@ -102,4 +102,4 @@ def test_the_loss_statistics_are_declared() -> None:
 
     raw_moments = {"ratio_squared", "pearson"}  # not metrics by themselves
     for name in {*LossStats.zeros().means(), "grad_norm", "lr", "aux_loss", "moe_z_loss"} - raw_moments:
-        REGISTRY.lookup(f"policy/{name}")
+        assert REGISTRY.lookup(f"policy/{name}").meaning, name

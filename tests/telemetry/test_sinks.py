@@ -70,7 +70,7 @@ def test_wandb_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_wandb_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real library, offline: it keeps the run in a file of its own, which `wandb sync` would send."""
+    """The real library runs offline: it keeps the run in a file, which `wandb sync` would send."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with MetricsWriter.open(

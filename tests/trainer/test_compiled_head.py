@@ -13,9 +13,10 @@ import torch
 from torch._inductor.exc import InvalidCxxCompiler
 
 from megarl.trainer import compiled_head
-from megarl.trainer.logprobs import _grad_logits, _reduce_rows, _scale, linear_token_logprobs
+from megarl.trainer.compiled_head import RowTerms
+from megarl.trainer.logprobs import _grad_logits, _reduce_rows, _scale
 from tests.support.checkout import ROOT, environment
-from tests.support.ranks.logprobs import VOCAB, problem
+from tests.support.head_results import results
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,19 @@ def rows(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
+def run_compiling(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, in which torch.compile works whatever other tests have set."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment(TORCHDYNAMO_DISABLE="0"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_the_fused_formulas_are_those_of_the_separate_operations(dtype: torch.dtype, with_entropy: bool) -> None:
@@ -51,41 +65,19 @@ def test_the_fused_formulas_are_those_of_the_separate_operations(dtype: torch.dt
     _reduce_rows(_scale(p["logits"].clone(), 0.7), p["local"], expected, with_entropy)
     got = compiled_head.reduce_rows(p["logits"], p["local"], 0.7, with_entropy)
     torch.testing.assert_close(got, expected)
-    per_row = [p[name] for name in ("lse", "local", "owned", "grad_logprobs", "grad_entropy", "entropy")]
-    per_row[4] = per_row[4] if with_entropy else None  # type: ignore[call-overload]
-    gradient = _grad_logits(_scale(p["logits"].clone(), 0.7), *per_row).to(dtype)
-    torch.testing.assert_close(compiled_head.differentiate_rows(p["logits"], *per_row, 0.7), gradient)
-
-
-def results(compiled: bool, dtype: torch.dtype, count: int, **changes: Any) -> list[torch.Tensor | None]:
-    """Log-probs, entropies and both gradients of `count` rows; five columns of the vocabulary are padding."""
-    p = problem(dtype)
-    hidden, weight = p["hidden"][:count].clone().requires_grad_(), p["weight"].clone().requires_grad_()
-    options: dict[str, Any] = dict(temperature=0.7, vocab_size=VOCAB - 5, chunk=8, with_entropy=True) | changes
-    targets = p["targets"][:count] % (VOCAB - 5)
-    got, entropy = linear_token_logprobs(hidden, weight, targets, compiled=compiled, **options)
-    loss = (got * p["grad_logprobs"][:count]).sum()
-    if entropy is not None:
-        loss = loss + (entropy * p["grad_entropy"][:count]).sum()
-    loss.backward()
-    return [got.detach(), None if entropy is None else entropy.detach(), hidden.grad, weight.grad]
+    grad_entropy = p["grad_entropy"] if with_entropy else None
+    terms = RowTerms(p["lse"], p["local"], p["owned"], p["grad_logprobs"], grad_entropy, p["entropy"])
+    gradient = _grad_logits(_scale(p["logits"].clone(), 0.7), terms).to(dtype)
+    torch.testing.assert_close(compiled_head.differentiate_rows(p["logits"], terms, 0.7), gradient)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("with_entropy", [True, False])
-def test_the_compiled_head_equals_the_eager_one_with_any_number_of_rows(dtype: torch.dtype, with_entropy: bool) -> None:
+def test_the_compiled_head_equals_the_eager_one_with_any_number_of_rows(dtype: str, with_entropy: bool) -> None:
     """It is compiled once per dtype and kind, and once more for a single row: no other number compiles it again."""
-    torch._dynamo.reset()
-    for count in (17, 23, 8, 21, 4):
-        eager = results(False, dtype, count, with_entropy=with_entropy)
-        compiled = results(True, dtype, count, with_entropy=with_entropy)
-        for expected, got in zip(eager, compiled, strict=True):
-            torch.testing.assert_close(got, expected)
-        assert compiled_head._State.usable, "it ran uncompiled"
-        if count == 17:
-            after_first = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == after_first
+    done = run_compiling("-m", "tests.support.head_results", dtype, str(with_entropy))
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_cannot_be_compiled_runs_eagerly_with_one_warning(
@@ -117,17 +109,7 @@ torch.testing.assert_close(got, compiled_head.reduce_rows(logits, local, 0.7, Tr
 
 
 def test_a_tiny_shape_is_really_compiled() -> None:
-    """In a process of its own: where the CPU platform is active, torch.compile does nothing."""
-    command = [sys.executable, "-c", COMPILE]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(TORCHDYNAMO_DISABLE="0"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_compiling("-c", COMPILE)
     assert done.returncode == 0, done.stderr
 
 

@@ -180,7 +180,7 @@ def test_a_broken_rule_is_caught(trained: Callable[..., Any], mutation: str, cas
 
 
 def test_adams_first_step_would_not_show_a_doubled_gradient(trained: Callable[..., Any]) -> None:
-    """Why gradients are compared: the weights hardly differ."""
+    """This is why gradients are compared too: the weights hardly differ."""
     quiet = {"trainer__optimizer__eps": 1e-12}
     doubled, one = trained(1, "dense", mutation="doubled", **quiet), trained(1, "dense", **quiet)
     assert worst(doubled["gradients"], one["gradients"]) > 0.9

@@ -51,7 +51,7 @@ def run_single(**changes: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 @pytest.mark.parametrize("change", [{"temperature": 0.9}, {"vocab_size": VOCAB + 1}, {"targets": 1}])
 def test_a_broken_rule_shows(change: dict[str, Any]) -> None:
-    """The comparison above can fail: no temperature, padding in the softmax, targets off by one."""
+    """The comparison above fails without the temperature, with padding in the softmax, and with targets off by one."""
     p = problem(torch.float32)
     weight = torch.cat([p["weight"], torch.zeros(1, HIDDEN)])
     targets = p["targets"].roll(change.pop("targets", 0))
@@ -91,7 +91,7 @@ def test_extreme_logits_stay_finite() -> None:
 
 
 def test_only_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No fp32 copy beyond [chunk, vocabulary], forward and backward."""
+    """Forward and backward make no fp32 copy beyond [chunk, vocabulary]."""
     largest = 0
     original = logprobs._scale
 

@@ -99,7 +99,7 @@ def test_few_layers_are_incomplete_at_one_time(specs: list[TensorSpec], bucket_b
 @settings(max_examples=300, deadline=None)
 @given(manifests(), sizes)
 def test_without_a_limit_an_owner_fills_its_buckets(specs: list[TensorSpec], bucket_bytes: int) -> None:
-    """The next tensor of the same owner did not fit, or one of the two is split."""
+    """A bucket ends only where the next tensor of its owner does not fit, or where one of the two is split."""
     plan = bucket_plan(specs, bucket_bytes, None)
     for owner in plan.owners:
         own = [bucket for bucket in plan.buckets if bucket.owner == owner]
@@ -123,7 +123,7 @@ def test_what_fits_into_one_bucket_is_not_split(specs: list[TensorSpec], bucket_
 
 @pytest.mark.parametrize("size", [512 * 2**20, 64 * 2**20])
 def test_experts_on_many_ranks_fill_buckets(size: int) -> None:
-    """Qwen3-30B-A3B under EP8: full buckets where the engine loads in place, others where it reloads."""
+    """Under EP8 Qwen3-30B-A3B fills its buckets where the engine loads in place, and does not where it reloads."""
     specs = manifest_of(CONFIGS["Qwen3-30B-A3B"], expert_parallel=8)
     assert len(specs) == 18_867
     in_place = bucket_plan(specs, size, None)

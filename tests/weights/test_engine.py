@@ -122,7 +122,7 @@ def test_an_engine_that_reloads_gets_the_tensors_layer_by_layer(engine: Setup) -
 
 @on("moe")
 def test_without_the_workaround_experts_are_wrong(engine: Setup) -> None:
-    """The reason for `prepack_updated_experts`: without it a sync gives another model."""
+    """This is the reason for `prepack_updated_experts`: without it a sync gives another model."""
     engine.replica.ask_workers("set_workaround", False)
     try:
         engine.publish(2)
@@ -136,7 +136,7 @@ def test_without_the_workaround_experts_are_wrong(engine: Setup) -> None:
 
 @on(*ENGINES)
 def test_loading_in_place_gives_the_same_bits_as_a_reload(engine: Setup) -> None:
-    """And the same model. From here on the engine's kernels use weights in the layout that vLLM uses on CUDA."""
+    """It gives the same model too. After this test the engine has its weights in the layout that vLLM uses on CUDA."""
     engine.replica.ask_workers("unpack")
     bits: dict[str, list[Any]] = {}
     for way in ("layer-wise reload: a test asks for it", "in place by recorded copies"):
@@ -157,7 +157,7 @@ def test_loading_in_place_gives_the_same_bits_as_a_reload(engine: Setup) -> None
 
 @on("dense", "moe TP2")
 def test_a_corrupt_sync_is_not_published(engine: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Last of an engine's tests: it is half loaded afterwards, and must not serve."""
+    """This must be the last test of an engine, which is half loaded afterwards and must not serve."""
     engine.replica.ask_workers("force_reload", len(engine.workers) == 1)
     engine.sender.close()
     engine.publish(1)

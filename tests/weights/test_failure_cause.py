@@ -66,7 +66,7 @@ def test_a_circle_of_waits_names_nobody_and_tells_all_waits() -> None:
 
 
 def test_without_an_expired_deadline_a_member_at_work_is_not_named() -> None:
-    """A connection was lost in the middle: that others wait for somebody at this moment says nothing."""
+    """A connection was lost in the middle of a sync: that others wait for a member then says nothing against it."""
     answers = [Answer(T, "x", waits_for=(A,)), Answer(A, "loads")]
     assert find_cause([report(T, "lost its connection", secondary=True)], [], answers, []).failed_members == ()
 

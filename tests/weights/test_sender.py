@@ -171,7 +171,7 @@ def test_the_pause_is_measured_from_the_first_call_to_the_last_resume() -> None:
 
 
 def test_a_replayed_bucket_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sealed for version 0, sent again in version 1 with its own valid trailer."""
+    """The bucket was sealed for version 0, and is sent again in version 1 with its own valid trailer."""
     pool = FakePool(1)
     sender, exporter = make_sender(pool)
     recorded: dict[int, torch.Tensor] = {}
@@ -342,7 +342,7 @@ def test_an_engine_that_never_joins_is_named() -> None:
 
 
 def test_a_replica_caught_before_the_trainer_came_is_restarted() -> None:
-    """E.g. by a trainer that was killed in mid-sync, and restarted."""
+    """For example, the trainer was killed in the middle of a sync, and restarted."""
     pool = FakePool(1, 1)
 
     def refuse() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
+from megarl.common.errors import PeerTimeout
 from megarl.weights.member_progress import Answer, MemberProgress
 from megarl.weights.store import SyncStore
 from megarl.weights.watch import StageWatch, answer_key, end_key
@@ -33,6 +36,28 @@ def test_after_an_abort_a_member_answers_although_its_own_thread_is_stuck() -> N
     watch.join()
     answer = Answer.from_json(server.get(answer_key("s0", "m")))
     assert answer == Answer("m", "the gather of bucket 5", ("n",), None, 4, answer.seconds)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_member_that_cannot_answer_still_learns_of_the_end() -> None:
+    def broken() -> tuple[str, ...]:
+        raise KeyError("n")
+
+    server = SyncStore("127.0.0.1", 0, server=True)
+    progress = MemberProgress("m")
+    progress.wait("the gather of bucket 5", broken)
+    watch = StageWatch(server.connection(), "s0", progress, "m", 30.0)
+    server.put_once(end_key("s0"), {"abort": "n failed"})
+    assert watch.wait(20.0) == {"abort": "n failed"}
+
+
+def test_a_stage_that_goes_on_cannot_be_left_for_the_next_one() -> None:
+    server = SyncStore("127.0.0.1", 0, server=True)
+    watch = StageWatch(server.connection(), "g0/s0", MemberProgress("m"), "m", 30.0)
+    with pytest.raises(PeerTimeout, match=r"^m waited 0 s for trainer rank 0 to end stage g0/s0$"):
+        watch.join(0.1)
+    server.put_once(end_key("g0/s0"), {"status": "published"})
+    watch.join()
 
 
 def test_the_answer_is_that_of_the_moment_when_the_member_gave_up() -> None:

@@ -31,11 +31,20 @@ class Job(Protocol[R]):
     tensors: int
     sizes: list[int]  # bytes of each unit
 
-    def plan(self) -> dict[str, object]: ...
-    def prepare(self, partial: Path) -> None: ...
-    def write_unit(self, partial: Path, number: int, report: Report) -> R: ...
-    def finish(self, partial: Path, results: dict[int, R]) -> None: ...
-    def summary(self) -> str: ...
+    def plan(self) -> dict[str, object]:
+        """Return, in JSON, what a resumed conversion must have in common with the interrupted one."""
+
+    def prepare(self, partial: Path) -> None:
+        """Make the directories that the units are written to, below the partial result."""
+
+    def write_unit(self, partial: Path, number: int, report: Report) -> R:
+        """Write and fsync one unit, and return what `finish` needs of it. Raises ConversionError if the disk fails."""
+
+    def finish(self, partial: Path, results: dict[int, R]) -> None:
+        """Write everything but the units, from their results by number. The conversion is complete after it."""
+
+    def summary(self) -> str:
+        """Return one sentence about what was written, and what was left out."""
 
 
 @dataclass(frozen=True)

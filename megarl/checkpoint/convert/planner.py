@@ -46,9 +46,11 @@ class LazySavePlanner(SavePlanner):
         return [SavePlan([self._write_item(item) for item in unit]) for unit in self._units]
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return the plans with the metadata of all their items, as torch's default planner makes them."""
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return the plan as it is: there is only one writer."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:

@@ -35,6 +35,7 @@ class MappedFile:
         return len(self._map)
 
     def bytes(self, start: int, stop: int) -> bytes:
+        """Return a copy of bytes [start, stop), fewer where the file ends before."""
         return self._map[start:stop]
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
@@ -65,9 +66,15 @@ class HFTensors(Protocol):
     info: ModelInfo
     entries: dict[str, Entry]
 
-    def names(self) -> list[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def dtype(self, name: str) -> torch.dtype: ...
+    def names(self) -> list[str]:
+        """Return the Hugging Face names in the order of the family's table."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the tensor's Hugging Face shape. Raises KeyError for an unknown name."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which the files have the tensor."""
+
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return rows [start, stop) of a tensor along axis 0, in the files' dtype. Do not write to them."""
         ...
@@ -101,12 +108,15 @@ class HFDirectory:
         return [name for entry in self.entries.values() for name in entry.names]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that the file has; it equals that of the family's table."""
         return self._files.records[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which the file has the tensor."""
         return DTYPES[self._files.records[name].dtype]
 
     def file(self, name: str) -> Path:
+        """Return the weight file that holds the tensor."""
         return self._files.records[name].file
 
     def files(self) -> list[Path]:

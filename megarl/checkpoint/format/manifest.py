@@ -53,6 +53,7 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
+        """The size of all listed files together; manifest.json itself does not count."""
         return sum(entry.bytes for entry in self.files.values())
 
     def write(self, directory: Path) -> None:

@@ -126,10 +126,12 @@ class MegatronDirectory:
         return list(self._sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that the family's table gives the tensor."""
         entry, source, _ = self._sources[name]
         return entry.shapes[source]
 
     def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of the stored tensor that this one is part of."""
         return self.index[self.stored(name).key].dtype
 
     def stored(self, name: str) -> StoredTensor:

@@ -36,6 +36,7 @@ class Rectangle:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
 

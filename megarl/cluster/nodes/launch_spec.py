@@ -33,25 +33,31 @@ class LaunchSpec:
 
     @cached_property
     def config(self) -> Config:
+        """The validated config of the job, with all overrides in it."""
         return Config.model_validate_json(self.config_json)
 
     @cached_property
     def topology(self) -> Topology:
+        """The nodes' roles and devices, as the config implies them."""
         return make_topology(self.config)
 
     @property
     def run_dir(self) -> Path:
+        """RUN_DIR, two levels above RUN_DIR/launch/ID."""
         return Path(self.directory).parents[1]
 
     @property
     def path(self) -> Path:
+        """The launch file, in `directory`."""
         return Path(self.directory) / LAUNCH_FILE
 
     def save(self) -> None:
+        """Write the launch file. Its directory must exist."""
         self.path.write_text(json.dumps(asdict(self), indent=1))
 
     @classmethod
     def load(cls, path: Path) -> LaunchSpec:
+        """Read a launch file. Raises FileNotFoundError if there is none."""
         content: dict[str, Any] = json.loads(path.read_text())
         return cls(**{**content, "hosts": tuple(content["hosts"])})
 

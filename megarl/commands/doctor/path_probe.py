@@ -72,6 +72,7 @@ def _say(**fields: object) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    """Be one rank of the probe: print one JSON line per stage and per measured operation, then end the process."""
     host, port, prefix, rank, size, backend, device, mib, timeout_s, leaders = arguments
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the parent
     timeout = timedelta(seconds=float(timeout_s))

@@ -187,11 +187,16 @@ def render_paths(members: Sequence[MemberFacts], results: Sequence[PathResult]) 
         if not result.ok:
             console.print(f"\n{result.path.name}: {failures(members, result.outcomes)}")
             console.print(f"  -> {advice(result.path, result.outcomes)}")
-    works = all_required_work(results)
-    console.print(
-        "\nthe nodes can run together" if works else "\nthe nodes cannot run together: fix what is marked fail"
-    )
+    console.print(f"\n{_conclusion(members, results)}")
     return stream.getvalue()
+
+
+def _conclusion(members: Sequence[MemberFacts], results: Sequence[PathResult]) -> str:
+    if not all_required_work(results):
+        return "the nodes cannot run together: fix what is marked fail"
+    if len(node_leaders(members)) == 1:
+        return "all processes are on one node, so nothing was measured between nodes: start one on every node"
+    return "the nodes can run together"
 
 
 def to_json(members: Sequence[MemberFacts], results: Sequence[PathResult]) -> str:

@@ -173,7 +173,7 @@ def test_a_pickle_that_is_more_than_tensors_is_refused(model_dir: Callable[[str]
 
 @pytest.mark.parametrize("name", ["shard", "hf/tokenizer.json"])
 def test_a_flipped_byte_is_found(name: str, imported: Callable[[str], Path], tmp_path: Path) -> None:
-    """By verify always, by export on demand; both name the file."""
+    """`verify` always finds it, and `export` finds it on demand; both name the file."""
     shutil.copytree(imported("qwen3"), tmp_path / "m")
     step = tmp_path / "m/release"
     assert convert("verify", step, imported("qwen3")).count("files match its manifest") == 2
@@ -190,7 +190,7 @@ def test_a_flipped_byte_is_found(name: str, imported: Callable[[str], Path], tmp
 
 
 def test_a_checkpoint_without_a_manifest(imported: Callable[[str], Path], tmp_path: Path) -> None:
-    """As Megatron-LM writes it: there is nothing to check, and who asks for it is told."""
+    """Megatron-LM writes none. There is nothing to check then, and a user who asks for the check is told so."""
     shutil.copytree(imported("qwen3"), tmp_path / "m")
     (tmp_path / "m/release/manifest.json").unlink()
     assert convert("verify", tmp_path / "m", imported("qwen3")).count("files match its manifest") == 1

@@ -46,7 +46,7 @@ def check_equal(kind: str, models: tuple[Path, Path, Path], out: Path) -> None:
 def test_killed_at_a_named_point(
     kind: str, point: str, workers: int, models: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
-    """With one worker it is the converter itself that dies at a shard; with two a worker, and the converter says so."""
+    """With one worker the converter itself dies at a shard; with two a worker dies, and the converter says so."""
     out, marks = tmp_path / "out", tmp_path / "marks"
     marks.mkdir()
     command = [*arguments(kind, models, out), "--workers", workers]
@@ -113,7 +113,7 @@ def source_is_whole(kind: str, models: tuple[Path, Path, Path], out: Path) -> bo
 
 
 def test_two_at_once(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    """The second says so and touches nothing."""
+    """The second conversion says that another one is running, and touches nothing."""
     import fcntl
 
     out = tmp_path / "out"

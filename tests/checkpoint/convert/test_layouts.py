@@ -94,7 +94,7 @@ def test_every_family_goes_through_a_layout() -> None:
 def test_through_a_layout_and_back(
     family: str, sizes: Sizes, model_dir: Callable[[str], Path], world: Callable[[int], World], tmp_path: Path
 ) -> None:
-    """import -> the layout's own load -> the layout's own save -> export; and the weight sync's export beside it."""
+    """The layout loads an import and saves it; the export of that, and the weight sync's, are compared."""
     source = model_dir(family)
     convert("import", "--hf", source, "--out", tmp_path / "megatron")
     ranks, layout = layout_of(sizes)

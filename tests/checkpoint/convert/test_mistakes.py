@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoint.convert import hf_to_megatron as importing
 from megarl.checkpoint.convert import megatron_to_hf as exporting
 from megarl.checkpoint.convert.command_line import main
+from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from tests.support.converter import convert, refused, run
 from tests.support.tensors import differing
 
@@ -70,6 +71,8 @@ def test_a_wrong_tensor(
 def test_mixed_dtypes_convert_to_one(source: Path, tmp_path: Path) -> None:
     change(source, lambda t: t.update({Q: t[Q].half()}))
     convert("import", "--hf", source, "--out", tmp_path / "m", "--dtype", "bfloat16")
+    stored = MegatronDirectory(tmp_path / "m")
+    assert {stored.dtype(name) for name in stored.names()} == {torch.bfloat16}
 
 
 def test_truncated_safetensors(source: Path, tmp_path: Path) -> None:
@@ -141,7 +144,7 @@ def test_pickled_weights_of_another_kind(content: Any, source: Path, tmp_path: P
 @pytest.mark.parametrize("value", ["auto", "torch.float32", None, "nonsense"])
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_the_config_need_not_know_its_dtype(key: str, value: str | None, source: Path, tmp_path: Path) -> None:
-    """What is converted gets the dtype of the weights, whatever was said of it."""
+    """The converted config gets the dtype of the weights, whatever the old one said."""
     change(source, lambda t: t.update({name: tensor.bfloat16() for name, tensor in t.items()}))
     config = json.loads((source / "config.json").read_text())
     config.pop("dtype", None), config.pop("torch_dtype", None)
@@ -231,7 +234,7 @@ def test_quantized_weights(source: Path, tmp_path: Path) -> None:
 
 
 def test_binary_files_where_text_is_read(source: Path, tmp_path: Path) -> None:
-    """Each is named; unpickling random bytes raises whatever they happen to mean."""
+    """The error names each file. Unpickling random bytes may raise any exception."""
     convert("import", "--hf", source, "--out", tmp_path / "m")
     index, tracker = tmp_path / "m/release/.metadata", tmp_path / "m/latest_checkpointed_iteration.txt"
     whole, draw = index.read_bytes(), random.Random(0)
@@ -281,7 +284,7 @@ def test_a_disk_that_is_too_small_is_seen_first(source: Path, tmp_path: Path) ->
 
 
 def test_a_disk_that_fills_up(source: Path, tmp_path: Path) -> None:
-    """The old output stays, what is written can be continued."""
+    """The old output stays, and what has been written can be continued."""
     convert("import", "--hf", source, "--out", tmp_path / "m")
     before = (tmp_path / "m/release/.metadata").read_bytes()
     write, left = importing._HashingFile.write, [30]

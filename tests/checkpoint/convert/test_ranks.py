@@ -31,7 +31,7 @@ def test_ranks_share_the_work(world: Callable[[int], World], model_dir: Callable
 
 
 def test_one_rank_fails_all(world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    """Rank 0 names the rank and the reason; what is done is not lost."""
+    """Rank 0 names the rank and the reason, and the units that are done are kept."""
     source, out = model_dir("qwen3"), tmp_path / "m"
     arguments = ["import", "--hf", str(source), "--out", str(out)]
     results = world(2).run(CASE, arguments=arguments, attempt=f"{tmp_path}/0", failing_rank=1)

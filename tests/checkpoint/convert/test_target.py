@@ -64,7 +64,7 @@ def test_an_export_over_its_source(out: str, megatron: Path) -> None:
 
 
 def test_an_import_over_what_its_source_links_to(source: Path, tmp_path: Path) -> None:
-    """As in the Hugging Face cache."""
+    """The Hugging Face cache has such links: a snapshot's files are links to blobs."""
     (tmp_path / "blobs").mkdir()
     shutil.move(source / "model.safetensors", tmp_path / "blobs/weights")
     (source / "model.safetensors").symlink_to(tmp_path / "blobs/weights")
@@ -73,7 +73,7 @@ def test_an_import_over_what_its_source_links_to(source: Path, tmp_path: Path) -
 
 
 def test_an_output_that_appears_during_the_conversion(source: Path, tmp_path: Path) -> None:
-    """Without --force it is nobody's to replace; moved away, the conversion goes on."""
+    """Without --force it is not replaced. When the user has moved it away, the conversion goes on."""
     out = tmp_path / "out"
     command = ["import", "--hf", source, "--out", out]
     killed("metadata", *command, marks=tmp_path / "marks")
@@ -119,7 +119,7 @@ def test_force_lasts_through_a_resume_but_replaces_once(source: Path, tmp_path: 
 
 
 def test_resume_with_other_file_sizes(megatron: Path, source: Path, tmp_path: Path) -> None:
-    """As many files and units, other tensors in them."""
+    """There are as many files and units as before, but they hold other tensors."""
     out = tmp_path / "hf"
     command = ["export", "--megatron", megatron, "--hf", out]
     sizes = _two_sizes_of_as_many_files(megatron, tmp_path)
@@ -132,7 +132,7 @@ def test_resume_with_other_file_sizes(megatron: Path, source: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("removed", range(1, 7))  # the first is of the plan before this one
 def test_killed_while_the_leftovers_are_removed(removed: int, source: Path, tmp_path: Path) -> None:
-    """After any number of its removals: the output is whole, a resume says so and removes the rest."""
+    """After any number of removals the output is complete; a resume says so and removes the rest."""
     out, command = tmp_path / "out", ["import", "--hf", source, "--out", tmp_path / "out", "--workers", 1]
     with stopped_after(removed):
         assert run(*command)[0] == 1
@@ -144,7 +144,7 @@ def test_killed_while_the_leftovers_are_removed(removed: int, source: Path, tmp_
 
 @pytest.mark.parametrize("removed", range(3))
 def test_killed_while_an_unfinished_conversion_is_forgotten(removed: int, source: Path, tmp_path: Path) -> None:
-    """What is half forgotten is not taken for complete."""
+    """A conversion whose files were partly removed is not taken for a complete one."""
     out = tmp_path / "out"
     command = ["import", "--hf", source, "--out", out, "--workers", 1]
     killed("metadata", *command, marks=tmp_path / "marks")

@@ -40,7 +40,7 @@ class Model:
 @pytest.mark.parametrize("row", range(3))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_nan_in_any_block_is_the_difference(row: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one row; `max` keeps whichever of a number and NaN comes first."""
+    """A block is one row here. Of a number and NaN, `max` returns whichever comes first."""
     split = verify.split
     monkeypatch.setattr(verify, "split", lambda *arguments: split(*arguments, limit=8))
     other = torch.arange(6, dtype=dtype).reshape(3, 2) + 1

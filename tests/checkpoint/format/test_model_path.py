@@ -85,7 +85,7 @@ def test_engines_alone_cannot_load_it(
 def test_the_policy_starts_from_it(
     family: str, layout: dict[str, Any], model_dir: Callable[[str], Path], world: Callable[[int], World], tmp_path: Path
 ) -> None:
-    """The same policy, and reference, bit for bit as from the Hugging Face directory."""
+    """Policy and reference are the same, bit for bit, as those from the Hugging Face directory."""
     convert("import", "--hf", model_dir(family), "--out", tmp_path / "m")
     digests = [
         world(2).run("tests.support.ranks.checkpoints:policy_digest", model_dir=str(path), layout=layout)

@@ -80,7 +80,7 @@ def test_a_hanging_probe_is_ended_and_its_stage_told() -> None:
     ("variables", "told"), [({"GLOO_SOCKET_IFNAME": "nope0"}, "not on every node"), ({}, "open all TCP ports")]
 )
 def test_a_probe_that_cannot_connect_names_the_fix(variables: dict[str, str], told: str) -> None:
-    """A wrong interface, and a rank 0 that nobody reaches."""
+    """The causes are a wrong interface, and a rank 0 that nobody can reach."""
     from torch import distributed
 
     (port,) = free_ports(1)

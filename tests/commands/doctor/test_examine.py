@@ -35,7 +35,7 @@ def test_doctor_fails_when_a_run_could_not_start(
 
 
 def test_the_gpu_stack_on_a_login_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is compared with its own lock, and nobody is told to install the CPU stack over it."""
+    """It is compared with its own lock, and the user is not told to install the CPU stack over it."""
     import torch
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -51,7 +51,7 @@ def test_the_gpu_stack_on_a_login_node(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_an_installation_is_examined_without_the_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As `make setup-gpu` does on a login node: a GPU that is not there is no fault of the installation."""
+    """`make setup-gpu` asks for this, perhaps on a login node: that no GPU is there is no fault of the installation."""
     import torch
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -71,6 +71,11 @@ def test_the_slowest_rank_counts() -> None:
     assert "0.500" in text and "2.000" not in text and "can run together" in text
 
 
+def test_one_node_says_nothing_of_the_paths_between_nodes() -> None:
+    text = render_paths([member("a"), member("a")], [result(WORKS, WORKS)])
+    assert "start one on every node" in text and "can run together" not in text
+
+
 def test_a_path_that_a_run_uses_fails_the_command_and_another_one_does_not() -> None:
     members = [member("node-a"), member("node-b")]
     needed, other = result(WORKS, BROKEN), result(WORKS, BROKEN, required=False)
