@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,53 @@ def local_gpus() -> tuple[Gpu, ...]:
         count = ctypes.c_uint()
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return ()
-        gpus = tuple(_gpu(nvml, index) for index in range(count.value))
+        return visible_gpus(nvml, count.value, os.environ.get("CUDA_VISIBLE_DEVICES"))
     finally:
         nvml.nvmlShutdown()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def visible_gpus(nvml: Any, count: int, visible: str | None) -> tuple[Gpu, ...]:
+    """Return those of `count` GPUs that CUDA_VISIBLE_DEVICES=`visible` leaves, by index, UUID or a UUID's beginning.
+
+    As CUDA does, it ignores what follows the first entry that names no GPU. A part of a GPU (MIG) has its own memory.
+    """
+    handles = [_handle(nvml.nvmlDeviceGetHandleByIndex_v2, index) for index in range(count)]
     if visible is None:
-        return gpus
-    wanted = [item.strip() for item in visible.split(",") if item.strip() not in ("", "-1")]
-    indices = [int(item) if item.isdigit() else 0 for item in wanted]
-    return tuple(gpus[index] for index in indices if index < len(gpus))
+        return tuple(_gpu(nvml, handle) for handle in handles if handle is not None)
+    found = []
+    for item in (each.strip() for each in visible.split(",")):
+        handle = _named(nvml, handles, item)
+        if handle is None:
+            break
+        found.append(_gpu(nvml, handle))
+    return tuple(found)
 
 
-def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu:
-    handle, memory, name = ctypes.c_void_p(), _Memory(), ctypes.create_string_buffer(96)
-    nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+def _named(nvml: Any, handles: list[ctypes.c_void_p | None], item: str) -> ctypes.c_void_p | None:
+    """Return the GPU that one entry of CUDA_VISIBLE_DEVICES names, or None."""
+    if item.isdecimal():
+        return handles[int(item)] if int(item) < len(handles) else None
+    if not item.startswith(("GPU-", "MIG-")):
+        return None
+    if (exact := _handle(nvml.nvmlDeviceGetHandleByUUID, item.encode())) is not None:
+        return exact
+    begin = [each for each in handles if each is not None and _uuid(nvml, each).startswith(item)]
+    return begin[0] if len(begin) == 1 else None
+
+
+def _handle(function: Any, key: object) -> ctypes.c_void_p | None:
+    handle = ctypes.c_void_p()
+    return handle if function(key, ctypes.byref(handle)) == 0 else None
+
+
+def _uuid(nvml: Any, handle: ctypes.c_void_p) -> str:
+    uuid = ctypes.create_string_buffer(96)
+    nvml.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(len(uuid)))
+    return uuid.value.decode()
+
+
+def _gpu(nvml: Any, handle: ctypes.c_void_p) -> Gpu:
+    memory, name = _Memory(), ctypes.create_string_buffer(96)
     nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
     nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
     return Gpu(name.value.decode(), int(memory.total))

@@ -60,6 +60,7 @@ class LoadCoverage:
             ((key, counters[0]) for key, counters in self._counters.items() if isinstance(key, int)),
             key=lambda item: item[0],
         )
+        self._starts = [start for start, _ in self._live]
         self._meta: dict[int, _Counter] = {}
 
     def follow_reload(self) -> None:
@@ -78,16 +79,27 @@ class LoadCoverage:
         """Return a context in which all writes of this thread are counted."""
         return _Watch(self)
 
-    def count(self, target: torch.Tensor) -> None:
-        """Count the elements of a tensor that an operation has written."""
+    def note(self, func: Any, args: Any) -> None:
+        """Count what an operation of the loaders writes with these arguments; of most operations that is nothing."""
+        if func is torch.ops.aten.copy_.default:
+            # A reload copies a weight that it left in place, such as a bias, onto itself.
+            if args[0].data_ptr() != args[1].data_ptr() or not args[0].data_ptr():
+                self._count(args[0])
+        elif func._schema.is_mutable and args:
+            for target in tree_leaves(args[0]):
+                if isinstance(target, torch.Tensor):
+                    self._count(target)
+
+    def _count(self, target: torch.Tensor) -> None:
         if target.is_meta:
             if (counter := self._meta.get(target.untyped_storage()._cdata)) is not None:
                 counter.add(target)
             return
-        place = bisect_right(self._live, target.data_ptr(), key=lambda item: item[0]) - 1
+        address = target.data_ptr()
+        place = bisect_right(self._starts, address) - 1
         if place >= 0 and target.numel():
             start, counter = self._live[place]
-            if target.data_ptr() < _stop(start, counter.tensor):
+            if address < _stop(start, counter.tensor):
                 counter.add(target)
 
     def missing(self) -> list[str]:
@@ -115,15 +127,13 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._coverage = coverage
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # loaders are not compiled; torch would wrap `__torch_dispatch__` in a context manager for that
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default and args[0].data_ptr() == args[1].data_ptr() != 0:
-            return result  # a reload copies a weight that it left in place, such as a bias, onto itself
-        if func._schema.is_mutable and args:
-            for target in tree_leaves(args[0]):
-                if isinstance(target, torch.Tensor):
-                    self._coverage.count(target)
-        return result
+        self._coverage.note(func, args)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def _loadable(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -85,12 +85,12 @@ class ModelLoader:
 
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Load whole tensors. A reload refers to them until their module is complete."""
-        watch = self._coverage.watch() if self._coverage is not None else contextlib.nullcontext()
-        with torch.no_grad(), watch:
+        with torch.no_grad():
             if self.obstacle is None:
-                self._copies.load(tensors)
+                self._copies.load(tensors, self._coverage)
             else:
-                self._load(tensors)
+                with contextlib.nullcontext() if self._coverage is None else self._coverage.watch():
+                    self._load(tensors)
 
     def _load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Call vLLM's loaders."""

@@ -12,6 +12,7 @@ weight in another way, then nothing is repeated, and the loaders run in every sy
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megarl.weights.coverage import LoadCoverage
 from megarl.weights.receiver import tensors_on
 
 NamedTensors: TypeAlias = Sequence[tuple[str, torch.Tensor]]
@@ -81,18 +83,20 @@ class RecordedCopies:
             self._weights, self.obstacle = weights, None
         self.repeated = self._complete and self.obstacle is None
 
-    def load(self, tensors: NamedTensors) -> None:
+    def load(self, tensors: NamedTensors, coverage: LoadCoverage | None = None) -> None:
         """Load whole tensors, in the same or another order than before.
 
         Tensors that were not recorded are loaded by the loaders, and the next sync is recorded anew.
+        `coverage`: counts what the loaders write; copies that are repeated are not counted.
         """
         if self.repeated and all(self._fits(name, tensor) for name, tensor in tensors):
             self._repeat(tensors)
         elif self.obstacle is None and not self._complete:
-            self._record(tensors)
+            self._record(tensors, coverage)
         else:
             self.repeated = False
-            self._load(tensors)
+            with contextlib.nullcontext() if coverage is None else coverage.watch():
+                self._load(tensors)
 
     def finish(self) -> None:
         """End a sync that succeeded. From now on its copies are repeated, if no two of them have the same target."""
@@ -122,9 +126,9 @@ class RecordedCopies:
             if targets:
                 torch._foreach_copy_(targets, sources)
 
-    def _record(self, tensors: NamedTensors) -> None:
+    def _record(self, tensors: NamedTensors, coverage: LoadCoverage | None) -> None:
         users = [tensors_on(tensor) for _, tensor in tensors]
-        with _Recorder(tensors, self._written) as recorder:
+        with _Recorder(tensors, self._written, coverage) as recorder:
             self._load(tensors)
         # A broadcast that has just ended may give up the buffer meanwhile, so there may be fewer than before.
         if any(tensors_on(tensor) > count for count, (_, tensor) in zip(users, tensors, strict=True)):
@@ -144,13 +148,20 @@ class RecordedCopies:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the copies from received tensors while loaders run; `obstacle`: the first operation that is no copy."""
+    """Records the copies from received tensors while loaders run; `obstacle`: the first operation that is no copy.
 
-    def __init__(self, tensors: NamedTensors, written: list[Span]) -> None:
+    It runs at each operation of tens of thousands of loaders, so the most frequent ones come first.
+    """
+
+    def __init__(self, tensors: NamedTensors, written: list[Span], coverage: LoadCoverage | None) -> None:
+        """`coverage`: counts all writes too. A second mode of its own would double the cost of each operation."""
         super().__init__()
+        self._coverage = coverage
+        self._views: dict[Any, bool] = {}  # by operation
         self.copies: dict[str, list[_Copy]] = {name: [] for name, _ in tensors}
         self.obstacle: str | None = None
         self._sources = sorted((*_span(tensor), name) for name, tensor in tensors if tensor.numel())
+        self._starts = [start for start, _, _ in self._sources]
         self._received = dict(tensors)
         self._written = written
 
@@ -158,24 +169,42 @@ class _Recorder(TorchDispatchMode):
         """Note why the copies cannot be repeated."""
         self.obstacle = self.obstacle or obstacle
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # loaders are not compiled; torch would wrap `__torch_dispatch__` in a context manager for that
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        received = [name for each in _tensors(args, kwargs) if (name := self._find(each)) is not None]
-        if func is torch.ops.aten.copy_.default and len(received) == 1 and self._find(args[1]) is not None:
-            self._copy(args[0], args[1], received[0])
-        elif func in _CONSTANTS and not received:
-            self._constant(args[0])
-        elif received and not func.is_view:
-            self.refuse(f"a loader computes {func} with {received[0]}")
-        elif func._schema.is_mutable:
-            self.refuse(f"a loader changes tensors by {func}")
-        return func(*args, **(kwargs or {}))
+        if (is_view := self._views.get(func)) is None:
+            is_view = self._views[func] = func.is_view and not func._schema.is_mutable
+        if not is_view:
+            self._note(func, args, kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Record an operation that may read or write memory, before it runs."""
+        if func is torch.ops.aten.copy_.default and self._find(args[0]) is None:
+            if (name := self._find(args[1])) is not None:
+                self._copy(args[0], args[1], name)
+            else:
+                self.refuse(f"a loader changes tensors by {func}")
+        else:
+            received = [name for each in _tensors(args, kwargs) if (name := self._find(each)) is not None]
+            if func in _CONSTANTS and not received:
+                self._constant(args[0])
+            elif received:
+                self.refuse(f"a loader computes {func} with {received[0]}")
+            elif func._schema.is_mutable:
+                self.refuse(f"a loader changes tensors by {func}")
+        if self._coverage is not None:
+            self._coverage.note(func, args)
 
     def _find(self, tensor: torch.Tensor) -> str | None:
         """Return the name of the received tensor that this one is a part of."""
         if not tensor.numel() or tensor.is_meta:
             return None
-        place = bisect.bisect_right(self._sources, tensor.data_ptr(), key=lambda source: source[0]) - 1
-        if place < 0 or tensor.data_ptr() >= self._sources[place][1]:
+        address = tensor.data_ptr()
+        place = bisect.bisect_right(self._starts, address) - 1
+        if place < 0 or address >= self._sources[place][1]:
             return None
         return self._sources[place][2]
 
@@ -191,7 +220,8 @@ class _Recorder(TorchDispatchMode):
         whole = offset == 0 and size == tuple(received.shape) and stride == received.stride()
         self.copies[name].append(_Copy(plain, whole, size, stride, offset))
         if target.numel():
-            self._written.append(_span(plain))
+            start = target.data_ptr()
+            self._written.append((start, start + target.numel() * target.element_size()))
 
     def _constant(self, target: torch.Tensor) -> None:
         """Accept padding, which keeps its value: no copy may have written there before."""

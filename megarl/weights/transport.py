@@ -120,7 +120,15 @@ class Group:
         `loads_in_place`: False for an engine worker that cannot take the tensors of several layers mixed.
 
         The leader ends the stage `ready` when all members have come (`await_members`), or names the absent ones.
+        If it raises, the group was aborted: a half-made NCCL group would block its process when it is destroyed.
         """
+        try:
+            self._join(timeout_s, loads_in_place)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _join(self, timeout_s: float, loads_in_place: bool) -> None:
         assert self.rank is not None, "a trainer rank that broadcasts nothing is not a member"
         self.enter("ready", timeout_s + OPERATION_SLACK_S)  # the leader's own wait ends first, and names the absent
         self.store.put(self.key("ready", self.rank), {"loads_in_place": loads_in_place})

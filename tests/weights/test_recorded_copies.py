@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.weights.coverage import LoadCoverage
 from megarl.weights.recorded_copies import NamedTensors, RecordedCopies
 
 
@@ -138,6 +140,36 @@ def test_loaders_that_do_more_than_copy_run_every_time(
         assert reason in str(copies.obstacle) and not copies.repeated
         assert all(torch.equal(a, b) for a, b in zip(model.content(), plain.content(), strict=True))
     assert model.loads == 6
+
+
+class NotedWrites(LoadCoverage):
+    """Keeps the addresses of the tensors that were written."""
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+
+    def note(self, func: Any, args: Any) -> None:
+        if func._schema.is_mutable:
+            self.addresses.append(args[0].data_ptr())
+
+
+@pytest.mark.parametrize("extra", [None, computes])
+def test_every_write_is_counted_once_while_copies_are_recorded_or_refused(
+    extra: Callable[[Model, str, torch.Tensor], None] | None,
+) -> None:
+    """One tensor is refused in the first bucket, so that the loaders run alone for the second one."""
+    model, coverage = Model(), NotedWrites()
+    if extra is not None:
+        model.extra = lambda name, tensor: extra(model, name, tensor)
+    copies = RecordedCopies(model.load)
+    copies.start(model)
+    tensors = received(0)
+    copies.load(tensors[:3], coverage)
+    assert (copies.obstacle is None) == (extra is None)
+    copies.load(tensors[3:], coverage)
+    fused, experts, padded = model.parameters()
+    starts = [fused[3], fused[0], *experts, padded[0], padded[3]]
+    assert coverage.addresses == [each.data_ptr() for each in starts]
 
 
 def test_weights_that_moved_are_recorded_anew() -> None:

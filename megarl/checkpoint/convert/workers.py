@@ -10,6 +10,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -27,8 +28,8 @@ _SILENCE_S = 3600.0
 def run_units(units: Sequence[int], work: Work, workers: int, report: Report) -> None:
     """Do every unit once; the first failure ends all workers.
 
-    Raises ConversionError for an OSError, or if no worker reports for an hour. Of a worker process, a ValueError and a
-    premature end become a ConversionError too, and other exceptions a RuntimeError with the traceback.
+    Raises ConversionError for an OSError, or if a worker reports nothing for an hour. Of a worker process, a ValueError
+    and a premature end become a ConversionError too, and other exceptions a RuntimeError with the traceback.
     """
     if workers <= 1 or len(units) <= 1:
         for number in units:
@@ -45,11 +46,12 @@ def _do(work: Work, number: int, report: Report) -> None:
 
 
 class _Pool:
-    """Forked workers; `_busy` has the unit of each, or None."""
+    """Forked workers; `_busy` has the unit of each, or None, and `_heard` when it last reported or was given one."""
 
     def __init__(self, work: Work, workers: int, report: Report) -> None:
         self._report = report
         self._busy: dict[Connection, int | None] = {}
+        self._heard: dict[Connection, float] = {}
         self._processes: dict[Connection, BaseProcess] = {}
         context = multiprocessing.get_context("fork")
         for _ in range(workers):
@@ -65,12 +67,11 @@ class _Pool:
             for connection in self._busy:
                 self._next(connection, waiting)
             while any(number is not None for number in self._busy.values()):
-                ready = wait([c for c, number in self._busy.items() if number is not None], timeout=_SILENCE_S)
-                if not ready:
-                    silent = sorted(number for number in self._busy.values() if number is not None)
-                    raise ConversionError(f"no worker has reported for {_SILENCE_S:.0f} s; waiting for units {silent}")
-                for each in ready:
+                busy = [connection for connection, number in self._busy.items() if number is not None]
+                latest = min(self._heard[each] for each in busy) + _SILENCE_S
+                for each in wait(busy, timeout=max(0.0, latest - time.monotonic())):
                     self._receive(cast("Connection", each), waiting)
+                self._check_silence()
         finally:
             for connection, process in self._processes.items():
                 connection.close()
@@ -78,7 +79,20 @@ class _Pool:
                     process.kill()
                 process.join(timeout=10)
 
+    def _check_silence(self) -> None:
+        """Raise for a worker that hangs, e.g. in a file system, although others may still report."""
+        now = time.monotonic()
+        silent = sorted(
+            number
+            for connection, number in self._busy.items()
+            if number is not None and now - self._heard[connection] >= _SILENCE_S
+        )
+        if silent:
+            units = f"unit {silent[0]} has" if len(silent) == 1 else f"units {silent} have"
+            raise ConversionError(f"{units} made no progress for {_SILENCE_S:.0f} s; continue with --resume")
+
     def _receive(self, connection: Connection, waiting: list[int]) -> None:
+        self._heard[connection] = time.monotonic()
         try:
             kind, value = connection.recv()
         except EOFError:
@@ -98,6 +112,7 @@ class _Pool:
 
     def _next(self, connection: Connection, waiting: list[int]) -> None:
         self._busy[connection] = waiting.pop() if waiting else None
+        self._heard[connection] = time.monotonic()
         if self._busy[connection] is not None:
             connection.send(self._busy[connection])
 

@@ -1,0 +1,40 @@
+"""The converter's worker processes: one that hangs is told although others go on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from megarl.checkpoint.convert import workers
+from megarl.checkpoint.convert.workers import Report, run_units
+from megarl.common.errors import ConversionError
+
+HANGS = 3
+OTHERS = 400
+
+
+def hang_in_one(number: int, report: Report) -> None:
+    time.sleep(60.0 if number == HANGS else 0.02)
+    report(1)
+
+
+def test_a_worker_that_hangs_is_told_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_SILENCE_S", 1.0)
+    done: list[int] = []
+    with pytest.raises(ConversionError, match=f"unit {HANGS} has made no progress for 1 s.*--resume"):
+        run_units([HANGS, *range(10, 10 + OTHERS)], hang_in_one, 2, done.append)
+    assert 0 < len(done) < OTHERS
+
+
+def slow_with_reports(number: int, report: Report) -> None:
+    for _ in range(8):
+        time.sleep(0.3)
+        report(1)
+
+
+def test_a_long_unit_that_reports_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_SILENCE_S", 2.0)
+    done: list[int] = []
+    run_units([0, 1], slow_with_reports, 2, done.append)
+    assert sum(done) == 16
