@@ -75,6 +75,9 @@ class FakeClient:
             raise self._failure
         return BatchReady(step, list(ROWS), Counters(), {"rollout/replicas_alive": 2.0})
 
+    def announce(self, version: int) -> None:
+        self._note(f"announce {version}")
+
     def set_version(self, version: int, admit: bool) -> None:
         self._note(f"set_version {version} {admit}")
 
