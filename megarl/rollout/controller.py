@@ -175,7 +175,7 @@ class RolloutController:
         return self._batches.take(step, self._admission, metrics)
 
     async def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> Counters:
-        """Settle the groups of `step` and remove their rows from the queue.
+        """Settle the groups of `step`, remove their rows from the queue, and start the groups that then fit it.
 
         Raises ValueError if the numbers do not account for every group once.
         """
@@ -187,7 +187,7 @@ class RolloutController:
         if not counters.balanced:
             raise RolloutError(f"group counters do not add up after step {step}: {counters}")
         self._start_groups()  # in the places of the queue that the step had
-        return counters
+        return self._admission.counters
 
     async def counters(self) -> Counters:
         """Return the numbers of groups in each state."""
