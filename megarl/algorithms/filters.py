@@ -1,10 +1,14 @@
 """Selects what a batch trains on, from the rewards of its groups: shaping, filter, advantages, counts.
 
 Invariant: every sample that comes in leaves as exactly one of trained, masked, filtered or failed.
+
+The rollout side asks `without_signal` of each finished group before it is queued (dynamic sampling); `shape_batch`
+filters by the same function, so that both sides agree on every group.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,6 +29,10 @@ class JudgedSample(Protocol):
     @property
     def key(self) -> str:
         """The sample's key in the queue, `group:sample`."""
+
+    @property
+    def group_id(self) -> int:
+        """The number of the prompt group."""
 
     @property
     def reward(self) -> float:
@@ -58,7 +66,10 @@ class ShapedSample:
 
 @dataclass(frozen=True)
 class ShapingSpec:
-    """The options of shaping, as in the configuration sections `algorithm` and `sampling`; lengths in tokens."""
+    """The options of shaping, as in the configuration sections `algorithm` and `sampling`; lengths in tokens.
+
+    `permutation_seed`: if given, rewards are first shuffled inside each group (`algorithm.permute_rewards`).
+    """
 
     advantage: AdvantageKind
     truncated: TruncatedPolicy
@@ -66,6 +77,7 @@ class ShapingSpec:
     overlong_buffer: int
     overlong_penalty: float
     filter_zero_variance: bool
+    permutation_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,11 +93,29 @@ class ShapedBatch:
     failed_keys: list[str] = field(default_factory=list)  # failed samples, and the remaining ones of failed groups
 
 
-def shape_sample(sample: JudgedSample, spec: ShapingSpec) -> tuple[float, bool]:
-    """Return a sample's shaped reward and whether it is trained: truncation policy first, then overlong penalty."""
-    reward, trained = apply_truncation(spec.truncated, sample.truncated, sample.reward)
-    penalty = overlong_penalty(sample.response_tokens, spec.max_tokens, spec.overlong_buffer, spec.overlong_penalty)
-    return reward + penalty, trained
+def shape_group(alive: Sequence[JudgedSample], spec: ShapingSpec) -> list[tuple[float, bool]]:
+    """Return each sample's shaped reward and whether it is trained: truncation policy first, then overlong penalty.
+
+    `alive`: the samples of one group that did not fail, in the order of their indices.
+    """
+    rewards = [sample.reward for sample in alive]
+    if spec.permutation_seed is not None and alive:
+        random.Random(f"{spec.permutation_seed}:{alive[0].group_id}").shuffle(rewards)
+    shaped = []
+    for sample, raw in zip(alive, rewards, strict=True):
+        reward, trained = apply_truncation(spec.truncated, sample.truncated, raw)
+        penalty = overlong_penalty(sample.response_tokens, spec.max_tokens, spec.overlong_buffer, spec.overlong_penalty)
+        shaped.append((reward + penalty, trained))
+    return shaped
+
+
+def without_signal(group: Sequence[JudgedSample], spec: ShapingSpec) -> bool:
+    """Tell whether `spec`'s filter drops a group: it has two samples that did not fail, and equal shaped rewards.
+
+    A group with fewer is not without signal but failed.
+    """
+    alive = [sample for sample in group if not sample.failed]
+    return spec.filter_zero_variance and len(alive) >= 2 and zero_variance([r for r, _ in shape_group(alive, spec)])
 
 
 def shape_batch(groups: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> ShapedBatch:
@@ -111,13 +141,12 @@ def shape_batch(groups: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> 
             counts["failed_groups"] += 1
             failed += [sample.key for sample in alive]
             continue
-        shaped = [shape_sample(sample, spec) for sample in alive]
-        rewards = [reward for reward, _ in shaped]
-        if spec.filter_zero_variance and zero_variance(rewards):
+        if without_signal(alive, spec):
             counts["filtered_groups"] += 1
             filtered += [sample.key for sample in alive]
             continue
-        (advantages,) = group_advantages([rewards], spec.advantage)
+        shaped = shape_group(alive, spec)
+        (advantages,) = group_advantages([[reward for reward, _ in shaped]], spec.advantage)
         kept.append(
             [
                 ShapedSample(sample.key, index, reward, advantage, trained)

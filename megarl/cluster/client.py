@@ -188,6 +188,10 @@ class PoolClient:
         """Return the handles by which the weight sync calls the engines."""
         return PoolHandles(self)
 
+    def announce(self, version: int) -> None:
+        """Report that engines are about to be given `version`, which their tokens may carry from now on."""
+        self.call("announce", version, timeout_s=self.config.timeouts.rpc_s)
+
     def set_version(self, version: int, admit: bool = True) -> Counters:
         """Report that the engines serve `version`; with `admit`, also start the groups that it allows."""
         return self.call("set_version", version, admit, timeout_s=self.config.timeouts.rpc_s)

@@ -17,6 +17,7 @@ from megarl.common.errors import ConfigError
 from megarl.config import layout_checks
 from megarl.config.engine_checks import engine_problems
 from megarl.config.hardware import local_gpus
+from megarl.config.liveness import liveness_problems
 from megarl.config.pace import pace_problems
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
@@ -58,7 +59,7 @@ def check(config: Config, *, device: Device | None = None, files: bool = True) -
     """
     device = device or detect_device()
     problems = list(_sizes(config)) + list(pace_problems(config)) + list(_sampling(config)) + list(_evaluation(config))
-    problems += list(_checkpoint(config)) + list(_reward(config))
+    problems += list(liveness_problems(config)) + list(_checkpoint(config)) + list(_reward(config))
     problems += list(layout_checks.megatron_problems(config, device))
     problems += list(engine_problems(config)) + list(_transport(config, device)) + list(launch_problems(config))
     try:

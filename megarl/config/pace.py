@@ -67,6 +67,17 @@ def pace_of(config: Config) -> Pace:
     return Pace(updates, interval, bound)
 
 
+def refill_groups(config: Config) -> int:
+    """Return the most groups without signal that rollout may replace between two steps; 0 without dynamic sampling."""
+    return config.admission.refill_limit * config.batch.groups if config.admission.refill else 0
+
+
+def capacity_groups(config: Config) -> int | None:
+    """Return the number of whole groups that the queue may hold; None if it has no bound of its own."""
+    capacity = config.queue.capacity
+    return None if capacity is None else capacity // config.batch.samples_per_group
+
+
 DEFAULT_INTERVAL = 4
 DEFAULT_QUOTA = 0.5
 

@@ -327,6 +327,18 @@ class AdmissionConfig(Section):
         ge=0,
         description="verl's quota s, with async: `max_staleness` is sync_interval - 1 + ceil(s * sync_interval).",
     )
+    refill: bool = Field(
+        False,
+        description="DAPO's dynamic sampling: a finished group whose rewards are all equal is replaced by the next "
+        "group at once, so that a step has `batch.groups` groups that can be trained on. Needs "
+        "`algorithm.filter_zero_variance`.",
+    )
+    refill_limit: int = Field(
+        10,
+        ge=1,
+        description="The most groups that `refill` replaces per step, in multiples of `batch.groups`; further ones are "
+        "part of the step, and filtered by the trainer.",
+    )
 
 
 class WeightSyncConfig(Section):
@@ -344,6 +356,12 @@ class QueueConfig(Section):
     """The trajectory queue (TransferQueue)."""
 
     storage_units: int = Field(1, ge=1, description="Storage actors, on the pool's nodes only.")
+    capacity: int | None = Field(
+        None,
+        ge=1,
+        description="The most samples in the queue, those that are being generated or trained included; at least one "
+        "step's. Default: as many as `admission.max_staleness` allows.",
+    )
 
 
 class Config(Section):

@@ -1,7 +1,7 @@
 """Admission of prompt groups and the exact count of how each of them ends. Pure: no clock, no tasks, no processes.
 
 Invariant: every admitted group ends as exactly one of trained, filtered, dropped_stale, failed; at every moment
-`admitted == in_flight + ready + taken + trained + filtered + dropped_stale + failed`.
+`admitted == in_flight + replaced + ready + taken + trained + filtered + dropped_stale + failed`.
 
 A group belongs to no step until a step takes it. The bound on staleness gives each group a last step that may train
 it, which follows from the version of its oldest token (or, while it is in flight, from the version at which it
@@ -13,6 +13,10 @@ started). Two rules keep the bound:
 
 With synchronous training the groups that are admitted for step t are exactly [t * groups, (t + 1) * groups). `failed`
 groups count towards their step: they are not redrawn.
+
+Dynamic sampling (DAPO, arXiv:2503.14476 section 3.2): a finished group whose rewards are all equal is replaced instead
+of queued. It leaves its place to the next group, and the step that is taken next settles it as filtered. Between two
+steps at most `refill` groups are replaced, so that every step ends.
 """
 
 from __future__ import annotations
@@ -32,8 +36,9 @@ class Counters:
 
     admitted: int = 0
     in_flight: int = 0
+    replaced: int = 0  # finished without signal since the last step was taken
     ready: int = 0  # in the queue, not yet taken
-    taken: int = 0  # by a step that is not committed
+    taken: int = 0  # by a step that is not committed, the groups replaced before it included
     trained: int = 0
     filtered: int = 0
     dropped_stale: int = 0
@@ -48,38 +53,62 @@ class Counters:
     @property
     def balanced(self) -> bool:
         """True if the invariant of the module's docstring holds."""
-        return self.admitted == self.in_flight + self.ready + self.taken + self.settled
+        return self.admitted == self.in_flight + self.replaced + self.ready + self.taken + self.settled
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The groups that a step has taken, each list sorted."""
+
+    ok: list[int]
+    failed: list[int]
+    replaced: list[int]  # before the step was taken, since the step before it was
+
+    @property
+    def total(self) -> int:
+        return len(self.ok) + len(self.failed) + len(self.replaced)
 
 
 class Admission:
     """The state machine that decides which prompt groups may start, and counts how they end.
 
-    `groups`: groups per step (>= 1). `pace`: the bound on staleness; versions count optimizer updates.
+    `groups`: groups per step (>= 1). `pace`: the bound on staleness; versions count optimizer updates. `refill`: the
+    most groups without signal that are replaced between two steps; 0 turns dynamic sampling off. `capacity`: the most
+    groups in flight, in the queue and in steps that are not committed (>= `groups`); None: no bound besides `pace`'s.
     """
 
-    def __init__(self, groups: int, pace: Pace) -> None:
+    def __init__(self, groups: int, pace: Pace, *, refill: int = 0, capacity: int | None = None) -> None:
         if groups < 1:
             raise ValueError(f"admission needs groups >= 1, got {groups}")
         self.groups = groups
         self.pace = pace
+        self.refill = refill
+        self.capacity = capacity
         self.version = -1
+        self._published: set[int] = set()  # versions that the engines serve, have served or are about to serve
         self._next_group = 0
         self._redraw: list[int] = []  # rolled back; admitted again before any new group
         self._in_flight: dict[int, int] = {}  # group -> version at which it was started
         self._started: Counter[int] = Counter()  # groups in flight by that version
         self._ready: dict[int, dict[int, bool]] = {}  # version of the oldest token -> group -> ok, as they finished
-        self._taken: dict[int, tuple[list[int], list[int]]] = {}  # step -> (ok groups, failed groups)
+        self._replaced: list[int] = []  # since the last step was taken
+        self._taken: dict[int, Taken] = {}  # by step, if it is not committed
         self._done: dict[str, int] = {"trained": 0, "filtered": 0, "dropped_stale": 0, "failed": 0}
         self._committed_steps: int = 0
         self._attempts = 0  # groups ever started, those that a resume has discarded included
         # (version, steps done) from which the bound counts: at the first version that is set in this history.
         self._base: tuple[int, int] | None = None
 
+    def announce(self, version: int) -> None:
+        """Record that engines are about to serve `version`: from now on, tokens may carry it."""
+        self._published.add(version)
+
     def set_version(self, version: int) -> None:
         """Record that the engines serve `version`. Raises ValueError if it is lower than the last one."""
         if version < self.version:
             raise ValueError(f"weight version went back from {self.version} to {version}")
         self.version = version
+        self._published.add(version)
         if self._base is None:
             self._base = (version, self._steps_taken)
 
@@ -100,10 +129,18 @@ class Admission:
         return sum(map(len, self._ready.values()))
 
     @property
+    def _taken_count(self) -> int:
+        """The number of groups in the queue that steps have taken."""
+        return sum(len(taken.ok) + len(taken.failed) for taken in self._taken.values())
+
+    @property
     def room(self) -> int:
-        """The number of groups that may start now: those that steps within the bound can still take."""
-        free = (self.steps_within_bound(self.version) - self._steps_taken) * self.groups
-        return max(0, free - len(self._in_flight) - self._ready_count)
+        """The number of groups that may start now: those that steps within the bound, and the queue, can still take."""
+        waiting = len(self._in_flight) + self._ready_count
+        free = (self.steps_within_bound(self.version) - self._steps_taken) * self.groups - waiting
+        if self.capacity is not None:
+            free = min(free, self.capacity - waiting - self._taken_count)
+        return max(0, free)
 
     @property
     def attempts(self) -> int:
@@ -121,21 +158,43 @@ class Admission:
         self._started[self.version] += len(redrawn) + len(fresh)
         return redrawn + fresh
 
-    def finish(self, group: int, ok: bool, oldest_version: int | None = None) -> None:
-        """Record that `group` has been sampled and scored. `ok` is False if it cannot be trained on.
+    def finish(self, group: int, ok: bool, versions: Iterable[int] = ()) -> None:
+        """Record that `group` has been sampled, scored and queued. `ok` is False if it cannot be trained on.
 
-        `oldest_version`: that of its oldest token; None if it has no tokens. Raises ValueError if the group is not in
-        flight, or has a token that is older than its start.
+        `versions`: those of its tokens; empty if it has none. Raises ValueError if the group is not in flight, or if a
+        token has a version that cannot be right.
         """
+        oldest = self._leave_flight(group, versions)
+        self._ready.setdefault(oldest, {})[group] = ok
+
+    def replace(self, group: int, versions: Iterable[int]) -> bool:
+        """Record that `group` has finished without signal, and leave its place to another group.
+
+        False, and nothing is recorded, if the limit is reached: the group must be queued. Raises as `finish` does.
+        """
+        if len(self._replaced) >= self.refill:
+            return False
+        self._leave_flight(group, versions)
+        self._replaced.append(group)
+        return True
+
+    def _leave_flight(self, group: int, versions: Iterable[int]) -> int:
+        """Remove a group from those in flight; return the version of its oldest token, or of its start."""
         if group not in self._in_flight:
             raise ValueError(f"group {group} is not in flight")
         started = self._in_flight[group]
-        oldest = started if oldest_version is None else oldest_version
+        present = set(versions)
+        oldest = min(present, default=started)
         if oldest < started:
             raise ValueError(f"group {group} was started at version {started} and has a token of version {oldest}")
+        if unknown := present - self._published:
+            raise ValueError(
+                f"group {group} has tokens of version {max(unknown)}, which was never published; the last is "
+                f"{max(self._published)}"
+            )
         del self._in_flight[group]
         self._started[started] -= 1
-        self._ready.setdefault(oldest, {})[group] = ok
+        return oldest
 
     def batch(self, step: int) -> tuple[list[int], list[int]] | None:
         """Take the groups of `step`: (trainable, failed), each sorted; None while they are not ready.
@@ -144,7 +203,7 @@ class Admission:
         for the same step returns the same groups. Raises ValueError for a step out of order.
         """
         if step in self._taken:
-            return self._taken[step]
+            return self._taken[step].ok, self._taken[step].failed
         if step != self._steps_taken:
             raise ValueError(f"batches are taken in order: step {step} was requested, but {self._steps_taken} is next")
         if self._ready_count < self.groups or self.awaited(step):
@@ -155,8 +214,17 @@ class Admission:
             chosen |= {group: left.pop(group) for group in groups}
             if not left:
                 del self._ready[version]
-        self._taken[step] = sorted(g for g in chosen if chosen[g]), sorted(g for g in chosen if not chosen[g])
-        return self._taken[step]
+        ok, failed = sorted(g for g in chosen if chosen[g]), sorted(g for g in chosen if not chosen[g])
+        self._taken[step] = Taken(ok, failed, sorted(self._replaced))
+        self._replaced = []
+        return ok, failed
+
+    def replaced(self, step: int) -> list[int]:
+        """Return the groups, sorted, that were replaced before `step` was taken; its commit settles them as filtered.
+
+        Raises KeyError if the step was not taken, or is committed.
+        """
+        return self._taken[step].replaced
 
     def _oldest_ready(self) -> Iterator[tuple[int, list[int]]]:
         """Yield (version, groups) of the groups that the next step takes; of one version in order of completion."""
@@ -186,16 +254,18 @@ class Admission:
     def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> None:
         """Settle every group of `step`. Raises ValueError unless the numbers account for each of them once.
 
-        `failed` includes the groups that `batch` already reported as failed.
+        `failed` includes the groups that `batch` already reported as failed, `filtered` those of `replaced`.
         """
         if step not in self._taken:
             raise ValueError(f"step {step} was never taken, or is already committed")
         numbers = {"trained": trained, "filtered": filtered, "dropped_stale": dropped_stale, "failed": failed}
-        ok, bad = self._taken[step]
-        total = len(ok) + len(bad)
-        if min(numbers.values()) < 0 or sum(numbers.values()) != total or failed < len(bad):
+        taken = self._taken[step]
+        at_least = failed >= len(taken.failed) and filtered >= len(taken.replaced)
+        if min(numbers.values()) < 0 or sum(numbers.values()) != taken.total or not at_least:
+            replaced = f", {len(taken.replaced)} were replaced" if taken.replaced else ""
             raise ValueError(
-                f"step {step}: {numbers} do not account for its {total} groups, {len(bad)} of them failed in rollout"
+                f"step {step}: {numbers} do not account for its {taken.total} groups, {len(taken.failed)} of them "
+                f"failed in rollout{replaced}"
             )
         del self._taken[step]
         self._committed_steps += 1
@@ -210,8 +280,9 @@ class Admission:
             admitted=admitted,
             rolled_back=self._attempts - admitted,
             in_flight=len(self._in_flight),
+            replaced=len(self._replaced),
             ready=self._ready_count,
-            taken=sum(len(ok) + len(bad) for ok, bad in self._taken.values()),
+            taken=sum(taken.total for taken in self._taken.values()),
             **self._done,
         )
 
@@ -223,9 +294,9 @@ class Admission:
     @property
     def unsettled(self) -> list[int]:
         """Ids of the groups that have started but whose end is not committed, sorted."""
-        taken = [group for ok, bad in self._taken.values() for group in ok + bad]
+        taken = [group for each in self._taken.values() for group in each.ok + each.failed + each.replaced]
         ready = itertools.chain.from_iterable(self._ready.values())
-        return sorted([*self._in_flight, *ready, *taken, *self._redraw])
+        return sorted([*self._in_flight, *self._replaced, *ready, *taken, *self._redraw])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the committed history as JSON content. Unsettled groups are redrawn under the same ids."""
@@ -250,6 +321,7 @@ class Admission:
         self._next_group = int(state["next_group"])
         self._redraw = list(state["unsettled"])
         self._in_flight, self._started, self._ready, self._taken = {}, Counter(), {}, {}
+        self._replaced, self._published = [], set()
         self._attempts = max(attempts, self._attempts, int(state["attempts"]))
         self._base = None
 

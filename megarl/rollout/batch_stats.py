@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megarl.queue.trajectory import Trajectory
+
 
 class BusyClock:
     """Measures the wall time during which at least one engine ran.
@@ -54,6 +56,14 @@ class BatchStats:
     reward_errors: Counter[str] = field(default_factory=Counter)
     skipped_prompts: int = 0
     engine_seconds: float = 0.0
+    replaced_rewards: list[float] = field(default_factory=list)  # the mean of each replaced group, unshaped
+    replaced_tokens: int = 0
+
+    def note_replaced(self, rows: Sequence[Trajectory]) -> None:
+        """Record a group without signal that is replaced; at least one of its samples has not failed."""
+        rewards = [row.reward for row in rows if row.status == "ok"]
+        self.replaced_rewards.append(sum(rewards) / len(rewards))
+        self.replaced_tokens += sum(len(row.response_ids) for row in rows)
 
     def metrics(self, *, replicas_serving: int, replicas_lost: int) -> dict[str, float]:
         """Return the declared `rollout/*` and `reward/*` metrics that only the rollout side can measure."""
@@ -64,6 +74,11 @@ class BatchStats:
             "rollout/replicas_lost": replicas_lost,
             "reward/errors": sum(self.reward_errors.values()),
         }
+        if self.replaced_rewards:
+            values |= {
+                "rollout/replaced_reward_mean": sum(self.replaced_rewards) / len(self.replaced_rewards),
+                "rollout/replaced_tokens": self.replaced_tokens,
+            }
         if self.generate_seconds:
             ordered = sorted(self.generate_seconds)
             values |= {

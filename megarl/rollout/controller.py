@@ -16,15 +16,19 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from megarl.algorithms.filters import without_signal
 from megarl.common.errors import RolloutError
 from megarl.common.files import write_json
 from megarl.common.output import redirect_output
-from megarl.config.pace import pace_of
+from megarl.config.pace import capacity_groups, pace_of, refill_groups
 from megarl.config.schema import Config
+from megarl.config.shaping import shaping_of
 from megarl.evaluation.harness import SetReport
+from megarl.queue.trajectory import Trajectory
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.admission import Admission, Counters, usable_samples
@@ -59,7 +63,8 @@ class RolloutController:
             os.chdir(cwd)
             sys.path.insert(0, cwd)
         spec.watch_supervisor()
-        self._admission = Admission(self.config.batch.groups, pace_of(self.config))
+        self._admission = self._new_admission()
+        self._shaping = shaping_of(self.config)
         self._batches = ReadyBatches(self.config.batch.samples_per_group)
         self._failures = self._failure_policy()
         self._engine_time = BusyClock()
@@ -109,6 +114,11 @@ class RolloutController:
             timeout_s=self.config.timeouts.engine_start_s,
         )
 
+    async def announce(self, version: int) -> None:
+        """Record that engines are about to be given `version`: tokens of versions never announced end the run."""
+        self._tasks.check()
+        self._admission.announce(version)
+
     async def set_version(self, version: int, admit: bool = True) -> Counters:
         """Record that all engines, restarted ones included, serve `version`; with `admit`, start what it allows.
 
@@ -122,13 +132,17 @@ class RolloutController:
     async def admit(self) -> Counters:
         """Start every group that the version allows."""
         self._tasks.check()
+        self._start_groups()
+        return self._admission.counters
+
+    def _start_groups(self) -> None:
+        """Start every group that admission allows now."""
         groups = self._admission.admit()
         if groups:
             # Written before any of them starts, so that a resume can count the groups that were started in vain.
             write_json(self.run_dir / ATTEMPTS_FILE, {"attempts": self._admission.attempts})
         for group_id in groups:
             self._tasks.start(self._group(group_id))
-        return self._admission.counters
 
     async def wait_batch(self, step: int, timeout_s: float) -> BatchReady:
         """Wait until the groups of `step` are in the queue and return its batch; the same one until `commit`.
@@ -161,7 +175,7 @@ class RolloutController:
         return self._batches.take(step, self._admission, metrics)
 
     async def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> Counters:
-        """Settle the groups of `step` and remove their rows from the queue.
+        """Settle the groups of `step`, remove their rows from the queue, and start the groups that then fit it.
 
         Raises ValueError if the numbers do not account for every group once.
         """
@@ -172,7 +186,8 @@ class RolloutController:
         counters = self._admission.counters
         if not counters.balanced:
             raise RolloutError(f"group counters do not add up after step {step}: {counters}")
-        return counters
+        self._start_groups()  # in the places of the queue that the step had
+        return self._admission.counters
 
     async def counters(self) -> Counters:
         """Return the numbers of groups in each state."""
@@ -215,11 +230,11 @@ class RolloutController:
         prompts are not the saved ones.
         """
         await self._drop_everything()
-        batch, attempts = self.config.batch, self._admission.attempts
+        attempts = self._admission.attempts
         journal = self.run_dir / ATTEMPTS_FILE
         if journal.is_file():
             attempts = max(attempts, int(json.loads(journal.read_text())["attempts"]))
-        self._admission = Admission(batch.groups, pace_of(self.config))
+        self._admission = self._new_admission()
         if state is not None:
             self._source.load_state_dict(state["source"])
         self._admission.load_state_dict(state["admission"] if state else self._admission.state_dict(), attempts)
@@ -234,6 +249,12 @@ class RolloutController:
         await self._writer.clear_all()
         self._batches.clear()
         self._failures, self._runner.stats = self._failure_policy(), BatchStats()
+
+    def _new_admission(self) -> Admission:
+        config = self.config
+        return Admission(
+            config.batch.groups, pace_of(config), refill=refill_groups(config), capacity=capacity_groups(config)
+        )
 
     def _failure_policy(self) -> FailurePolicy:
         return FailurePolicy(self.config.rollout.on_group_failure, self.config.batch.groups)
@@ -257,7 +278,10 @@ class RolloutController:
         self._queue.close()
 
     async def _group(self, group_id: int) -> None:
-        """Run one prompt group and write it to the queue. Raises RolloutError if its failure ends the run."""
+        """Run one prompt group; queue it, or replace it by another one if it has no signal.
+
+        Raises RolloutError if its failure ends the run.
+        """
         try:
             rows = await self._runner.run(group_id)
             self._failures.succeeded()
@@ -266,7 +290,19 @@ class RolloutController:
             if (end := self._failures.decide(group_id, error)) is not None:
                 raise end from error
             rows = self._runner.failed(group_id, str(error) or type(error).__name__)
-        await self._writer.put_group(rows)
-        versions = [row.oldest_version for row in rows if row.versions]
-        self._admission.finish(group_id, usable_samples(row.status for row in rows), min(versions, default=None))
+        versions = {span.version for row in rows for span in row.versions}
+        if self._replaces(group_id, rows, versions):
+            self._start_groups()
+        else:
+            await self._writer.put_group(rows)
+            self._admission.finish(group_id, usable_samples(row.status for row in rows), versions)
         self._tasks.changed.set()
+
+    def _replaces(self, group_id: int, rows: Sequence[Trajectory], versions: Set[int]) -> bool:
+        """Give the place of a group to another one if nothing could be learnt from it; False if it must be queued."""
+        if not self.config.admission.refill or not without_signal([row.tag for row in rows], self._shaping):
+            return False
+        if not self._admission.replace(group_id, versions):
+            return False
+        self._runner.stats.note_replaced(rows)
+        return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megarl.queue.trajectory import sample_key
 from megarl.rollout.admission import Admission, Counters
@@ -13,13 +13,15 @@ from megarl.rollout.admission import Admission, Counters
 class BatchReady:
     """A batch that the trainer may take: `keys` of all its samples, failed ones included, by group and sample.
 
-    `timings`: declared `rollout/*` and `reward/errors` metrics of this batch.
+    `timings`: declared `rollout/*` and `reward/errors` metrics of this batch. `replaced`: ids of the groups without
+    signal that were replaced before it, which the step counts as filtered.
     """
 
     step: int
     keys: list[str]
     counters: Counters
     timings: dict[str, float]
+    replaced: list[int] = field(default_factory=list)
 
 
 class ReadyBatches:
@@ -38,16 +40,25 @@ class ReadyBatches:
         taken = admission.batch(step)
         if taken is None:
             raise ValueError(f"the groups of step {step} are not ready")
-        counters = admission.counters
+        counters, replaced = admission.counters, admission.replaced(step)
+        shares: dict[str, float] = {}
+        if admission.refill:
+            finished = len(replaced) + admission.groups
+            shares = {
+                "rollout/groups_replaced": len(replaced),
+                "rollout/groups_replaced_share": len(replaced) / finished,
+            }
         batch = BatchReady(
             step=step,
             keys=[sample_key(group, index) for group in sorted(taken[0] + taken[1]) for index in self._samples],
             counters=counters,
             timings={
                 **metrics,
+                **shares,
                 "rollout/queue_depth": counters.ready,
                 "total/groups_rolled_back": counters.rolled_back,
             },
+            replaced=replaced,
         )
         self._batches[step] = batch
         return batch

@@ -33,9 +33,29 @@ def record_batch(metrics: StepMetrics, plan: StepPlan) -> None:
         },
         prefix="batch/",
     )
+    _staleness(metrics, plan)
     for mini_batch in plan.mini_batches:
         loads = [sum(plan.tags[key].total_tokens for key in part) for part in mini_batch]
         metrics.record("batch/dp_imbalance", max(loads) * len(loads) / sum(loads))
+
+
+def _staleness(metrics: StepMetrics, plan: StepPlan) -> None:
+    """Record the staleness of what is trained, and the lengths of what was dropped as stale beside the others'."""
+    stale = [plan.tags[key].response_tokens for key in plan.stale if not plan.tags[key].failed]
+    trained = [plan.tags[sample.key].response_tokens for group in plan.shaped.groups for sample in group]
+    for name, lengths in (("length", trained), ("stale_length", stale)):
+        if lengths:
+            metrics.update({f"{name}_mean": statistics.fmean(lengths), f"{name}_max": max(lengths)}, prefix="batch/")
+    # Mini-batch m is trained by the m-th update after the step's version.
+    lags = sorted(
+        plan.version + number - plan.tags[key].oldest_version
+        for number, mini_batch in enumerate(plan.mini_batches)
+        for part in mini_batch
+        for key in part
+    )
+    if lags:
+        p95 = lags[min(len(lags) - 1, int(0.95 * len(lags)))]
+        metrics.update({"mean": statistics.fmean(lags), "p95": p95, "max": lags[-1]}, prefix="batch/staleness_")
 
 
 def _rewards(metrics: StepMetrics, usable: list[SampleTag]) -> None:

@@ -24,7 +24,7 @@ def train(session: Session) -> None:
     for step in session.steps():
         pool.admit()
         batch = pool.take_batch(step, session.version)
-        plan = plan_step(batch.tags, config, dp_size=parallel.dp_size(), version=batch.version)
+        plan = plan_step(batch.tags, config, dp_size=parallel.dp_size(), version=batch.version, replaced=batch.replaced)
         rows = pool.fetch(batch, plan)
         with pool.keep_batch_on_failure(batch):
             train_step(policy, plan, rows, config, recorder.timer, recorder.metrics)
@@ -44,6 +44,7 @@ def train(session: Session) -> None:
 def publish(session: Session) -> None:
     """Send the policy's weights to every engine, which then serves their version. Collective."""
     version = session.version
+    session.pool.announce(version)
     with session.recorder.phase("sync", f"publishing version {version}"):
         session.recorder.sync(version, session.sender.publish(version))
     session.pool.set_version(version)

@@ -91,6 +91,10 @@ class PoolLink:
         """Return the handles that the weight sync calls the engines by, on rank 0; None elsewhere. Not collective."""
         return self._client.use(lambda pool: pool.engine_handles())
 
+    def announce(self, version: int) -> None:
+        """Tell the controller that engines are about to be given `version`. Not collective: only rank 0 acts."""
+        self._client.use(lambda pool: pool.announce(version))
+
     def set_version(self, version: int) -> None:
         """Tell the controller that every engine serves `version`. Not collective: only rank 0 acts.
 
@@ -111,7 +115,7 @@ class PoolLink:
         with self._recorder.phase("queue"):
             tags = self._read(lambda queue: queue.read_tags(ready.keys))
         self._recorder.status(f"{name}: training")
-        return StepBatch(step, version, ready.keys, tags, ready.timings)
+        return StepBatch(step, version, ready.keys, tags, ready.timings, ready.replaced)
 
     def fetch(self, batch: StepBatch, plan: StepPlan) -> dict[str, Trajectory]:
         """Return this replica's rows by key. Raises DisagreementError if the replicas' plans differ."""

@@ -9,20 +9,20 @@ Tensor suffixes: `_R` response tokens of one sample.
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
 from megarl.algorithms.advantages import group_advantages
 from megarl.algorithms.aggregation import GlobalCounts
-from megarl.algorithms.filters import ShapedBatch, ShapingSpec, shape_batch
+from megarl.algorithms.filters import ShapedBatch, shape_batch
 from megarl.algorithms.losses import kl_penalty
 from megarl.algorithms.stats import LossStats
-from megarl.config.pace import pace_of
+from megarl.config.pace import pace_of, refill_groups
 from megarl.config.schema import Config
+from megarl.config.shaping import shaping_of
 from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.telemetry.metrics import StepMetrics
@@ -54,7 +54,8 @@ class GroupOutcome:
 class StepPlan:
     """The samples that a step trains on. `mini_batches[m][d]`: keys of the samples of mini-batch m on DP rank d.
 
-    `tags`: those of all samples of the batch by key; `version`: the version of the weights that the step updates.
+    `tags`: those of all samples of the batch by key; `version`: the version of the weights that the step updates;
+    `stale`: keys of the samples of groups that were dropped as stale.
     """
 
     tags: dict[str, SampleTag]
@@ -62,6 +63,7 @@ class StepPlan:
     mini_batches: list[list[list[str]]]
     outcome: GroupOutcome
     version: int
+    stale: list[str] = field(default_factory=list)
 
     def keys_of(self, dp_rank: int) -> list[str]:
         """Return the keys of the rows that a DP rank must fetch, in the order in which it trains on them."""
@@ -73,13 +75,17 @@ class StepPlan:
         return partition_hash(self.mini_batches)
 
 
-def plan_step(tags: Sequence[SampleTag], config: Config, *, dp_size: int, version: int) -> StepPlan:
+def plan_step(
+    tags: Sequence[SampleTag], config: Config, *, dp_size: int, version: int, replaced: Sequence[int] = ()
+) -> StepPlan:
     """Shape rewards, filter groups, split the rest by groups into mini-batches and each of these by tokens over DP.
 
     `version`: the version of the weights about to be updated. A group is dropped if the last update of the step would
-    pass the bound on the staleness of its oldest token. Raises ValueError if a sample appears twice.
+    pass the bound on the staleness of its oldest token. `replaced`: ids of the groups without signal that rollout
+    replaced before this batch; they count as filtered. Raises ValueError if a sample or a group appears twice.
     """
     pace = pace_of(config)
+    _check_replaced(tags, config, replaced)
     oldest = version + pace.updates_per_step - 1 - pace.max_staleness
     groups = [
         list(group)
@@ -87,9 +93,9 @@ def plan_step(tags: Sequence[SampleTag], config: Config, *, dp_size: int, versio
             sorted(tags, key=lambda tag: (tag.group_id, tag.sample_index)), key=lambda tag: tag.group_id
         )
     ]
-    fresh = [g for g in groups if all(tag.failed or tag.oldest_version >= oldest for tag in g)]
-    judged = [_permuted(group, config) for group in fresh] if config.algorithm.permute_rewards else fresh
-    shaped = shape_batch(judged, _shaping(config))
+    in_time = [all(tag.failed or tag.oldest_version >= oldest for tag in group) for group in groups]
+    stale = list(itertools.compress(groups, [not each for each in in_time]))
+    shaped = shape_batch(list(itertools.compress(groups, in_time)), shaping_of(config))
     by_key = {tag.key: tag for tag in tags}
     mini_batches = []
     for chunk in _chunks(shaped.groups, config.trainer.mini_batches):
@@ -98,30 +104,20 @@ def plan_step(tags: Sequence[SampleTag], config: Config, *, dp_size: int, versio
         mini_batches.append([[keys[i] for i in part] for part in assign_to_ranks(lengths, dp_size)])
     outcome = GroupOutcome(
         trained=shaped.trained_groups,
-        filtered=shaped.filtered_groups,
-        dropped_stale=len(groups) - len(fresh),
+        filtered=shaped.filtered_groups + len(replaced),
+        dropped_stale=len(stale),
         failed=shaped.failed_groups,
     )
-    return StepPlan(by_key, shaped, mini_batches, outcome, version)
+    return StepPlan(by_key, shaped, mini_batches, outcome, version, [tag.key for group in stale for tag in group])
 
 
-def _permuted(group: Sequence[SampleTag], config: Config) -> list[SampleTag]:
-    """Return the group with rewards shuffled among the samples that did not fail; failed ones have no reward."""
-    rewards = [tag.reward for tag in group if not tag.failed]
-    random.Random(f"{config.run.seed}:{group[0].group_id}").shuffle(rewards)
-    shuffled = iter(rewards)
-    return [tag if tag.failed else replace(tag, reward=next(shuffled)) for tag in group]
-
-
-def _shaping(config: Config) -> ShapingSpec:
-    return ShapingSpec(
-        advantage=config.algorithm.advantage,
-        truncated=config.sampling.truncated,
-        max_tokens=config.sampling.max_tokens,
-        overlong_buffer=config.algorithm.overlong.buffer_tokens,
-        overlong_penalty=config.algorithm.overlong.penalty,
-        filter_zero_variance=config.algorithm.filter_zero_variance,
-    )
+def _check_replaced(tags: Sequence[SampleTag], config: Config, replaced: Sequence[int]) -> None:
+    """Check the rollout side's report of replaced groups. Raises ValueError for ids that cannot be right."""
+    twice = set(replaced) & {tag.group_id for tag in tags}
+    if twice or len(set(replaced)) != len(replaced):
+        raise ValueError(f"groups were reported as replaced that are in the batch or were reported twice: {replaced}")
+    if len(replaced) > (limit := refill_groups(config)):
+        raise ValueError(f"{len(replaced)} groups were replaced before a step; admission.refill allows {limit}")
 
 
 def _chunks(items: Sequence[T], parts: int) -> list[list[T]]:

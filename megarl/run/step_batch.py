@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megarl.queue.trajectory import SampleTag
 
@@ -12,7 +12,7 @@ class StepBatch:
     """Holds keys and tags of all samples of a step, failed ones included, in (group, sample) order.
 
     `version`: the version of the weights that the step updates; `timings`: the controller's declared metrics of the
-    batch.
+    batch; `replaced`: ids of the groups without signal that rollout replaced before it.
     """
 
     step: int
@@ -20,6 +20,7 @@ class StepBatch:
     keys: list[str]
     tags: list[SampleTag]
     timings: dict[str, float]
+    replaced: list[int] = field(default_factory=list)
 
     @property
     def replicas_are_lost(self) -> bool:

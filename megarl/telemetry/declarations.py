@@ -42,11 +42,16 @@ _REWARD = [
 _GROUPS = [
     Metric("groups/admitted", "groups", "sum", "Groups of this batch; equals the sum of the next four."),
     Metric("groups/trained", "groups", "sum", "Groups that took part in the update."),
-    Metric("groups/filtered", "groups", "sum", "Groups dropped because all their rewards are equal."),
+    Metric(
+        "groups/filtered",
+        "groups",
+        "sum",
+        "Groups dropped because all their rewards are equal, those that rollout replaced included.",
+    ),
     Metric("groups/dropped_stale", "groups", "sum", "Groups dropped because their oldest token was too old."),
     Metric("groups/failed", "groups", "sum", "Groups with fewer than two usable samples."),
-    Metric("groups/solve_all", "share", "mean", "Share of groups in which every sample is correct."),
-    Metric("groups/solve_none", "share", "mean", "Share of groups in which no sample is correct."),
+    Metric("groups/solve_all", "share", "mean", "Share of the batch's groups in which every sample is correct."),
+    Metric("groups/solve_none", "share", "mean", "Share of the batch's groups in which no sample is correct."),
 ]
 
 _BATCH = [
@@ -58,6 +63,18 @@ _BATCH = [
     Metric("batch/response_tokens", "tokens", "sum", "Response tokens of the batch."),
     Metric("batch/trained_tokens", "tokens", "sum", "Prompt and response tokens that passed through the update."),
     Metric("batch/loss_tokens", "tokens", "sum", "Response tokens with a loss."),
+    Metric("batch/length_mean", "tokens", "mean", "Mean response length of the trained groups' samples."),
+    Metric("batch/length_max", "tokens", "max", "The same, longest."),
+    Metric("batch/stale_length_mean", "tokens", "mean", "Mean response length of the groups dropped as stale."),
+    Metric("batch/stale_length_max", "tokens", "max", "The same, longest."),
+    Metric(
+        "batch/staleness_mean",
+        "updates",
+        "mean",
+        "Updates between the weights of a trained sample's oldest token and the update that trains it.",
+    ),
+    Metric("batch/staleness_p95", "updates", "last", "The same, 95th percentile over samples."),
+    Metric("batch/staleness_max", "updates", "max", "The same, maximum over samples."),
     Metric("batch/dp_imbalance", "ratio", "max", "Largest number of tokens of a DP rank over their mean; 1 is even."),
 ]
 
@@ -77,6 +94,20 @@ _ROLLOUT = [
         "Updates made to the trainer's weights before the step minus those of the oldest token.",
     ),
     Metric("rollout/version_lag_max", "versions", "max", "The same, maximum over samples."),
+    Metric(
+        "rollout/groups_replaced",
+        "groups",
+        "sum",
+        "Groups without signal that were replaced before the queue (`admission.refill`).",
+    ),
+    Metric("rollout/groups_replaced_share", "share", "last", "The same over all groups that finished for the step."),
+    Metric(
+        "rollout/replaced_reward_mean",
+        "reward",
+        "mean",
+        "Mean reward of the replaced groups: near the largest, prompts are too easy; near the smallest, too hard.",
+    ),
+    Metric("rollout/replaced_tokens", "tokens", "sum", "Response tokens of the replaced groups."),
     Metric("rollout/queue_depth", "groups", "last", "Finished groups waiting when the batch was taken."),
     Metric("rollout/generate_seconds_p50", "s", "last", "Time to generate one sample, median.", True),
     Metric("rollout/generate_seconds_p95", "s", "last", "The same, 95th percentile.", True),

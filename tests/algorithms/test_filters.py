@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.filters import ShapingSpec, shape_batch
+from megarl.algorithms.filters import ShapingSpec, shape_batch, without_signal
 from megarl.queue.trajectory import SampleTag
 from tests.support.samples import judged
 
@@ -62,6 +62,25 @@ def test_the_filter_judges_shaped_rewards() -> None:
     cut = [judged("a:0", 0.0, 4), judged("a:1", 1.0, 8, truncated=True)]
     zeroed = shape_batch([cut], shaping(advantage="grpo", truncated="zero_reward"))
     assert (zeroed.trained_groups, zeroed.filtered_groups) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "samples", "dropped"),
+    [
+        ({}, [judged("a:0", 1.0), judged("a:1", 1.0)], True),
+        ({}, [judged("a:0", 1.0), judged("a:1", 0.0)], False),
+        ({"filter_zero_variance": False}, [judged("a:0", 1.0), judged("a:1", 1.0)], False),
+        ({}, [judged("a:0", 1.0), judged("a:1", 1.0, failed=True)], False),  # failed, not without signal
+        ({}, [judged("a:0", 1.0), judged("a:1", 1.0), judged("a:2", 0.0, failed=True)], True),
+        ({"overlong_buffer": 4}, [judged("a:0", 1.0, 4), judged("a:1", 1.0, 8)], False),
+        ({"truncated": "zero_reward"}, [judged("a:0", 0.0), judged("a:1", 1.0, truncated=True)], True),
+        ({"truncated": "mask"}, [judged("a:0", 0.0), judged("a:1", 1.0, truncated=True)], False),
+    ],
+)
+def test_groups_without_signal(changes: dict[str, Any], samples: list[SampleTag], dropped: bool) -> None:
+    spec = shaping(**changes)
+    assert without_signal(samples, spec) == dropped
+    assert shape_batch([samples], spec).filtered_groups == dropped
 
 
 def test_masked_samples_stay_in_the_baseline_but_not_in_the_loss() -> None:

@@ -184,6 +184,11 @@ def test_evaluation_may_use_them(models: Models, data: Path) -> None:
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"trainer__mini_batches": 5}, "trainer.mini_batches: 5 updates from 4 groups"),
+    ({"queue__capacity": 15}, "queue.capacity: 15 samples hold 3 groups of 4, but a step takes batch.groups=4 at once"),
+    (
+        {"admission__refill": True, "algorithm__filter_zero_variance": False},
+        "admission.refill: it replaces the groups that algorithm.filter_zero_variance drops",
+    ),
     ({"trainer__optimizer": {"lr": 1e-6, "min_lr": 1e-5}}, "trainer.optimizer.min_lr: above lr"),
     ({"trainer__optimizer": {"warmup_steps": 4}}, "trainer.optimizer.warmup_steps: 4 must be below run.steps=4"),
     ({"trainer__optimizer": {"betas": [0.9, 1.0]}}, "trainer.optimizer.betas.1: must be in [0, 1)"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.liveness import fits_queue, steps_without_room
 from megarl.config.pace import Pace
 from megarl.rollout.admission import Admission, usable_samples
 from tests.support.admission_machine import AdmissionMachine
@@ -53,7 +56,7 @@ class NewestFirst(Admission):
             yield version, groups
 
 
-class NoRefill(Admission):
+class NothingNew(Admission):
     """Starts nothing after the first publication."""
 
     @property
@@ -61,21 +64,92 @@ class NoRefill(Admission):
         return super().room if self.version == 0 else 0
 
 
-# (groups, pace, steps): a step off, many versions in flight, updates per step, and several steps per publication.
+class NoRefill(Admission):
+    """Keeps the place of a replaced group."""
+
+    @property
+    def room(self) -> int:
+        return max(0, super().room - len(self._replaced))
+
+
+class NoRefillLimit(Admission):
+    """Replaces every group without signal."""
+
+    def replace(self, group: int, versions: Iterable[int]) -> bool:
+        self._leave_flight(group, versions)
+        self._replaced.append(group)
+        return True
+
+
+class LateRefillLimit(Admission):
+    """Counts replaced groups of the whole run against the limit of a step."""
+
+    def replace(self, group: int, versions: Iterable[int]) -> bool:
+        return self._done["filtered"] < self.refill and super().replace(group, versions)
+
+
+class ForgetsReplaced(Admission):
+    """Settles no replaced group."""
+
+    def batch(self, step: int) -> tuple[list[int], list[int]] | None:
+        self._replaced = []
+        return super().batch(step)
+
+
+class SettlesReplacedTwice(Admission):
+    """Hands the replaced groups of a step to the next one as well."""
+
+    def batch(self, step: int) -> tuple[list[int], list[int]] | None:
+        replaced = list(self._replaced)
+        taken = super().batch(step)
+        self._replaced = replaced
+        return taken
+
+
+class IgnoresTaken(Admission):
+    """Fills the queue as if the step that is being trained had left it."""
+
+    @property
+    def _taken_count(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Small:
+    """A run whose states can all be visited. `steps`: the number of its steps."""
+
+    groups: int
+    pace: Pace
+    steps: int
+    refill: int = 0
+    capacity: int | None = None
+
+    def make(self, kind: type[Admission] = Admission) -> Admission:
+        return kind(self.groups, self.pace, refill=self.refill, capacity=self.capacity)
+
+
+# A step off, many versions in flight, updates per step, several steps per publication; then groups that are replaced,
+# and a queue that holds less than the bound allows.
 SMALL = [
-    (2, Pace(), 3),
-    (2, Pace(max_staleness=1), 3),
-    (1, Pace(max_staleness=3), 5),
-    (1, Pace(updates_per_step=2, sync_interval=2, max_staleness=3), 4),
-    (2, Pace(sync_interval=2, max_staleness=1), 4),
-    (1, Pace(updates_per_step=2, sync_interval=4, max_staleness=6), 4),
+    Small(2, Pace(), 3),
+    Small(2, Pace(max_staleness=1), 3),
+    Small(1, Pace(max_staleness=3), 5),
+    Small(1, Pace(updates_per_step=2, sync_interval=2, max_staleness=3), 4),
+    Small(2, Pace(sync_interval=2, max_staleness=1), 4),
+    Small(1, Pace(updates_per_step=2, sync_interval=4, max_staleness=6), 4),
+    Small(2, Pace(), 2, refill=3),
+    Small(2, Pace(max_staleness=1), 3, refill=2),
+    Small(1, Pace(max_staleness=2), 4, refill=1),
+    Small(1, Pace(updates_per_step=2, sync_interval=4, max_staleness=6), 4, refill=2),
+    Small(2, Pace(max_staleness=2), 3, capacity=3),
+    Small(1, Pace(max_staleness=2), 4, refill=1, capacity=2),
 ]
 
 
-@pytest.mark.parametrize(("groups", "pace", "steps"), SMALL)
-def test_every_state_of_a_small_run_keeps_the_rules(groups: int, pace: Pace, steps: int) -> None:
-    """The rules are the bound, the order, the size of a batch, and that the run can always go on."""
-    assert explore(Admission, groups, pace, steps) > steps
+@pytest.mark.parametrize("small", SMALL, ids=str)
+def test_every_state_of_a_small_run_keeps_the_rules(small: Small) -> None:
+    """The rules are the bound, the order, the size of a batch, each group once, and that the run can go on to its end."""
+    assert explore(small.make, small.steps) > small.steps
 
 
 @pytest.mark.parametrize(
@@ -85,13 +159,129 @@ def test_every_state_of_a_small_run_keeps_the_rules(groups: int, pace: Pace, ste
         (NoCap, "a second call starts groups again|the bound is passed"),
         (NoWait, "the bound is passed"),
         (NewestFirst, "an older group is left|the bound is passed"),
-        (NoRefill, "deadlock"),
+        (NothingNew, "deadlock"),
+        (NoRefill, "a replaced group leaves no place to another"),
+        (NoRefillLimit, "more groups are replaced than the limit allows"),
+        (LateRefillLimit, "a group is queued below the limit"),
+        (ForgetsReplaced, "a replaced group is not settled"),
+        (SettlesReplacedTwice, "the counters do not add up"),
+        (IgnoresTaken, "the queue holds more than it may"),
     ],
 )
 def test_each_rule_is_needed(mutant: type[Admission], broken: str) -> None:
     with pytest.raises(AssertionError, match=broken):
-        for groups, pace, steps in SMALL:
-            explore(mutant, groups, pace, steps)
+        for small in SMALL:
+            explore(lambda small=small: small.make(mutant), small.steps)
+
+
+class AnyPace(Pace):
+    """A pace without the check of its numbers."""
+
+    def __post_init__(self) -> None: ...
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("steps_per_sync", [1, 2])
+def test_the_check_at_start_up_refuses_exactly_the_runs_that_wait_for_ever(updates: int, steps_per_sync: int) -> None:
+    interval = updates * steps_per_sync
+    refused = 0
+    for staleness, capacity, refill in itertools.product(range(interval + 1), (1, 2, 3, None), (0, 1)):
+        pace = AnyPace(updates, interval, staleness)
+        small = Small(2, pace, steps_per_sync + 1, refill, capacity)
+        if not steps_without_room(pace) and fits_queue(small.groups, capacity):
+            explore(small.make, small.steps)
+        else:
+            refused += 1
+            with pytest.raises(AssertionError, match="deadlock"):
+                explore(small.make, small.steps)
+    assert refused > 2
+
+
+def labels_of_the_first_group(pace: Pace, shift: int, steps: int) -> None:
+    """Train `steps` steps, then finish one group whose engine labels its tokens `shift` versions off.
+
+    A group's tokens have every version that was published while it was in flight; the next one is being loaded.
+    """
+    admission = Admission(2, pace)
+    published, started = [0], dict[int, int]()
+    admission.set_version(0)
+    for step in range(steps):
+        started |= dict.fromkeys(admission.admit(), published[-1])
+        for group, first in started.items():
+            admission.finish(group, True, [version for version in published if version >= first])
+        started.clear()
+        assert admission.batch(step) is not None
+        admission.commit(step, trained=2, filtered=0, dropped_stale=0, failed=0)
+        if pace.publishes_after(step + 1):
+            published.append((step + 1) * pace.updates_per_step)
+            admission.announce(published[-1])
+            admission.set_version(published[-1])
+    new = admission.admit()
+    admission.finish(new[0], True, [published[-1] + shift])
+
+
+@pytest.mark.parametrize("pace", [small.pace for small in SMALL[:6]], ids=str)
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_labels_of_another_version_are_found_in_the_first_group(pace: Pace, shift: int) -> None:
+    period = pace.sync_interval // pace.updates_per_step
+    for steps in (0, period, 2 * period):
+        labels_of_the_first_group(pace, 0, steps)
+        with pytest.raises(ValueError, match=r"has a token of version|never published"):
+            labels_of_the_first_group(pace, shift, steps)
+
+
+def test_tokens_may_carry_a_version_from_its_announcement_on() -> None:
+    """Engines serve a version before the controller hears that all of them do."""
+    admission = Admission(1, Pace(max_staleness=2))
+    admission.set_version(0)
+    admission.admit()
+    with pytest.raises(ValueError, match="group 0 has tokens of version 1, which was never published; the last is 0"):
+        admission.finish(0, True, [0, 1])
+    admission.announce(1)
+    admission.finish(0, True, [0, 1])
+    with pytest.raises(ValueError, match="group 1 has tokens of version 2, which was never published; the last is 1"):
+        admission.finish(1, True, [1, 2])
+    assert admission.counters.in_flight == 2  # refused, not lost
+
+
+def test_replaced_groups_are_filtered_by_the_next_step_and_part_of_the_history() -> None:
+    admission = Admission(2, SYNC, refill=3)
+    admission.set_version(0)
+    assert admission.admit() == [0, 1]
+    assert admission.replace(1, [0]) and admission.admit() == [2]
+    assert admission.replace(2, [0]) and admission.admit() == [3]
+    admission.finish(0, True, [0])
+    counters = admission.counters
+    assert (counters.in_flight, counters.replaced, counters.ready) == (1, 2, 1) and counters.balanced
+    admission.finish(3, True, [0])
+    assert admission.batch(0) == ([0, 3], []) and admission.replaced(0) == [1, 2]
+    assert admission.counters.taken == 4 and admission.counters.replaced == 0
+    before = admission.state_dict()
+    with pytest.raises(ValueError, match=r"do not account for its 4 groups, 0 of them failed .* 2 were replaced"):
+        admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0)
+    with pytest.raises(ValueError, match="do not account"):
+        admission.commit(0, trained=3, filtered=1, dropped_stale=0, failed=0)
+    admission.commit(0, trained=1, filtered=3, dropped_stale=0, failed=0)
+    assert (admission.counters.filtered, admission.counters.settled) == (3, 4) and admission.counters.balanced
+    for state, next_groups in ((before, [0, 1]), (admission.state_dict(), [4, 5])):
+        resumed = Admission(2, SYNC, refill=3)
+        resumed.load_state_dict(state)
+        resumed.set_version(1)
+        assert resumed.admit() == next_groups  # replaced groups that no commit settled are drawn again
+        assert resumed.replace(next_groups[0], [1]) and len(resumed.admit()) == 1
+
+
+def test_beyond_the_limit_a_group_without_signal_is_queued() -> None:
+    admission = Admission(1, SYNC, refill=1)
+    admission.set_version(0)
+    admission.admit()
+    assert admission.replace(0, [0])
+    assert admission.admit() == [1] and not admission.replace(1, [0])
+    admission.finish(1, True, [0])
+    assert admission.batch(0) == ([1], [])
+    admission.commit(0, trained=0, filtered=2, dropped_stale=0, failed=0)
+    admission.set_version(1)
+    assert admission.admit() == [2] and admission.replace(2, [1])  # the limit is one of each step
 
 
 def drive(admission: Admission, steps: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.batch_stats import BatchStats, BusyClock, quantile
 from megarl.telemetry.declarations import step_metrics
 
@@ -50,6 +51,26 @@ def test_batch_metrics() -> None:
 
 
 def test_batch_metrics_are_declared() -> None:
-    metrics = step_metrics()
-    metrics.update(BatchStats([0.1], [0.1]).metrics(replicas_serving=1, replicas_lost=0))
+    metrics, stats = step_metrics(), BatchStats([0.1], [0.1])
+    stats.note_replaced(recorded_rows(1.0, 1.0))
+    metrics.update(stats.metrics(replicas_serving=1, replicas_lost=0))
     assert metrics.reduce()["rollout/replicas_alive"] == 1
+
+
+def recorded_rows(*rewards: float | None) -> list[Trajectory]:
+    """The rows of a group, with three tokens each; None is a failed sample."""
+    return [
+        Trajectory(
+            0, index, [1], [7] * 3, [-0.5] * 3, (VersionSpan(0, 0, 3),), "stop", reward or 0.0,
+            status="failed" if reward is None else "ok",
+        )
+        for index, reward in enumerate(rewards)
+    ]  # fmt: skip
+
+
+def test_replaced_groups_are_measured_by_group() -> None:
+    stats = BatchStats()
+    stats.note_replaced(recorded_rows(1.0, 1.0, None))
+    stats.note_replaced(recorded_rows(0.0, 0.0))
+    values = stats.metrics(replicas_serving=1, replicas_lost=0)
+    assert (values["rollout/replaced_reward_mean"], values["rollout/replaced_tokens"]) == (0.5, 15)

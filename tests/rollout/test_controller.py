@@ -160,6 +160,124 @@ def test_a_group_whose_samples_all_fail_in_the_engine_is_failed(local: LocalCont
     run(scenario)
 
 
+def refilling(directory: Path, monkeypatch: pytest.MonkeyPatch, signal: set[int]) -> LocalController:
+    """A controller with dynamic sampling, at most GROUPS a step; the rewards of other groups than `signal` are equal.
+
+    The text of group g has g + 1 characters, and equal rewards are that number.
+    """
+    settings = config_of(
+        "model",
+        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
+        admission={"refill": True, "refill_limit": 1},
+    )
+    local = local_controller(settings, directory, monkeypatch)
+    local.rewards.script = {group + 1: [0.0, 1.0] for group in signal}
+    return local
+
+
+def test_groups_without_signal_are_replaced_before_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = refilling(tmp_path, monkeypatch, {0, 2, 4, 5, 6, 7})
+    controller = local.controller
+
+    async def scenario() -> None:
+        await controller.set_version(0)
+        batch = await controller.wait_batch(0, WAIT_S)
+        assert batch.keys == keys_of(0, 2, 4) and set(local.queue.rows) == set(batch.keys)
+        assert batch.replaced == [1, 3] and batch.counters.taken == GROUPS + 2 and batch.counters.balanced
+        values = batch.timings
+        assert (values["rollout/groups_replaced"], values["rollout/groups_replaced_share"]) == (2, 0.4)
+        assert values["rollout/replaced_reward_mean"] == (2 + 4) / 2
+        assert values["rollout/replaced_tokens"] == SAMPLES * (2 + 4)
+        assert json.loads((tmp_path / ATTEMPTS_FILE).read_text()) == {"attempts": GROUPS + 2}
+        with pytest.raises(ValueError, match="do not account for its 5 groups"):
+            await controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0)
+        counters = await controller.commit(0, trained=3, filtered=2, dropped_stale=0, failed=0)
+        assert counters.settled == counters.admitted == GROUPS + 2
+        await controller.set_version(1)
+        batch = await controller.wait_batch(1, WAIT_S)
+        assert batch.keys == keys_of(5, 6, 7) and batch.replaced == []
+        assert batch.timings["rollout/groups_replaced"] == 0 and "rollout/replaced_tokens" not in batch.timings
+
+    run(scenario)
+
+
+def test_no_more_groups_are_replaced_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = refilling(tmp_path, monkeypatch, set())
+
+    async def scenario() -> None:
+        await local.controller.set_version(0)
+        batch = await local.controller.wait_batch(0, WAIT_S)
+        assert len(batch.replaced) == GROUPS and len(batch.keys) == GROUPS * SAMPLES
+        assert batch.counters.admitted == 2 * GROUPS and batch.counters.in_flight == 0
+
+    run(scenario)
+
+
+def test_a_failed_group_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = refilling(tmp_path, monkeypatch, {0, 2})
+    local.fleet.failures = {1: TimeoutError("late")}
+
+    async def scenario() -> None:
+        await local.controller.set_version(0)
+        batch = await local.controller.wait_batch(0, WAIT_S)
+        assert batch.keys == keys_of(0, 1, 2) and batch.replaced == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("served", "told"),
+    [
+        (8, "group 0 has tokens of version 8, which was never published; the last is 7"),
+        (6, "group 0 was started at version 7 and has a token of version 6"),
+    ],
+)
+def test_tokens_labelled_with_another_version_end_the_run(local: LocalController, served: int, told: str) -> None:
+    """Already in the first step, whose batch the trainer does not get."""
+    local.fleet.version = lambda: served
+
+    async def scenario() -> None:
+        await local.controller.announce(7)
+        await local.controller.set_version(7)
+        with pytest.raises(RolloutError, match=told):
+            await local.controller.wait_batch(0, WAIT_S)
+
+    run(scenario)
+
+
+def test_an_announced_version_may_arrive_before_every_engine_serves_it(local: LocalController) -> None:
+    local.fleet.version = lambda: 8
+
+    async def scenario() -> None:
+        await local.controller.set_version(7)
+        await local.controller.announce(8)
+        assert (await local.controller.wait_batch(0, WAIT_S)).keys == keys_of(0, 1, 2)
+
+    run(scenario)
+
+
+def test_places_that_a_commit_frees_in_the_queue_are_used_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config_of(
+        "model",
+        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
+        admission={"mode": "one_step_off"},
+        queue={"capacity": (GROUPS + 1) * SAMPLES},
+    )
+    local = local_controller(settings, tmp_path, monkeypatch)
+
+    async def scenario() -> None:
+        # The bound would allow two steps.
+        assert (await local.controller.set_version(0)).admitted == GROUPS + 1
+        await local.controller.wait_batch(0, WAIT_S)
+        assert (await local.controller.admit()).admitted == GROUPS + 1
+        counters = await local.controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0)
+        assert (counters.admitted, counters.ready + counters.in_flight) == (2 * GROUPS, GROUPS)
+
+    run(scenario)
+
+
 def test_begin_resets_the_failure_policy(local: LocalController) -> None:
     """GROUPS failures in a row end the run; those before a restart of the trainer do not count."""
     failing = range(GROUPS - 1)

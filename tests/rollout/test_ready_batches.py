@@ -50,6 +50,18 @@ def test_rolled_back_groups_are_reported_with_every_batch() -> None:
     assert ReadyBatches(1).take(0, admission, {}).timings["total/groups_rolled_back"] == 5
 
 
+def test_replaced_groups_are_reported_with_the_batch_that_they_were_replaced_before() -> None:
+    admission = Admission(2, Pace(), refill=4)
+    admission.set_version(0)
+    admission.admit()
+    assert admission.replace(1, [0]) and admission.replace(0, [0])
+    for group in admission.admit():
+        admission.finish(group, ok=True)
+    batch = ReadyBatches(1).take(0, admission, {})
+    assert (batch.keys, batch.replaced, batch.counters.taken) == (["2:0", "3:0"], [0, 1], 4)
+    assert (batch.timings["rollout/groups_replaced"], batch.timings["rollout/groups_replaced_share"]) == (2, 0.5)
+
+
 def test_a_step_whose_groups_are_not_ready_has_no_batch() -> None:
     batches = ReadyBatches(SAMPLES)
     with pytest.raises(ValueError, match="the groups of step 0 are not ready"):

@@ -37,6 +37,7 @@ def test_the_order_of_a_run(make_run: Callable[..., FakeRun]) -> None:
     run = make_run(2)
     run.due = {2}
     assert journal_of_training(run) == [
+        "announce 0",
         "publish 0",
         "record sync of version 0",
         "set version 0",
@@ -48,6 +49,7 @@ def test_the_order_of_a_run(make_run: Callable[..., FakeRun]) -> None:
         "fetch plan for version 0",
         "train plan for version 0",
         "commit 0",
+        "announce 1",
         "publish 1",
         "record sync of version 1",
         "set version 1",
@@ -58,6 +60,7 @@ def test_the_order_of_a_run(make_run: Callable[..., FakeRun]) -> None:
         "fetch plan for version 1",
         "train plan for version 1",
         "commit 1",
+        "announce 2",
         "publish 2",
         "record sync of version 2",
         "set version 2",
@@ -76,7 +79,8 @@ def test_a_resumed_run_continues_with_the_step_and_the_version_of_its_checkpoint
     run = make_run(5, evaluation__every=2)
     run.record = {**OLD_RECORD, "step": 3, "version": 7}
     journal = journal_of_training(run)
-    assert journal[:4] == ["publish 7", "record sync of version 7", "set version 7", "start the clock"]
+    assert journal[:3] == ["announce 7", "publish 7", "record sync of version 7"]
+    assert journal[3:5] == ["set version 7", "start the clock"]
     taken = [line for line in journal if line.startswith("take")]
     assert taken == ["take batch 3 for version 7", "take batch 4 for version 8"]
     recorded = [line for line in journal if line.startswith("record") and " at " in line]

@@ -73,7 +73,10 @@ class FakeClient:
         self._note(f"wait_batch {step}")
         if self._failure is not None:
             raise self._failure
-        return BatchReady(step, list(ROWS), Counters(), {"rollout/replicas_alive": 2.0})
+        return BatchReady(step, list(ROWS), Counters(), {"rollout/replicas_alive": 2.0}, [41, 44])
+
+    def announce(self, version: int) -> None:
+        self._note(f"announce {version}")
 
     def set_version(self, version: int, admit: bool) -> None:
         self._note(f"set_version {version} {admit}")
@@ -220,7 +223,7 @@ def test_a_gpu_of_both_sides_is_an_error_on_every_rank(links: Links) -> None:
 
 def test_every_rank_gets_the_batch_and_one_rank_of_each_replica_reads_it(links: Links) -> None:
     first, *others = links.run(lambda link: link.take_batch(0, VERSION))
-    assert first == StepBatch(0, VERSION, list(ROWS), batch_of().tags, {"rollout/replicas_alive": 2.0})
+    assert first == StepBatch(0, VERSION, list(ROWS), batch_of().tags, {"rollout/replicas_alive": 2.0}, [41, 44])
     assert others == [first] * 3
     assert links.journal.of(0)[3:] == ["wait_batch 0", "read_tags"] and links.journal.of(2)[1:] == ["read_tags"]
     assert links.journal.of(1) == links.journal.of(3) == []
@@ -325,6 +328,7 @@ def test_close_ends_the_pool_unless_it_is_kept(links: Links, keep: bool) -> None
 
 def everything_not_collective(link: PoolLink) -> list[Any]:
     handles = link.engine_handles()
+    link.announce(3)
     link.set_version(3)
     link.admit()
     link.commit(batch_of(), plan_of(link))
@@ -337,7 +341,7 @@ def test_ranks_that_hold_nothing_do_nothing(links: Links) -> None:
     outcomes = links.run(everything_not_collective)
     assert outcomes == [["handles", {"admission": {"steps": 1}}], *[[None, {}]] * 3]
     assert links.journal.of(1) == links.journal.of(3) == []
-    assert links.journal.of(0)[3:5] == ["set_version 3 False", "admit"]
+    assert links.journal.of(0)[3:6] == ["announce 3", "set_version 3 False", "admit"]
 
 
 @pytest.mark.parametrize(("mode", "admits"), [("sync", False), ("one_step_off", True), ("async", True)])

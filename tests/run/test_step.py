@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from megarl.algorithms.filters import without_signal
 from megarl.algorithms.losses import LossSpec
 from megarl.config.schema import Config
+from megarl.config.shaping import shaping_of
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan, sample_key
 from megarl.run.batch_metrics import record_batch
 from megarl.run.step import entropy_due, plan_step
@@ -179,6 +181,76 @@ def test_groups_without_variance_are_filtered_if_asked(on: bool, trained: int) -
     tags = [tag(g, i, float(g and i)) for g in range(2) for i in range(2)]
     plan = plan_step(tags, config(algorithm={"filter_zero_variance": on}), dp_size=1, version=0)
     assert (plan.outcome.trained, plan.outcome.filtered) == (trained, 2 - trained)
+
+
+JUDGED = st.tuples(
+    st.sampled_from([0.0, 1.0]),
+    st.integers(5, 8),
+    st.sampled_from(["stop", "length"]),
+    st.sampled_from(["ok", "failed"]),
+)
+
+
+@given(
+    groups=st.lists(st.lists(JUDGED, min_size=2, max_size=4), min_size=1, max_size=6),
+    truncated=st.sampled_from(["keep", "mask", "zero_reward"]),
+    buffer=st.sampled_from([0, 3]),
+    permute=st.booleans(),
+)
+@settings(deadline=None)
+def test_rollout_replaces_exactly_the_groups_that_the_trainer_would_filter(
+    groups: list, truncated: str, buffer: int, permute: bool
+) -> None:
+    chosen = config(
+        algorithm={"permute_rewards": permute, "overlong": {"buffer_tokens": buffer}},
+        sampling={"truncated": truncated},
+        admission={"refill": True},
+    )
+    made = [
+        [tag(g, i, reward, tokens=tokens, finish=finish, status=status) for i, (reward, tokens, finish, status) in each]
+        for g, each in ((g, list(enumerate(group))) for g, group in enumerate(groups))
+    ]
+    replaced = [g for g, group in enumerate(made) if without_signal(group, shaping_of(chosen))]
+    queued = [each for g, group in enumerate(made) if g not in replaced for each in group]
+    filtering = plan_step([each for group in made for each in group], chosen, dp_size=1, version=0)
+    refilled = plan_step(queued, chosen, dp_size=1, version=0, replaced=replaced)
+    assert refilled.shaped.filtered_groups == 0 and refilled.outcome == filtering.outcome
+    assert refilled.mini_batches == filtering.mini_batches
+
+
+def test_reports_of_replaced_groups_that_cannot_be_right_are_refused() -> None:
+    tags = [tag(0, i, float(i)) for i in range(2)]
+    refill = config(admission={"refill": True, "refill_limit": 1})
+    for replaced in ([0], [5, 5]):
+        with pytest.raises(ValueError, match="in the batch or were reported twice"):
+            plan_step(tags, refill, dp_size=1, version=0, replaced=replaced)
+    with pytest.raises(ValueError, match=r"5 groups were replaced before a step; admission.refill allows 4"):
+        plan_step(tags, refill, dp_size=1, version=0, replaced=range(5, 10))
+    with pytest.raises(ValueError, match="allows 0"):
+        plan_step(tags, config(), dp_size=1, version=0, replaced=[5])
+
+
+def test_lengths_of_what_was_too_old_and_the_staleness_of_what_was_not() -> None:
+    """Two updates of one group each, from version 4; the third group is too old, the longest, and reported."""
+    lags = config(trainer={"mini_batches": 2}, admission={"mode": "async", "sync_interval": 2, "max_staleness": 3})
+    versions, lengths = (2, 4, 1), (3, 5, 8)
+    tags = [tag(g, i, float(i), tokens=lengths[g] - i, version=versions[g]) for g in range(3) for i in range(2)]
+    tags.append(tag(2, 2, 0.0, tokens=7, status="failed", version=1))
+    plan = plan_step(tags, lags, dp_size=1, version=4)
+    assert plan.outcome.dropped_stale == 1 and plan.stale == ["2:0", "2:1", "2:2"]
+    metrics = step_metrics()
+    record_batch(metrics, plan)
+    values = metrics.reduce()
+    assert (values["batch/stale_length_mean"], values["batch/stale_length_max"]) == (7.5, 8)
+    assert (values["batch/length_mean"], values["batch/length_max"]) == (3.5, 5)
+    # 4 - 2 for the first update, 5 - 4 for the second.
+    assert (values["batch/staleness_mean"], values["batch/staleness_max"], values["batch/staleness_p95"]) == (1.5, 2, 2)
+
+
+def test_no_lengths_are_reported_of_groups_that_were_not_dropped() -> None:
+    metrics = step_metrics()
+    record_batch(metrics, plan_step([tag(0, i, float(i)) for i in range(2)], config(), dp_size=1, version=0))
+    assert not any("stale_length" in name for name in metrics.reduce())
 
 
 GROUPS, SAMPLES = 4, 3

@@ -24,19 +24,29 @@ class AdmissionMachine(RuleBasedStateMachine):
     definition, on the update that trains the group.
     """
 
-    @initialize(groups=st.integers(1, 4), pace=paces(), first=st.integers(0, 3))
-    def start(self, groups: int, pace: Pace, first: int) -> None:
-        self.admission, self.pace = Admission(groups, pace), pace
+    @initialize(
+        groups=st.integers(1, 4),
+        pace=paces(),
+        first=st.integers(0, 3),
+        refill=st.integers(0, 3),
+        spare=st.none() | st.integers(0, 3),
+    )
+    def start(self, groups: int, pace: Pace, first: int, refill: int, spare: int | None) -> None:
+        capacity = None if spare is None else groups + spare
+        self.admission, self.pace = Admission(groups, pace, refill=refill, capacity=capacity), pace
+        self.replaced: list[int] = []  # since the last step
         self.running: dict[int, int] = {}  # group -> version at its start
         self.oldest: dict[int, int] = {}  # of the groups that have finished
         self.seen: list[int] = []
         self.ended: dict[int, str] = {}
         self.updates = first  # made by the trainer
         self.published, self.step = -1, 0
+        self.versions: list[int] = []  # all that were published
         self.publish()
 
     def publish(self) -> None:
         self.published = self.updates
+        self.versions.append(self.published)
         self.admission.set_version(self.published)
 
     @rule()
@@ -52,9 +62,20 @@ class AdmissionMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, ok: bool, has_tokens: bool) -> None:
         group = data.draw(st.sampled_from(sorted(self.running)))
         started = self.running.pop(group)
-        oldest = data.draw(st.integers(started, self.published)) if has_tokens else None
-        self.oldest[group] = started if oldest is None else oldest
-        self.admission.finish(group, ok, oldest)
+        versions = [version for version in self.versions if version >= started] if has_tokens else []
+        versions = versions[data.draw(st.integers(0, len(versions) - 1)) :] if versions else []
+        self.oldest[group] = min(versions, default=started)
+        self.admission.finish(group, ok, versions)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def replace(self, data: st.DataObject) -> None:
+        group = data.draw(st.sampled_from(sorted(self.running)))
+        replaced = self.admission.replace(group, [self.published])
+        assert replaced == (len(self.replaced) < self.admission.refill)
+        if replaced:
+            del self.running[group]
+            self.replaced.append(group)
 
     @rule(data=st.data())
     def train(self, data: st.DataObject) -> None:
@@ -69,7 +90,11 @@ class AdmissionMachine(RuleBasedStateMachine):
         left = set(self.oldest) - set(ok + bad) - set(self.ended)
         assert all(self.oldest[group] >= max(self.oldest[taken] for taken in ok + bad) for group in left)
         ends = [data.draw(st.sampled_from(["trained", "filtered", "dropped_stale", "failed"])) for _ in ok]
+        assert self.admission.replaced(self.step) == sorted(self.replaced)
+        self.ended |= dict.fromkeys(self.replaced, "filtered")
         numbers = {name: ends.count(name) for name in ("trained", "filtered", "dropped_stale")}
+        numbers["filtered"] += len(self.replaced)
+        self.replaced = []
         self.admission.commit(self.step, **numbers, failed=ends.count("failed") + len(bad))
         for group, end in zip(ok + bad, ends + ["failed"] * len(bad), strict=True):
             assert group not in self.ended
@@ -81,11 +106,12 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        state, fresh = self.admission.state_dict(), Admission(self.admission.groups, self.pace)
+        old = self.admission
+        state, fresh = old.state_dict(), Admission(old.groups, self.pace, refill=old.refill, capacity=old.capacity)
         fresh.load_state_dict(state)
         assert fresh.counters.admitted == fresh.counters.settled == len(self.ended)
         assert fresh.admit() == []  # the engines may have no weights yet
-        self.admission, self.running = fresh, {}
+        self.admission, self.running, self.replaced = fresh, {}, []
         self.seen = sorted(self.ended)
         self.oldest = {group: version for group, version in self.oldest.items() if group in self.ended}
         self.publish()
@@ -97,7 +123,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         counters = self.admission.counters
         assert counters.balanced
         assert counters.admitted == len(set(self.seen)) and counters.in_flight == len(self.running)
-        assert counters.settled == len(self.ended)
+        assert counters.settled == len(self.ended) and counters.replaced == len(self.replaced)
         assert counters.trained == list(self.ended.values()).count("trained")
 
     @invariant()

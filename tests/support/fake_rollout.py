@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,14 +26,14 @@ from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.replica import ReplicaSpec
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 
-VERSION = 4  # of the weights that the fake engines serve
+VERSION = 4  # of the weights that the fake batcher serves
 ENGINE_S = 0.25
 
 
-def response(request: GenerateRequest) -> GenerateResult:
+def response(request: GenerateRequest, version: int = VERSION) -> GenerateResult:
     """Return as many tokens as the request's prompt has."""
     ids = [9] * len(request.prompt_ids)
-    spans = (VersionSpan(VERSION, 0, len(ids)),)
+    spans = (VersionSpan(version, 0, len(ids)),)
     return GenerateResult(request.request_id, ids, [-0.5] * len(ids), spans, "stop", 0, ENGINE_S)
 
 
@@ -78,17 +78,26 @@ class FakeSource:
 
 
 class FakeRewards:
-    """The reward is the length of the text."""
+    """The reward is the length of the text, or the next one of `script`."""
+
+    def __init__(self) -> None:
+        self.script: dict[int, list[float]] = {}  # by length of the text, which tells the group
 
     async def score(self, judged: RewardInput) -> RewardOutcome:
-        return RewardOutcome(float(len(judged.response)))
+        script = self.script.get(len(judged.response))
+        return RewardOutcome(script.pop(0) if script else float(len(judged.response)))
 
     def close(self) -> None: ...
 
 
 @dataclass
 class FakeFleet:
-    """One replica. `failures`: the errors of requests by group; `held`: groups whose requests are never answered."""
+    """One replica. `failures`: the errors of requests by group; `held`: groups whose requests are never answered.
+
+    `version`: returns that of the weights which it serves.
+    """
+
+    version: Callable[[], int] = lambda: VERSION
 
     failures: dict[int, Exception] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
@@ -104,7 +113,7 @@ class FakeFleet:
             await asyncio.Event().wait()
         if prefix in self.failures:
             raise self.failures[prefix]
-        return [response(request) for request in requests]
+        return [response(request, self.version()) for request in requests]
 
     def admit_joining(self) -> None:
         self.joined += 1
@@ -144,6 +153,7 @@ class LocalController:
     controller: RolloutController
     fleet: FakeFleet
     queue: FakeQueue
+    rewards: FakeRewards
 
 
 def local_controller(
@@ -154,8 +164,9 @@ def local_controller(
     spec = ReplicaSpec(config.model_dump_json(), str(directory), "run", cuda=False, max_model_len=64, supervisor=None)
     made: Any = RolloutController(spec, "run.0")
     fleet, queue, source, rewards = FakeFleet(), FakeQueue(), FakeSource(), FakeRewards()
+    fleet.version = lambda: made._admission.version
     batcher = Batcher(fleet, clock=made._engine_time)  # type: ignore[arg-type]
     made._fleet, made._writer, made._queue, made._source, made._rewards = fleet, queue, queue, source, rewards
     made._batcher = batcher
     made._runner = GroupRunner(config, loop or SingleTurn(), source, batcher, rewards, partition="run.0")  # type: ignore[arg-type]
-    return LocalController(made, fleet, queue)
+    return LocalController(made, fleet, queue, rewards)

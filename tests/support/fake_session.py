@@ -80,6 +80,9 @@ class FakePool(Part):
     def engine_handles(self) -> str:
         return "handles"
 
+    def announce(self, version: int) -> None:
+        self._note(f"announce {version}")
+
     def set_version(self, version: int) -> None:
         self._note(f"set version {version}")
 
@@ -193,7 +196,7 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     run = FakeRun(config)
     note = run.journal.append
 
-    def plan_step(tags: object, config: Config, *, dp_size: int, version: int) -> str:
+    def plan_step(tags: object, config: Config, *, dp_size: int, version: int, replaced: object) -> str:
         return f"plan for version {version}"
 
     def train_step(policy: object, plan: str, *rest: object) -> None:

@@ -17,6 +17,11 @@ def digit_share(response: str, answer: str) -> float:
     return sum(character.isdigit() for character in response) / max(1, len(response))
 
 
+def even_sums_are_equal(response: str, answer: str) -> float:
+    """The share of digits, but 1 for all responses to a problem whose answer is even."""
+    return 1.0 if int(answer) % 2 == 0 else digit_share(response, answer)
+
+
 def overflowing(response: str, answer: str) -> float:
     """Finite as a reward, as fp32 too, but not as a loss: advantages of this size overflow in the sum."""
     return 3e38 * digit_share(response, answer)

@@ -47,3 +47,29 @@ def test_generation_runs_ahead_within_the_bound(
         version for version in range(updates, STEPS * updates + 1, updates) if version % published == 0
     ]
     assert records[-1]["total/groups_dropped_stale"] == 0
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+def test_groups_without_signal_are_replaced(tmp_path: Path, mode: str) -> None:
+    """About half of the problems have equal rewards; every step trains its number of groups all the same."""
+    steps, groups = 3, 4
+    config = tiny_config(tmp_path, steps=steps)
+    config["admission"] = {"mode": mode, "refill": True}
+    config["reward"]["function"] = "tests.support.reward_functions:even_sums_are_equal"
+    config["telemetry"] = {"dump_batches": True}
+    run = train(config)
+    assert run.code == 0, run.output[-4000:]
+    records, trained = step_records(run.directory), set()
+    for step, record in enumerate(records):
+        batch = read_batch(run.directory / "batches", step)
+        ids = {row.group_id for row in batch.trajectories}
+        assert len(ids) == groups == record["groups/trained"] and not ids & trained
+        assert all(len({row.reward for row in batch.trajectories if row.group_id == group}) > 1 for group in ids)
+        assert record["groups/filtered"] == record["rollout/groups_replaced"]
+        assert record["groups/admitted"] == groups + record["rollout/groups_replaced"]
+        trained |= ids
+    last = records[-1]
+    assert last["total/groups_admitted"] == steps * groups + last["total/groups_filtered"]
+    assert last["total/groups_filtered"] > 0, "nothing was replaced"
+    if mode == "sync":  # every group up to the last trained one was trained or replaced
+        assert last["total/groups_admitted"] == max(trained) + 1

@@ -1,0 +1,112 @@
+"""Admission against AReaL's `StalenessManager` (areal 1.0.4), which limits how many rollouts may start.
+
+A rollout there is a prompt group here, its version the number of trained batches behind the served weights. Then its
+capacity is our room: both allow (staleness + version + 1) batches in total, less what runs, waits or was trained. A
+rejected rollout frees its place there, as a replaced group does here.
+
+What differs, and is left out: its `max_concurrent_rollouts` limits what runs, for which `queue.capacity` is the nearest
+key here, but that counts finished groups too. A failed group counts towards its step here, and is a rejected rollout
+there. Staleness between two updates of one batch is rounded down to whole batches there. And it limits starts only:
+which groups a batch takes, and that it waits for those about to be too old, is no part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.config.pace import Pace
+from megarl.rollout.admission import Admission
+from tests.support.areal_staleness import (
+    PACES,
+    CapacityRun,
+    areal_directory,
+    capacities,
+    recorded_runs,
+    staleness_manager,
+)
+
+
+def rooms(run: CapacityRun, kind: type[Admission] = Admission) -> Iterator[int]:
+    """Yield the room of an admission after each event of a run."""
+    pace, refill = Pace(**run.pace), len(run.events)
+    admission = kind(run.groups, pace, refill=refill)
+    admission.set_version(0)
+    waiting: list[int] = []  # groups that AReaL has submitted, oldest first
+    started: dict[int, int] = {}
+    held_back: list[int] = []  # groups that admission has started, and AReaL has not submitted yet
+    step = 0
+    for event in run.events:
+        name, _, number = event.partition(" ")
+        if name == "submit":
+            if len(held_back) < int(number):
+                new = admission.admit()
+                started |= dict.fromkeys(new, admission.version)
+                held_back += new
+            waiting += held_back[: int(number)]
+            del held_back[: int(number)]
+        elif name == "accept":
+            group = waiting.pop(0)
+            admission.finish(group, True, [started[group]])
+        elif name == "reject":
+            group = waiting.pop(0)
+            assert admission.replace(group, [started[group]])
+        elif name == "train":
+            assert admission.batch(step) is not None
+            filtered = len(admission.replaced(step))
+            admission.commit(step, trained=run.groups, filtered=filtered, dropped_stale=0, failed=0)
+            step += 1
+        elif name == "version":
+            admission.set_version(int(number) * pace.updates_per_step)
+        elif name == "resume":
+            state, version = admission.state_dict(), admission.version
+            admission = kind(run.groups, pace, refill=refill)
+            admission.load_state_dict(state)
+            admission.set_version(version)
+            waiting, held_back = [], []
+        yield admission.room + len(held_back)
+
+
+def agrees(run: CapacityRun, answers: list[int], kind: type[Admission] = Admission) -> bool:
+    """Tell whether all rooms are the answers; it stops at the first that is not, where the events cannot go on."""
+    return all(room == answer for room, answer in zip(rooms(run, kind), answers, strict=True))
+
+
+@pytest.mark.parametrize("run", recorded_runs(), ids=lambda run: str(Pace(**run.pace)))
+def test_room_is_areal_s_capacity(run: CapacityRun) -> None:
+    """Its answers are those of the class itself where the package can be found, otherwise the recorded ones."""
+    answers = run.capacities
+    if (areal := areal_directory()) is not None:
+        answers = capacities(staleness_manager(areal), run)
+        assert answers == run.capacities
+    assert agrees(run, answers), list(zip(run.events, rooms(run), answers, strict=True))
+
+
+def test_the_runs_meet_every_event_and_a_full_pool() -> None:
+    """The comparison would prove little if nothing were ever refused, replaced or resumed."""
+    runs = recorded_runs()
+    assert [Pace(**run.pace) for run in runs] == PACES
+    names = {event.split()[0] for run in runs for event in run.events}
+    assert names == {"submit", "accept", "reject", "train", "version", "resume"}
+    assert all({0} < set(run.capacities) for run in runs)
+
+
+class NoBound(Admission):
+    """Allows one batch more than the bound."""
+
+    def steps_within_bound(self, version: int) -> int:
+        return super().steps_within_bound(version) + 1
+
+
+class KeepsPlaces(Admission):
+    """Leaves the place of a replaced group empty."""
+
+    @property
+    def room(self) -> int:
+        return max(0, super().room - len(self._replaced))
+
+
+@pytest.mark.parametrize("mutant", [NoBound, KeepsPlaces])
+def test_the_comparison_finds_another_rule(mutant: type[Admission]) -> None:
+    assert not all(agrees(run, run.capacities, mutant) for run in recorded_runs())
