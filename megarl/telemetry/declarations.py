@@ -10,7 +10,10 @@ GROUPS: dict[str, str] = {
     "batch": "Contents of the update.",
     "rollout": "Generation.",
     "policy": "The update, over every trained response token of the step.",
-    "mismatch": "Engine against trainer: log-probs of the same tokens under the same weights.",
+    "correction": "Importance weights of the token losses, over every trained token, if there is a correction "
+    "(`algorithm.correction`).",
+    "mismatch": "Engine against trainer, before the first update of the step: log-probs of the same tokens, under the "
+    "same weights with `admission.mode: sync`, otherwise under weights that may be `rollout/version_lag` apart.",
     "sync": "Weight sync from trainer to engines.",
     "time": "Seconds of the step by phase; phases do not overlap and add up to `time/step`.",
     "perf": "Speed and memory.",
@@ -120,6 +123,12 @@ _POLICY = [
     Metric("policy/moe_z_loss", "loss", "mean", "MoE router z-loss without its coefficient."),
     Metric("policy/advantage_mean", "1", "mean", "Mean advantage of the trained samples."),
     Metric("policy/advantage_std", "1", "mean", "Standard deviation of the trained samples' advantages."),
+]
+
+_CORRECTION = [
+    Metric("correction/weight_mean", "1", "weighted", "Mean weight; 1 where trainer and engine agree."),
+    Metric("correction/capped_share", "share", "weighted", "Share of tokens whose weight was cut at the cap."),
+    Metric("correction/ess", "share", "weighted", "Relative effective sample size of the weights; 1 if all are equal."),
 ]
 
 _MISMATCH = [
@@ -251,9 +260,9 @@ _TOTAL = [
     Metric("total/wall_seconds", "s", "last", "Wall time since the start.", True),
 ]
 
-REGISTRY = Registry(
-    [*_REWARD, *_GROUPS, *_BATCH, *_ROLLOUT, *_POLICY, *_MISMATCH, *_SYNC, *_TIME, *_PERF, *_EVAL, *_TOTAL]
-)
+_TRAINING = [*_REWARD, *_GROUPS, *_BATCH, *_ROLLOUT, *_POLICY, *_CORRECTION, *_MISMATCH]
+
+REGISTRY = Registry([*_TRAINING, *_SYNC, *_TIME, *_PERF, *_EVAL, *_TOTAL])
 
 
 def step_metrics() -> StepMetrics:
