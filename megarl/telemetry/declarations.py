@@ -61,6 +61,13 @@ _BATCH = [
     Metric("batch/response_tokens", "tokens", "sum", "Response tokens of the batch."),
     Metric("batch/trained_tokens", "tokens", "sum", "Prompt and response tokens that passed through the update."),
     Metric("batch/loss_tokens", "tokens", "sum", "Response tokens with a loss."),
+    Metric(
+        "batch/prefetch_seconds",
+        "s",
+        "sum",
+        "Time to plan and fetch the batch in a thread, if generation runs ahead; what `time/generate` would have more.",
+        True,
+    ),
     Metric("batch/dp_imbalance", "ratio", "max", "Largest number of tokens of a DP rank over their mean; 1 is even."),
 ]
 
@@ -163,8 +170,14 @@ _SYNC = [
 
 _TIME = [
     Metric("time/step", "s", "sum", "Wall time of the step, without evaluation.", True),
-    Metric("time/generate", "s", "sum", "Time the trainer waited for rollouts.", True),
-    Metric("time/queue", "s", "sum", "Reading tags and rows, and distributing them to the ranks.", True),
+    Metric(
+        "time/generate",
+        "s",
+        "sum",
+        "Time the trainer waited for rollouts; if generation runs ahead, for the batch that a thread prepares.",
+        True,
+    ),
+    Metric("time/queue", "s", "sum", "Time the trainer waited for tags and rows, and their way to the ranks.", True),
     Metric("time/logprobs", "s", "sum", "Old-policy and reference passes.", True),
     Metric("time/update", "s", "sum", "Forward, backward and optimizer.", True),
     Metric("time/sync", "s", "sum", "Weight sync.", True),
