@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.aggregation import Aggregation, GlobalCounts, token_weights
+from megarl.algorithms.correction import CorrectionSpec, importance_weights
 from megarl.algorithms.segments import check_packed, segment_sum, sequence_ids
 from megarl.algorithms.stats import LossStats
 
@@ -28,7 +29,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class LossSpec:
-    """The options of the loss, as in the configuration section `algorithm`."""
+    """The options of the loss, as in the configuration section `algorithm`. `correction`: None for none."""
 
     clip_low: float
     clip_high: float
@@ -38,6 +39,7 @@ class LossSpec:
     kl_estimator: KLEstimator
     entropy_coef: float
     aggregation: Aggregation
+    correction: CorrectionSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -182,28 +184,47 @@ class LossInputs:
 LossFunction = Callable[[LossInputs], MicroBatchLoss]
 
 
-def micro_batch_loss(spec: LossSpec, inputs: LossInputs) -> MicroBatchLoss:
-    """Return this micro-batch's share of policy loss + kl_coef * KL(ref) - entropy_coef * entropy.
+def corrected_policy_loss(spec: LossSpec, inputs: LossInputs) -> TokenLoss:
+    """Return `policy_loss` of each token, multiplied by its weight if the spec has a correction.
 
-    All three terms have the same token weights, which follow from `inputs.counts`. The stream `reference_logprobs` is
-    required if `kl_coef` is not 0, and its KL is reported whenever it is given; the same holds for `entropy_R` and
-    `entropy_coef`.
-
-    Raises:
-        ValueError: `reference_logprobs` or `entropy_R` is required but missing.
+    With a correction the stream `rollout_logprobs` is required, and `old_logprobs` are the proximal policy's. Without
+    `old_logprobs` the proximal policy is the current one, as in the first update of a step: the ratio is 1, and the
+    gradient is that of REINFORCE times the weight.
     """
-    logprobs_R, mask_R, cu_seqlens, streams = inputs.logprobs_R, inputs.mask_R, inputs.cu_seqlens, inputs.streams
-    policy = policy_loss(
+    logprobs_R, streams = inputs.logprobs_R, inputs.streams
+    old_R = streams["old_logprobs"] if spec.correction is None else streams.get("old_logprobs", logprobs_R.detach())
+    result = policy_loss(
         logprobs_R,
-        streams["old_logprobs"],
+        old_R,
         streams["advantages"],
-        mask_R,
-        cu_seqlens=cu_seqlens,
+        inputs.mask_R,
+        cu_seqlens=inputs.cu_seqlens,
         clip_low=spec.clip_low,
         clip_high=spec.clip_high,
         clip_dual=spec.clip_dual,
         kind=spec.kind,
     )
+    if spec.correction is None:
+        return result
+    keep_R, rollout_R = inputs.mask_R.bool(), streams["rollout_logprobs"]
+    check_packed(inputs.cu_seqlens, old_R, rollout_R)
+    weights = importance_weights(old_R, rollout_R, keep_R, spec.correction)
+    result.stats.add_correction(weights, LossStats.of_pair(rollout_R, old_R, keep_R, inputs.cu_seqlens))
+    return TokenLoss(result.loss_R * weights.weights_R, result.stats)
+
+
+def micro_batch_loss(spec: LossSpec, inputs: LossInputs) -> MicroBatchLoss:
+    """Return this micro-batch's share of policy loss + kl_coef * KL(ref) - entropy_coef * entropy.
+
+    All three terms have the same token weights, which follow from `inputs.counts`; the weights of a correction are
+    those of the policy loss only. The stream `reference_logprobs` is required if `kl_coef` is not 0, and its KL is
+    reported whenever it is given; the same holds for `entropy_R` and `entropy_coef`.
+
+    Raises:
+        ValueError: `reference_logprobs` or `entropy_R` is required but missing.
+    """
+    logprobs_R, mask_R, cu_seqlens, streams = inputs.logprobs_R, inputs.mask_R, inputs.cu_seqlens, inputs.streams
+    policy = corrected_policy_loss(spec, inputs)
     weights_R = token_weights(mask_R, cu_seqlens, spec.aggregation, inputs.counts, policy.loss_R.dtype)
     keep_R = mask_R.bool()
     stats = policy.stats

@@ -12,6 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megarl.algorithms.correction import TokenWeights
+
+# The comparison of two policies on the same tokens; "old" and "new" are the moments of their log-probs.
+PAIR_KEYS = (
+    "ratio",
+    "ratio_squared",
+    "approx_kl",
+    "logprob_abs_diff",
+    "old",
+    "new",
+    "old_squared",
+    "new_squared",
+    "product",
+)
+WEIGHT_KEYS = ("weight", "weight_squared", "weight_capped")
+SAMPLING = "sampling_"  # prefix of the comparison of the policy that sampled with the proximal one
 SUM_KEYS = (
     "tokens",
     "sequences",
@@ -31,9 +47,12 @@ SUM_KEYS = (
     "old_squared",
     "new_squared",
     "product",
+    *WEIGHT_KEYS,
+    *(SAMPLING + key for key in PAIR_KEYS),
 )
 PER_TOKEN_KEYS = tuple(SUM_KEYS[4:13])
-MAX_KEYS = ("ratio", "logprob_abs_diff")
+PAIR_MAX_KEYS = ("ratio", "logprob_abs_diff")
+MAX_KEYS = (*PAIR_MAX_KEYS, *(SAMPLING + key for key in PAIR_MAX_KEYS))
 MAX_LOGGED_LOG_RATIO = 50.0  # exp(50) = 5e21 and its square are far below the limit of fp64
 
 
@@ -42,7 +61,8 @@ class LossStats:
     """Holds fp64 0-dim tensors under SUM_KEYS and MAX_KEYS; every key is always present.
 
     The sums are over trained tokens, except `tokens` and `sequences` (counts), and `loss` and `policy_loss` (shares of
-    the objective, which add up to it). Both maxima are of quantities that are >= 0, and are 0 if no token was trained.
+    the objective, which add up to it). All maxima are of quantities that are >= 0, and are 0 if no token was trained.
+    The keys of a correction (`weight*`, `sampling_*`) are 0 without one.
     """
 
     sums: dict[str, Tensor]
@@ -98,6 +118,14 @@ class LossStats:
         self.sums["old_squared"], self.sums["new_squared"] = old_R.square().sum(), new_R.square().sum()
         self.sums["product"] = (old_R * new_R).sum()
 
+    def add_correction(self, weights: TokenWeights, pair: LossStats) -> None:
+        """Set the sums of a correction's weights, and `pair`: `of_pair` of the sampling and the proximal policy."""
+        weights_R = weights.weights_R.double()
+        self.sums["weight"], self.sums["weight_squared"] = weights_R.sum(), weights_R.square().sum()
+        self.sums["weight_capped"] = weights.capped_R.sum(dtype=torch.float64)
+        self.sums.update({SAMPLING + key: pair.sums[key] for key in PAIR_KEYS})
+        self.maxima.update({SAMPLING + key: pair.maxima[key] for key in PAIR_MAX_KEYS})
+
     def sum_vector(self) -> Tensor:
         """Return the sums in the order of SUM_KEYS, fp64 [K], to be all-reduced with SUM."""
         return torch.stack([self.sums[key] for key in SUM_KEYS])
@@ -145,3 +173,20 @@ class LossStats:
         result["ess"] = sums["ratio"] ** 2 / squared if squared else 1.0
         result |= {key: sums[key] for key in ("loss", "policy_loss", "tokens", "sequences")}
         return result
+
+    def correction_means(self) -> dict[str, float]:
+        """Return the numbers of a correction: `weight_mean`, `weight_capped` (a share), `weight_ess`, `sampling_*`.
+
+        `weight_ess` is the relative effective sample size of the weights. `sampling_*` are the `means` of the
+        comparison of the policy that sampled (old) with the proximal one (new).
+        """
+        counts = {key: self.sums[key] for key in ("tokens", "sequences")}
+        pair = LossStats.zeros(self.sums["tokens"].device)
+        pair.sums.update(counts | {key: self.sums[SAMPLING + key] for key in PAIR_KEYS})
+        pair.maxima.update({key: self.maxima[SAMPLING + key] for key in PAIR_MAX_KEYS})
+        weight, squared, capped, tokens = (float(self.sums[key]) for key in (*WEIGHT_KEYS, "tokens"))
+        return {SAMPLING + key: value for key, value in pair.means().items()} | {
+            "weight_mean": weight / max(tokens, 1.0),
+            "weight_capped": capped / max(tokens, 1.0),
+            "weight_ess": weight**2 / (tokens * squared) if squared else 1.0,
+        }

@@ -36,6 +36,10 @@ class RolloutError(RuntimeError):
     """The rollout pool cannot continue; the message names the part that failed and the reason."""
 
 
+class BatchNotReady(RolloutError):  # noqa: N818
+    """The groups of a step were not ready in the time that was given; they may be later."""
+
+
 class RequestFailed(RolloutError):  # noqa: N818
     """An engine refused a request; the engine is sound."""
 

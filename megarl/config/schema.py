@@ -150,6 +150,19 @@ class OverlongConfig(Section):
     penalty: float = Field(1.0, ge=0, description="Penalty at full length.")
 
 
+class CorrectionConfig(Section):
+    """Correction of the policy loss for tokens that older weights, or the engine's arithmetic, have sampled."""
+
+    kind: Literal["auto", "none", "token_tis"] = Field(
+        "auto",
+        description="token_tis: truncated importance sampling, each token's policy loss times min(p / q, cap); q is "
+        "the engine's probability of the token, p the trainer's before the first update of the step, which then is the "
+        "denominator of the ratio too (decoupled PPO). With several mini-batches that takes a log-prob pass. auto: "
+        "token_tis if generation runs ahead of training (every `admission` mode but sync), otherwise none.",
+    )
+    cap: float = Field(2.0, ge=1, description="Largest weight (C).")
+
+
 class AlgorithmConfig(Section):
     """Advantages and the policy loss."""
 
@@ -172,8 +185,11 @@ class AlgorithmConfig(Section):
         description="Control experiment: shuffle the rewards inside each group, so that nothing can be learnt.",
     )
     old_logprobs: Literal["rollout", "trainer"] = Field(
-        "rollout", description="Old log-probs: the engine's, or recomputed by the trainer."
+        "rollout",
+        description="Old log-probs: the engine's, or recomputed by the trainer. A correction needs the trainer's: with "
+        "`rollout` and one mini-batch it takes them from the update itself.",
     )
+    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
 
 
 class BatchConfig(Section):

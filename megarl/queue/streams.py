@@ -61,11 +61,13 @@ class StreamRegistry:
 
 
 OLD_LOGPROBS = "old_logprobs"
+ROLLOUT_LOGPROBS = "rollout_logprobs"
 REFERENCE_LOGPROBS = "reference_logprobs"
 ADVANTAGES = "advantages"
 
 STREAMS = StreamRegistry(
     Stream(OLD_LOGPROBS, "Log-probs under the old policy, the denominator of the ratio.", made_by="trainer"),
+    Stream(ROLLOUT_LOGPROBS, "Log-probs under the policy that sampled, for a correction.", made_by="trainer"),
     Stream(REFERENCE_LOGPROBS, "Log-probs under the reference policy.", made_by="trainer"),
     Stream(ADVANTAGES, "Advantage of each token.", made_by="trainer"),
 )

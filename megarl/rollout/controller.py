@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algorithms.filters import without_signal
-from megarl.common.errors import RolloutError
+from megarl.common.errors import BatchNotReady, RolloutError
 from megarl.common.files import write_json
 from megarl.common.output import redirect_output
 from megarl.config.pace import capacity_groups, pace_of, refill_groups
@@ -147,7 +147,7 @@ class RolloutController:
     async def wait_batch(self, step: int, timeout_s: float) -> BatchReady:
         """Wait until the groups of `step` are in the queue and return its batch; the same one until `commit`.
 
-        Raises RolloutError naming the cause if rollout failed or `timeout_s` has passed.
+        Raises RolloutError naming the cause if rollout failed, and BatchNotReady if `timeout_s` has passed.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -159,7 +159,7 @@ class RolloutController:
                 await asyncio.wait_for(self._tasks.changed.wait(), deadline - time.monotonic())
             except TimeoutError:
                 groups = sorted(self._admission.in_flight)
-                raise RolloutError(
+                raise BatchNotReady(
                     f"the trainer waited {timeout_s:.0f} s for the batch of step {step}; {len(groups)} groups in "
                     f"flight: {groups[:8]}, replicas alive: {self._fleet.serving}"
                 ) from None

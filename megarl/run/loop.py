@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from megarl.config.pace import pace_of
 from megarl.run.session import Session
-from megarl.run.step import plan_step, train_step
+from megarl.run.step import train_step
 from megarl.run.step_batch import StepBatch
-from megarl.trainer import parallel
 
 
 def train(session: Session) -> None:
     """Take batches and update the policy until `run.steps` are done; publish its weights at the config's intervals.
 
-    Collective. A resumed run starts with the step after its checkpoint. A run that is asked to stop saves and ends
-    between two steps, with `session.stopped` set.
+    Collective. If generation runs ahead, the next batch is prepared while one trains. A resumed run starts with the
+    step after its checkpoint. A run that is asked to stop saves and ends between two steps, with `session.stopped` set.
     """
     config, policy, pool, recorder = session.config, session.policy, session.pool, session.recorder
     pace = pace_of(config)
@@ -23,11 +22,10 @@ def train(session: Session) -> None:
     recorder.start_clock()
     for step in session.steps():
         pool.admit()
-        batch = pool.take_batch(step, session.version)
-        plan = plan_step(batch.tags, config, dp_size=parallel.dp_size(), version=batch.version, replaced=batch.replaced)
-        rows = pool.fetch(batch, plan)
+        prepared = session.batches.take(step, session.version)
+        batch, plan = prepared.batch, prepared.plan
         with pool.keep_batch_on_failure(batch):
-            train_step(policy, plan, rows, config, recorder.timer, recorder.metrics)
+            train_step(policy, plan, prepared.rows, config, recorder.timer, recorder.metrics)
         pool.commit(batch, plan)
         session.version += pace.updates_per_step
         if pace.publishes_after(step + 1) or publishes_early(session, batch):

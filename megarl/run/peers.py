@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -43,7 +43,8 @@ class Peers:
         # The start of an engine, and the replacement of one that was left in the middle of a weight sync.
         start = timeouts.node_s + timeouts.ray_start_s + 2 * timeouts.engine_start_s + 3 * timeouts.rpc_s
         longest = max(timeouts.generate_s, start, timeouts.weight_sync_s, timeouts.save_s)
-        self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=longest + GRACE_S))
+        self._timeout = timedelta(seconds=longest + GRACE_S)
+        self.group = torch.distributed.new_group(backend="gloo", timeout=self._timeout)
         self.rank = torch.distributed.get_rank()
         self.world = torch.distributed.get_world_size()
 
@@ -82,6 +83,10 @@ class Peers:
         everyone: list[T | None] = [None] * self.world
         torch.distributed.all_gather_object(everyone, mine, group=self.group)
         return cast(list[T], everyone)
+
+    def subgroup(self, ranks: Sequence[int]) -> torch.distributed.ProcessGroup:
+        """Form a gloo group of `ranks` with the same time-out. Collective over all ranks, members or not."""
+        return torch.distributed.new_group(list(ranks), backend="gloo", timeout=self._timeout)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

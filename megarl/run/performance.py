@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from megarl import platforms
+from megarl.config.correction import recomputes_old_logprobs
 from megarl.config.parameters import model_parameters
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
@@ -83,8 +84,7 @@ class Performance:
 
     def _extra_passes(self) -> float:
         """Return the number of forward passes besides the update's own."""
-        algorithm = self._config.algorithm
-        return float(algorithm.old_logprobs == "trainer") + float(self._config.needs_reference)
+        return float(recomputes_old_logprobs(self._config)) + float(self._config.needs_reference)
 
     def _peak_tflops(self) -> float | None:
         """Return the device's peak; None if it is unknown or the precision is not bf16."""

@@ -2,6 +2,7 @@
 
 Only rank 0 calls the rollout controller, and the first rank of each data-parallel replica (its leader) reads the
 queue; both broadcast what they get. Every public method is collective over the trainer ranks unless it says otherwise.
+A thread beside the training thread may call those that take a `channel`, with one of its own (`BackgroundChannel`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from megarl.queue.dump import write_batch
 from megarl.queue.trajectory import Trajectory
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.devices import HeldDevices, own_device, refuse_overlap
+from megarl.rollout.ready_batches import BatchReady
+from megarl.run.channel import Channel, MainChannel
 from megarl.run.peers import Peers
 from megarl.run.recorder import Recorder
 from megarl.run.step import StepPlan
@@ -59,6 +62,7 @@ class PoolLink:
 
     def __init__(self, config: Config, peers: Peers, recorder: Recorder) -> None:
         self._config, self._peers, self._recorder = config, peers, recorder
+        self._main = MainChannel(peers, recorder)
         self._client: _Held[PoolClient] = _Held()  # on rank 0
         self._reader: _Held[QueueReader] = _Held()  # on leaders
         self._history: dict[str, Any] | None = None
@@ -107,26 +111,30 @@ class PoolLink:
         """Start every group that the published version allows. Not collective: only rank 0 acts."""
         self._client.use(lambda pool: pool.admit())
 
-    def take_batch(self, step: int, version: int) -> StepBatch:
+    def take_batch(self, step: int, version: int, channel: Channel | None = None) -> StepBatch:
         """Wait for the groups of `step`, which updates the weights of `version`; return keys and tags on every rank."""
-        name = f"step {step + 1}/{self._config.run.steps}"
-        with self._recorder.phase("generate", f"{name}: generating"):
-            ready = self._ask(lambda pool: pool.wait_batch(step))
-        with self._recorder.phase("queue"):
-            tags = self._read(lambda queue: queue.read_tags(ready.keys))
-        self._recorder.status(f"{name}: training")
+        via = channel or self._main
+        with via.phase("generate", f"step {step + 1}/{self._config.run.steps}: generating"):
+            ready = via.wait(lambda bound_s: cast(BatchReady, self._client.use(lambda c: c.wait_batch(step, bound_s))))
+        with via.phase("queue"):
+            tags = self._read(via, lambda queue: queue.read_tags(ready.keys))
         return StepBatch(step, version, ready.keys, tags, ready.timings, ready.replaced)
 
-    def fetch(self, batch: StepBatch, plan: StepPlan) -> dict[str, Trajectory]:
+    def fetch(self, batch: StepBatch, plan: StepPlan, channel: Channel | None = None) -> dict[str, Trajectory]:
         """Return this replica's rows by key. Raises DisagreementError if the replicas' plans differ."""
-        with self._recorder.phase("queue"):
-            hashes = set(parallel.dp_all_gather_object(plan.hash))
+        via = channel or self._main
+        with via.phase("queue"):
+            hashes = set(via.of_replicas(plan.hash))
             if len(hashes) != 1:
                 raise DisagreementError(f"step {batch.step}: DP ranks planned differently: {sorted(hashes)}")
-            rows = self._read(lambda queue: queue.fetch(plan.keys_of(parallel.dp_rank())))
-            if self._config.telemetry.dump_batches:
-                self._dump(self._config.run_dir / "batches", batch)
+            rows = self._read(via, lambda queue: queue.fetch(plan.keys_of(parallel.dp_rank())))
             return {row.key: row for row in rows}
+
+    def record(self, batch: StepBatch) -> None:
+        """Write the batch, which is about to be trained, to RUN_DIR/batches if `telemetry.dump_batches` is set."""
+        if self._config.telemetry.dump_batches:
+            with self._recorder.phase("queue"):
+                self._dump(self._config.run_dir / "batches", batch)
 
     @contextmanager
     def keep_batch_on_failure(self, batch: StepBatch) -> Iterator[None]:
@@ -186,9 +194,9 @@ class PoolLink:
         """Call the controller on rank 0 and return its answer on every rank."""
         return self._peers.on_first_rank(lambda: cast(T, self._client.use(question)))
 
-    def _read(self, question: Callable[[QueueReader], T]) -> T:
+    def _read(self, via: Channel, question: Callable[[QueueReader], T]) -> T:
         """Read the queue on the leader and return the result on every rank of its replica."""
-        return parallel.model_parallel_broadcast_object(cast(T, self._reader.use(question)))
+        return via.in_replica(cast(T, self._reader.use(question)))
 
     def _dump(self, directory: Path, batch: StepBatch) -> None:
         """Write the whole batch, filtered groups included; each leader writes its share."""

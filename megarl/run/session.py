@@ -21,6 +21,7 @@ from megarl.config.schema import Config
 from megarl.config.trainer_layout import trainer_layout
 from megarl.models.export import HFExporter, save_hf
 from megarl.models.read_config import load_info
+from megarl.run.batches import BatchSource
 from megarl.run.peers import Peers
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
@@ -52,6 +53,7 @@ class Session:
         dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
         self.pool = PoolLink(config, self.peers, self.recorder)
+        self.batches = BatchSource(config, self.pool, self.recorder)
         self.sender = WeightSender(config, self._exporter)
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
         self._stop_vote = StopVote(config.run_dir, self.peers)
@@ -151,6 +153,7 @@ class Session:
 
     def close(self, *, keep_pool: bool = False) -> None:
         """Leave the weight-sync group and end the pool (unless kept); bounded, and safe after a failure."""
+        self.batches.close()
         self.sender.close()
         self.pool.close(keep_pool=keep_pool)
         self.recorder.close()

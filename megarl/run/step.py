@@ -20,11 +20,13 @@ from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.filters import ShapedBatch, shape_batch
 from megarl.algorithms.losses import kl_penalty
 from megarl.algorithms.stats import LossStats
+from megarl.config.correction import correction_of, recomputes_old_logprobs
 from megarl.config.pace import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.config.shaping import shaping_of
-from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS
+from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS, ROLLOUT_LOGPROBS
 from megarl.queue.trajectory import SampleTag, Trajectory
+from megarl.run.update_metrics import engine_against_trainer, record_mismatch, record_update
 from megarl.telemetry.metrics import StepMetrics
 from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer import parallel
@@ -138,21 +140,21 @@ def train_step(
     """Compute the log-probs that are missing, then make one optimizer update per mini-batch. Collective.
 
     `rows`: this DP rank's trajectories by key, at least those of `plan.keys_of(dp_rank)`. Records `policy/*`,
-    `mismatch/*` and `reward/shaped_mean`. A step whose groups are all filtered makes no update and records
-    `policy/updates` 0. Raises NonFiniteError before any weight has changed.
+    `correction/*`, `mismatch/*` and `reward/shaped_mean`. A step whose groups are all filtered makes no update and
+    records `policy/updates` 0. Raises NonFiniteError before any weight has changed.
     """
-    algorithm = config.algorithm
-    samples = _train_samples(plan, rows)
+    recomputes = recomputes_old_logprobs(config)
+    samples = _train_samples(plan, rows, config)
     mine = list(samples.values())
     with timer.phase("logprobs"):
-        if algorithm.old_logprobs == "trainer" and plan.mini_batches:
+        if recomputes and plan.mini_batches:
             for sample, new in zip(mine, policy.compute_logprobs(mine), strict=True):
                 sample.streams[OLD_LOGPROBS] = new.logprobs_R
         if config.needs_reference and plan.mini_batches:
             for sample, ref in zip(mine, policy.compute_logprobs(mine, reference=True), strict=True):
                 sample.streams[REFERENCE_LOGPROBS] = ref.logprobs_R
-    if algorithm.old_logprobs == "trainer" and plan.mini_batches:
-        _record_mismatch(_compare(samples, rows), metrics)
+    if recomputes and plan.mini_batches:
+        record_mismatch(metrics, _compare(samples, rows))
     _set_advantages(plan, samples, rows, config, metrics)
     counted = [(mini_batch, _counts(plan, mini_batch, config)) for mini_batch in plan.mini_batches]
     # A mini-batch whose samples are all masked as truncated makes no update.
@@ -166,12 +168,9 @@ def train_step(
                 another_follows=number + 1 < len(trained),
                 measure_entropy=number == 0 and entropy_due(config, plan.version),
             )
-            if number == 0 and algorithm.old_logprobs == "rollout":
-                # The first update compares the engine's log-probs with the trainer's. In synchronous training both are
-                # of the same weights; otherwise the difference includes that of the versions.
-                _record_mismatch(values, metrics)
-            metrics.record("policy/grad_norm_max", values["grad_norm"])
-            metrics.update(_declared(values, config), prefix="policy/", weight=values["tokens"])
+            if number == 0 and not recomputes:
+                record_mismatch(metrics, engine_against_trainer(values))
+            record_update(metrics, values, config)
     metrics.record("policy/updates", len(trained))
 
 
@@ -181,12 +180,14 @@ def entropy_due(config: Config, version: int) -> bool:
     return every > 0 and version // config.trainer.mini_batches % every == 0
 
 
-def _train_samples(plan: StepPlan, rows: Mapping[str, Trajectory]) -> dict[str, TrainSample]:
+def _train_samples(plan: StepPlan, rows: Mapping[str, Trajectory], config: Config) -> dict[str, TrainSample]:
+    """Return this rank's samples by key, with the engine's log-probs: the old ones, unless the trainer's own are."""
     trained = {sample.key: sample.trained for group in plan.shaped.groups for sample in group}
+    engine = ROLLOUT_LOGPROBS if correction_of(config) else OLD_LOGPROBS
     samples = {}
     for key in plan.keys_of(parallel.dp_rank()):
         samples[key] = TrainSample.of(rows[key], trained=trained[key])
-        samples[key].streams[OLD_LOGPROBS] = torch.tensor(rows[key].rollout_logprobs, dtype=torch.float32)
+        samples[key].streams[engine] = torch.tensor(rows[key].rollout_logprobs, dtype=torch.float32)
     return samples
 
 
@@ -221,8 +222,9 @@ def _kl_of_all(samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory
     """Return the KL to the reference of every response of the step, summed over its sampled tokens, on every rank."""
     own = {}
     for key, sample in samples.items():
-        old_R, reference_R = sample.streams[OLD_LOGPROBS], sample.streams[REFERENCE_LOGPROBS]
-        kl_R = kl_penalty(old_R, reference_R, config.algorithm.kl.estimator)
+        old_R = sample.streams.get(OLD_LOGPROBS, sample.streams.get(ROLLOUT_LOGPROBS))
+        assert old_R is not None  # _train_samples sets one of them
+        kl_R = kl_penalty(old_R, sample.streams[REFERENCE_LOGPROBS], config.algorithm.kl.estimator)
         sampled_R = torch.tensor(rows[key].response_mask, dtype=torch.bool)
         own[key] = float(kl_R[sampled_R].double().sum())
     return {key: value for part in parallel.dp_all_gather_object(own) for key, value in part.items()}
@@ -234,12 +236,6 @@ def _counts(plan: StepPlan, mini_batch: Sequence[Sequence[str]], config: Config)
     return GlobalCounts.of(lengths, config.sampling.max_tokens)
 
 
-def _declared(values: Mapping[str, float], config: Config) -> dict[str, float]:
-    """Return the values of an update that are metrics: no raw moments, and `kl_ref` only if there is a reference."""
-    hidden = {"ratio_squared", "pearson"} | (set() if config.needs_reference else {"kl_ref"})
-    return {name: value for name, value in values.items() if name not in hidden}
-
-
 def _compare(samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory]) -> dict[str, float]:
     """Compare the engine's log-probs (old) with the trainer's (new) over all sampled tokens, on every rank."""
     parts = [LossStats.zeros()]
@@ -249,15 +245,3 @@ def _compare(samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory])
         cuts = torch.tensor([0, engine_R.numel()])
         parts.append(LossStats.of_pair(engine_R, sample.streams[OLD_LOGPROBS], sampled_R, cuts))
     return LossStats.merge(parallel.dp_all_gather_object(LossStats.merge(parts))).means()
-
-
-def _record_mismatch(values: Mapping[str, float], metrics: StepMetrics) -> None:
-    names = {
-        "logprob_abs_diff": "logprob_abs_diff_mean",
-        "logprob_abs_diff_max": "logprob_abs_diff_max",
-        "approx_kl": "k3_kl",
-        "ess": "ess",
-        "pearson": "logprob_pearson",
-        "tokens": "tokens",
-    }
-    metrics.update({name: values[key] for key, name in names.items()}, "mismatch/", weight=values["tokens"])

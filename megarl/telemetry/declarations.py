@@ -10,7 +10,10 @@ GROUPS: dict[str, str] = {
     "batch": "Contents of the update.",
     "rollout": "Generation.",
     "policy": "The update, over every trained response token of the step.",
-    "mismatch": "Engine against trainer: log-probs of the same tokens under the same weights.",
+    "correction": "Importance weights of the token losses, over every trained token, if there is a correction "
+    "(`algorithm.correction`).",
+    "mismatch": "Engine against trainer, before the first update of the step: log-probs of the same tokens, under the "
+    "same weights with `admission.mode: sync`, otherwise under weights that may be `rollout/version_lag` apart.",
     "sync": "Weight sync from trainer to engines.",
     "time": "Seconds of the step by phase; phases do not overlap and add up to `time/step`.",
     "perf": "Speed and memory.",
@@ -75,6 +78,13 @@ _BATCH = [
     ),
     Metric("batch/staleness_p95", "updates", "last", "The same, 95th percentile over samples."),
     Metric("batch/staleness_max", "updates", "max", "The same, maximum over samples."),
+    Metric(
+        "batch/prefetch_seconds",
+        "s",
+        "sum",
+        "Time to plan and fetch the batch in a thread, if generation runs ahead; what `time/generate` would have more.",
+        True,
+    ),
     Metric("batch/dp_imbalance", "ratio", "max", "Largest number of tokens of a DP rank over their mean; 1 is even."),
 ]
 
@@ -153,6 +163,12 @@ _POLICY = [
     Metric("policy/advantage_std", "1", "mean", "Standard deviation of the trained samples' advantages."),
 ]
 
+_CORRECTION = [
+    Metric("correction/weight_mean", "1", "weighted", "Mean weight; 1 where trainer and engine agree."),
+    Metric("correction/capped_share", "share", "weighted", "Share of tokens whose weight was cut at the cap."),
+    Metric("correction/ess", "share", "weighted", "Relative effective sample size of the weights; 1 if all are equal."),
+]
+
 _MISMATCH = [
     Metric(
         "mismatch/logprob_abs_diff_mean",
@@ -185,8 +201,14 @@ _SYNC = [
 
 _TIME = [
     Metric("time/step", "s", "sum", "Wall time of the step, without evaluation.", True),
-    Metric("time/generate", "s", "sum", "Time the trainer waited for rollouts.", True),
-    Metric("time/queue", "s", "sum", "Reading tags and rows, and distributing them to the ranks.", True),
+    Metric(
+        "time/generate",
+        "s",
+        "sum",
+        "Time the trainer waited for rollouts; if generation runs ahead, for the batch that a thread prepares.",
+        True,
+    ),
+    Metric("time/queue", "s", "sum", "Time the trainer waited for tags and rows, and their way to the ranks.", True),
     Metric("time/logprobs", "s", "sum", "Old-policy and reference passes.", True),
     Metric("time/update", "s", "sum", "Forward, backward and optimizer.", True),
     Metric("time/sync", "s", "sum", "Weight sync.", True),
@@ -282,9 +304,9 @@ _TOTAL = [
     Metric("total/wall_seconds", "s", "last", "Wall time since the start.", True),
 ]
 
-REGISTRY = Registry(
-    [*_REWARD, *_GROUPS, *_BATCH, *_ROLLOUT, *_POLICY, *_MISMATCH, *_SYNC, *_TIME, *_PERF, *_EVAL, *_TOTAL]
-)
+_TRAINING = [*_REWARD, *_GROUPS, *_BATCH, *_ROLLOUT, *_POLICY, *_CORRECTION, *_MISMATCH]
+
+REGISTRY = Registry([*_TRAINING, *_SYNC, *_TIME, *_PERF, *_EVAL, *_TOTAL])
 
 
 def step_metrics() -> StepMetrics:

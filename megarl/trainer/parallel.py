@@ -75,10 +75,14 @@ def dp_size() -> int:
     return parallel_state.get_data_parallel_world_size()
 
 
+def replica_ranks() -> list[int]:
+    """Return the global ranks of this rank's replica; the first one is its leader."""
+    return torch.distributed.get_process_group_ranks(parallel_state.get_model_parallel_group())
+
+
 def is_leader() -> bool:
     """Tell whether this rank is tensor rank 0 of the first stage of its replica."""
-    group = parallel_state.get_model_parallel_group()
-    return torch.distributed.get_rank() == torch.distributed.get_process_group_ranks(group)[0]
+    return torch.distributed.get_rank() == replica_ranks()[0]
 
 
 def model_parallel_broadcast_object(obj: T | None) -> T:
@@ -87,7 +91,7 @@ def model_parallel_broadcast_object(obj: T | None) -> T:
     if group.size() == 1:
         return obj  # type: ignore[return-value]
     box = [obj]
-    torch.distributed.broadcast_object_list(box, src=torch.distributed.get_process_group_ranks(group)[0], group=group)
+    torch.distributed.broadcast_object_list(box, src=replica_ranks()[0], group=group)
     return box[0]  # type: ignore[return-value]
 
 

@@ -23,12 +23,13 @@ from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.losses import LossFunction, LossInputs, LossSpec, MicroBatchLoss, micro_batch_loss
 from megarl.algorithms.stats import LossStats
 from megarl.checkpoint.format.load_weights import load_weights
+from megarl.config.correction import correction_of, recomputes_old_logprobs
 from megarl.config.megatron_defaults import transformer_fields
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
 from megarl.models.provider import build_model, transformer_config
-from megarl.queue.streams import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS
+from megarl.queue.streams import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, ROLLOUT_LOGPROBS
 from megarl.trainer.batch import MicroBatch, TrainSample, check_samples, common_streams, pack, unpack
 from megarl.trainer.head import response_logprobs, return_hidden_states
 from megarl.trainer.moe import aux_loss_metrics, clear_aux_losses
@@ -83,6 +84,16 @@ def _agreed_streams(replicas: Sequence[_Shapes]) -> list[str]:
     return sorted(set.intersection(*found)) if found else []
 
 
+def _needed_streams(config: Config, spec: LossSpec) -> list[str]:
+    """Return the streams without which the configured loss would fail, or would be another one."""
+    return [
+        ADVANTAGES,
+        *([OLD_LOGPROBS] if spec.correction is None or recomputes_old_logprobs(config) else []),
+        *([ROLLOUT_LOGPROBS] if spec.correction else []),
+        *([REFERENCE_LOGPROBS] if spec.kl_coef else []),
+    ]
+
+
 class Policy:
     """Holds model, optimizer and schedule of this rank. All methods are collective over the world.
 
@@ -102,15 +113,14 @@ class Policy:
             kl_estimator=algorithm.kl.estimator,
             entropy_coef=algorithm.entropy_coef,
             aggregation=algorithm.aggregation,
+            correction=correction_of(config),
         )
         self._loss = loss or self._configured_loss
         wanted = config.trainer.compile_logprobs
         self._compiled_head = platforms.current().is_cuda if wanted is None else wanted
         # A loss that the caller brought may need the entropy; the configured one needs it for its bonus only.
         self._needs_entropy = loss is not None or algorithm.entropy_coef != 0
-        self._needed_streams: list[str] = []
-        if loss is None:
-            self._needed_streams = [OLD_LOGPROBS, ADVANTAGES, *([REFERENCE_LOGPROBS] if self._spec.kl_coef else [])]
+        self._needed_streams = _needed_streams(config, self._spec) if loss is None else []
         self.tf_config = transformer_config(
             info,
             layout,
@@ -184,12 +194,12 @@ class Policy:
         `measure_entropy`: False saves the pass over the logits that the entropy needs, unless the loss contains it.
 
         Returns:
-            Metrics reduced over all ranks and equal on each: `LossStats.means`, lr, grad_norm, MoE losses. An entropy
-            that was not computed is left out.
+            Metrics reduced over all ranks and equal on each: `LossStats.means`, with a correction
+            `LossStats.correction_means`, lr, grad_norm, MoE losses. An entropy that was not computed is left out.
 
         Raises:
             ValueError: `counts` differs from the counts of all replicas' samples, no sample has a trained token, or a
-                sample lacks `old_logprobs`, `advantages` or (with a KL loss) `reference_logprobs`.
+                sample lacks a stream that the loss needs (`advantages`, `old_logprobs`, ...).
             NonFiniteError: the loss or the gradient norm is not finite; no weight has changed.
         """
         metrics = self.compute_gradients(samples, counts, measure_entropy=measure_entropy)
@@ -332,4 +342,5 @@ class Policy:
         sums_K, maxima_M = stats.sum_vector(), stats.max_vector()
         torch.distributed.all_reduce(sums_K)
         torch.distributed.all_reduce(maxima_M, op=torch.distributed.ReduceOp.MAX)
-        return LossStats.from_vectors(sums_K.cpu(), maxima_M.cpu()).means()
+        reduced = LossStats.from_vectors(sums_K.cpu(), maxima_M.cpu())
+        return reduced.means() | (reduced.correction_means() if self._spec.correction else {})

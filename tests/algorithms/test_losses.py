@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.algorithms.correction import CorrectionSpec
 from megarl.algorithms.losses import (
     LossInputs,
     LossSpec,
@@ -34,6 +35,7 @@ SPECS = st.builds(
     kl_estimator=st.sampled_from(("k1", "k2", "k3")),
     entropy_coef=st.sampled_from((0.0, 0.1)),
     aggregation=st.sampled_from(("token_mean", "sequence_mean", "constant_length")),
+    correction=st.none() | st.builds(CorrectionSpec, st.just("token_tis"), st.floats(1.0, 3.0)),
 )
 
 
@@ -42,8 +44,8 @@ def tensor(*values: float) -> torch.Tensor:
 
 
 def numbers(stats: LossStats) -> dict[str, float]:
-    """All means but the correlation, which is NaN for too few tokens."""
-    return {key: value for key, value in stats.means().items() if key != "pearson"}
+    """All means but the correlations, which are NaN for too few tokens."""
+    return {key: value for key, value in (stats.means() | stats.correction_means()).items() if "pearson" not in key}
 
 
 def loss_of(ratio: float, advantage: float, **kwargs: float | None) -> float:
@@ -131,7 +133,7 @@ def batch_and_split(draw: st.DrawFn) -> tuple[Batch, list[list[int]]]:
     lengths = draw(st.lists(st.integers(0, 7), min_size=1, max_size=7))
     batch = random_batch(draw(st.integers(0, 2**20)), [max(n, 1) for n in lengths])
     for index, length in enumerate(lengths):
-        for values in (batch.logprobs, batch.old, batch.reference, batch.entropy, batch.mask):
+        for values in (batch.logprobs, batch.old, batch.rollout, batch.reference, batch.entropy, batch.mask):
             values[index] = values[index][:length]  # an empty sequence is legal
     for mask in batch.mask:
         if draw(st.integers(0, 4)) == 0:
@@ -173,7 +175,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_the_advantage(seed: int,
 def test_masked_tokens_reach_nothing(seed: int, spec: LossSpec) -> None:
     """NaN and infinity in masked positions change no value, gradient or statistic."""
     clean, dirty = random_batch(seed), random_batch(seed)
-    for values in (dirty.logprobs, dirty.old, dirty.reference, dirty.entropy):
+    for values in (dirty.logprobs, dirty.old, dirty.rollout, dirty.reference, dirty.entropy):
         for each, mask in zip(values, dirty.mask, strict=True):
             each[~mask] = torch.tensor([math.nan, math.inf, -9999.0], dtype=torch.float64)[
                 torch.arange(int((~mask).sum())) % 3

@@ -24,7 +24,7 @@ from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.rollout.admission import Counters
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.ready_batches import BatchReady
-from megarl.run import pool_link
+from megarl.run import channel, pool_link
 from megarl.run.failure import PeerFailedError
 from megarl.run.pool_link import DisagreementError, PoolLink
 from megarl.run.step import StepPlan, plan_step
@@ -69,7 +69,7 @@ class FakeClient:
     def devices(self) -> list[HeldDevices]:
         return [HeldDevices("replica 0", "host", ("GPU-7",))]
 
-    def wait_batch(self, step: int) -> BatchReady:
+    def wait_batch(self, step: int, bound_s: float | None) -> BatchReady:
         self._note(f"wait_batch {step}")
         if self._failure is not None:
             raise self._failure
@@ -156,6 +156,7 @@ class Links:
         self.slow_reader: int | None = None
         here = self.ranks._here
         monkeypatch.setattr(pool_link, "parallel", self.ranks)
+        monkeypatch.setattr(channel, "parallel", self.ranks)
         connect = lambda handle, config: FakeClient(self.journal, here.rank, self.failure)  # noqa: E731
         monkeypatch.setattr(pool_link, "PoolClient", SimpleNamespace(connect=connect))
         monkeypatch.setattr(pool_link, "QueueReader", SimpleNamespace(attach=self._reader))
@@ -259,7 +260,7 @@ def test_replicas_with_different_plans_train_on_nothing(links: Links) -> None:
 
 def test_recorded_batches_are_whole(links: Links) -> None:
     links.config = config_of("model", run__dir=str(links.config.run_dir), telemetry__dump_batches=True)
-    links.run(lambda link: link.fetch(batch_of(), plan_of(link)))
+    links.run(lambda link: link.record(batch_of()))
     recorded = read_batch(links.config.run_dir / "batches", 0)
     assert recorded.version == VERSION and recorded.trajectories == list(ROWS.values())
 

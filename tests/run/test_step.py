@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from megarl.algorithms.correction import CorrectionSpec
 from megarl.algorithms.filters import without_signal
 from megarl.algorithms.losses import LossSpec
 from megarl.config.schema import Config
@@ -317,6 +318,18 @@ STEPS = {
         "algorithm__advantage": "dr_grpo",
         "algorithm__filter_zero_variance": False,
     },
+    # The proximal policy is the model itself: the log-probs of the samples are those of the policy that sampled.
+    "corrected": {
+        "admission__mode": "one_step_off",
+        "algorithm__kl": {"coef": KL, "where": "reward", "estimator": "k2"},
+    },
+    "corrected, two updates": {
+        "admission__mode": "one_step_off",
+        "sampling__truncated": "mask",
+        "trainer__mini_batches": 2,
+        "algorithm__kl": {"coef": KL},
+        "algorithm__correction": {"cap": 1.1},
+    },
     "masked, two updates": {"sampling__truncated": "mask", "trainer__mini_batches": 2, "algorithm__kl": {"coef": KL}},
 }
 
@@ -345,6 +358,38 @@ def test_the_updates_of_a_step(
     _, gradients = padded_gradients(model_dir, list(expected[0].values()), spec)
     merged = {name: value for part in got for name, value in part["gradients"].items()}
     assert worst(merged, gradients) <= 1e-4
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_correction_reports_its_weights_and_the_same_mismatch(
+    world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], updates: int
+) -> None:
+    """What the engine's log-probs differ by does not depend on who corrects for it."""
+    model_dir, samples = problem
+    rows = [trajectory(sample) for sample in samples.values()]
+
+    def metrics(**changes: Any) -> dict[str, float]:
+        run = world(2).run("tests.support.ranks.step:stepped", model_dir=model_dir, rows=rows, **changes)
+        return run[0]["metrics"]
+
+    plain = metrics(algorithm__old_logprobs="trainer" if updates > 1 else "rollout", trainer__mini_batches=updates)
+    cap = {"kind": "token_tis", "cap": 1.1}
+    corrected = metrics(algorithm__correction=cap, trainer__mini_batches=updates)
+    names = [name for name in plain if name.startswith("mismatch/")]
+    assert len(names) == 6 and plain["mismatch/logprob_abs_diff_mean"] > 0.1
+    assert {name: corrected[name] for name in names} == pytest.approx({name: plain[name] for name in names}, rel=1e-5)
+    assert not [name for name in plain if name.startswith("correction/")]
+    used = [s for key, s in samples.items() if not key.startswith("2:")]  # group 2 has no variance
+    ratios = torch.cat([s.streams["reference_logprobs"] - s.streams["old_logprobs"] for s in used]).double().exp()
+    weights = ratios.clamp(max=1.1)
+    assert 0.1 < (capped := float((ratios > 1.1).double().mean())) < 0.9
+    assert corrected["correction/weight_mean"] == pytest.approx(float(weights.mean()), rel=1e-5)
+    assert corrected["correction/capped_share"] == pytest.approx(capped, rel=1e-5)
+    if updates == 1:
+        expected = float(weights.sum() ** 2 / len(weights) / weights.square().sum())
+        assert corrected["correction/ess"] == pytest.approx(expected, rel=1e-5)
+        assert corrected["policy/ratio_max"] == 1.0 and corrected["policy/clip_fraction"] == 0.0
 
 
 @pytest.mark.world
@@ -406,4 +451,16 @@ def expected_updates(
                 update[sample.key] = with_streams(replace(sample, loss_mask_R=mask), advantages=full(sample, advantage))
         result.append(update)
     in_loss = 0.0 if in_reward else KL
-    return result, loss_spec(clip_low=CLIP, clip_high=CLIP, kl_coef=in_loss, entropy_coef=ENTROPY)
+    correction = None
+    if changes.get("admission__mode") == "one_step_off":
+        correction = CorrectionSpec("token_tis", changes.get("algorithm__correction", {}).get("cap", 2.0))
+        result = [{key: _resampled(sample) for key, sample in update.items()} for update in result]
+    return result, loss_spec(
+        clip_low=CLIP, clip_high=CLIP, kl_coef=in_loss, entropy_coef=ENTROPY, correction=correction
+    )
+
+
+def _resampled(sample: TrainSample) -> TrainSample:
+    """The sample as a correction sees it: sampled by what is otherwise its old policy."""
+    own, sampling = sample.streams["reference_logprobs"], sample.streams["old_logprobs"]
+    return with_streams(sample, old_logprobs=own, rollout_logprobs=sampling)

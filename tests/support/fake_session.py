@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from megarl.common.run_files import ExitRecord
 from megarl.config.schema import Config
-from megarl.run import loop, session
+from megarl.run import batches, loop, session
 from megarl.run.session import Session
 from megarl.run.step_batch import StepBatch
 
@@ -43,6 +44,8 @@ class FakeRecorder:
     @contextmanager
     def phase(self, name: str, status: str = "") -> Iterator[None]:
         yield
+
+    def status(self, text: str) -> None: ...
 
     def start_clock(self) -> None:
         self._note("start the clock")
@@ -89,13 +92,16 @@ class FakePool(Part):
     def admit(self) -> None:
         self._note("admit")
 
-    def take_batch(self, step: int, version: int) -> StepBatch:
+    def take_batch(self, step: int, version: int, channel: object = None) -> StepBatch:
+        self._run.taking(step)
         self._note(f"take batch {step} for version {version}")
-        return StepBatch(step, version, [], [], self._run.timings.get(step, {}))
+        return StepBatch(step, version, [], [], dict(self._run.timings.get(step, {})))
 
-    def fetch(self, batch: StepBatch, plan: str) -> dict[str, Any]:
+    def fetch(self, batch: StepBatch, plan: str, channel: object = None) -> dict[str, Any]:
         self._note(f"fetch {plan}")
         return {}
+
+    def record(self, batch: StepBatch) -> None: ...
 
     @contextmanager
     def keep_batch_on_failure(self, batch: StepBatch) -> Iterator[None]:
@@ -166,6 +172,14 @@ class FakeCheckpointer:
         self._note(f"finish the export in {export_s:.0f} s")
 
 
+class FakeChannel:
+    """Notes whether the trainer waits; `closed` ends the waits of a test's own."""
+
+    def __init__(self) -> None:
+        self.hurried, self.closed = threading.Event(), threading.Event()
+        self.hurry, self.relax, self.close = self.hurried.set, self.hurried.clear, self.closed.set
+
+
 class FakeRun:
     """The state of one run: what its checkpointer restores, when it is asked to stop, which saves fail."""
 
@@ -179,6 +193,8 @@ class FakeRun:
         self.due: set[int] = set()
         self.failing_saves: set[int] = set()
         self.train: Callable[[], None] = lambda: None
+        self.taking: Callable[[int], None] = lambda step: None  # before the batch of a step is taken
+        self.channel = FakeChannel()
         self.gather: Callable[[object], list[object]] = lambda mine: [mine]
         self.session: Session | None = None
 
@@ -226,7 +242,8 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(session, name, fake)
-    monkeypatch.setattr(loop, "parallel", SimpleNamespace(dp_size=lambda: 2))
-    monkeypatch.setattr(loop, "plan_step", plan_step)
+    monkeypatch.setattr(batches, "parallel", SimpleNamespace(dp_size=lambda: 2))
+    monkeypatch.setattr(batches, "plan_step", plan_step)
+    monkeypatch.setattr(batches, "BackgroundChannel", lambda timeouts: run.channel)
     monkeypatch.setattr(loop, "train_step", train_step)
     return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ MAX_TOKENS = 16
 
 @dataclass
 class Batch:
-    """Per-sequence lists of fp64 tensors [length]; `advantages` one number per sequence."""
+    """Per-sequence lists of fp64 tensors [length]; `advantages` one number per sequence.
+
+    `rollout`: log-probs of the policy that sampled; by default those of the old one.
+    """
 
     logprobs: list[Tensor]
     old: list[Tensor]
@@ -26,6 +29,10 @@ class Batch:
     entropy: list[Tensor]
     mask: list[Tensor]
     advantages: list[float]
+    rollout: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rollout = self.rollout or [t.clone() for t in self.old]
 
     @property
     def lengths(self) -> list[int]:
@@ -54,7 +61,7 @@ def random_batch(
     for each in mask:
         if not each.any():
             each[0] = True
-    return Batch(
+    batch = Batch(
         logprobs=logprobs,
         old=[lp + draw(len(lp), spread) for lp in logprobs],
         reference=[lp + draw(len(lp), 0.7) for lp in logprobs],
@@ -62,6 +69,8 @@ def random_batch(
         mask=mask,
         advantages=[float(x) for x in draw(len(lengths))],
     )
+    batch.rollout = [old + draw(len(old), 0.6) for old in batch.old]
+    return batch
 
 
 def cu_seqlens(lengths: Sequence[int]) -> Tensor:
@@ -114,6 +123,7 @@ def packed_result(
             counts=counts,
             streams={
                 "old_logprobs": pack(batch.old),
+                "rollout_logprobs": pack(batch.rollout),
                 "advantages": torch.cat([torch.zeros(0, dtype=torch.float64), *advantages]),
                 "reference_logprobs": pack(batch.reference),
             },

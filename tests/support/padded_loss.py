@@ -15,10 +15,11 @@ from tests.support.loss_batches import MAX_TOKENS, Batch, Result
 def reference_result(batch: Batch, spec: LossSpec) -> Result:
     logprobs_BL = batch.padded("logprobs").requires_grad_()
     entropy_BL = batch.padded("entropy").requires_grad_()
-    old_BL, reference_BL = batch.padded("old"), batch.padded("reference")
+    old_BL, reference_BL, rollout_BL = batch.padded("old"), batch.padded("reference"), batch.padded("rollout")
     mask_BL = batch.padded("mask").double()
+    tensors = logprobs_BL, old_BL, rollout_BL, reference_BL, entropy_BL
     rows = [
-        _row(spec, logprobs_BL[i], old_BL[i], reference_BL[i], entropy_BL[i], mask_BL[i].bool(), advantage)
+        _row(spec, *(values_BL[i] for values_BL in tensors), mask_BL[i].bool(), advantage)
         for i, advantage in enumerate(batch.advantages)
     ]
     live = [row for row in rows if len(row)]
@@ -41,19 +42,31 @@ def reference_result(batch: Batch, spec: LossSpec) -> Result:
 
 
 def _row(
-    spec: LossSpec, new: Tensor, old: Tensor, reference: Tensor, entropy: Tensor, mask: Tensor, advantage: float
+    spec: LossSpec,
+    new: Tensor,
+    old: Tensor,
+    rollout: Tensor,
+    reference: Tensor,
+    entropy: Tensor,
+    mask: Tensor,
+    advantage: float,
 ) -> Tensor:
     """Losses of the unmasked tokens of one sequence."""
-    new, old, reference, entropy = new[mask], old[mask], reference[mask], entropy[mask]
+    new, old, rollout, reference, entropy = new[mask], old[mask], rollout[mask], reference[mask], entropy[mask]
     ratio = new.exp() / old.exp()
     if spec.kind == "gspo":  # eq. 7: (pi(y) / pi_old(y)) ^ (1 / |y|), the same for every token
         ratio = ((new.sum() - old.sum()) / len(new)).exp().expand(len(new))
+        if spec.correction is not None:  # eq. 14, GSPO-token: each token's gradient carries its own weight
+            ratio = ratio.detach() * new.exp() / new.detach().exp()
     if advantage >= 0:
         objective = advantage * torch.where(ratio > 1 + spec.clip_high, 1 + spec.clip_high, ratio)
     else:
         objective = advantage * torch.where(ratio < 1 - spec.clip_low, 1 - spec.clip_low, ratio)
         if spec.clip_dual is not None:
             objective = torch.where(objective < spec.clip_dual * advantage, spec.clip_dual * advantage, objective)
+    if spec.correction is not None:
+        weight = old.exp() / rollout.exp()
+        objective = objective * torch.where(weight > spec.correction.cap, spec.correction.cap, weight)
     ratio_of_reference = reference.exp() / new.exp()
     kl = {
         "k1": -ratio_of_reference.log(),

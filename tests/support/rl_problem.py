@@ -155,6 +155,7 @@ def padded_gradients(
         entropy=[values.detach().double() for values in entropy],
         mask=[mask.bool() for mask in masks],
         advantages=[advantage_of(sample) for sample in samples],
+        rollout=[_double(s.streams["rollout_logprobs"]) for s in samples if "rollout_logprobs" in s.streams],
     )
     result = reference_result(batch, spec)
     parts = [value.float() for value in result.gradient + result.entropy_gradient]

@@ -60,7 +60,8 @@ def trl_result(batch: Batch, spec: LossSpec, loss_type: str) -> Result:
     trainer.aux_loss_enabled = False
     trainer.top_entropy_quantile = 1.0
     trainer.off_policy_mask_threshold = None
-    trainer.use_vllm = False
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = spec.correction is not None
+    cap = spec.correction.cap if spec.correction else 1.0
     trainer._metrics = {"eval": defaultdict(list)}
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logprobs_BL, entropy_BL, None)
     mask_BL = batch.padded("mask").double()
@@ -74,6 +75,8 @@ def trl_result(batch: Batch, spec: LossSpec, loss_type: str) -> Result:
             "advantages": torch.tensor(batch.advantages, dtype=torch.float64),
             "old_per_token_logps": batch.padded("old"),
             "ref_per_token_logps": batch.padded("reference"),
+            # `token_truncate`; TRL computes it while it generates.
+            "importance_sampling_ratio": (batch.padded("old") - batch.padded("rollout")).exp().clamp(max=cap),
             "num_items_in_batch": mask_BL.sum(),
         },
     )

@@ -220,6 +220,8 @@ def test_expert_bias_counts_real_tokens_only_and_stays_fp32(
         ("counts", "the replicas hold GlobalCounts"),
         ("no_old", "0:0 has no old_logprobs"),
         ("no_reference", "0:0 has no reference_logprobs"),
+        ("no_rollout", "0:0 has no rollout_logprobs"),
+        ("no_proximal", "0:0 has no old_logprobs"),
         ("nothing", "no replica holds a trained token"),
         ("too_long", "micro_batch_tokens=8"),
     ],

@@ -335,11 +335,21 @@ def no_reference(model_dir: Path, samples: list[TrainSample]) -> str:
 
 
 def refused(model_dir: Path, samples: list[TrainSample], what: str) -> str:
-    changes = {"trainer__micro_batch_tokens": 8} if what == "too_long" else {}
+    corrected = {"algorithm__correction": {"kind": "token_tis"}}
+    changes: dict[str, Any] = {
+        "too_long": {"trainer__micro_batch_tokens": 8},
+        "no_rollout": corrected,
+        "no_proximal": {**corrected, "trainer__mini_batches": 2},  # the second update must not take its own
+    }.get(what, {})
     with policy_under(model_dir, {}, **changes) as policy:
         counts = None
         if what == "counts":
             counts = GlobalCounts(tokens=1, sequences=1, max_tokens=1)
+        elif what == "no_proximal":
+            samples = [
+                without_stream(with_streams(s, rollout_logprobs=s.streams["old_logprobs"]), "old_logprobs")
+                for s in samples
+            ]
         elif what == "no_old":
             samples = [without_stream(sample, "old_logprobs") for sample in samples]
         elif what == "no_reference":

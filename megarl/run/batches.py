@@ -1,0 +1,106 @@
+"""The batches of the steps, each taken from the pool, planned and fetched; if generation runs ahead, a step early.
+
+The next batch is then prepared by a thread while the current one trains. A batch that was prepared and is not trained,
+because the run stops or fails, was never committed: its groups are drawn again by the run that resumes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from megarl.config.pace import pace_of
+from megarl.config.schema import Config
+from megarl.queue.trajectory import Trajectory
+from megarl.run.channel import BackgroundChannel
+from megarl.run.pool_link import PoolLink
+from megarl.run.recorder import Recorder
+from megarl.run.step import StepPlan, plan_step
+from megarl.run.step_batch import StepBatch
+from megarl.trainer import parallel
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """A batch that a step can train on. `rows`: this replica's trajectories by key."""
+
+    batch: StepBatch
+    plan: StepPlan
+    rows: dict[str, Trajectory]
+
+
+class BatchSource:
+    """Gives each step its batch. Every method is collective over the trainer ranks."""
+
+    def __init__(self, config: Config, pool: PoolLink, recorder: Recorder) -> None:
+        self._config, self._pool, self._recorder = config, pool, recorder
+        self._background = BackgroundChannel(config.timeouts) if pace_of(config).runs_ahead else None
+        self._next: _Preparation | None = None
+
+    def take(self, step: int, version: int) -> PreparedBatch:
+        """Return the batch of `step`, which updates the weights of `version`; start to prepare the next one.
+
+        Raises what the preparation raised, and on the ranks that only waited for rank 0 PeerFailedError.
+        """
+        name = f"step {step + 1}/{self._config.run.steps}"
+        if self._background is None:
+            prepared = self._prepare(step, version)
+        else:
+            prepared = self._prepared_early(self._background, step, version, f"{name}: generating")
+        self._recorder.status(f"{name}: training")
+        self._pool.record(prepared.batch)
+        return prepared
+
+    def _prepared_early(self, channel: BackgroundChannel, step: int, version: int, status: str) -> PreparedBatch:
+        with self._recorder.phase("generate", status):
+            if self._next is None:
+                self._start(channel, step, version)
+            assert self._next is not None and self._next.of == (step, version)
+            channel.hurry()
+            prepared = self._next.future.result()
+        self._next = None
+        if step + 1 < self._config.run.steps:
+            self._start(channel, step + 1, version + pace_of(self._config).updates_per_step)
+        return prepared
+
+    def _start(self, channel: BackgroundChannel, step: int, version: int) -> None:
+        channel.relax()
+        self._next = _Preparation(self, channel, step, version)
+
+    def _prepare(self, step: int, version: int, channel: BackgroundChannel | None = None) -> PreparedBatch:
+        batch = self._pool.take_batch(step, version, channel)
+        started = time.perf_counter()
+        plan = plan_step(
+            batch.tags, self._config, dp_size=parallel.dp_size(), version=version, replaced=batch.replaced
+        )
+        rows = self._pool.fetch(batch, plan, channel)
+        if channel is not None:
+            batch.timings["batch/prefetch_seconds"] = time.perf_counter() - started
+        return PreparedBatch(batch, plan, rows)
+
+    def close(self) -> None:
+        """End a preparation that is running; bounded by `timeouts.shutdown_s`, and safe after a failure."""
+        if self._background is not None and self._next is not None:
+            self._background.close()
+            self._next.thread.join(self._config.timeouts.shutdown_s)
+            self._next = None
+
+
+class _Preparation:
+    """The preparation of one batch in a daemon thread; `future` gets the batch or the exception."""
+
+    def __init__(self, source: BatchSource, channel: BackgroundChannel, step: int, version: int) -> None:
+        self.of = (step, version)
+        self.future: Future[PreparedBatch] = Future()
+        self.thread = threading.Thread(
+            target=self._run, args=(source, channel), name=f"prepare-batch-{step}", daemon=True
+        )
+        self.thread.start()
+
+    def _run(self, source: BatchSource, channel: BackgroundChannel) -> None:
+        try:
+            self.future.set_result(source._prepare(*self.of, channel))
+        except BaseException as error:
+            self.future.set_exception(error)

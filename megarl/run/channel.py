@@ -1,0 +1,125 @@
+"""How the ranks agree on a batch: which collectives a thread may use for it, and how long it waits for the rollout.
+
+A collective must be called in the same order on all ranks, and training calls those of its communicators all the time.
+So a thread that works beside training has process groups of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, TypeVar
+
+import torch
+
+from megarl.common.errors import BatchNotReady
+from megarl.config.schema import TimeoutsConfig
+from megarl.run.peers import Peers
+from megarl.run.recorder import Recorder
+from megarl.telemetry.timer import Phase
+from megarl.trainer import parallel
+
+T = TypeVar("T")
+
+# How often a thread that waits for a batch looks whether it is asked to stop, and tells the other ranks that it waits.
+SLICE_S = 2.0
+
+
+class Channel(Protocol):
+    """The collectives over which a batch is taken and fetched. Every rank calls them in the same order."""
+
+    def wait(self, ask: Callable[[float | None], T]) -> T:
+        """Return on every rank what `ask` returns on rank 0.
+
+        `ask` gets a bound in seconds (None: that of the config), and raises BatchNotReady when it has passed.
+        """
+
+    def in_replica(self, own: T | None) -> T:
+        """Return the leader's `own` (picklable) on every rank of its replica."""
+
+    def of_replicas(self, own: T) -> Sequence[T]:
+        """Return the objects of all replicas, each at least once."""
+
+    def phase(self, name: Phase, status: str = "") -> AbstractContextManager[None]:
+        """Count the time of the block as a phase of the step, if the trainer waits for it."""
+
+
+class MainChannel:
+    """The communicators of the training thread."""
+
+    def __init__(self, peers: Peers, recorder: Recorder) -> None:
+        self._peers = peers
+        self.phase = recorder.phase
+
+    def wait(self, ask: Callable[[float | None], T]) -> T:
+        return self._peers.on_first_rank(lambda: ask(None))
+
+    def in_replica(self, own: T | None) -> T:
+        return parallel.model_parallel_broadcast_object(own)
+
+    def of_replicas(self, own: T) -> Sequence[T]:
+        return parallel.dp_all_gather_object(own)
+
+
+class ChannelClosed(Exception):  # noqa: N818
+    """The wait was ended by `close`."""
+
+
+class BackgroundChannel:
+    """Gloo groups for one thread beside training: one of all ranks, and one of each replica.
+
+    A wait for a batch begins long before the trainer needs it. Its bound counts from the call of `hurry`; until then
+    rank 0 asks again and again, which the other ranks follow. So no rank waits longer in a collective than its
+    time-out allows, and `close` ends the wait within `SLICE_S`.
+    """
+
+    def __init__(self, timeouts: TimeoutsConfig) -> None:
+        """Form the groups. Collective over all ranks, in the main thread, with the parallel layout initialised."""
+        self._peers = Peers(timeouts)
+        own = parallel.replica_ranks()
+        replicas = sorted(set(map(tuple, self._peers.gather(own))))
+        groups = {ranks: self._peers.subgroup(ranks) for ranks in replicas if len(ranks) > 1}
+        self._leader, self._replica = own[0], groups.get(tuple(own))
+        self._hurried, self._closed = threading.Event(), threading.Event()
+
+    def hurry(self) -> None:
+        """Let the bound of the current wait count from now: the trainer has nothing else to do."""
+        self._hurried.set()
+
+    def relax(self) -> None:
+        """Let the next wait take as long as training takes."""
+        self._hurried.clear()
+
+    def close(self) -> None:
+        """End the wait of every rank's thread. Needed on rank 0 only; the others follow."""
+        self._closed.set()
+
+    def wait(self, ask: Callable[[float | None], T]) -> T:
+        while True:
+            result = self._peers.on_first_rank(lambda: self._ask_once(ask))
+            if result is not None:
+                return result
+
+    def _ask_once(self, ask: Callable[[float | None], T]) -> T | None:
+        if self._closed.is_set():
+            raise ChannelClosed("the run stops")
+        if self._hurried.is_set():
+            return ask(None)
+        try:
+            return ask(SLICE_S)
+        except BatchNotReady:
+            return None
+
+    def in_replica(self, own: T | None) -> T:
+        if self._replica is None:
+            return own  # type: ignore[return-value]
+        box = [own]
+        torch.distributed.broadcast_object_list(box, src=self._leader, group=self._replica)
+        return box[0]  # type: ignore[return-value]
+
+    def of_replicas(self, own: T) -> Sequence[T]:
+        return self._peers.gather(own)
+
+    def phase(self, name: Phase, status: str = "") -> AbstractContextManager[None]:
+        return nullcontext()

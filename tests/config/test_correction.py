@@ -1,0 +1,56 @@
+"""Which correction a config asks for, and whether it costs a log-prob pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.algorithms.correction import CorrectionSpec
+from megarl.common.errors import ConfigError
+from megarl.config.correction import correction_of, recomputes_old_logprobs
+from tests.support.configs import config
+
+AHEAD: dict[str, Any] = {"admission": {"mode": "async", "sync_interval": 4, "max_staleness": 7}}
+TIS = CorrectionSpec("token_tis", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"trainer__mini_batches": 4}, None),  # max_staleness is 3 within the step, which the ratio corrects
+        (AHEAD, TIS),
+        ({"admission": {"mode": "one_step_off"}}, TIS),
+        ({"admission": {"mode": "stream"}}, TIS),
+        ({"admission": {"mode": "stream", "sync_interval": 1}}, None),  # the same as sync
+        ({"admission": {"mode": "async", "sync_interval": 4, "max_staleness": 3}, "trainer__mini_batches": 4}, None),
+        ({**AHEAD, "algorithm__correction__kind": "none"}, None),
+        ({**AHEAD, "algorithm__correction__cap": 5.0}, CorrectionSpec("token_tis", 5.0)),
+        ({"algorithm__correction__kind": "token_tis"}, TIS),
+    ],
+)
+def test_auto_corrects_where_generation_runs_ahead(changes: dict[str, Any], expected: CorrectionSpec | None) -> None:
+    assert correction_of(config("model", **changes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "recomputed"),
+    [
+        ({}, False),
+        ({"trainer__mini_batches": 4}, False),
+        ({"algorithm__old_logprobs": "trainer"}, True),
+        (AHEAD, False),  # the one update has them in its own forward pass
+        ({**AHEAD, "trainer__mini_batches": 2}, True),
+        ({**AHEAD, "algorithm__old_logprobs": "trainer"}, True),
+        ({**AHEAD, "trainer__mini_batches": 2, "algorithm__correction__kind": "none"}, False),
+    ],
+)
+def test_several_updates_need_the_log_probs_of_the_first(changes: dict[str, Any], recomputed: bool) -> None:
+    assert recomputes_old_logprobs(config("model", **changes)) is recomputed
+
+
+def test_a_cap_below_one_is_refused() -> None:
+    """It would weigh tokens on which the policies agree."""
+    with pytest.raises(ConfigError, match=r"algorithm\.correction\.cap"):
+        config("model", algorithm__correction__cap=0.5)
