@@ -66,6 +66,7 @@ class Taken:
 
     @property
     def total(self) -> int:
+        """The number of groups that the commit of the step settles."""
         return len(self.ok) + len(self.failed) + len(self.replaced)
 
 

@@ -72,9 +72,7 @@ class BatchSource:
     def _prepare(self, step: int, version: int, channel: BackgroundChannel | None = None) -> PreparedBatch:
         batch = self._pool.take_batch(step, version, channel)
         started = time.perf_counter()
-        plan = plan_step(
-            batch.tags, self._config, dp_size=parallel.dp_size(), version=version, replaced=batch.replaced
-        )
+        plan = plan_step(batch.tags, self._config, dp_size=parallel.dp_size(), version=version, replaced=batch.replaced)
         rows = self._pool.fetch(batch, plan, channel)
         if channel is not None:
             batch.timings["batch/prefetch_seconds"] = time.perf_counter() - started

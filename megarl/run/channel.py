@@ -53,12 +53,15 @@ class MainChannel:
         self.phase = recorder.phase
 
     def wait(self, ask: Callable[[float | None], T]) -> T:
+        """Ask on rank 0 with the bound of the config."""
         return self._peers.on_first_rank(lambda: ask(None))
 
     def in_replica(self, own: T | None) -> T:
+        """Broadcast over the ranks that hold parts of one model."""
         return parallel.model_parallel_broadcast_object(own)
 
     def of_replicas(self, own: T) -> Sequence[T]:
+        """Gather over the data-parallel group."""
         return parallel.dp_all_gather_object(own)
 
 
@@ -96,6 +99,7 @@ class BackgroundChannel:
         self._closed.set()
 
     def wait(self, ask: Callable[[float | None], T]) -> T:
+        """Ask on rank 0 in slices of `SLICE_S`, until there is a result. Raises ChannelClosed after `close`."""
         while True:
             result = self._peers.on_first_rank(lambda: self._ask_once(ask))
             if result is not None:
@@ -112,6 +116,7 @@ class BackgroundChannel:
             return None
 
     def in_replica(self, own: T | None) -> T:
+        """Broadcast over the replica's own gloo group."""
         if self._replica is None:
             return own  # type: ignore[return-value]
         box = [own]
@@ -119,7 +124,9 @@ class BackgroundChannel:
         return box[0]  # type: ignore[return-value]
 
     def of_replicas(self, own: T) -> Sequence[T]:
+        """Gather over all ranks: every replica answers once per rank."""
         return self._peers.gather(own)
 
     def phase(self, name: Phase, status: str = "") -> AbstractContextManager[None]:
+        """Return nothing to count: the trainer does not wait for this thread."""
         return nullcontext()

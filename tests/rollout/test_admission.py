@@ -148,7 +148,7 @@ SMALL = [
 
 @pytest.mark.parametrize("small", SMALL, ids=str)
 def test_every_state_of_a_small_run_keeps_the_rules(small: Small) -> None:
-    """The rules are the bound, the order, the size of a batch, each group once, and that the run can go on to its end."""
+    """The rules are the bound, the order, the size of a batch, each group once, and that a run reaches its end."""
     assert explore(small.make, small.steps) > small.steps
 
 
