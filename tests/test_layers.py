@@ -17,7 +17,7 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
     """import-linter on the tree below `root`, by its own pyproject.toml."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-logo", "--no-cache"]
     environment = {"PYTHONPATH": str(root), "PATH": str(Path(sys.executable).parent)}
-    return subprocess.run(command, cwd=root, env=environment, text=True, capture_output=True, check=False)
+    return subprocess.run(command, cwd=root, env=environment, text=True, capture_output=True, timeout=300, check=False)
 
 
 @pytest.fixture

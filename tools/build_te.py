@@ -130,9 +130,8 @@ def _cuda_of_torch() -> str | None:
     command = [sys.executable, "-c", "import torch; print(torch.version.cuda or '')"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
-        raise MissingPartError(
-            f"torch cannot be imported: {done.stderr.strip().splitlines()[-1]}\nFix: make gpu-packages"
-        )
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise MissingPartError(f"torch cannot be imported: {reason}\nFix: make gpu-packages")
     return done.stdout.strip() or None
 
 

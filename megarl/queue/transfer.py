@@ -150,7 +150,7 @@ class _Client:
         self.timeout_s = timeout_s
 
     @classmethod
-    def attach(cls, partition: str, namespace: str, timeout_s: float, start_timeout_s: float | None = None) -> _Client:
+    def attach(cls, partition: str, namespace: str, timeout_s: float) -> _Client:
         """Connect to the queue of `partition`; Ray must be initialised.
 
         Raises TimeoutError if the queue does not exist within `timeout_s`.

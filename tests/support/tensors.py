@@ -38,12 +38,12 @@ def differing(one: Path, other: Path) -> list[str]:
 
 
 def worst(got: Tensors, expected: Tensors, scale: Tensors | None = None) -> float:
-    """Largest ||got - expected|| / ||scale or expected|| over all tensors."""
+    """Largest ||got - expected|| / ||scale or expected|| over all tensors; NaN if one of them is."""
     assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
     scale = scale or expected
-    ratios = {}
+    ratios = []
     for name, value in expected.items():
         size = float(scale[name].norm())
         assert size > 0, f"{name}: nothing to compare with"
-        ratios[name] = float((got[name] - value).norm()) / size
-    return max(ratios.values())
+        ratios.append(float((got[name] - value).norm()) / size)
+    return float(torch.tensor(ratios, dtype=torch.float64).max())  # Python's max would pass over NaN

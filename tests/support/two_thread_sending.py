@@ -16,7 +16,9 @@ import torch
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import Bucket, BucketPlan
 from megarl.weights.transport import POLL_S, Group
-from tests.support.simulated_streams import Device, on
+from tests.support.simulated_streams import WAIT_S, Device, on
+
+LIMIT_S = 2 * WAIT_S  # every wait of the thread on the simulated device has ended by then
 
 
 class TwoThreadSending:
@@ -54,7 +56,8 @@ class TwoThreadSending:
             for bucket in self._plan.buckets:
                 self._gather(bucket)
             if self._packer is not None:
-                thread.join()
+                thread.join(LIMIT_S)
+                assert not thread.is_alive(), f"trainer rank {self._rank} still broadcasts after {LIMIT_S:.0f} s"
                 self._raise()
                 report = {"member": self._group.name, "failure": None, "digests": self.digests}
                 self._group.store.put(self._group.key("report", self._group.rank), report)

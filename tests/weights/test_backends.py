@@ -76,7 +76,8 @@ def test_a_communicator_that_is_never_made_ends_with_the_deadline(monkeypatch: p
     start = time.monotonic()
     with pytest.raises(PeerTimeout, match=r"trainer rank 0 waited .* to connect the weight-sync group"):
         group.join(2.0)
-    leader.join()
+    leader.join(20.0)
+    assert not leader.is_alive()
     assert time.monotonic() - start < 20.0
 
 
