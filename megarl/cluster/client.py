@@ -20,8 +20,8 @@ from megarl.cluster.supervisor import CONTROLLER
 from megarl.common.errors import ReplicaFailed, RolloutError
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
-from megarl.rollout.admission import Counters
 from megarl.rollout.controller import BatchReady
+from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.fleet import as_rollout_error
 from megarl.rollout.replica import replica_name

@@ -31,11 +31,12 @@ from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import Trajectory
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
 from megarl.rewards.worker_pool import RewardPool
-from megarl.rollout.admission import Admission, Counters, usable_samples
+from megarl.rollout.admission import Admission, usable_samples
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.background import BackgroundTasks
 from megarl.rollout.batch_stats import BatchStats, BusyClock
 from megarl.rollout.batcher import Batcher
+from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.evaluate_on_fleet import evaluate_on_fleet, write_records
 from megarl.rollout.failure_policy import FailurePolicy
@@ -158,10 +159,11 @@ class RolloutController:
             try:
                 await asyncio.wait_for(self._tasks.changed.wait(), deadline - time.monotonic())
             except TimeoutError:
-                groups = sorted(self._admission.in_flight)
+                groups, replaced = sorted(self._admission.in_flight), self._admission.counters.replaced
+                refilled = f", {replaced} groups without signal replaced (admission.refill)" if replaced else ""
                 raise BatchNotReady(
                     f"the trainer waited {timeout_s:.0f} s for the batch of step {step}; {len(groups)} groups in "
-                    f"flight: {groups[:8]}, replicas alive: {self._fleet.serving}"
+                    f"flight: {groups[:8]}{refilled}, replicas alive: {self._fleet.serving}"
                 ) from None
 
     def _take(self, step: int) -> BatchReady | None:

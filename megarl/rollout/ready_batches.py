@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megarl.queue.trajectory import sample_key
-from megarl.rollout.admission import Admission, Counters
+from megarl.rollout.admission import Admission
+from megarl.rollout.counters import Counters
 
 
 @dataclass(frozen=True)

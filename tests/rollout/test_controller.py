@@ -213,6 +213,23 @@ def test_no_more_groups_are_replaced_than_the_limit(tmp_path: Path, monkeypatch:
     run(scenario)
 
 
+def test_a_batch_that_does_not_come_says_how_many_groups_were_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = refilling(tmp_path, monkeypatch, {0})
+    local.fleet.held = {3}
+
+    async def scenario() -> None:
+        await local.controller.set_version(0)
+        with pytest.raises(
+            RolloutError, match=r"in flight: \[3\], 2 groups without signal replaced \(admission.refill\)"
+        ):
+            await local.controller.wait_batch(0, 0.5)
+        await local.controller.shutdown()
+
+    run(scenario)
+
+
 def test_a_failed_group_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local = refilling(tmp_path, monkeypatch, {0, 2})
     local.fleet.failures = {1: TimeoutError("late")}

@@ -21,7 +21,7 @@ from megarl.common.errors import RolloutError
 from megarl.config.schema import AdmissionConfig, Config
 from megarl.queue.dump import read_batch, recorded_steps
 from megarl.queue.trajectory import SampleTag, Trajectory
-from megarl.rollout.admission import Counters
+from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.ready_batches import BatchReady
 from megarl.run import channel, pool_link
