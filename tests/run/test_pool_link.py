@@ -240,7 +240,6 @@ def test_each_replica_gets_its_own_rows(links: Links) -> None:
         plan, rows = outcome  # type: ignore[misc]
         keys = plan.keys_of(rank // 2)
         assert keys and rows == {key: ROWS[key] for key in keys}
-    assert not links.config.run_dir.exists()  # no dump unless it is configured
 
 
 def test_replicas_with_different_plans_train_on_nothing(links: Links) -> None:
@@ -253,6 +252,11 @@ def test_replicas_with_different_plans_train_on_nothing(links: Links) -> None:
     outcomes = links.run(disagree)
     assert all(isinstance(each, DisagreementError) and "step 4: DP ranks" in str(each) for each in outcomes)
     assert not any(what.startswith("fetch") for _, what in links.journal.entries)
+
+
+def test_no_batch_is_recorded_unless_that_is_configured(links: Links) -> None:
+    assert links.run(lambda link: link.record(batch_of())) == [None] * 4
+    assert not links.config.run_dir.exists()
 
 
 def test_recorded_batches_are_whole(links: Links) -> None:
