@@ -24,11 +24,16 @@ from megarl.trainer import parallel
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A batch that a step can train on. `rows`: this replica's trajectories by key."""
+    """A batch that a step can train on.
+
+    `rows`: this replica's trajectories by key. `samples`: on rank 0, those that are shown in samples.jsonl, with their
+    reference answers.
+    """
 
     batch: StepBatch
     plan: StepPlan
     rows: dict[str, Trajectory]
+    samples: list[tuple[Trajectory, str | None]]
 
 
 class BatchSource:
@@ -74,9 +79,10 @@ class BatchSource:
         started = time.perf_counter()
         plan = plan_step(batch.tags, self._config, dp_size=parallel.dp_size(), version=version)
         rows = self._pool.fetch(batch, plan, channel)
+        samples = self._pool.read_samples(batch)
         if channel is not None:
             batch.timings["batch/prefetch_seconds"] = time.perf_counter() - started
-        return PreparedBatch(batch, plan, rows)
+        return PreparedBatch(batch, plan, rows, samples)
 
     def close(self) -> None:
         """End a preparation that is running; bounded by `timeouts.shutdown_s`, and safe after a failure."""
