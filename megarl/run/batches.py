@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.run.channel import BackgroundChannel
+from megarl.run.channel import SLICE_S, BackgroundChannel
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 from megarl.run.step import StepPlan, plan_step
@@ -84,11 +84,21 @@ class BatchSource:
             batch.timings["batch/prefetch_seconds"] = time.perf_counter() - started
         return PreparedBatch(batch, plan, rows, samples)
 
+    def finish(self) -> None:
+        """End a preparation that is running. Bounded by `timeouts.shutdown_s`."""
+        self._end(self._config.timeouts.shutdown_s)
+
     def close(self) -> None:
-        """End a preparation that is running; bounded by `timeouts.shutdown_s`, and safe after a failure."""
+        """Do the same after a failure: not collective, because the other ranks may not come.
+
+        A rank whose thread follows rank 0's leaves it to the end of the process rather than report its failure late.
+        """
+        self._end(2 * SLICE_S)
+
+    def _end(self, timeout_s: float) -> None:
         if self._background is not None and self._next is not None:
             self._background.close()
-            self._next.thread.join(self._config.timeouts.shutdown_s)
+            self._next.thread.join(timeout_s)
             self._next = None
 
 

@@ -35,6 +35,11 @@ def wait_for(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
+def preparing() -> list[str]:
+    """The names of the threads that prepare a batch."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("prepare-batch")]
+
+
 def test_the_next_batch_is_fetched_before_a_step_ends(make_run: Callable[..., FakeRun]) -> None:
     run = make_run(3)
     early: list[bool] = []
@@ -55,12 +60,11 @@ def test_the_next_batch_is_fetched_before_a_step_ends(make_run: Callable[..., Fa
 def test_synchronous_training_takes_no_batch_early(make_run: Callable[..., FakeRun], updates: int) -> None:
     """Nor does it start a thread: its batches are those of the weights that were just published."""
     run = make_run(3, admission={"mode": "sync"}, trainer__mini_batches=updates)
-    threads = threading.active_count()
     taken: list[int] = []
 
     def step() -> None:
         taken.append(sum(line.startswith("take") for line in run.journal))
-        assert threading.active_count() == threads
+        assert not preparing()
 
     run.train = step
     train(run.build())
@@ -107,7 +111,7 @@ def test_a_stop_ends_the_wait_for_a_batch_that_nobody_will_train(make_run: Calla
     assert waiting.wait(WAIT_S) and session.stopped == "SIGTERM"
     session.finish()
     session.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prepare-batch")]
+    assert not preparing()
     assert [line for line in run.journal if line.startswith("commit")] == ["commit 0", "commit 1"]
 
 
@@ -121,9 +125,35 @@ def test_a_preparation_that_does_not_end_delays_the_end_by_no_more_than_its_boun
     session = run.build()
     train(session)
     started = time.monotonic()
-    session.close()
-    assert time.monotonic() - started < WAIT_S / 2 and "end the pool" in run.journal
+    session.finish()
+    assert time.monotonic() - started < WAIT_S / 2 and not released.is_set()
     released.set()
+    assert wait_for(lambda: not preparing())
+
+
+def test_a_failed_rank_does_not_wait_for_the_others_before_it_reports(make_run: Callable[..., FakeRun]) -> None:
+    """Its thread follows that of rank 0, which trains on and knows nothing of the failure."""
+    run = make_run(3, timeouts__shutdown_s=WAIT_S)
+    released, waiting = threading.Event(), threading.Event()
+
+    def taking(step: int) -> None:
+        if step == 1:
+            waiting.set()
+            released.wait(WAIT_S)
+
+    def fail() -> None:
+        assert waiting.wait(WAIT_S)
+        raise ArithmeticError("nan")
+
+    run.taking, run.train = taking, fail
+    session = run.build()
+    with pytest.raises(ArithmeticError):
+        train(session)
+    started = time.monotonic()
+    session.close(keep_pool=True)
+    assert time.monotonic() - started < WAIT_S / 2 and "disconnect" in run.journal
+    released.set()
+    assert wait_for(lambda: not preparing())
 
 
 def test_the_wait_is_hurried_only_while_the_trainer_waits(make_run: Callable[..., FakeRun]) -> None:
