@@ -158,7 +158,7 @@ class CorrectionConfig(Section):
         description="token_tis: truncated importance sampling, each token's policy loss times min(p / q, cap); q is "
         "the engine's probability of the token, p the trainer's before the first update of the step, which then is the "
         "denominator of the ratio too (decoupled PPO). With several mini-batches that takes a log-prob pass. auto: "
-        "token_tis if generation runs ahead of training (every `admission` mode but sync), otherwise none.",
+        "token_tis if generation runs ahead of training, so never with `admission.mode: sync`; otherwise none.",
     )
     cap: float = Field(2.0, ge=1, description="Largest weight (C).")
 

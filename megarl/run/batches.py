@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.run.channel import BackgroundChannel
+from megarl.run.channel import SLICE_S, BackgroundChannel
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 from megarl.run.step import StepPlan, plan_step
@@ -24,11 +24,16 @@ from megarl.trainer import parallel
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A batch that a step can train on. `rows`: this replica's trajectories by key."""
+    """A batch that a step can train on.
+
+    `rows`: this replica's trajectories by key. `samples`: on rank 0, those that are shown in samples.jsonl, with their
+    reference answers.
+    """
 
     batch: StepBatch
     plan: StepPlan
     rows: dict[str, Trajectory]
+    samples: list[tuple[Trajectory, str | None]]
 
 
 class BatchSource:
@@ -74,15 +79,26 @@ class BatchSource:
         started = time.perf_counter()
         plan = plan_step(batch.tags, self._config, dp_size=parallel.dp_size(), version=version, replaced=batch.replaced)
         rows = self._pool.fetch(batch, plan, channel)
+        samples = self._pool.read_samples(batch)
         if channel is not None:
             batch.timings["batch/prefetch_seconds"] = time.perf_counter() - started
-        return PreparedBatch(batch, plan, rows)
+        return PreparedBatch(batch, plan, rows, samples)
+
+    def finish(self) -> None:
+        """End a preparation that is running. Bounded by `timeouts.shutdown_s`."""
+        self._end(self._config.timeouts.shutdown_s)
 
     def close(self) -> None:
-        """End a preparation that is running; bounded by `timeouts.shutdown_s`, and safe after a failure."""
+        """Do the same after a failure: not collective, because the other ranks may not come.
+
+        A rank whose thread follows rank 0's leaves it to the end of the process rather than report its failure late.
+        """
+        self._end(2 * SLICE_S)
+
+    def _end(self, timeout_s: float) -> None:
         if self._background is not None and self._next is not None:
             self._background.close()
-            self._next.thread.join(self._config.timeouts.shutdown_s)
+            self._next.thread.join(timeout_s)
             self._next = None
 
 

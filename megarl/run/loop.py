@@ -26,6 +26,7 @@ def train(session: Session) -> None:
         batch, plan = prepared.batch, prepared.plan
         with pool.keep_batch_on_failure(batch):
             train_step(policy, plan, prepared.rows, config, recorder.timer, recorder.metrics)
+        recorder.samples(batch, prepared.samples)
         pool.commit(batch, plan)
         session.version += pace.updates_per_step
         if pace.publishes_after(step + 1) or publishes_early(session, batch):

@@ -151,7 +151,6 @@ class PoolLink:
     def commit(self, batch: StepBatch, plan: StepPlan) -> None:
         """Tell the controller how every group ended; it then frees the rows. Not collective: only rank 0 acts."""
         outcome = plan.outcome
-        self._write_samples(batch)  # while the rows are still in the queue
         self._client.use(
             lambda pool: pool.commit(
                 batch.step,
@@ -162,15 +161,18 @@ class PoolLink:
             )
         )
 
-    def _write_samples(self, batch: StepBatch) -> None:
-        """Write a few trajectories of the step, with their reference answers, to samples.jsonl. On rank 0."""
+    def read_samples(self, batch: StepBatch) -> list[tuple[Trajectory, str | None]]:
+        """Return the trajectories that are shown in samples.jsonl, with their reference answers; [] but on rank 0.
 
-        def write(pool: PoolClient) -> None:
+        Not collective. Call it before `commit`, which frees the rows.
+        """
+
+        def read(pool: PoolClient) -> list[tuple[Trajectory, str | None]]:
             rows = self._reader.use(lambda queue: queue.fetch(self._recorder.sample_keys(batch))) or []
-            references = pool.references([row.group_id for row in rows])
-            self._recorder.samples(batch, [(row, references.get(row.group_id)) for row in rows])
+            references = pool.references([row.group_id for row in rows]) if rows else {}
+            return [(row, references.get(row.group_id)) for row in rows]
 
-        self._client.use(write)
+        return self._client.use(read) or []
 
     def evaluate(self, version: int, label: str) -> list[SetReport]:
         """Evaluate all sets on the pool; responses go to RUN_DIR/eval_{label}.jsonl."""

@@ -146,6 +146,7 @@ class Session:
 
         A Hugging Face export that is still running is awaited if the run is finished, and ended if it is preempted.
         """
+        self.batches.finish()
         self.checkpointer.poll(wait=True)
         status = ExitRecord("finished" if self.stopped is None else "preempted", self.steps_done, self.stopped or "")
         self.recorder.finish(status)

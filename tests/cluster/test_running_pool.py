@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from megarl.cluster.handle import launch_supervisor, read_state
-from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
+from megarl.common.errors import BatchNotReady, ReplicaFailed, RequestFailed, RolloutError
 from megarl.common.processes import ProcessId, descendants, is_alive
 from megarl.data.cursor import Cursor
 from megarl.data.tokenize import load_tokenizer
@@ -167,7 +167,7 @@ def test_a_group_whose_request_is_refused_is_counted_as_failed(pool: TestPool, r
 def test_wrong_bookkeeping_and_missing_batches_are_errors(pool: TestPool) -> None:
     with pytest.raises(ValueError, match="never taken"):
         pool.client.commit(4, trained=4, filtered=0, dropped_stale=0, failed=0)
-    with pytest.raises(RolloutError, match=r"waited 0 s for the batch of step 4; 0 groups in flight"):
+    with pytest.raises(BatchNotReady, match=r"waited 0 s for the batch of step 4; 0 groups in flight"):
         pool.client.wait_batch(4, timeout_s=0.3)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.common.errors import NoReplicaLeft, RolloutError
+from megarl.common.errors import BatchNotReady, NoReplicaLeft, RolloutError
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
@@ -78,7 +78,7 @@ def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: LocalContr
 
     async def scenario() -> None:
         await local.controller.set_version(0)
-        with pytest.raises(RolloutError, match=r"waited 0 s for the batch of step 0; 1 groups in flight: \[1\]"):
+        with pytest.raises(BatchNotReady, match=r"waited 0 s for the batch of step 0; 1 groups in flight: \[1\]"):
             await local.controller.wait_batch(0, 0.1)
         await local.controller.shutdown()
 

@@ -140,9 +140,6 @@ class FakeRecorder:
     def sample_keys(self, batch: StepBatch) -> list[str]:
         return [key for key in batch.keys if key.endswith(":0")]
 
-    def samples(self, batch: StepBatch, rows: Sequence[tuple[Trajectory, str | None]]) -> None:
-        self._journal.note(self._rank, f"samples {[(row.key, answer) for row, answer in rows]}")
-
 
 class Links:
     """Ranks of two replicas with two ranks each; `run` gives every rank a `PoolLink`."""
@@ -243,7 +240,6 @@ def test_each_replica_gets_its_own_rows(links: Links) -> None:
         plan, rows = outcome  # type: ignore[misc]
         keys = plan.keys_of(rank // 2)
         assert keys and rows == {key: ROWS[key] for key in keys}
-    assert not links.config.run_dir.exists()  # no dump unless it is configured
 
 
 def test_replicas_with_different_plans_train_on_nothing(links: Links) -> None:
@@ -258,6 +254,11 @@ def test_replicas_with_different_plans_train_on_nothing(links: Links) -> None:
     assert not any(what.startswith("fetch") for _, what in links.journal.entries)
 
 
+def test_no_batch_is_recorded_unless_that_is_configured(links: Links) -> None:
+    assert links.run(lambda link: link.record(batch_of())) == [None] * 4
+    assert not links.config.run_dir.exists()
+
+
 def test_recorded_batches_are_whole(links: Links) -> None:
     links.config = config_of("model", run__dir=str(links.config.run_dir), telemetry__dump_batches=True)
     links.run(lambda link: link.record(batch_of()))
@@ -265,14 +266,17 @@ def test_recorded_batches_are_whole(links: Links) -> None:
     assert recorded.version == VERSION and recorded.trajectories == list(ROWS.values())
 
 
-def test_samples_are_written_before_commit_frees_the_rows(links: Links) -> None:
+def test_rank_0_reads_the_samples_that_are_shown(links: Links) -> None:
+    own, *others = links.run(lambda link: link.read_samples(batch_of()))
+    assert own == [(ROWS[f"{group}:0"], f"answer {group}") for group in range(4)]
+    assert others == [[]] * 3
+    assert links.journal.of(0)[3:] == ["fetch 4", "references [0, 1, 2, 3]"]
+    assert links.journal.of(2)[1:] == links.journal.of(1) == []
+
+
+def test_rank_0_reports_how_the_groups_ended(links: Links) -> None:
     links.run(lambda link: link.commit(batch_of(), plan_of(link)))
-    assert links.journal.of(0)[3:] == [
-        "fetch 4",
-        "references [0, 1, 2, 3]",
-        f"samples {[(f'{group}:0', f'answer {group}') for group in range(4)]}",
-        "commit 0 {'trained': 3, 'filtered': 1, 'dropped_stale': 0, 'failed': 0}",
-    ]
+    assert links.journal.of(0)[3:] == ["commit 0 {'trained': 3, 'filtered': 1, 'dropped_stale': 0, 'failed': 0}"]
     assert links.journal.of(2)[1:] == links.journal.of(1) == []
 
 

@@ -53,6 +53,9 @@ class FakeRecorder:
     def sync(self, version: int, report: str) -> None:
         self._note(f"record {report}")
 
+    def samples(self, batch: StepBatch, samples: Sequence[str]) -> None:
+        self._note(f"write {', '.join(samples)}")
+
     def step(self, batch: StepBatch, plan: str) -> None:
         self._note(f"record step {batch.step} of {plan}")
 
@@ -102,6 +105,9 @@ class FakePool(Part):
         return {}
 
     def record(self, batch: StepBatch) -> None: ...
+
+    def read_samples(self, batch: StepBatch) -> list[str]:
+        return [f"a sample of batch {batch.step}"]
 
     @contextmanager
     def keep_batch_on_failure(self, batch: StepBatch) -> Iterator[None]:
