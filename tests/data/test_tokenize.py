@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import DataConfig
+from megarl.config.data_sections import DataConfig
 from megarl.data.dataset import Prompt, load_prompts
 from megarl.data.tokenize import (
     PromptEncoder,
