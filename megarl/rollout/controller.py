@@ -16,16 +16,19 @@ import logging
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.common.errors import RolloutError
 from megarl.common.files import write_json
 from megarl.common.output import redirect_output
+from megarl.config.datasets import reward_functions
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
+from megarl.rewards.types import RewardSpec
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.admission import Admission, Counters, usable_samples
 from megarl.rollout.agents.single_turn import SingleTurn
@@ -73,8 +76,7 @@ class RolloutController:
         started = time.monotonic()
         config, timeouts = self.config, self.config.timeouts
         self._rewards = RewardPool(
-            config.reward.function,
-            config.reward.kwargs,
+            [RewardSpec(each.function, each.kwargs, key) for key, each in reward_functions(config).items()],
             workers=config.reward.workers,
             timeout_s=config.reward.timeout_s,
             on_error=config.reward.on_error,
@@ -169,6 +171,7 @@ class RolloutController:
         self._admission.commit(step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed)
         batch = self._batches.pop(step)
         self._tasks.start(self._writer.clear(batch.keys))
+        await self._source.commit(batch.groups, step + 1, lambda: self._admission.next_group)
         counters = self._admission.counters
         if not counters.balanced:
             raise RolloutError(f"group counters do not add up after step {step}: {counters}")
@@ -187,7 +190,7 @@ class RolloutController:
             report = await evaluate_on_fleet(
                 eval_set,
                 self._fleet,
-                self._rewards.score,
+                partial(self._rewards.score, function=eval_set.reward),
                 self._source.decode,
                 version=version,
                 tag=f"v{version}{label}",
@@ -220,8 +223,9 @@ class RolloutController:
         if journal.is_file():
             attempts = max(attempts, int(json.loads(journal.read_text())["attempts"]))
         self._admission = Admission(batch.groups, pace_of(self.config))
+        self._source.reset()
         if state is not None:
-            self._source.load_state_dict(state["source"])
+            self._source.load_state_dict(state["source"], int(state["admission"]["next_group"]))
         self._admission.load_state_dict(state["admission"] if state else self._admission.state_dict(), attempts)
         # Prompts are skipped once per history: the number belongs to its first batch.
         self._runner.stats.skipped_prompts = 0 if state else self._source.skipped
@@ -267,6 +271,7 @@ class RolloutController:
                 raise end from error
             rows = self._runner.failed(group_id, str(error) or type(error).__name__)
         await self._writer.put_group(rows)
+        self._source.finish(group_id, [row.reward for row in rows if row.status == "ok"])
         versions = [row.oldest_version for row in rows if row.versions]
         self._admission.finish(group_id, usable_samples(row.status for row in rows), min(versions, default=None))
         self._tasks.changed.set()

@@ -11,12 +11,13 @@ from megarl.rollout.admission import Admission, Counters
 
 @dataclass(frozen=True)
 class BatchReady:
-    """A batch that the trainer may take: `keys` of all its samples, failed ones included, by group and sample.
+    """A batch that the trainer may take: its `groups`, and `keys` of all its samples, failed ones included, in order.
 
     `timings`: declared `rollout/*` and `reward/errors` metrics of this batch.
     """
 
     step: int
+    groups: list[int]
     keys: list[str]
     counters: Counters
     timings: dict[str, float]
@@ -38,10 +39,11 @@ class ReadyBatches:
         taken = admission.batch(step)
         if taken is None:
             raise ValueError(f"the groups of step {step} are not ready")
-        counters = admission.counters
+        counters, groups = admission.counters, sorted(taken[0] + taken[1])
         batch = BatchReady(
             step=step,
-            keys=[sample_key(group, index) for group in sorted(taken[0] + taken[1]) for index in self._samples],
+            groups=groups,
+            keys=[sample_key(group, index) for group in groups for index in self._samples],
             counters=counters,
             timings={
                 **metrics,
