@@ -6,7 +6,7 @@ Invariant: every sample that comes in leaves as exactly one of trained, masked, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from megarl.algorithms.advantages import (
@@ -85,12 +85,14 @@ def shape_sample(sample: JudgedSample, spec: ShapingSpec) -> tuple[float, bool]:
     return reward + penalty, trained
 
 
-def shape_batch(groups: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> ShapedBatch:
+def shape_batch(
+    groups: Sequence[Sequence[JudgedSample]], spec: ShapingSpec, limits: Sequence[int] | None = None
+) -> ShapedBatch:
     """Shape rewards, drop failed samples, filter groups without variance, compute advantages.
 
     A group with fewer than two remaining samples has no baseline: the group and its samples count as failed. The
     filter compares shaped rewards, because the advantages are made of them; a KL term in the reward is added later
-    and has no influence on the filter.
+    and has no influence on the filter. `limits`: the `max_tokens` of each group, where they differ.
 
     Raises:
         ValueError: two samples share a key.
@@ -108,7 +110,8 @@ def shape_batch(groups: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> 
             counts["failed_groups"] += 1
             failed += [sample.key for sample in alive]
             continue
-        shaped = [shape_sample(sample, spec) for sample in alive]
+        own = spec if limits is None else replace(spec, max_tokens=limits[index])
+        shaped = [shape_sample(sample, own) for sample in alive]
         rewards = [reward for reward, _ in shaped]
         if spec.filter_zero_variance and zero_variance(rewards):
             counts["filtered_groups"] += 1

@@ -15,7 +15,13 @@ from typing import Literal
 
 from megarl.common.errors import ConfigError
 from megarl.config import layout_checks
-from megarl.config.datasets import data_problems, held_out_sets, longest_training_response, reward_functions, train_sets
+from megarl.config.datasets import (
+    all_sets,
+    data_problems,
+    held_out_sets,
+    longest_training_response,
+    reward_functions,
+)
 from megarl.config.engine_checks import engine_problems
 from megarl.config.hardware import local_gpus
 from megarl.config.pace import pace_problems
@@ -236,7 +242,7 @@ def launch_problems(config: Config) -> Iterator[str]:
 
 def _files(config: Config) -> Iterator[str]:
     here = f"(current directory: {os.getcwd()})"
-    for key, path in [(f"{each.key}.path", each.path) for each in [*train_sets(config), *held_out_sets(config)]]:
+    for key, path in [(f"{each.key}.path", each.path) for each in all_sets(config)]:
         if not path.is_file():
             yield f"{key}: no such file: {path} {here}; relative paths start at the current directory"
         elif path.suffix not in (".jsonl", ".json", *PARQUET_SUFFIXES):

@@ -42,7 +42,7 @@ class OwnFieldsConfig(Section):
     answer_field: str | None = Field(None, description="As `data.answer_field`.")
     system_prompt: str | None = Field(None, description="As `data.system_prompt`; empty: no system message.")
     suffix: str | None = Field(None, description="As `data.suffix`.")
-    chat_template_kwargs: Passed | None = Field(None, description="As `data.chat_template_kwargs`, replaced as a whole.")
+    chat_template_kwargs: Passed | None = Field(None, description="As `data.chat_template_kwargs`; not merged.")
     reward: SetRewardConfig = Field(default_factory=SetRewardConfig)
 
 

@@ -82,10 +82,15 @@ def held_out_sets(config: Config) -> list[HeldOutSet]:
     ]
 
 
+def all_sets(config: Config) -> list[TrainSet | HeldOutSet]:
+    """Return the training sets, then the evaluation sets."""
+    return [*train_sets(config), *held_out_sets(config)]
+
+
 def reward_functions(config: Config) -> dict[str, RewardConfig]:
     """Return every reward of the run's sets once, by the key of the config that names it first."""
     found: dict[str, RewardConfig] = {}
-    for each in [*train_sets(config), *held_out_sets(config)]:
+    for each in all_sets(config):
         if each.reward not in found.values():
             found["reward" if each.reward == config.reward else f"{each.key}.reward"] = each.reward
     return found

@@ -104,9 +104,7 @@ class Curriculum:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the committed progress as JSON content."""
-        return {
-            name: {"groups": self._groups[name], "rewards": list(self._rewards[name])} for name in self._configured
-        }
+        return {name: {"groups": self._groups[name], "rewards": list(self._rewards[name])} for name in self._configured}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to a saved progress. A set that the state does not have starts without any."""

@@ -65,8 +65,7 @@ class RewardProcess:
             if not self._connection.poll(max(0.0, self._deadline - time.monotonic())):
                 limit = f"{self._start_timeout_s:g} s"
                 raise StartError(
-                    f"a reward process was not ready to run {self.name} after {limit}; raise "
-                    "timeouts.engine_start_s"
+                    f"a reward process was not ready to run {self.name} after {limit}; raise timeouts.engine_start_s"
                 )
             state, message = self._connection.recv()
         except (EOFError, OSError) as error:

@@ -1,9 +1,9 @@
 """The program of a reward process: `python -m megarl.rewards.worker FD PARENT_PID`.
 
 Protocol over the inherited connection FD: the pool sends a `Setup`, the worker answers `("ready", "")` or
-`("failed", reason)`. The pool then sends lists of pickled pairs (number of the function, sample). The worker scores them
-one at a time and sends one `Answer` per sample, in order and without delay, so the pool always knows the sample that it
-waits for.
+`("failed", reason)`. The pool then sends lists of pickled pairs (number of the function, sample). The worker scores
+them one at a time and sends one `Answer` per sample, in order and without delay, so the pool always knows the sample
+that it waits for.
 """
 
 from __future__ import annotations

@@ -186,7 +186,9 @@ class PromptSource:
         """
         if bool(self.config.data.sets) != ("sets" in state):
             saved, own = ("data.sets", "data.path") if "sets" in state else ("data.path", "data.sets")
-            raise ValueError(f"the saved run has {saved}, but this run has {own}: resume with the data of the saved run")
+            raise ValueError(
+                f"the saved run has {saved}, but this run has {own}: resume with the data of the saved run"
+            )
         if not self.config.data.sets:
             self._sets[0].cursor.load_state_dict(state)
             return

@@ -21,6 +21,7 @@ from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.filters import ShapedBatch, ShapingSpec, shape_batch
 from megarl.algorithms.losses import kl_penalty
 from megarl.algorithms.stats import LossStats
+from megarl.config.datasets import own_temperatures, response_limits
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS
@@ -88,7 +89,9 @@ def plan_step(tags: Sequence[SampleTag], config: Config, *, dp_size: int, versio
     ]
     fresh = [g for g in groups if all(tag.failed or tag.oldest_version >= oldest for tag in g)]
     judged = [_permuted(group, config) for group in fresh] if config.algorithm.permute_rewards else fresh
-    shaped = shape_batch(judged, _shaping(config))
+    limits = response_limits(config)
+    own_limits = [limits[group[0].dataset] for group in judged] if limits else None
+    shaped = shape_batch(judged, _shaping(config), own_limits)
     by_key = {tag.key: tag for tag in tags}
     mini_batches = []
     for chunk in _chunks(shaped.groups, config.trainer.mini_batches):
@@ -145,7 +148,7 @@ def train_step(
     `policy/updates` 0. Raises NonFiniteError before any weight has changed.
     """
     algorithm = config.algorithm
-    samples = _train_samples(plan, rows)
+    samples = _train_samples(plan, rows, own_temperatures(config))
     mine = list(samples.values())
     with timer.phase("logprobs"):
         if algorithm.old_logprobs == "trainer" and plan.mini_batches:
@@ -184,11 +187,14 @@ def entropy_due(config: Config, version: int) -> bool:
     return every > 0 and version // config.trainer.mini_batches % every == 0
 
 
-def _train_samples(plan: StepPlan, rows: Mapping[str, Trajectory]) -> dict[str, TrainSample]:
+def _train_samples(
+    plan: StepPlan, rows: Mapping[str, Trajectory], temperatures: Mapping[str, float]
+) -> dict[str, TrainSample]:
+    """Return this replica's samples by key. `temperatures`: those of the data sets, if they differ."""
     trained = {sample.key: sample.trained for group in plan.shaped.groups for sample in group}
     samples = {}
     for key in plan.keys_of(parallel.dp_rank()):
-        samples[key] = TrainSample.of(rows[key], trained=trained[key])
+        samples[key] = TrainSample.of(rows[key], trained=trained[key], temperature=temperatures.get(rows[key].dataset))
         samples[key].streams[OLD_LOGPROBS] = torch.tensor(rows[key].rollout_logprobs, dtype=torch.float32)
     return samples
 

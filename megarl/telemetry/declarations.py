@@ -8,6 +8,7 @@ GROUPS: dict[str, str] = {
     "reward": "Rewards of the step's samples, without failed samples.",
     "groups": "Prompt groups by outcome, and their difficulty.",
     "batch": "Contents of the update.",
+    "data": "Each training set of `data.sets`; none with `data.path`.",
     "rollout": "Generation.",
     "policy": "The update, over every trained response token of the step.",
     "mismatch": "Engine against trainer: log-probs of the same tokens under the same weights.",
@@ -59,6 +60,12 @@ _BATCH = [
     Metric("batch/trained_tokens", "tokens", "sum", "Prompt and response tokens that passed through the update."),
     Metric("batch/loss_tokens", "tokens", "sum", "Response tokens with a loss."),
     Metric("batch/dp_imbalance", "ratio", "max", "Largest number of tokens of a DP rank over their mean; 1 is even."),
+]
+
+_DATA = [
+    Metric("data/{set}/groups", "groups", "sum", "Groups of this batch that are of the set."),
+    Metric("data/{set}/reward_mean", "reward", "mean", "Their mean reward, before KL and length shaping."),
+    Metric("data/{set}/truncated_share", "share", "mean", "Share of their responses cut at the set's `max_tokens`."),
 ]
 
 _ROLLOUT = [
@@ -252,7 +259,7 @@ _TOTAL = [
 ]
 
 REGISTRY = Registry(
-    [*_REWARD, *_GROUPS, *_BATCH, *_ROLLOUT, *_POLICY, *_MISMATCH, *_SYNC, *_TIME, *_PERF, *_EVAL, *_TOTAL]
+    [*_REWARD, *_GROUPS, *_BATCH, *_DATA, *_ROLLOUT, *_POLICY, *_MISMATCH, *_SYNC, *_TIME, *_PERF, *_EVAL, *_TOTAL]
 )
 
 

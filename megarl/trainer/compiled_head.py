@@ -25,7 +25,7 @@ class _State:
     usable = True
 
 
-def row_stats(logits_CVt: Tensor, local_C: Tensor, temperature: float, with_entropy: bool) -> Tensor | None:
+def row_stats(logits_CVt: Tensor, local_C: Tensor, temperature: float | Tensor, with_entropy: bool) -> Tensor | None:
     """Return `reduce_rows`, compiled; None if it cannot be compiled here."""
     return _run(reduce_rows, logits_CVt, local_C, temperature, with_entropy)
 
@@ -38,7 +38,7 @@ def grad_logits(
     grad_logprobs_C: Tensor,
     grad_entropy_C: Tensor | None,
     entropy_C: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
 ) -> Tensor | None:
     """Return `differentiate_rows`, compiled; None if it cannot be compiled here."""
     return _run(
@@ -47,13 +47,13 @@ def grad_logits(
     )  # fmt: skip
 
 
-def reduce_rows(logits_CVt: Tensor, local_C: Tensor, temperature: float, with_entropy: bool) -> Tensor:
+def reduce_rows(logits_CVt: Tensor, local_C: Tensor, temperature: float | Tensor, with_entropy: bool) -> Tensor:
     """Return four numbers per row of x = logits / temperature, fp32 [4, C].
 
     They are the maximum m, the sum of exp(x - m), the target's x, and the sum of exp(x - m) * (x - m), which is 0
     unless `with_entropy`.
     """
-    scaled_CVt = logits_CVt.float() / temperature
+    scaled_CVt = logits_CVt.float() / _column(temperature)
     maximum_C = scaled_CVt.amax(dim=1)
     target_C = logits_CVt.gather(1, local_C[:, None]).squeeze(1).float() / temperature
     shifted_CVt = scaled_CVt - maximum_C[:, None]
@@ -70,14 +70,14 @@ def differentiate_rows(
     grad_logprobs_C: Tensor,
     grad_entropy_C: Tensor | None,
     entropy_C: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
 ) -> Tensor:
     """Return the gradient of g log p[target] + e H by x = logits / temperature, in the dtype of the logits, [C, Vt].
 
     It is g (1[target] - p) - e p (log p + H), with g = `grad_logprobs_C`, e = `grad_entropy_C` (or 0), H = `entropy_C`.
     `owned_C` tells whether the target is one of these columns.
     """
-    log_p_CVt = logits_CVt.float() / temperature - lse_C[:, None]
+    log_p_CVt = logits_CVt.float() / _column(temperature) - lse_C[:, None]
     factor_CVt = -grad_logprobs_C[:, None]
     if grad_entropy_C is not None:
         factor_CVt = factor_CVt - grad_entropy_C[:, None] * (log_p_CVt + entropy_C[:, None])
@@ -85,6 +85,11 @@ def differentiate_rows(
     is_target_CVt = (columns_Vt == local_C[:, None]) & owned_C[:, None]
     grad_CVt = log_p_CVt.exp() * factor_CVt + torch.where(is_target_CVt, grad_logprobs_C[:, None], 0.0)
     return grad_CVt.to(logits_CVt.dtype)
+
+
+def _column(temperature: float | Tensor) -> float | Tensor:
+    """Return a temperature per row, [C], as a column for [C, Vt]; one number as it is."""
+    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
 
 
 def _run(function: Callable[..., Tensor], *args: object) -> Tensor | None:

@@ -15,7 +15,9 @@ from megarl.data.cursor import Cursor
 from megarl.data.mixture import Mixture
 
 GROUPS = 300
-WEIGHTS = st.lists(st.sampled_from([0.0, 1e-3, 0.1, 0.3, 1 / 3, 0.7, 1.0, 2.5, 1e6]), min_size=2, max_size=5).filter(any)
+WEIGHTS = st.lists(st.sampled_from([0.0, 1e-3, 0.1, 0.3, 1 / 3, 0.7, 1.0, 2.5, 1e6]), min_size=2, max_size=5).filter(
+    any
+)
 SEEDS = st.integers(0, 2**63)
 
 
@@ -74,9 +76,7 @@ def test_changes_of_the_weights_keep_the_draws_in_order_and_survive_a_resume(
 def test_no_prompt_comes_twice_in_an_epoch_of_its_set(sizes: list[int], seed: int) -> None:
     mixed = mixture([1.0, 0.25, 3.0][: len(sizes)], seed)
     cursors = [Cursor(size, seed + index) for index, size in enumerate(sizes)]
-    drawn = Counter(
-        (index, *cursors[index].at(draw)) for index, draw in (mixed.at(group) for group in range(GROUPS))
-    )
+    drawn = Counter((index, *cursors[index].at(draw)) for index, draw in (mixed.at(group) for group in range(GROUPS)))
     assert max(drawn.values()) == 1
 
 
@@ -108,7 +108,7 @@ def test_weights_that_choose_nothing_are_refused(weights: list[float]) -> None:
 def test_other_sets_and_other_seeds_are_refused() -> None:
     state = mixture([1, 1], 1).state_dict()
     for other in (mixture([1, 1, 1], 1), mixture([1, 1], 2)):
-        with pytest.raises(ValueError, match="resume with data.sets and run.seed of the saved run"):
+        with pytest.raises(ValueError, match=r"resume with data\.sets and run\.seed of the saved run"):
             other.load_state_dict(state)
     with pytest.raises(ValueError, match=r"weights of \['set0'\], but the sets are"):
         mixture([1, 1]).reweight(3, {"set0": 1.0})
