@@ -17,10 +17,10 @@ class BatchReady:
     """
 
     step: int
-    groups: list[int]
     keys: list[str]
     counters: Counters
     timings: dict[str, float]
+    groups: list[int]
 
 
 class ReadyBatches:
@@ -42,7 +42,6 @@ class ReadyBatches:
         counters, groups = admission.counters, sorted(taken[0] + taken[1])
         batch = BatchReady(
             step=step,
-            groups=groups,
             keys=[sample_key(group, index) for group in groups for index in self._samples],
             counters=counters,
             timings={
@@ -50,6 +49,7 @@ class ReadyBatches:
                 "rollout/queue_depth": counters.ready,
                 "total/groups_rolled_back": counters.rolled_back,
             },
+            groups=groups,
         )
         self._batches[step] = batch
         return batch

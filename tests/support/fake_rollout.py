@@ -58,7 +58,7 @@ class FakeSource:
     def __init__(self) -> None:
         self.finished: dict[int, list[float]] = {}
         self.committed: list[tuple[list[int], int, int]] = []  # groups, steps done, first group not admitted
-        self.resets = 0
+        self.resumed_at: list[int] = []
 
     def draw(self, group_id: int) -> Any:
         def judge(text: str, ids: list[int], reason: str) -> RewardInput:
@@ -78,7 +78,7 @@ class FakeSource:
         self.committed.append((list(groups), steps, next_group()))
 
     def reset(self) -> None:
-        self.resets += 1
+        self.finished, self.committed, self.resumed_at = {}, [], []
 
     def decode(self, ids: Sequence[int]) -> str:
         return "x" * len(ids)
@@ -95,6 +95,7 @@ class FakeSource:
     def load_state_dict(self, state: dict[str, Any], next_group: int) -> None:
         if state != self.state_dict():
             raise ValueError("the saved prompts are other ones")
+        self.resumed_at.append(next_group)
 
 
 class FakeRewards:
