@@ -17,6 +17,10 @@ def digit_share(response: str, answer: str) -> float:
     return sum(character.isdigit() for character in response) / max(1, len(response))
 
 
+def scaled_digit_share(response: str, answer: str, scale: float) -> float:
+    return scale * digit_share(response, answer)
+
+
 def overflowing(response: str, answer: str) -> float:
     """Finite as a reward, as fp32 too, but not as a loss: advantages of this size overflow in the sum."""
     return 3e38 * digit_share(response, answer)
