@@ -34,9 +34,11 @@ class SetSamplingConfig(Section):
     max_tokens: int | None = Field(None, ge=1, description="Upper bound of response tokens, EOS included.")
 
 
-class OwnFieldsConfig(Section):
-    """The keys of `data` that each set may have for itself; null: the section's value."""
+class PromptSetConfig(Section):
+    """A set of a list: its file, and keys of `data` and `reward` that it has for itself; null: the section's value."""
 
+    name: str = Field(..., description="Name in metrics, tables and checkpoints.")
+    path: Path = Field(..., description="JSONL or Parquet file.")
     format: RowFormat | None = Field(None, description="As `data.format`.")
     prompt_field: str | None = Field(None, description="As `data.prompt_field`.")
     answer_field: str | None = Field(None, description="As `data.answer_field`.")
@@ -46,11 +48,9 @@ class OwnFieldsConfig(Section):
     reward: SetRewardConfig = Field(default_factory=SetRewardConfig)
 
 
-class TrainSetConfig(OwnFieldsConfig):
+class TrainSetConfig(PromptSetConfig):
     """One of several training sets. A key that is left out has the value of `data`, `reward` or `sampling`."""
 
-    name: str = Field(..., description="Name in metrics, checkpoints and the curriculum.")
-    path: Path = Field(..., description="JSONL or Parquet file.")
     weight: float = Field(1.0, gt=0, description="Share of the groups, relative to the other sets' weights.")
     sampling: SetSamplingConfig = Field(default_factory=SetSamplingConfig)
 
@@ -118,11 +118,9 @@ class EvalSetSamplingConfig(Section):
     samples: int | None = Field(None, ge=1, description="Responses per prompt: 32 for mean@32.")
 
 
-class EvalSetConfig(OwnFieldsConfig):
+class EvalSetConfig(PromptSetConfig):
     """One held-out set. A key that is left out has the value of `data`, `reward` or `evaluation`."""
 
-    name: str = Field(..., description="Name in metrics and tables.")
-    path: Path = Field(..., description="JSONL or Parquet file.")
     limit: int | None = Field(None, ge=1, description="Use only this many problems from the start of the file.")
     max_tokens: int | None = Field(
         None, ge=1, description="Upper bound of response tokens; default `evaluation.max_tokens`."

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.data_sections import DataConfig, EvalSamplingConfig, OwnFieldsConfig, RewardConfig
+from megarl.config.data_sections import DataConfig, EvalSamplingConfig, PromptSetConfig, RewardConfig
 from megarl.config.schema import Config, SamplingConfig
 
 _ROW_FIELDS = ("format", "prompt_field", "answer_field", "suffix", "chat_template_kwargs")
@@ -116,7 +116,7 @@ def own_temperatures(config: Config) -> dict[str, float]:
     return found if set(found.values()) != {config.sampling.temperature} else {}
 
 
-def _data(section: DataConfig, own: OwnFieldsConfig) -> DataConfig:
+def _data(section: DataConfig, own: PromptSetConfig) -> DataConfig:
     """Return the section `data` of a run of one set. An empty system prompt takes the section's away."""
     changes = {name: value for name in _ROW_FIELDS if (value := getattr(own, name)) is not None}
     if own.system_prompt is not None:
@@ -124,7 +124,7 @@ def _data(section: DataConfig, own: OwnFieldsConfig) -> DataConfig:
     return section.model_copy(update=changes)
 
 
-def _reward(section: RewardConfig, own: OwnFieldsConfig) -> RewardConfig:
+def _reward(section: RewardConfig, own: PromptSetConfig) -> RewardConfig:
     """Return the section `reward` of a run of one set. Arguments belong to a function and are inherited with it."""
     changes = _given({"function": own.reward.function, "kwargs": own.reward.kwargs})
     if own.reward.function is not None:
