@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from megarl.algorithms.advantages import (
@@ -118,12 +118,14 @@ def without_signal(group: Sequence[JudgedSample], spec: ShapingSpec) -> bool:
     return spec.filter_zero_variance and len(alive) >= 2 and zero_variance([r for r, _ in shape_group(alive, spec)])
 
 
-def shape_batch(groups: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> ShapedBatch:
+def shape_batch(
+    groups: Sequence[Sequence[JudgedSample]], spec: ShapingSpec, limits: Sequence[int] | None = None
+) -> ShapedBatch:
     """Shape rewards, drop failed samples, filter groups without variance, compute advantages.
 
     A group with fewer than two remaining samples has no baseline: the group and its samples count as failed. The
     filter compares shaped rewards, because the advantages are made of them; a KL term in the reward is added later
-    and has no influence on the filter.
+    and has no influence on the filter. `limits`: the `max_tokens` of each group, where they differ.
 
     Raises:
         ValueError: two samples share a key.
@@ -141,7 +143,8 @@ def shape_batch(groups: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> 
             counts["failed_groups"] += 1
             failed += [sample.key for sample in alive]
             continue
-        if without_signal(alive, spec):
+        own = spec if limits is None else replace(spec, max_tokens=limits[index])
+        if without_signal(alive, own):
             counts["filtered_groups"] += 1
             filtered += [sample.key for sample in alive]
             continue

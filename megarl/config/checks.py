@@ -15,6 +15,13 @@ from typing import Literal
 
 from megarl.common.errors import ConfigError
 from megarl.config import layout_checks
+from megarl.config.datasets import (
+    all_sets,
+    data_problems,
+    held_out_sets,
+    longest_training_response,
+    reward_functions,
+)
 from megarl.config.engine_checks import engine_problems
 from megarl.config.hardware import local_gpus
 from megarl.config.liveness import liveness_problems
@@ -58,8 +65,11 @@ def check(config: Config, *, device: Device | None = None, files: bool = True) -
     planning on another machine.
     """
     device = device or detect_device()
-    problems = list(_sizes(config)) + list(pace_problems(config)) + list(_sampling(config)) + list(_evaluation(config))
-    problems += list(liveness_problems(config)) + list(_checkpoint(config)) + list(_reward(config))
+    problems = list(data_problems(config))
+    if config.data.path is None and not config.data.sets:
+        raise ConfigError(problems)  # the other checks read the sets
+    problems += list(_sizes(config)) + list(pace_problems(config)) + list(_sampling(config)) + list(_evaluation(config))
+    problems += list(liveness_problems(config)) + list(_checkpoint(config)) + list(_functions(config))
     problems += list(layout_checks.megatron_problems(config, device))
     problems += list(engine_problems(config)) + list(_transport(config, device)) + list(launch_problems(config))
     try:
@@ -93,8 +103,7 @@ def max_sequence_tokens(config: Config, info: ModelInfo) -> int:
 
 def longest_response(config: Config) -> int:
     """Return the upper bound of response tokens in training and evaluation."""
-    evaluated = config.evaluation.max_tokens or 0
-    return max(config.sampling.max_tokens, evaluated if config.evaluation.sets else 0)
+    return max([longest_training_response(config), *(each.max_tokens for each in held_out_sets(config))])
 
 
 @dataclass(frozen=True)
@@ -105,8 +114,8 @@ class PromptLimit:
     setting: str
 
 
-def prompt_limit(config: Config, info: ModelInfo) -> PromptLimit:
-    """Return the limit of training prompts.
+def prompt_limit(config: Config, info: ModelInfo, max_tokens: int | None = None) -> PromptLimit:
+    """Return the limit of training prompts whose responses have `max_tokens` at most (default: the longest of all).
 
     A prompt and a longest response together have to fit the engine and one micro-batch.
     """
@@ -115,7 +124,7 @@ def prompt_limit(config: Config, info: ModelInfo) -> PromptLimit:
     engine = evaluation_prompt_limit(config, info)
     if config.trainer.micro_batch_tokens == "auto":  # room for any sample
         return engine
-    trained = config.trainer.token_limit - config.sampling.max_tokens
+    trained = config.trainer.token_limit - (max_tokens or longest_training_response(config))
     if trained < engine.tokens:
         return PromptLimit(trained, "trainer.micro_batch_tokens - sampling.max_tokens")
     return engine
@@ -172,13 +181,7 @@ def _sampling(config: Config) -> Iterator[str]:
 
 
 def _evaluation(config: Config) -> Iterator[str]:
-    names = [each.name for each in config.evaluation.sets]
-    for index, name in enumerate(names):
-        if "/" in name or not name.strip():
-            yield f"evaluation.sets.{index}.name: {name!r} must be non-empty and without '/' (it names metrics)"
-        if name in names[:index]:
-            yield f"evaluation.sets.{index}.name: {name!r} is given twice; rename one"
-    if config.evaluation.every and not names:
+    if config.evaluation.every and not config.evaluation.sets:
         yield "evaluation.every: set, but evaluation.sets is empty; add a set or set it to 0"
 
 
@@ -200,14 +203,19 @@ def _checkpoint(config: Config) -> Iterator[str]:
         yield f"checkpoint.resume: no such directory: {settings.resume}; use auto, never or the path of a checkpoint"
 
 
-def _reward(config: Config) -> Iterator[str]:
-    function = config.reward.function
-    if function in SHIPPED:
-        return
+def _functions(config: Config) -> Iterator[str]:
+    """Yield the problems of the import paths of the user's functions."""
+    for key, reward in reward_functions(config).items():
+        if reward.function not in SHIPPED:
+            yield from _import_path(f"{key}.function", reward.function, f"neither {', '.join(SHIPPED)} nor")
+    if (function := config.data.curriculum.function) is not None:
+        yield from _import_path("data.curriculum.function", function, "not")
+
+
+def _import_path(key: str, function: str, neither: str) -> Iterator[str]:
     module, colon, name = function.partition(":")
     if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        shipped = ", ".join(SHIPPED)
-        yield f"reward.function: {function!r} is neither {shipped} nor an import path package.module:function"
+        yield f"{key}: {function!r} is {neither} an import path package.module:function"
         return
     try:
         found = importlib.util.find_spec(module.split(".", maxsplit=1)[0]) is not None
@@ -215,7 +223,7 @@ def _reward(config: Config) -> Iterator[str]:
         found = True
     top = module.split(".", maxsplit=1)[0]
     if not found and not (Path(f"{top}.py").exists() or Path(top).is_dir()):
-        yield f"reward.function: no module {top!r}; install it or add its directory to PYTHONPATH"
+        yield f"{key}: no module {top!r}; install it or add its directory to PYTHONPATH"
 
 
 def _transport(config: Config, device: Device) -> Iterator[str]:
@@ -235,9 +243,7 @@ def launch_problems(config: Config) -> Iterator[str]:
 
 def _files(config: Config) -> Iterator[str]:
     here = f"(current directory: {os.getcwd()})"
-    named = [("data.path", config.data.path)]
-    named += [(f"evaluation.sets.{i}.path", each.path) for i, each in enumerate(config.evaluation.sets)]
-    for key, path in named:
+    for key, path in [(f"{each.key}.path", each.path) for each in all_sets(config)]:
         if not path.is_file():
             yield f"{key}: no such file: {path} {here}; relative paths start at the current directory"
         elif path.suffix not in (".jsonl", ".json", *PARQUET_SUFFIXES):
@@ -310,8 +316,9 @@ def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
             f"({longest} tokens); a sample is never split, so raise it to at least {longest}"
         )
     # Without a configured bound, the micro-batch limits the prompts, so it needs room for one.
-    if not bounded and config.trainer.token_limit <= config.sampling.max_tokens:
+    trained = longest_training_response(config)
+    if not bounded and config.trainer.token_limit <= trained:
         yield (
             f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} leaves no room for a prompt beside "
-            f"responses of {config.sampling.max_tokens} tokens (sampling.max_tokens); raise it"
+            f"responses of {trained} tokens (sampling.max_tokens); raise it"
         )

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megarl.config.data_sections import DataConfig, EvaluationConfig, RewardConfig
 from megarl.config.job_sections import CheckpointConfig, LaunchConfig, RayConfig, TelemetryConfig, TimeoutsConfig
 from megarl.config.section import Passed, Section
 
@@ -217,65 +218,6 @@ class SamplingConfig(Section):
         "keep",
         description="Responses cut at max_tokens: train on them unchanged, mask them from the loss, or give reward 0.",
     )
-
-
-class EvalSamplingConfig(Section):
-    """Sampling of the `sampled` evaluation; `greedy` is temperature 0."""
-
-    temperature: float = Field(1.0, gt=0, description="Temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling.")
-    top_k: int = Field(-1, ge=-1, description="Top-k; -1 = off.")
-    repetition_penalty: float = Field(1.0, gt=0, description="Repetition penalty.")
-    samples: int = Field(1, ge=1, description="Responses per prompt; accuracy is their mean.")
-
-
-class EvalSetConfig(Section):
-    """One held-out set; formats and chat template as in `data`."""
-
-    name: str = Field(..., description="Name in metrics and tables.")
-    path: Path = Field(..., description="JSONL or Parquet file.")
-    limit: int | None = Field(None, ge=1, description="Use only this many problems from the start of the file.")
-
-
-class EvaluationConfig(Section):
-    """Held-out evaluation on the rollout pool, greedy and sampled; `summary.json` shows the first set."""
-
-    sets: list[EvalSetConfig] = Field(default_factory=list, description="Held-out sets; empty = no evaluation.")
-    every: int = Field(0, ge=0, description="Steps between evaluations; 0 = only before and after.")
-    max_tokens: int | None = Field(
-        None, ge=1, description="Upper bound of response tokens; default `sampling.max_tokens`."
-    )
-    sampling: EvalSamplingConfig = Field(default_factory=EvalSamplingConfig)
-
-
-class DataConfig(Section):
-    """The training prompts."""
-
-    path: Path = Field(..., description="JSONL or Parquet file.")
-    format: Literal["auto", "gsm8k", "problem_answer", "fields"] = Field(
-        "auto", description="auto recognises GSM8K (question/answer with ####) and problem/answer files."
-    )
-    prompt_field: str = Field("prompt", description="With `fields`: a string, or a list of chat messages.")
-    answer_field: str = Field("answer", description="With `fields`: the reference answer.")
-    system_prompt: str | None = Field(None, description="Prepended as a system message.")
-    suffix: str = Field("", description="Appended to every user message, e.g. an answer-format instruction.")
-    max_prompt_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Longest prompt; default: the longest that fits the engine and a micro-batch.",
-    )
-    overlong_prompts: Literal["error", "skip"] = Field("error", description="Refuse longer prompts or skip them.")
-    shuffle: bool = Field(True, description="Draw prompts in a seeded random order that is new in each epoch.")
-
-
-class RewardConfig(Section):
-    """The reward function, which runs in processes that can be killed."""
-
-    function: str = Field("math", description="`gsm8k`, `math`, or an import path `package.module:function`.")
-    kwargs: Passed = Field(default_factory=dict, description="Keyword arguments bound to the function.")
-    workers: int = Field(1, ge=1, description="Reward processes.")
-    timeout_s: float = Field(10.0, gt=0, description="Seconds per sample, after which its process is killed.")
-    on_error: float = Field(0.0, description="Reward of a sample whose function hung or raised.")
 
 
 class RolloutConfig(Section):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from megarl.config.checks import PARQUET_SUFFIXES
-from megarl.config.schema import DataConfig
+from megarl.config.data_sections import DataConfig
 from megarl.data.formats import Format, Prompt, RowError, detect_format, to_prompt
 
 __all__ = ["Prompt", "PromptDataset", "load_prompts"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.config.schema import DataConfig
+from megarl.config.data_sections import DataConfig
 
 Message = dict[str, str]
 Format = Literal["gsm8k", "problem_answer", "fields"]

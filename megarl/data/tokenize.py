@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.data.formats import Message, Prompt
 from megarl.models.source import hf_files
@@ -38,10 +38,11 @@ def load_tokenizer(model_dir: Path | str) -> PreTrainedTokenizerBase:
 
 
 class PromptEncoder:
-    """Applies the chat template, generation prompt included. Raises ValueError if the tokenizer has none.
+    """Applies the chat template, generation prompt included.
 
     `setting` names the origin of `max_prompt_tokens` in messages; `skipped` counts the prompts that were left out
-    because of `overlong="skip"`.
+    because of `overlong="skip"`. Raises ValueError if the tokenizer has no template, or if one of the
+    `template_kwargs` is no variable of it, which would change nothing.
     """
 
     def __init__(
@@ -50,12 +51,15 @@ class PromptEncoder:
         max_prompt_tokens: int | None = None,
         overlong: Literal["error", "skip"] = "error",
         setting: str = "data.max_prompt_tokens",
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "the tokenizer has no chat template: put a chat_template.jinja into model.path, or take the "
                 "tokenizer of the instruction-tuned variant"
             )
+        self.template_kwargs = dict(template_kwargs or {})
+        _check_template_kwargs(tokenizer, self.template_kwargs)
         self.tokenizer = tokenizer
         self.max_prompt_tokens = max_prompt_tokens
         self.overlong = overlong
@@ -112,7 +116,9 @@ class PromptEncoder:
         from jinja2 import TemplateError
 
         try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+            )
         except TemplateError as error:
             raise ValueError(f"{what}: the chat template refuses its messages: {error}") from error
         # The template writes its special tokens itself; the tokenizer must not add a second BOS.
@@ -120,6 +126,25 @@ class PromptEncoder:
         if not ids:
             raise ValueError(f"{what}: the chat template makes no tokens of its messages")
         return ids
+
+
+def _check_template_kwargs(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that the chat template does not read."""
+    if not template_kwargs:
+        return
+    from jinja2 import Environment, TemplateSyntaxError, meta
+
+    source = tokenizer.get_chat_template()
+    try:
+        known = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source))
+    except TemplateSyntaxError:  # it uses an extension of transformers, such as {% generation %}
+        known = {name for name in template_kwargs if name in source}
+    known -= {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
+    if unknown := sorted(set(template_kwargs) - known):
+        raise ValueError(
+            f"chat_template_kwargs: {', '.join(unknown)}: no variable of the model's chat template, so it would change "
+            f"nothing; the template reads {', '.join(sorted(known)) or 'none'}"
+        )
 
 
 def stop_token_ids(

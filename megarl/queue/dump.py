@@ -143,6 +143,7 @@ def _schema() -> pa.Schema:
             ("reward_components", pa.list_(component)),
             ("status", pa.string()),
             ("failure", pa.string()),
+            ("dataset", pa.string()),
             *((stream_column(stream), pa.list_(_arrow_type(stream))) for stream in STREAMS.from_rollout),
         ]
     )
@@ -183,6 +184,7 @@ _PLAIN = (
     "reward",
     "status",
     "failure",
+    "dataset",
 )
 
 

@@ -77,6 +77,7 @@ def decode(data: TensorDict, tags: Sequence[dict[str, Any]]) -> list[Trajectory]
                 failure=tag["failure"],
                 response_mask=columns["response_mask"][index],
                 streams={name: rows[index] for name, rows in streams.items()},
+                dataset=tag["dataset"],
             )
         )
     return trajectories

@@ -33,6 +33,7 @@ def sample_record(step: int, trajectory: Trajectory, decode: Decode, reference: 
     """
     return {
         "step": step,
+        **({"dataset": trajectory.dataset} if trajectory.dataset else {}),
         "group_id": trajectory.group_id,
         "sample_index": trajectory.sample_index,
         "prompt": decode(trajectory.prompt_ids),

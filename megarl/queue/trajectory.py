@@ -30,6 +30,7 @@ class Trajectory:
             omitted, all response tokens are sampled.
         status: `failed` marks a sample that is counted but must never be trained on; `failure` gives the reason.
         streams: further values per response token (`megarl.queue.streams`).
+        dataset: the name of the prompt's data set; "" if the run has only one.
     """
 
     group_id: int
@@ -45,6 +46,7 @@ class Trajectory:
     failure: str = ""
     response_mask: list[int] = field(default_factory=list)
     streams: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    dataset: str = ""
 
     def __post_init__(self) -> None:
         if not self.response_mask:
@@ -75,6 +77,7 @@ class Trajectory:
             reward=self.reward,
             reward_components=dict(self.reward_components),
             status=self.status,
+            dataset=self.dataset,
         )
 
 
@@ -96,6 +99,7 @@ class SampleTag:
     reward: float
     reward_components: dict[str, float]
     status: SampleStatus
+    dataset: str = ""
 
     @property
     def failed(self) -> bool:

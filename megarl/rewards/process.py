@@ -10,10 +10,10 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
 
-from megarl.rewards.types import Answer, Setup
+from megarl.rewards.types import Answer, RewardSpec, Setup
 
 
 class StartError(RuntimeError):
@@ -34,8 +34,8 @@ class RewardProcess:
     The kernel kills it when the thread that constructed it ends (PR_SET_PDEATHSIG).
     """
 
-    def __init__(self, function: str, kwargs: dict[str, Any], start_timeout_s: float) -> None:
-        self.function = function
+    def __init__(self, functions: Sequence[RewardSpec], start_timeout_s: float) -> None:
+        self.name = ", ".join(repr(each.function) for each in functions)
         self._start_timeout_s = start_timeout_s
         self._deadline = time.monotonic() + start_timeout_s
         ours, theirs = socket.socketpair()
@@ -53,24 +53,23 @@ class RewardProcess:
                 start_new_session=True,  # so that processes which the function starts are killed with it
             )
         self._connection = Connection(ours.detach())
-        self._setup = Setup(function, kwargs, [entry or os.getcwd() for entry in sys.path])
+        self._setup = Setup(tuple(functions), [entry or os.getcwd() for entry in sys.path])
 
     def wait_ready(self) -> None:
-        """Wait until the function is imported and warmed up.
+        """Wait until the functions are imported and warmed up.
 
-        Raises ValueError if it cannot be used, and StartError if the process ends or is not ready in time.
+        Raises ValueError if one cannot be used, and StartError if the process ends or is not ready in time.
         """
         try:
             self._connection.send(self._setup)
             if not self._connection.poll(max(0.0, self._deadline - time.monotonic())):
                 limit = f"{self._start_timeout_s:g} s"
                 raise StartError(
-                    f"a reward process was not ready to run {self.function!r} after {limit}; raise "
-                    "timeouts.engine_start_s"
+                    f"a reward process was not ready to run {self.name} after {limit}; raise timeouts.engine_start_s"
                 )
             state, message = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise StartError(f"a reward process for {self.function!r} ended at its start: {self._end()}") from error
+            raise StartError(f"a reward process for {self.name} ended at its start: {self._end()}") from error
         if state != "ready":
             raise ValueError(message)
 

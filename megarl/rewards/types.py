@@ -60,9 +60,23 @@ Answer = tuple[RewardResult | None, ErrorReason | None, str]
 
 
 @dataclass(frozen=True)
-class Setup:
-    """The first message to a reward process; `path` is the pool's sys.path, so that the same modules are found."""
+class RewardSpec:
+    """A reward function: `gsm8k`, `math` or `package.module:function`, and the arguments bound to it.
+
+    `key`: its place in the config, for messages.
+    """
 
     function: str
-    kwargs: dict[str, Any]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    key: str = "reward"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The first message to a reward process; `path` is the pool's sys.path, so that the same modules are found.
+
+    Later messages name a function by its number in `functions`.
+    """
+
+    functions: tuple[RewardSpec, ...]
     path: list[str]

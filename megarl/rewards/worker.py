@@ -1,8 +1,9 @@
 """The program of a reward process: `python -m megarl.rewards.worker FD PARENT_PID`.
 
 Protocol over the inherited connection FD: the pool sends a `Setup`, the worker answers `("ready", "")` or
-`("failed", reason)`. The pool then sends lists of pickled samples. The worker scores them one at a time and sends one
-`Answer` per sample, in order and without delay, so the pool always knows the sample that it waits for.
+`("failed", reason)`. The pool then sends lists of pickled pairs (number of the function, sample). The worker scores
+them one at a time and sends one `Answer` per sample, in order and without delay, so the pool always knows the sample
+that it waits for.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import pickle
 import sys
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from megarl.common.processes import die_with_parent
@@ -18,10 +20,11 @@ from megarl.rewards.resolve import as_result, resolve
 from megarl.rewards.types import Answer, ErrorReason, RewardFunction, Setup
 
 
-def score(function: RewardFunction, payload: bytes) -> Answer:
-    """Score one pickled sample. Any exception of the function, SystemExit included, becomes part of the answer."""
+def score(functions: Sequence[RewardFunction], payload: bytes) -> Answer:
+    """Score one pickled (number, sample). Any exception of the function, SystemExit included, is part of the answer."""
     try:
-        return function(pickle.loads(payload)), None, ""
+        number, sample = pickle.loads(payload)
+        return functions[number](sample), None, ""
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         refused = any(frame.name == as_result.__name__ for frame in frames)
@@ -44,14 +47,18 @@ def serve(connection: Connection) -> None:
     """Receive the setup, then score samples until the pool closes the connection."""
     setup: Setup = connection.recv()
     sys.path += [entry for entry in setup.path if entry not in sys.path]
-    try:
-        function = resolve(setup.function, setup.kwargs)
-    except ValueError as error:
-        connection.send(("failed", str(error)))
-        return
-    except BaseException as error:
-        connection.send(("failed", f"reward.function {setup.function!r}: warm-up failed: {_describe(error)}"))
-        return
+    functions = []
+    for spec in setup.functions:
+        place = "" if spec.key == "reward" else f"{spec.key}: "  # the messages themselves name the keys of `reward`
+        try:
+            functions.append(resolve(spec.function, spec.kwargs))
+        except ValueError as error:
+            connection.send(("failed", f"{place}{error}"))
+            return
+        except BaseException as error:
+            message = f"{place}reward.function {spec.function!r}: warm-up failed: {_describe(error)}"
+            connection.send(("failed", message))
+            return
     connection.send(("ready", ""))
     while True:
         try:
@@ -59,7 +66,7 @@ def serve(connection: Connection) -> None:
         except EOFError:
             return
         for payload in payloads:
-            connection.send(score(function, payload))
+            connection.send(score(functions, payload))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Runs a reward function in processes that can be killed: a hang, an exception or a crash affects only one sample.
+"""Runs reward functions in processes that can be killed: a hang, an exception or a crash affects only one sample.
 
 Each process is owned by one thread of this process. The thread sends it samples, waits for each answer with a timeout
 and replaces the process when it ends. Threads are used because PR_SET_PDEATHSIG is tied to the thread that started a
@@ -13,13 +13,13 @@ import pickle
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
 
 from megarl.rewards.process import RewardProcess, StartError, WorkerDiedError, WorkerTimeoutError
 from megarl.rewards.resolve import import_path
-from megarl.rewards.types import Answer, ErrorReason, RewardInput, RewardOutcome, RewardResult
+from megarl.rewards.types import Answer, ErrorReason, RewardInput, RewardOutcome, RewardResult, RewardSpec
 
 log = logging.getLogger(__name__)
 
@@ -49,18 +49,17 @@ class _Task:
 
 
 class RewardPool:
-    """A pool of `workers` processes that run `function` (`gsm8k`, `math`, `package.module:function`) with `kwargs`.
+    """A pool of `workers` processes, each of which runs any of `functions` (at least one).
 
     `timeout_s` limits the time of each sample, without waiting and process start; `start_timeout_s` limits the start of
     a process, imports and warm-up included. `on_error` is the score of a sample whose function hung, raised, crashed or
     returned no finite number. All processes start at the same time, by `start()` or by the first sample. Raises
-    ValueError if another process could not import `function` or receive `kwargs`.
+    ValueError if another process could not import a function or receive its arguments.
     """
 
     def __init__(
         self,
-        function: str | Callable[..., object],
-        kwargs: dict[str, Any],
+        functions: Sequence[RewardSpec],
         *,
         workers: int,
         timeout_s: float,
@@ -72,12 +71,12 @@ class RewardPool:
                 f"a reward pool needs workers >= 1 and timeout_s > 0, not reward.workers={workers} and "
                 f"reward.timeout_s={timeout_s}"
             )
-        self.function = import_path(function)
-        self.kwargs = dict(kwargs)
-        try:
-            pickle.dumps(self.kwargs)
-        except Exception as error:
-            raise ValueError(f"reward.kwargs cannot be sent to another process: {error}") from error
+        self.functions = tuple(replace(each, function=import_path(each.function)) for each in functions)
+        for each in self.functions:
+            try:
+                pickle.dumps(each.kwargs)
+            except Exception as error:
+                raise ValueError(f"{each.key}.kwargs cannot be sent to another process: {error}") from error
         self.workers = workers
         self.timeout_s = timeout_s
         self.on_error = on_error
@@ -92,9 +91,9 @@ class RewardPool:
         self._errors: Counter[ErrorReason] = Counter()
 
     async def start(self) -> None:
-        """Start all processes and wait until each has imported and warmed up the function.
+        """Start all processes and wait until each has imported and warmed up the functions.
 
-        Raises ValueError with the cause if the function cannot be found, adapted or warmed up. Raises RewardPoolError
+        Raises ValueError with the cause if one of them cannot be found, adapted or warmed up. Raises RewardPoolError
         if a process ends or is not ready within `start_timeout_s`, or if the pool is closed.
         """
         self._launch()
@@ -103,14 +102,17 @@ class RewardPool:
         if self._failure is not None:
             raise RewardPoolError(self._failure)
 
-    async def score(self, sample: RewardInput) -> RewardOutcome:
-        """Score one sample. Failures of the function are part of the outcome; RewardPoolError if the pool failed."""
-        return await asyncio.wrap_future(self.submit(sample))
+    async def score(self, sample: RewardInput, function: int = 0) -> RewardOutcome:
+        """Score one sample by the function of that number.
 
-    def submit(self, sample: RewardInput) -> Future[RewardOutcome]:
+        Failures of the function are part of the outcome; RewardPoolError if the pool failed.
+        """
+        return await asyncio.wrap_future(self.submit(sample, function))
+
+    def submit(self, sample: RewardInput, function: int = 0) -> Future[RewardOutcome]:
         """Score one sample without an event loop. A sample that cannot be pickled raises at once."""
         self._launch()
-        task = _Task(pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL))
+        task = _Task(pickle.dumps((function, sample), protocol=pickle.HIGHEST_PROTOCOL))
         with self._changed:
             failure = self._failure
             if failure is None:
@@ -234,7 +236,7 @@ class RewardPool:
 
     def _start_process(self, index: int) -> RewardProcess:
         """Start a process and wait until it is ready; raises the same errors as `start`, and StartError."""
-        process = RewardProcess(self.function, self.kwargs, self.start_timeout_s)
+        process = RewardProcess(self.functions, self.start_timeout_s)
         with self._changed:
             self._processes[index] = process
             failure = self._failure

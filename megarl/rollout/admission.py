@@ -104,6 +104,11 @@ class Admission:
         return max(0, free)
 
     @property
+    def next_group(self) -> int:
+        """The id of the next new group; groups that are started again keep theirs."""
+        return self._next_group
+
+    @property
     def attempts(self) -> int:
         """The number of groups ever started: `admitted + rolled_back`."""
         return self._attempts

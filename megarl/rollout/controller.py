@@ -17,6 +17,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence, Set
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,14 @@ from megarl.algorithms.filters import without_signal
 from megarl.common.errors import BatchNotReady, RolloutError
 from megarl.common.files import write_json
 from megarl.common.output import redirect_output
+from megarl.config.datasets import response_limits, reward_functions
 from megarl.config.pace import capacity_groups, pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.config.shaping import shaping_of
 from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import Trajectory
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
+from megarl.rewards.types import RewardSpec
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.admission import Admission, usable_samples
 from megarl.rollout.agents.single_turn import SingleTurn
@@ -79,8 +83,7 @@ class RolloutController:
         started = time.monotonic()
         config, timeouts = self.config, self.config.timeouts
         self._rewards = RewardPool(
-            config.reward.function,
-            config.reward.kwargs,
+            [RewardSpec(each.function, each.kwargs, key) for key, each in reward_functions(config).items()],
             workers=config.reward.workers,
             timeout_s=config.reward.timeout_s,
             on_error=config.reward.on_error,
@@ -185,6 +188,7 @@ class RolloutController:
         self._admission.commit(step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed)
         batch = self._batches.pop(step)
         self._tasks.start(self._writer.clear(batch.keys))
+        await self._source.commit(batch.groups, step + 1, lambda: self._admission.next_group)
         counters = self._admission.counters
         if not counters.balanced:
             raise RolloutError(f"group counters do not add up after step {step}: {counters}")
@@ -204,7 +208,7 @@ class RolloutController:
             report = await evaluate_on_fleet(
                 eval_set,
                 self._fleet,
-                self._rewards.score,
+                partial(self._rewards.score, function=eval_set.reward),
                 self._source.decode,
                 version=version,
                 tag=f"v{version}{label}",
@@ -237,8 +241,9 @@ class RolloutController:
         if journal.is_file():
             attempts = max(attempts, int(json.loads(journal.read_text())["attempts"]))
         self._admission = self._new_admission()
+        self._source.reset()
         if state is not None:
-            self._source.load_state_dict(state["source"])
+            self._source.load_state_dict(state["source"], int(state["admission"]["next_group"]))
         self._admission.load_state_dict(state["admission"] if state else self._admission.state_dict(), attempts)
         # Prompts are skipped once per history: the number belongs to its first batch.
         self._runner.stats.skipped_prompts = 0 if state else self._source.skipped
@@ -292,6 +297,7 @@ class RolloutController:
             if (end := self._failures.decide(group_id, error)) is not None:
                 raise end from error
             rows = self._runner.failed(group_id, str(error) or type(error).__name__)
+        self._source.finish(group_id, [row.reward for row in rows if row.status == "ok"])
         versions = {span.version for row in rows for span in row.versions}
         if self._replaces(group_id, rows, versions):
             self._start_groups()
@@ -302,7 +308,11 @@ class RolloutController:
 
     def _replaces(self, group_id: int, rows: Sequence[Trajectory], versions: Set[int]) -> bool:
         """Give the place of a group to another one if nothing could be learnt from it; False if it must be queued."""
-        if not self.config.admission.refill or not without_signal([row.tag for row in rows], self._shaping):
+        if not self.config.admission.refill:
+            return False
+        limits = response_limits(self.config)
+        shaping = replace(self._shaping, max_tokens=limits[rows[0].dataset]) if limits else self._shaping
+        if not without_signal([row.tag for row in rows], shaping):
             return False
         if not self._admission.replace(group_id, versions):
             return False

@@ -38,7 +38,8 @@ class EvalProblem:
 class EvalSet:
     """A held-out set and how its responses are sampled.
 
-    Each problem gets one greedy response and `samples` sampled ones. `records`: one JSON object per response.
+    Each problem gets one greedy response and `samples` sampled ones. `records`: one JSON object per response; `reward`:
+    the number of the reward function in the pool.
     """
 
     name: str
@@ -47,6 +48,7 @@ class EvalSet:
     sampled: SamplingSpec
     samples: int
     seed: int = 0
+    reward: int = 0
     records: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -18,7 +18,7 @@ from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.batch_stats import BatchStats
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.prompts import Drawn, PromptSource
-from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, request_seed
+from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.to_trajectory import check_trajectory, defect, failed_trajectory
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ class GroupRunner:
         self.rewards = rewards
         self.partition = partition
         self.stats = BatchStats()
-        self.sampling = SamplingSpec.training(config.sampling, source.stop_token_ids)
 
     async def run(self, group_id: int) -> list[Trajectory]:
         """Return the group's trajectories in sample order. Raises the exception of the first loop that fails."""
@@ -61,11 +60,17 @@ class GroupRunner:
         rows = [task.result() for task in running]
         for index, row in enumerate(rows):
             check_trajectory(row, group_id, index)
-        return rows
+        return _of_set(rows, prompt.dataset)
 
     def failed(self, group_id: int, reason: str) -> list[Trajectory]:
         """Return the trajectories of a group that could not be run: without tokens, counted, never trained on."""
-        return [failed_trajectory(group_id, index, reason) for index in range(self.config.batch.samples_per_group)]
+        rows = [failed_trajectory(group_id, index, reason) for index in range(self.config.batch.samples_per_group)]
+        return _of_set(rows, self.source.dataset(group_id))
+
+
+def _of_set(rows: list[Trajectory], dataset: str) -> list[Trajectory]:
+    """Return the trajectories with the name of their data set; there is none if the run has only one."""
+    return [replace(row, dataset=dataset) for row in rows] if dataset else rows
 
 
 class SampleContext:
@@ -83,7 +88,7 @@ class SampleContext:
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> GenerateResult:
         """See `AgentContext.generate`."""
         turn, self._turns = self._turns, self._turns + 1
-        sampling = self._runner.sampling
+        sampling = self.prompt.sampling
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
         request = GenerateRequest(
@@ -104,7 +109,7 @@ class SampleContext:
         text = self._runner.source.decode(result.response_ids)
         started = time.monotonic()
         reward_input = self.prompt.reward_input(text, result.response_ids, result.finish_reason)
-        outcome: RewardOutcome = await self._runner.rewards.score(reward_input)
+        outcome: RewardOutcome = await self._runner.rewards.score(reward_input, self.prompt.reward)
         stats = self._runner.stats  # read here: meanwhile a batch may have been taken, and its statistics replaced
         stats.reward_seconds.append(time.monotonic() - started)
         if outcome.error is not None:

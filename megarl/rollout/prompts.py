@@ -1,31 +1,48 @@
-"""Prompts by group id: the problem of a group, its token ids, and the input of its reward function.
+"""Prompts by group id: the problem of a group, its token ids, how it is sampled, and the input of its reward function.
 
-Group g takes draw number g of the cursor, so a group that is redrawn after a resume gets the same problem.
+With one training set, group g takes draw number g of the set's cursor; with several, the mixture tells the set of group
+g and the number of the draw from it. Either way a group that is redrawn after a resume gets the same problem.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from megarl.config.checks import evaluation_prompt_limit, prompt_limit
-from megarl.config.schema import Config, EvalSetConfig
+from megarl.common.errors import RolloutError
+from megarl.config.checks import PromptLimit, evaluation_prompt_limit, prompt_limit
+from megarl.config.data_sections import RewardConfig
+from megarl.config.datasets import HeldOutSet, TrainSet, held_out_sets, reward_functions, train_sets
+from megarl.config.schema import Config
+from megarl.data.curriculum import Curriculum
 from megarl.data.cursor import Cursor
 from megarl.data.dataset import Prompt, load_prompts
+from megarl.data.mixture import Mixture, stable_hash
 from megarl.data.tokenize import PromptEncoder, load_tokenizer, stop_token_ids
 from megarl.models.read_config import load_info
 from megarl.rewards.types import RewardInput
 from megarl.rollout.evaluate_on_fleet import EvalProblem, EvalSet
 from megarl.rollout.requests import SamplingSpec
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True)
 class Drawn:
-    """A prompt and its token ids."""
+    """A prompt, its token ids, and what its set says about its responses.
+
+    `dataset`: the name of the set, "" if there is only one; `reward`: the number of the reward function in the pool.
+    """
 
     prompt: Prompt
     ids: list[int]
+    sampling: SamplingSpec
+    dataset: str = ""
+    reward: int = 0
 
     @property
     def answer(self) -> str:
@@ -34,47 +51,71 @@ class Drawn:
 
     def reward_input(self, response: str, token_ids: list[int], finish_reason: str) -> RewardInput:
         """Return the reward function's input for one response."""
-        return RewardInput(
-            prompt=self.prompt.text,
-            response=response,
-            token_ids=token_ids,
-            finish_reason=finish_reason,
-            answer=self.prompt.answer,
-            row=self.prompt.row,
-        )
+        return _reward_input(self.prompt, response, token_ids, finish_reason)
 
 
 class PromptSource:
     """Holds the training prompts, evaluation sets and tokenizer of a run.
 
-    Raises ValueError for mistakes in data, tokenizer or prompt lengths.
+    Raises ValueError for mistakes in data, tokenizer, prompt lengths or curriculum.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.tokenizer = load_tokenizer(config.model.path)
         self.stop_token_ids = tuple(stop_token_ids(config.model.path, self.tokenizer, config.sampling.stop_token_ids))
+        self._rewards = list(reward_functions(config).values())
         info = load_info(config.model.path)
-        limit, self._evaluation_limit = prompt_limit(config, info), evaluation_prompt_limit(config, info)
-        self._prompts = load_prompts(config.data.path, config.data)
-        self._encoder = PromptEncoder(self.tokenizer, limit.tokens, config.data.overlong_prompts, limit.setting)
-        self._valid = self._encoder.valid_indices(self._prompts)
-        self._cursor = Cursor(len(self._valid), config.run.seed, config.data.shuffle)
+        self._evaluation_limit = evaluation_prompt_limit(config, info)
+        self._sets = [
+            _TrainingPrompts(
+                each, self.tokenizer, prompt_limit(config, info, each.sampling.max_tokens), config.run.seed
+            )
+            for each in train_sets(config)
+        ]
+        self._samplings = [SamplingSpec.training(each.chosen.sampling, self.stop_token_ids) for each in self._sets]
+        self._weights = {each.chosen.name: each.chosen.weight for each in self._sets}
+        self._curriculum = _curriculum(config, self._weights)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin the order of the prompts: the groups of a run that resumes no history."""
+        first = self._weights if self._curriculum is None else self._curriculum.first_weights
+        self._mixture = Mixture(first, self.config.run.seed)
+        if self._curriculum is not None:
+            self._curriculum.clear()
 
     @property
     def skipped(self) -> int:
         """The number of prompts that are left out because they are too long."""
-        return self._encoder.skipped
+        return sum(each.encoder.skipped for each in self._sets)
 
     def draw(self, group_id: int) -> Drawn:
         """Return the problem of a group, the same one at every call."""
-        _, index = self._cursor.at(group_id)
-        prompt = self._prompts[self._valid[index]]
-        return Drawn(prompt, self._encoder.encode(prompt))
+        index, prompt = self._find(group_id)
+        own = self._sets[index]
+        return Drawn(
+            prompt,
+            own.encoder.encode(prompt),
+            self._samplings[index],
+            own.chosen.name,
+            self._reward(own.chosen.reward),
+        )
+
+    def dataset(self, group_id: int) -> str:
+        """Return the name of a group's set; "" if there is only one."""
+        return self._sets[self._mixture.at(group_id)[0]].chosen.name
 
     def reference(self, group_id: int) -> str:
         """Return the reference answer of a group's problem."""
-        return self._prompts[self._valid[self._cursor.at(group_id)[1]]].answer
+        return self._find(group_id)[1].answer
+
+    def _find(self, group_id: int) -> tuple[int, Prompt]:
+        index, draw = self._mixture.at(group_id)
+        return index, self._sets[index].at(draw)
+
+    def _reward(self, chosen: RewardConfig) -> int:
+        return self._rewards.index(chosen)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids without special tokens, as reward functions get it."""
@@ -83,30 +124,125 @@ class PromptSource:
 
     def eval_sets(self) -> list[EvalSet]:
         """Return the configured held-out sets, tokenized. Raises ValueError for a prompt that is too long."""
-        return [self._eval_set(each) for each in self.config.evaluation.sets]
+        return [self._eval_set(each) for each in held_out_sets(self.config)]
 
-    def _eval_set(self, chosen: EvalSetConfig) -> EvalSet:
-        config = self.config
+    def _eval_set(self, chosen: HeldOutSet) -> EvalSet:
         limit = self._evaluation_limit
-        encoder = PromptEncoder(self.tokenizer, limit.tokens, setting=limit.setting)
+        encoder = PromptEncoder(
+            self.tokenizer, limit.tokens, setting=limit.setting, template_kwargs=chosen.data.chat_template_kwargs
+        )
         problems = []
-        for prompt in load_prompts(chosen.path, config.data, chosen.limit):
-            drawn = Drawn(prompt, encoder.encode(prompt))
-            problems.append(EvalProblem(drawn.ids, drawn.reward_input, prompt.answer))
-        max_tokens = config.evaluation.max_tokens or config.sampling.max_tokens
+        for prompt in load_prompts(chosen.path, chosen.data, chosen.limit):
+            problems.append(EvalProblem(encoder.encode(prompt), partial(_reward_input, prompt), prompt.answer))
         return EvalSet(
             name=chosen.name,
             problems=problems,
-            greedy=SamplingSpec.greedy(max_tokens, self.stop_token_ids),
-            sampled=SamplingSpec.evaluation(config.evaluation.sampling, max_tokens, self.stop_token_ids),
-            samples=config.evaluation.sampling.samples,
-            seed=config.run.seed,
+            greedy=SamplingSpec.greedy(chosen.max_tokens, self.stop_token_ids),
+            sampled=SamplingSpec.evaluation(chosen.sampling, chosen.max_tokens, self.stop_token_ids),
+            samples=chosen.sampling.samples,
+            seed=self.config.run.seed,
+            reward=self._reward(chosen.reward),
         )
+
+    def finish(self, group_id: int, rewards: Sequence[float]) -> None:
+        """Note the rewards of the usable samples of a finished group, for the curriculum."""
+        if self._curriculum is not None:
+            self._curriculum.finish(group_id, self.dataset(group_id), rewards)
+
+    async def commit(self, groups: Iterable[int], steps: int, next_group: Callable[[], int]) -> None:
+        """Note that the end of `groups` is committed, and let the curriculum choose the weights of the groups to come.
+
+        `steps`: steps done; `next_group()`: the first group that has not been admitted. Raises ValueError if the
+        curriculum fails, and RolloutError if it takes longer than half of `timeouts.rpc_s`.
+        """
+        if self._curriculum is None:
+            return
+        self._curriculum.commit(groups)
+        progress = self._curriculum.progress(steps, next_group())
+        bound = self.config.timeouts.rpc_s / 2
+        try:
+            weights = await asyncio.wait_for(asyncio.to_thread(self._curriculum.weights, progress), bound)
+        except TimeoutError:
+            raise RolloutError(
+                f"the commit of step {steps} waited {bound:.0f} s for data.curriculum {self._curriculum.path!r}; make "
+                "it faster, or raise timeouts.rpc_s"
+            ) from None
+        self._mixture.reweight(next_group(), weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the order of the prompts depends on; the position in it is the group id."""
-        return self._cursor.state_dict()
+        if not self.config.data.sets:
+            return self._sets[0].cursor.state_dict()
+        state = {
+            "sets": {each.chosen.name: each.cursor.state_dict() for each in self._sets},
+            "mixture": self._mixture.state_dict(),
+        }
+        return state if self._curriculum is None else state | {"progress": self._curriculum.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check a saved state. Raises ValueError if the data set, seed or order is a different one."""
-        self._cursor.load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any], next_group: int) -> None:
+        """Go back to a saved state, in which `next_group` is the first group that was not admitted.
+
+        Weights that the config has changed since apply from that group on. Raises ValueError if a data set, the seed or
+        the order is a different one.
+        """
+        if bool(self.config.data.sets) != ("sets" in state):
+            saved, own = ("data.sets", "data.path") if "sets" in state else ("data.path", "data.sets")
+            raise ValueError(
+                f"the saved run has {saved}, but this run has {own}: resume with the data of the saved run"
+            )
+        if not self.config.data.sets:
+            self._sets[0].cursor.load_state_dict(state)
+            return
+        self._mixture.load_state_dict(state["mixture"])
+        for each in self._sets:
+            try:
+                each.cursor.load_state_dict(state["sets"][each.chosen.name])
+            except ValueError as error:
+                raise ValueError(f"{each.chosen.key} ({each.chosen.name}): {error}") from None
+        if self._curriculum is None:
+            self._mixture.reweight(next_group, self._weights)
+        else:
+            self._curriculum.load_state_dict(state.get("progress", {}))
+
+
+class _TrainingPrompts:
+    """One training set: its prompts that are not too long, in an order of its own."""
+
+    def __init__(self, chosen: TrainSet, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, seed: int) -> None:
+        self.chosen = chosen
+        try:
+            self._prompts = load_prompts(chosen.path, chosen.data)
+            self.encoder = PromptEncoder(
+                tokenizer,
+                limit.tokens,
+                chosen.data.overlong_prompts,
+                limit.setting,
+                template_kwargs=chosen.data.chat_template_kwargs,
+            )
+            self._valid = self.encoder.valid_indices(self._prompts)
+        except ValueError as error:
+            if not chosen.name:
+                raise
+            raise ValueError(f"{chosen.key} ({chosen.name}): {error}") from error
+        own_seed = stable_hash(f"{seed}/{chosen.name}") if chosen.name else seed
+        self.cursor = Cursor(len(self._valid), own_seed, chosen.data.shuffle)
+
+    def at(self, draw: int) -> Prompt:
+        """Return the prompt of a draw, counted from 0."""
+        return self._prompts[self._valid[self.cursor.at(draw)[1]]]
+
+
+def _curriculum(config: Config, weights: dict[str, float]) -> Curriculum | None:
+    chosen = config.data.curriculum
+    return None if chosen.function is None else Curriculum(chosen.function, chosen.kwargs, weights)
+
+
+def _reward_input(prompt: Prompt, response: str, token_ids: list[int], finish_reason: str) -> RewardInput:
+    return RewardInput(
+        prompt=prompt.text,
+        response=response,
+        token_ids=token_ids,
+        finish_reason=finish_reason,
+        answer=prompt.answer,
+        row=prompt.row,
+    )

@@ -12,7 +12,7 @@ from megarl.rollout.counters import Counters
 
 @dataclass(frozen=True)
 class BatchReady:
-    """A batch that the trainer may take: `keys` of all its samples, failed ones included, by group and sample.
+    """A batch that the trainer may take: its `groups`, and `keys` of all its samples, failed ones included, in order.
 
     `timings`: declared `rollout/*` and `reward/errors` metrics of this batch. `replaced`: ids of the groups without
     signal that were replaced before it, which the step counts as filtered.
@@ -22,6 +22,7 @@ class BatchReady:
     keys: list[str]
     counters: Counters
     timings: dict[str, float]
+    groups: list[int]
     replaced: list[int] = field(default_factory=list)
 
 
@@ -41,7 +42,7 @@ class ReadyBatches:
         taken = admission.batch(step)
         if taken is None:
             raise ValueError(f"the groups of step {step} are not ready")
-        counters, replaced = admission.counters, admission.replaced(step)
+        counters, groups, replaced = admission.counters, sorted(taken[0] + taken[1]), admission.replaced(step)
         shares: dict[str, float] = {}
         if admission.refill:
             finished = len(replaced) + admission.groups
@@ -51,7 +52,7 @@ class ReadyBatches:
             }
         batch = BatchReady(
             step=step,
-            keys=[sample_key(group, index) for group in sorted(taken[0] + taken[1]) for index in self._samples],
+            keys=[sample_key(group, index) for group in groups for index in self._samples],
             counters=counters,
             timings={
                 **metrics,
@@ -59,6 +60,7 @@ class ReadyBatches:
                 "rollout/queue_depth": counters.ready,
                 "total/groups_rolled_back": counters.rolled_back,
             },
+            groups=groups,
             replaced=replaced,
         )
         self._batches[step] = batch

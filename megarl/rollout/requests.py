@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from megarl.config.schema import EvalSamplingConfig, SamplingConfig
+from megarl.config.data_sections import EvalSamplingConfig
+from megarl.config.schema import SamplingConfig
 from megarl.queue.trajectory import FinishReason, VersionSpan
 
 

@@ -12,12 +12,13 @@ from megarl.telemetry.metrics import StepMetrics
 
 
 def record_batch(metrics: StepMetrics, plan: StepPlan) -> None:
-    """Record `reward/*`, `groups/*`, `batch/*` and the lengths and lags under `rollout/*`."""
+    """Record `reward/*`, `groups/*`, `batch/*`, the lengths and lags under `rollout/*`, `data/*` of several sets."""
     tags = list(plan.tags.values())
     usable = [tag for tag in tags if tag.status == "ok"]
     _rewards(metrics, usable)
     _groups(metrics, plan, usable)
     _lengths(metrics, plan, usable)
+    _datasets(metrics, tags)
     trained = [plan.tags[sample.key] for group in plan.shaped.groups for sample in group]
     in_loss = [plan.tags[sample.key] for group in plan.shaped.groups for sample in group if sample.trained]
     metrics.update(
@@ -120,3 +121,15 @@ def _lengths(metrics: StepMetrics, plan: StepPlan, usable: list[SampleTag]) -> N
         },
         prefix="rollout/",
     )
+
+
+def _datasets(metrics: StepMetrics, tags: list[SampleTag]) -> None:
+    by_set: dict[str, list[SampleTag]] = defaultdict(list)
+    for tag in tags:
+        if tag.dataset:
+            by_set[tag.dataset].append(tag)
+    for name, own in sorted(by_set.items()):
+        metrics.record(f"data/{name}/groups", len({tag.group_id for tag in own}))
+        if usable := [tag for tag in own if not tag.failed]:
+            metrics.record(f"data/{name}/reward_mean", statistics.fmean(tag.reward for tag in usable))
+            metrics.record(f"data/{name}/truncated_share", statistics.fmean(tag.truncated for tag in usable))

@@ -21,6 +21,7 @@ from megarl.algorithms.filters import ShapedBatch, shape_batch
 from megarl.algorithms.losses import kl_penalty
 from megarl.algorithms.stats import LossStats
 from megarl.config.correction import correction_of, recomputes_old_logprobs
+from megarl.config.datasets import own_temperatures, response_limits
 from megarl.config.pace import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.config.shaping import shaping_of
@@ -97,7 +98,9 @@ def plan_step(
     ]
     in_time = [all(tag.failed or tag.oldest_version >= oldest for tag in group) for group in groups]
     stale = list(itertools.compress(groups, [not each for each in in_time]))
-    shaped = shape_batch(list(itertools.compress(groups, in_time)), shaping_of(config))
+    fresh, limits = list(itertools.compress(groups, in_time)), response_limits(config)
+    own_limits = [limits[group[0].dataset] for group in fresh] if limits else None
+    shaped = shape_batch(fresh, shaping_of(config), own_limits)
     by_key = {tag.key: tag for tag in tags}
     mini_batches = []
     for chunk in _chunks(shaped.groups, config.trainer.mini_batches):
@@ -184,10 +187,12 @@ def _train_samples(plan: StepPlan, rows: Mapping[str, Trajectory], config: Confi
     """Return this rank's samples by key, with the engine's log-probs: the old ones, unless the trainer's own are."""
     trained = {sample.key: sample.trained for group in plan.shaped.groups for sample in group}
     engine = ROLLOUT_LOGPROBS if correction_of(config) else OLD_LOGPROBS
+    temperatures = own_temperatures(config)
     samples = {}
     for key in plan.keys_of(parallel.dp_rank()):
-        samples[key] = TrainSample.of(rows[key], trained=trained[key])
-        samples[key].streams[engine] = torch.tensor(rows[key].rollout_logprobs, dtype=torch.float32)
+        row = rows[key]
+        samples[key] = TrainSample.of(row, trained=trained[key], temperature=temperatures.get(row.dataset))
+        samples[key].streams[engine] = torch.tensor(row.rollout_logprobs, dtype=torch.float32)
     return samples
 
 

@@ -8,6 +8,7 @@ GROUPS: dict[str, str] = {
     "reward": "Rewards of the step's samples, without failed samples.",
     "groups": "Prompt groups by outcome, and their difficulty.",
     "batch": "Contents of the update.",
+    "data": "Each training set of `data.sets`; none with `data.path`.",
     "rollout": "Generation.",
     "policy": "The update, over every trained response token of the step.",
     "correction": "Importance weights of the token losses, over every trained token, if there is a correction "
@@ -86,6 +87,12 @@ _BATCH = [
         True,
     ),
     Metric("batch/dp_imbalance", "ratio", "max", "Largest number of tokens of a DP rank over their mean; 1 is even."),
+]
+
+_DATA = [
+    Metric("data/{set}/groups", "groups", "sum", "Groups of this batch that are of the set."),
+    Metric("data/{set}/reward_mean", "reward", "mean", "Their mean reward, before KL and length shaping."),
+    Metric("data/{set}/truncated_share", "share", "mean", "Share of their responses cut at the set's `max_tokens`."),
 ]
 
 _ROLLOUT = [
@@ -304,7 +311,7 @@ _TOTAL = [
     Metric("total/wall_seconds", "s", "last", "Wall time since the start.", True),
 ]
 
-_TRAINING = [*_REWARD, *_GROUPS, *_BATCH, *_ROLLOUT, *_POLICY, *_CORRECTION, *_MISMATCH]
+_TRAINING = [*_REWARD, *_GROUPS, *_BATCH, *_DATA, *_ROLLOUT, *_POLICY, *_CORRECTION, *_MISMATCH]
 
 REGISTRY = Registry([*_TRAINING, *_SYNC, *_TIME, *_PERF, *_EVAL, *_TOTAL])
 

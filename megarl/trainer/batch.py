@@ -23,6 +23,7 @@ class TrainSample:
 
     `loss_mask_R` (bool; None = all) marks the response tokens that are trained. `streams`: values per response token,
     by the names that `megarl.queue.streams` declares; log-probs among them are fp32, at the sampling temperature.
+    `temperature`: that of this sample, if the run's data sets differ in it; None: that of the run.
     """
 
     key: str
@@ -30,9 +31,10 @@ class TrainSample:
     response_ids: list[int]
     loss_mask_R: Tensor | None = None
     streams: dict[str, Tensor] = field(default_factory=dict)
+    temperature: float | None = None
 
     @classmethod
-    def of(cls, row: Trajectory, *, trained: bool = True) -> TrainSample:
+    def of(cls, row: Trajectory, *, trained: bool = True, temperature: float | None = None) -> TrainSample:
         """Make the sample of a trajectory, with its streams. `trained` False masks all its tokens."""
         return cls(
             key=row.key,
@@ -43,6 +45,7 @@ class TrainSample:
                 name: torch.tensor(list(values), dtype=getattr(torch, STREAMS[name].dtype))
                 for name, values in row.streams.items()
             },
+            temperature=temperature,
         )
 
     @property
@@ -80,6 +83,7 @@ class MicroBatch:
     streams: dict[str, Tensor]  # [R] each, by name: the streams that all samples of the mini-batch have
     samples: tuple[int, ...]  # indices of the samples, in packing order
     tokens: int  # T without padding; weights Megatron's auxiliary losses
+    temperature_R: Tensor | None = None  # fp32, of each response token; None: that of the run
 
     @property
     def is_empty(self) -> bool:
@@ -172,6 +176,7 @@ def pack(
         streams={name: _joined(chosen, STREAMS[name]) for name in names},
         samples=tuple(indices),
         tokens=used,
+        temperature_R=_temperatures(chosen),
     )
 
 
@@ -193,6 +198,21 @@ def _mask(sample: TrainSample) -> Tensor:
     if sample.loss_mask_R is None:
         return torch.ones(len(sample.response_ids), dtype=torch.bool)
     return sample.loss_mask_R.bool()
+
+
+def _temperatures(chosen: Sequence[TrainSample]) -> Tensor | None:
+    """Return the temperature of each response token, [R]; None if the samples have none of their own.
+
+    Raises ValueError if only some of them have one.
+    """
+    own = [sample.temperature for sample in chosen if sample.temperature is not None]
+    if own and len(own) < len(chosen):
+        raise ValueError(
+            f"{len(own)} of {len(chosen)} samples have a temperature of their own; give one to all of them"
+        )
+    if not own:
+        return None
+    return torch.repeat_interleave(torch.tensor(own), torch.tensor([len(sample.response_ids) for sample in chosen]))
 
 
 def _joined(chosen: Sequence[TrainSample], stream: Stream) -> Tensor:

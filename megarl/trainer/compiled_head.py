@@ -40,23 +40,23 @@ class _State:
     usable = True
 
 
-def row_stats(logits_CVt: Tensor, local_C: Tensor, temperature: float, with_entropy: bool) -> Tensor | None:
+def row_stats(logits_CVt: Tensor, local_C: Tensor, temperature: float | Tensor, with_entropy: bool) -> Tensor | None:
     """Return `reduce_rows`, compiled; None if it cannot be compiled here."""
     return _run(reduce_rows, logits_CVt, local_C, temperature, with_entropy)
 
 
-def grad_logits(logits_CVt: Tensor, terms: RowTerms, temperature: float) -> Tensor | None:
+def grad_logits(logits_CVt: Tensor, terms: RowTerms, temperature: float | Tensor) -> Tensor | None:
     """Return `differentiate_rows`, compiled; None if it cannot be compiled here."""
     return _run(differentiate_rows, logits_CVt, terms, temperature)
 
 
-def reduce_rows(logits_CVt: Tensor, local_C: Tensor, temperature: float, with_entropy: bool) -> Tensor:
+def reduce_rows(logits_CVt: Tensor, local_C: Tensor, temperature: float | Tensor, with_entropy: bool) -> Tensor:
     """Return four numbers per row of x = logits / temperature, fp32 [4, C].
 
     They are the maximum m, the sum of exp(x - m), the target's x, and the sum of exp(x - m) * (x - m), which is 0
     unless `with_entropy`.
     """
-    scaled_CVt = logits_CVt.float() / temperature
+    scaled_CVt = logits_CVt.float() / _column(temperature)
     maximum_C = scaled_CVt.amax(dim=1)
     target_C = logits_CVt.gather(1, local_C[:, None]).squeeze(1).float() / temperature
     shifted_CVt = scaled_CVt - maximum_C[:, None]
@@ -65,9 +65,9 @@ def reduce_rows(logits_CVt: Tensor, local_C: Tensor, temperature: float, with_en
     return torch.stack((maximum_C, exponentials_CVt.sum(dim=1), target_C, products_C))
 
 
-def differentiate_rows(logits_CVt: Tensor, terms: RowTerms, temperature: float) -> Tensor:
+def differentiate_rows(logits_CVt: Tensor, terms: RowTerms, temperature: float | Tensor) -> Tensor:
     """Return the gradient that `RowTerms` states, [C, Vt] in the dtype of the logits."""
-    log_p_CVt = logits_CVt.float() / temperature - terms.lse_C[:, None]
+    log_p_CVt = logits_CVt.float() / _column(temperature) - terms.lse_C[:, None]
     factor_CVt = -terms.grad_logprobs_C[:, None]
     if terms.grad_entropy_C is not None:
         factor_CVt = factor_CVt - terms.grad_entropy_C[:, None] * (log_p_CVt + terms.entropy_C[:, None])
@@ -75,6 +75,11 @@ def differentiate_rows(logits_CVt: Tensor, terms: RowTerms, temperature: float) 
     is_target_CVt = (columns_Vt == terms.local_C[:, None]) & terms.owned_C[:, None]
     grad_CVt = log_p_CVt.exp() * factor_CVt + torch.where(is_target_CVt, terms.grad_logprobs_C[:, None], 0.0)
     return grad_CVt.to(logits_CVt.dtype)
+
+
+def _column(temperature: float | Tensor) -> float | Tensor:
+    """Return a temperature per row, [C], as a column for [C, Vt]; one number as it is."""
+    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
 
 
 def _run(function: Callable[..., Tensor], *args: object) -> Tensor | None:

@@ -45,7 +45,7 @@ def response_logprobs(
     hidden_1TH: Tensor,
     batch: MicroBatch,
     *,
-    temperature: float,
+    temperature: float | Tensor,
     vocab_size: int,
     chunk_rows: int,
     with_entropy: bool,
@@ -53,8 +53,8 @@ def response_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs and entropies (None unless `with_entropy`), fp32 [R], of the response tokens of `batch`.
 
-    `chunk`: the model chunk of the last stage; `chunk_rows`: rows per chunk of logits; `compiled`: as in
-    `linear_token_logprobs`. The results are equal on all tensor ranks.
+    `chunk`: the model chunk of the last stage; `chunk_rows`: rows per chunk of logits; `temperature` and `compiled`: as
+    in `linear_token_logprobs`. The results are equal on all tensor ranks.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     hidden_TH = hidden_1TH[0]

@@ -28,7 +28,7 @@ def linear_token_logprobs(
     weight_VpH: Tensor,
     targets_R: Tensor,
     *,
-    temperature: float,
+    temperature: float | Tensor,
     vocab_size: int,
     chunk: int,
     group: ProcessGroup | None = None,
@@ -37,6 +37,7 @@ def linear_token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log softmax(hidden @ weight^T / temperature) at the targets and, if requested, that softmax's entropy.
 
+    `temperature`: one number, or one per row, fp32 [R].
     `hidden_RH` is the same on every rank of the tensor-parallel `group`; its gradient here is only this rank's share,
     to be summed over the group (Megatron's copy and gather regions do that). `targets_R` (int64) holds global token ids
     below `vocab_size`. `chunk`: rows per chunk of logits. `compiled`: the passes over the logits are those of
@@ -54,7 +55,7 @@ class _Context(FunctionCtx):
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
-    temperature: float
+    temperature: float | Tensor
     columns: int
     chunk: int
     with_entropy: bool
@@ -70,7 +71,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden_RH: Tensor,
         weight_VpH: Tensor,
         targets_R: Tensor,
-        temperature: float,
+        temperature: float | Tensor,
         vocab_size: int,
         chunk: int,
         group: ProcessGroup | None,
@@ -88,7 +89,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         if columns:
             for rows in _chunks(hidden_RH.shape[0], chunk):
                 logits_CVt = _logits(hidden_RH[rows], weight_VpH, columns)
-                _row_stats(logits_CVt, local_R[rows], stats_4R[:, rows], temperature, with_entropy, compiled)
+                own = _of_rows(temperature, rows)
+                _row_stats(logits_CVt, local_R[rows], stats_4R[:, rows], own, with_entropy, compiled)
                 del logits_CVt  # before the next chunk is made
         logprobs_R, lse_R, entropy_R = _join(stats_4R, owned_R, group, with_entropy)
         ctx.save_for_backward(hidden_RH, weight_VpH, local_R, owned_R, lse_R, entropy_R)
@@ -112,13 +114,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_logprobs_R = torch.zeros_like(lse_R)
             columns = slice(0, ctx.columns)
             for rows in _chunks(hidden_RH.shape[0], ctx.chunk):
+                own = _of_rows(ctx.temperature, rows)
                 terms = RowTerms(
-                    lse_R[rows], local_R[rows], owned_R[rows], grad_logprobs_R[rows] / ctx.temperature,
-                    None if grad_entropy_R is None else grad_entropy_R[rows] / ctx.temperature, entropy_R[rows],
+                    lse_R[rows], local_R[rows], owned_R[rows], grad_logprobs_R[rows] / own,
+                    None if grad_entropy_R is None else grad_entropy_R[rows] / own, entropy_R[rows],
                 )  # fmt: skip
-                grad_CVt = _row_grads(
-                    _logits(hidden_RH[rows], weight_VpH, ctx.columns), terms, ctx.temperature, ctx.compiled
-                )
+                grad_CVt = _row_grads(_logits(hidden_RH[rows], weight_VpH, ctx.columns), terms, own, ctx.compiled)
                 if grad_hidden_RH is not None:
                     torch.mm(grad_CVt, weight_VpH[columns], out=grad_hidden_RH[rows])
                 if grad_weight_VpH is not None:
@@ -142,13 +143,24 @@ def _logits(hidden_CH: Tensor, weight_VpH: Tensor, columns: int) -> Tensor:
     return torch.mm(hidden_CH, weight_VpH[:columns].t())
 
 
-def _scale(logits_CVt: Tensor, temperature: float) -> Tensor:
+def _of_rows(temperature: float | Tensor, rows: slice) -> float | Tensor:
+    return temperature[rows] if isinstance(temperature, Tensor) else temperature
+
+
+def _scale(logits_CVt: Tensor, temperature: float | Tensor) -> Tensor:
     """Return the logits over the temperature in fp32, which callers overwrite. It may overwrite the logits."""
+    if isinstance(temperature, Tensor):
+        return logits_CVt.float().div_(temperature[:, None])
     return logits_CVt.float().div_(temperature) if temperature != 1 else logits_CVt.float()
 
 
 def _row_stats(
-    logits_CVt: Tensor, local_C: Tensor, stats_4C: Tensor, temperature: float, with_entropy: bool, compiled: bool
+    logits_CVt: Tensor,
+    local_C: Tensor,
+    stats_4C: Tensor,
+    temperature: float | Tensor,
+    with_entropy: bool,
+    compiled: bool,
 ) -> None:
     """Write the four numbers per row that `_reduce_rows` describes into `stats_4C`. It may overwrite the logits."""
     fused_4C = compiled_head.row_stats(logits_CVt, local_C, temperature, with_entropy) if compiled else None
@@ -158,7 +170,7 @@ def _row_stats(
         _reduce_rows(_scale(logits_CVt, temperature), local_C, stats_4C, with_entropy)
 
 
-def _row_grads(logits_CVt: Tensor, terms: RowTerms, temperature: float, compiled: bool) -> Tensor:
+def _row_grads(logits_CVt: Tensor, terms: RowTerms, temperature: float | Tensor, compiled: bool) -> Tensor:
     """Return the gradient by the scaled logits, [C, Vt] in the logits' dtype. It may overwrite the logits."""
     grad_CVt = compiled_head.grad_logits(logits_CVt, terms, temperature) if compiled else None
     return _grad_logits(_scale(logits_CVt, temperature), terms).to(logits_CVt.dtype) if grad_CVt is None else grad_CVt

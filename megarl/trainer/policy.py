@@ -274,7 +274,7 @@ class Policy:
             chunk,
             hidden_1TH,
             batch,
-            temperature=self.config.sampling.temperature,
+            temperature=self.config.sampling.temperature if batch.temperature_R is None else batch.temperature_R,
             vocab_size=self.info.vocab_size,
             chunk_rows=self.config.trainer.logprob_chunk_tokens,
             with_entropy=with_entropy,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import DataConfig
+from megarl.config.data_sections import DataConfig
 from megarl.data.dataset import Prompt, load_prompts
 from megarl.data.tokenize import (
     PromptEncoder,
@@ -56,6 +56,31 @@ def test_missing_and_refusing_templates() -> None:
         PromptEncoder(refusing).encode(prompt("x", 7))
     with pytest.raises(ValueError, match="makes no tokens"):
         PromptEncoder(make_tokenizer("{% if false %}x{% endif %}")).encode(prompt("x"))
+
+
+THINKING = CHATML + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+
+
+def test_template_variables_are_those_of_the_set() -> None:
+    tokenizer = make_tokenizer(THINKING)
+    plain, thinking, quick = (
+        tokenizer.decode(PromptEncoder(tokenizer, template_kwargs=kwargs).encode(prompt("x")))
+        for kwargs in (None, {"enable_thinking": True}, {"enable_thinking": False})
+    )
+    assert plain == thinking and quick == plain + "<think></think>"
+
+
+def test_a_variable_that_the_template_does_not_read_is_refused() -> None:
+    expected = "chat_template_kwargs: enable_thinkng: no variable .* the template reads enable_thinking"
+    with pytest.raises(ValueError, match=expected):
+        PromptEncoder(make_tokenizer(THINKING), template_kwargs={"enable_thinkng": False})
+    with pytest.raises(ValueError, match="the template reads none"):
+        PromptEncoder(make_tokenizer(), template_kwargs={"messages": []})
+    # {% generation %} is an extension of transformers.
+    marked = make_tokenizer(THINKING + "{% generation %}{% endgeneration %}")
+    PromptEncoder(marked, template_kwargs={"enable_thinking": False})
+    with pytest.raises(ValueError, match="no variable"):
+        PromptEncoder(marked, template_kwargs={"enable_thinkng": False})
 
 
 def test_prompt_limit_error_and_skip(tokenizer: Any) -> None:

@@ -49,6 +49,7 @@ trajectories = st.builds(
     reward_components=st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False), max_size=2),
     status=st.sampled_from(["ok", "failed"]),
     failure=st.text(max_size=5),
+    dataset=st.text(max_size=5),
 )  # fmt: skip
 
 

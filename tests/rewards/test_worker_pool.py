@@ -12,11 +12,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rewards.types import RewardInput, RewardOutcome, RewardSpec
 from megarl.rewards.worker_pool import RewardPool, RewardPoolError
 from tests.support.checkout import ROOT
 from tests.support.reward_pool import make_reward_pool, score_all, worker_pids
@@ -269,3 +271,27 @@ def test_workers_die_with_a_killed_parent() -> None:
     parent.kill()
     parent.wait(timeout=10)
     assert gone(pids)
+
+
+def test_one_pool_runs_the_functions_of_several_sets() -> None:
+    """Each with arguments of its own, in the same processes; a mistake names the set."""
+    options: dict[str, Any] = {"workers": 1, "timeout_s": 5.0, "on_error": 0.0, "start_timeout_s": 120.0}
+    some = {"weight": 3.0}
+    pool = RewardPool([RewardSpec(f"{MODULE}:plain"), RewardSpec(f"{MODULE}:some_fields", some, "data.sets.1.reward"),
+                       RewardSpec("gsm8k")], **options)  # fmt: skip
+
+    async def score() -> list[float]:
+        judged = RewardInput("", "72", answer="72", row={"k": 1}, finish_reason="length")
+        scores = [(await pool.score(judged, function)).score for function in (0, 1, 2)]
+        return [*scores, (await pool.score(replace(judged, answer="A"), 1)).score]
+
+    try:
+        assert asyncio.run(score()) == [1.0, 0.0, 1.0, 3.0] and len(worker_pids(pool)) == 1
+    finally:
+        pool.close()
+    broken = RewardPool([RewardSpec("gsm8k"), RewardSpec(f"{MODULE}:nothing", {}, "data.sets.1.reward")], **options)
+    try:
+        with pytest.raises(ValueError, match=r"data\.sets\.1\.reward: reward\.function .* has no 'nothing'"):
+            asyncio.run(broken.start())
+    finally:
+        broken.close()

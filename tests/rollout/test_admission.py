@@ -314,6 +314,14 @@ def test_nothing_is_admitted_before_the_first_version_nor_ahead_of_it() -> None:
     assert admission.admit() == []
 
 
+def test_the_next_group_is_the_first_that_was_never_started() -> None:
+    machine = Admission(2, Pace())
+    machine.set_version(0)
+    assert machine.next_group == 0 and machine.admit() == [0, 1] and machine.next_group == 2
+    machine.load_state_dict(machine.state_dict())
+    assert machine.next_group == 2 and machine.unsettled == [0, 1]  # these are started again
+
+
 def test_staleness_admits_ahead() -> None:
     admission = Admission(2, Pace(max_staleness=2))
     admission.set_version(0)

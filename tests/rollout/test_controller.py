@@ -58,6 +58,9 @@ def test_the_batches_of_two_steps(local: LocalController) -> None:
             await asyncio.sleep(0)  # the rows are removed by a task
             assert not queue.rows
         assert await controller.references([4]) == {4: "answer 4"}
+        source = controller._source  # what a curriculum is given
+        assert source.committed == [([0, 1, 2], 1, 3), ([3, 4, 5], 2, 6)]
+        assert source.finished == {group: [group + 1.0] * SAMPLES for group in range(6)}
 
     run(scenario)
 
@@ -369,6 +372,7 @@ def test_begin_drops_what_the_trainer_before_left_and_redraws_it(local: LocalCon
         counters = await controller.begin(state)
         assert (counters.admitted, counters.rolled_back, counters.in_flight) == (GROUPS, GROUPS, 0)
         assert not local.queue.rows and local.fleet.resets == 1
+        assert controller._source.resumed_at == [GROUPS]  # the first group that is not in the history
         local.fleet.held = set()
         await controller.set_version(1)
         batch = await controller.wait_batch(1, WAIT_S)

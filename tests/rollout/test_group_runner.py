@@ -38,9 +38,10 @@ def test_single_turn_asks_once_for_each_sample_and_judges_it(config: Config) -> 
     assert [row.key for row in rows] == [f"2:{index}" for index in range(count)]
     assert all(row.prompt_ids == [5] * 3 and row.response_ids == [9] * 3 and row.reward == 3.0 for row in rows)
     assert all(row.response_mask == [1, 1, 1] and row.oldest_version == VERSION for row in rows)
+    sampling = FakeSource.sampling
     seeds = [request_seed(config.run.seed, 2, index) for index in range(count)]
     assert batcher.asked == [
-        (GenerateRequest(f"p-2-{index}-0", [5] * 3, made.sampling, seeds[index]), 2, None) for index in range(count)
+        (GenerateRequest(f"p-2-{index}-0", [5] * 3, sampling, seeds[index]), 2, None) for index in range(count)
     ]
     assert made.stats.generate_seconds == [0.25] * count and len(made.stats.reward_seconds) == count
 
@@ -104,7 +105,7 @@ def test_a_loop_can_lower_max_tokens_and_not_raise_it(config: Config) -> None:
     asyncio.run(made.run(0))
     first = [request for request, _, _ in batcher.asked if request.request_id.startswith("p-0-0-")]
     assert [request.sampling.max_tokens for request in first] == [5, 16, 16, 16]
-    assert [replace(request.sampling, max_tokens=16) for request in first] == [made.sampling] * 4
+    assert [replace(request.sampling, max_tokens=16) for request in first] == [FakeSource.sampling] * 4
 
 
 class WithoutVersions:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.common.errors import RolloutError
 from megarl.config.checks import check, evaluation_prompt_limit, prompt_limit
 from megarl.config.schema import Config
+from megarl.data.curriculum import Progress
+from megarl.data.cursor import epoch_order
 from megarl.models.read_config import load_info
 from megarl.rollout.prompts import PromptSource
+from tests.support.configs import write_problems
 from tests.support.pool import pool_config
 from tests.support.tiny import make_tiny_model
 
@@ -64,3 +72,159 @@ def test_a_prompt_that_no_micro_batch_could_hold_is_refused_or_left_out_at_the_s
     source = PromptSource(config(tmp_path, model, trainer=trainer, data=skipping))
     assert source.skipped == sum(length > room for length in lengths) > 0
     assert max(len(source.draw(group).ids) for group in range(32)) <= room
+
+
+def test_one_file_is_drawn_in_the_order_of_the_seed(model: Path, tmp_path: Path) -> None:
+    """Bit for bit what it was before there could be several sets, so that checkpoints of then resume."""
+    source = PromptSource(config(tmp_path, model, run={"seed": 3}))
+    drawn = [source.draw(group) for group in range(32)]
+    assert [each.prompt.index for each in drawn] == epoch_order(32, 3, 0).tolist()
+    assert source.state_dict() == {"n": 32, "seed": 3, "shuffle": True, "drawn": 0}
+    assert {(each.dataset, each.reward, each.sampling.max_tokens) for each in drawn} == {("", 0, RESPONSE)}
+    source.load_state_dict(source.state_dict(), 7)
+
+
+SIZES = {"small": 6, "large": 20}
+
+
+def several(directory: Path, model: Path, own: dict[str, Any] | None = None, **sections: Any) -> Config:
+    """Set `small` has a third of the groups, and `own` keys."""
+    files = {name: directory / f"{name}.jsonl" for name in SIZES}
+    for name, size in SIZES.items():
+        if not files[name].exists():  # a source that is open refuses a file that changes
+            write_problems(files[name], size, 50 * size)
+    sets = [
+        {"name": "small", "path": files["small"], "weight": 1.0, **(own or {})},
+        {"name": "large", "path": files["large"], "weight": 2.0},
+    ]
+    fields = {"path": None, "sets": sets, **sections.pop("data", {})}
+    return config(directory, model, data=fields, **sections)
+
+
+def test_groups_take_their_prompts_from_the_sets_by_weight_and_each_prompt_once_per_epoch(
+    model: Path, tmp_path: Path
+) -> None:
+    source = PromptSource(several(tmp_path, model))
+    drawn = [source.draw(group) for group in range(3 * 18)]
+    assert Counter(each.dataset for each in drawn) == {"small": 18, "large": 36}
+    for name, size in SIZES.items():
+        indices = [each.prompt.index for each in drawn if each.dataset == name]
+        for epoch in range(len(indices) // size):
+            assert sorted(indices[epoch * size : (epoch + 1) * size]) == list(range(size))
+    assert [source.draw(group) for group in (7, 3)] == [drawn[7], drawn[3]]
+    assert source.dataset(5) == drawn[5].dataset and source.reference(5) == drawn[5].answer
+    assert [PromptSource(several(tmp_path, model)).draw(group) for group in range(9)] == drawn[:9]
+    other = PromptSource(several(tmp_path, model, run={"seed": 1}))
+    assert [other.draw(group).prompt.index for group in range(54)] != [each.prompt.index for each in drawn]
+
+
+def test_what_a_set_has_for_itself_reaches_its_prompts_and_no_other(model: Path, tmp_path: Path) -> None:
+    own = {
+        "system_prompt": "Be quick.",
+        "suffix": " Go.",
+        "reward": {"function": "gsm8k"},
+        "sampling": {"temperature": 0.5, "max_tokens": 7},
+    }
+    source = PromptSource(several(tmp_path, model, own))
+    by_set = {each.dataset: each for each in (source.draw(group) for group in range(6))}
+    small, large = by_set["small"], by_set["large"]
+    assert small.prompt.messages[0] == {"role": "system", "content": "Be quick."} and small.prompt.text.endswith(" Go.")
+    assert len(large.prompt.messages) == 1 and large.prompt.text.endswith("=?")
+    assert (small.sampling.temperature, small.sampling.max_tokens) == (0.5, 7)
+    assert (large.sampling.temperature, large.sampling.max_tokens) == (1.0, RESPONSE)
+    assert (small.reward, large.reward) == (0, 1)
+    [held_out] = source.eval_sets()
+    assert held_out.reward == 1  # the run's
+
+
+def test_a_held_out_set_is_sampled_and_scored_its_own_way(model: Path, tmp_path: Path) -> None:
+    path = write_problems(tmp_path / "held.jsonl", 3)
+    sets = [
+        {"name": "own", "path": path, "limit": 2, "max_tokens": 9, "reward": {"function": "gsm8k"}, "suffix": "!",
+         "sampling": {"samples": 32, "temperature": 0.6}},
+        {"name": "plain", "path": path},
+    ]  # fmt: skip
+    own, plain = PromptSource(config(tmp_path, model, evaluation={"sets": sets})).eval_sets()
+    assert (own.samples, own.sampled.temperature, own.sampled.max_tokens, own.greedy.max_tokens) == (32, 0.6, 9, 9)
+    assert (plain.samples, plain.sampled.temperature, plain.sampled.max_tokens) == (1, 1.0, RESPONSE)
+    assert (len(own.problems), len(plain.problems)) == (2, 3) and (own.reward, plain.reward) == (1, 0)
+    assert own.problems[0].reward_input("r", [1], "stop").prompt.endswith("!")
+    assert len(own.problems[0].prompt_ids) > len(plain.problems[0].prompt_ids)
+
+
+def test_a_variable_that_the_chat_template_lacks_names_the_set(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.sets\.0 \(small\): chat_template_kwargs: enable_thinkng"):
+        PromptSource(several(tmp_path, model, {"chat_template_kwargs": {"enable_thinkng": False}}))
+
+
+def test_a_resume_draws_the_same_and_refuses_other_data(model: Path, tmp_path: Path) -> None:
+    first = PromptSource(several(tmp_path, model))
+    state = json.loads(json.dumps(first.state_dict()))
+    second = PromptSource(several(tmp_path, model))
+    second.load_state_dict(state, 10)
+    assert [second.draw(group) for group in range(40)] == [first.draw(group) for group in range(40)]
+    one_file = PromptSource(config(tmp_path, model))
+    with pytest.raises(ValueError, match=r"the saved run has data\.sets, but this run has data\.path"):
+        one_file.load_state_dict(state, 10)
+    with pytest.raises(ValueError, match=r"the saved run has data\.path, but this run has data\.sets"):
+        second.load_state_dict(one_file.state_dict(), 10)
+    write_problems(tmp_path / "shorter.jsonl", 5)
+    with pytest.raises(ValueError, match=r"data\.sets\.0 \(small\): the saved prompt cursor has n = 6"):
+        PromptSource(several(tmp_path, model, {"path": tmp_path / "shorter.jsonl"})).load_state_dict(state, 10)
+    with pytest.raises(ValueError, match="draws from data sets with names"):
+        PromptSource(several(tmp_path, model, {"name": "other"})).load_state_dict(state, 10)
+
+
+def test_weights_that_were_changed_between_two_starts_hold_for_the_groups_to_come(model: Path, tmp_path: Path) -> None:
+    first = PromptSource(several(tmp_path, model))
+    changed = PromptSource(several(tmp_path, model, {"weight": 1e9}))
+    changed.load_state_dict(json.loads(json.dumps(first.state_dict())), 10)
+    assert [changed.draw(group) for group in range(10)] == [first.draw(group) for group in range(10)]
+    assert {changed.dataset(group) for group in range(10, 60)} == {"small"}
+
+
+SEEN: list[Progress] = []
+
+
+def by_reward(progress: Progress, seconds: float = 0.0) -> dict[str, float]:
+    """The small set alone until a group of it has a reward."""
+    SEEN.append(progress)
+    time.sleep(seconds if progress.steps else 0.0)
+    return {"small": 1.0, "large": float(any(progress.sets["small"].rewards))}
+
+
+def with_curriculum(directory: Path, model: Path, **kwargs: Any) -> PromptSource:
+    SEEN.clear()
+    curriculum = {"function": f"{__name__}:by_reward", "kwargs": kwargs}
+    return PromptSource(several(directory, model, data={"curriculum": curriculum}, timeouts={"rpc_s": 0.4}))
+
+
+def test_a_curriculum_weighs_the_groups_to_come_and_a_resume_goes_on_with_it(model: Path, tmp_path: Path) -> None:
+    source = with_curriculum(tmp_path, model)
+    assert {source.dataset(group) for group in range(40)} == {"small"}
+    for group in range(8):
+        source.finish(group, [float(group == 5)] * 2)
+    asyncio.run(source.commit(range(4), 1, lambda: 8))
+    assert {source.dataset(group) for group in range(40)} == {"small"}
+    asyncio.run(source.commit(range(4, 8), 2, lambda: 12))
+    assert [(each.steps, each.next_group) for each in SEEN] == [(0, 0), (1, 8), (2, 12)]
+    assert SEEN[-1].sets["small"].groups == 8 and SEEN[-1].sets["small"].rewards == (0.0,) * 5 + (1.0, 0.0, 0.0)
+    assert {source.dataset(group) for group in range(12)} == {"small"}
+    assert Counter(source.dataset(group) for group in range(12, 32)) == {"small": 10, "large": 10}
+    resumed = with_curriculum(tmp_path, model)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())), 12)
+    assert [resumed.draw(group) for group in range(32)] == [source.draw(group) for group in range(32)]
+    for each in (source, resumed):
+        each.finish(8, [0.5])
+        asyncio.run(each.commit([8], 3, lambda: 16))
+    assert resumed.state_dict() == source.state_dict()
+    source.reset()  # a run that begins again has seen nothing
+    assert {source.dataset(group) for group in range(40)} == {"small"}
+    assert source.state_dict() == with_curriculum(tmp_path, model).state_dict()
+
+
+def test_a_curriculum_that_takes_too_long_is_named(model: Path, tmp_path: Path) -> None:
+    source = with_curriculum(tmp_path, model, seconds=1.0)
+    source.finish(0, [1.0])
+    with pytest.raises(RolloutError, match=r"commit of step 1 waited 0 s for data.curriculum .*by_reward"):
+        asyncio.run(source.commit([0], 1, lambda: 4))

@@ -73,7 +73,7 @@ class FakeClient:
         self._note(f"wait_batch {step}")
         if self._failure is not None:
             raise self._failure
-        return BatchReady(step, list(ROWS), Counters(), {"rollout/replicas_alive": 2.0}, [41, 44])
+        return BatchReady(step, list(ROWS), Counters(), {"rollout/replicas_alive": 2.0}, [0, 1, 2, 3], [41, 44])
 
     def announce(self, version: int) -> None:
         self._note(f"announce {version}")

@@ -177,6 +177,40 @@ def test_overlong_samples_are_punished() -> None:
     assert got == [(1.0, 1.0, True), (0.0, 0.0, True), (-1.0, -1.0, True)]
 
 
+def sets(*changes: dict[str, Any]) -> dict[str, Any]:
+    """The section `data` with sets a, b, ..."""
+    files = [{"name": name, "path": name, **change} for name, change in zip("abc", changes, strict=False)]
+    return {"path": None, "sets": files}
+
+
+def test_overlong_samples_are_punished_below_the_limit_of_their_own_set() -> None:
+    """Sets of 8 and of 6 tokens: the last 4 of each are punished."""
+    own = sets({}, {"sampling": {"max_tokens": 6}})
+    overlong = {"buffer_tokens": 4, "penalty": 2.0}
+    tags = [
+        replace(tag(g, i, 1.0, tokens=tokens), dataset="ab"[g]) for g in range(2) for i, tokens in enumerate((2, 4, 6))
+    ]
+    plan = plan_step(
+        tags, config(algorithm={"overlong": overlong, "filter_zero_variance": False}, data=own), dp_size=1, version=0
+    )
+    assert [[sample.reward for sample in group] for group in plan.shaped.groups] == [[1.0, 1.0, 0.0], [1.0, 0.0, -1.0]]
+
+
+def test_each_data_set_has_metrics_if_there_are_several() -> None:
+    tags = [replace(tag(g, i, float(i), finish="length" if i else "stop"), dataset="ab"[g % 2])
+            for g in range(3) for i in range(2)]  # fmt: skip
+    tags[-1] = replace(tags[-1], status="failed")
+    metrics = step_metrics()
+    record_batch(metrics, plan_step(tags, config(data=sets({}, {})), dp_size=1, version=0))
+    values = {name: value for name, value in metrics.reduce().items() if name.startswith("data/")}
+    assert values == {
+        "data/a/groups": 2, "data/a/reward_mean": 1 / 3, "data/a/truncated_share": 1 / 3,
+        "data/b/groups": 1, "data/b/reward_mean": 0.5, "data/b/truncated_share": 0.5,
+    }  # fmt: skip
+    record_batch(metrics, plan_step([tag(0, i, float(i)) for i in range(2)], config(), dp_size=1, version=0))
+    assert not any(name.startswith("data/") for name in metrics.reduce())
+
+
 @pytest.mark.parametrize(("on", "trained"), [(True, 1), (False, 2)])
 def test_groups_without_variance_are_filtered_if_asked(on: bool, trained: int) -> None:
     tags = [tag(g, i, float(g and i)) for g in range(2) for i in range(2)]

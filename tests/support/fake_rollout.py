@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from megarl.rollout.batcher import Batcher
 from megarl.rollout.controller import RolloutController
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.replica import ReplicaSpec
-from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 
 VERSION = 4  # of the weights that the fake batcher serves
 ENGINE_S = 0.25
@@ -53,12 +53,32 @@ class FakeSource:
 
     stop_token_ids = (2,)
     skipped = 3
+    sampling = SamplingSpec(16, 1.0, stop_token_ids)
+
+    def __init__(self) -> None:
+        self.finished: dict[int, list[float]] = {}
+        self.committed: list[tuple[list[int], int, int]] = []  # groups, steps done, first group not admitted
+        self.resumed_at: list[int] = []
 
     def draw(self, group_id: int) -> Any:
         def judge(text: str, ids: list[int], reason: str) -> RewardInput:
             return RewardInput("", text, ids, reason)
 
-        return SimpleNamespace(ids=[5] * (group_id + 1), reward_input=judge, answer="7")
+        return SimpleNamespace(
+            ids=[5] * (group_id + 1), reward_input=judge, answer="7", sampling=self.sampling, dataset="", reward=0
+        )
+
+    def dataset(self, group_id: int) -> str:
+        return ""
+
+    def finish(self, group_id: int, rewards: Sequence[float]) -> None:
+        self.finished[group_id] = list(rewards)
+
+    async def commit(self, groups: Iterable[int], steps: int, next_group: Callable[[], int]) -> None:
+        self.committed.append((list(groups), steps, next_group()))
+
+    def reset(self) -> None:
+        self.finished, self.committed, self.resumed_at = {}, [], []
 
     def decode(self, ids: Sequence[int]) -> str:
         return "x" * len(ids)
@@ -72,9 +92,10 @@ class FakeSource:
     def state_dict(self) -> dict[str, Any]:
         return {"seed": 0}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], next_group: int) -> None:
         if state != self.state_dict():
             raise ValueError("the saved prompts are other ones")
+        self.resumed_at.append(next_group)
 
 
 class FakeRewards:
@@ -83,7 +104,7 @@ class FakeRewards:
     def __init__(self) -> None:
         self.script: dict[int, list[float]] = {}  # by length of the text, which tells the group
 
-    async def score(self, judged: RewardInput) -> RewardOutcome:
+    async def score(self, judged: RewardInput, function: int = 0) -> RewardOutcome:
         script = self.script.get(len(judged.response))
         return RewardOutcome(script.pop(0) if script else float(len(judged.response)))
 

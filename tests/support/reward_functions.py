@@ -22,6 +22,10 @@ def even_sums_are_equal(response: str, answer: str) -> float:
     return 1.0 if int(answer) % 2 == 0 else digit_share(response, answer)
 
 
+def scaled_digit_share(response: str, answer: str, scale: float) -> float:
+    return scale * digit_share(response, answer)
+
+
 def overflowing(response: str, answer: str) -> float:
     """Finite as a reward, as fp32 too, but not as a loss: advantages of this size overflow in the sum."""
     return 3e38 * digit_share(response, answer)

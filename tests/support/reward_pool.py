@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rewards.types import RewardInput, RewardOutcome, RewardSpec
 from megarl.rewards.worker_pool import RewardPool
 
 
@@ -19,7 +19,11 @@ def make_reward_pool(
     on_error: float = 0.0,
 ) -> RewardPool:
     return RewardPool(
-        function, kwargs or {}, workers=workers, timeout_s=timeout_s, on_error=on_error, start_timeout_s=120.0
+        [RewardSpec(function, kwargs or {})],  # type: ignore[arg-type]  # what is no path is refused
+        workers=workers,
+        timeout_s=timeout_s,
+        on_error=on_error,
+        start_timeout_s=120.0,
     )
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.queue.dump import DumpedBatch, read_batch
 from tests.support.leftovers import assert_nothing_left
+from tests.support.reward_functions import digit_share
 from tests.support.run import Run, start, tiny_config, train
 
 pytestmark = pytest.mark.engine
@@ -69,19 +70,59 @@ def check_exported_policy(run: Run) -> None:
         assert tokenizer.decode(output, skip_special_tokens=True) == record["response"]
 
 
-def test_pipeline_parallel_at_another_temperature(tmp_path: Path) -> None:
-    """PP2, T = 0.6, two updates per step, trainer's old log-probs, KL to a reference, batches dumped."""
+def test_pipeline_parallel_with_two_data_sets(tmp_path: Path) -> None:
+    """PP2, two sets of T = 0.6 and 1.2, two updates per step, trainer's old log-probs, KL to a reference, dumps."""
     config = tiny_config(tmp_path, steps=2)
     config["trainer"] |= {"parallel": {"pipeline": 2}, "mini_batches": 2}
     config["sampling"]["temperature"] = 0.6
+    config["data"] = {"sets": two_sets(tmp_path)}
     config["algorithm"] = {"old_logprobs": "trainer", "kl": {"coef": 0.01}}
     run = train(config, "telemetry.dump_batches=true")
     check_finished(run, steps=2, samples=2 * 16)
     assert all(record["policy/updates"] == 2 for record in run.metrics)
     assert len(list((run.directory / "batches").glob("*.parquet"))) == 2
     assert len((run.directory / "samples.jsonl").read_text().splitlines()) == 2 * 4
+    check_data_sets(run)
     check_engine_logprobs(run, tmp_path / "model")
     check_replay(run, tmp_path / "model")
+
+
+def two_sets(directory: Path) -> list[dict[str, Any]]:
+    """Three of four groups are of `plain`; `other` has everything of its own that a set can have."""
+    rows = [{"q": f"{a} + {b} = ?", "gold": a + b} for a in range(5) for b in range(4)]
+    (directory / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    other = {
+        "name": "other",
+        "path": str(directory / "other.jsonl"),
+        "weight": 0.5,
+        "prompt_field": "q",
+        "answer_field": "gold",
+        "system_prompt": "You add.",
+        "suffix": " Think.",
+        "reward": {"function": "tests.support.reward_functions:scaled_digit_share", "kwargs": {"scale": -2.0}},
+        "sampling": {"temperature": TEMPERATURES["other"], "max_tokens": 7},
+    }
+    return [{"name": "plain", "path": str(directory / "train.jsonl"), "weight": 1.5}, other]
+
+
+TEMPERATURES = {"plain": 0.6, "other": 1.2}
+
+
+def check_data_sets(run: Run) -> None:
+    """Each set's groups have its share of every step, its prompt, its limit and its reward."""
+    tokenizer = AutoTokenizer.from_pretrained(run.directory / "hf")
+    for record in run.metrics:
+        batch = read_batch(run.directory / "batches", record["step"] - 1)
+        assert (record["data/plain/groups"], record["data/other/groups"]) == (3, 1)
+        for name, scale, limit in (("plain", 1.0, 12), ("other", -2.0, 7)):
+            rows = [row for row in batch.trajectories if row.dataset == name]
+            answers = [tokenizer.decode(row.response_ids, skip_special_tokens=True) for row in rows]
+            rewards = [scale * digit_share(answer, "") for answer in answers]
+            assert [row.reward for row in rows] == rewards
+            assert record[f"data/{name}/reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
+            assert max(len(row.response_ids) for row in rows) == limit
+            asked = {"You add." in tokenizer.decode(row.prompt_ids) for row in rows}
+            assert asked == {name == "other"}
 
 
 def check_replay(run: Run, first_model: Path) -> None:
@@ -99,26 +140,30 @@ def check_replay(run: Run, first_model: Path) -> None:
 
 
 def check_engine_logprobs(run: Run, first_model: Path) -> None:
-    """What vLLM recorded at T = 0.6 is what plain transformers says, and no near miss passes for it."""
+    """What vLLM recorded at each set's temperature is what plain transformers says, and no near miss passes for it."""
     model = AutoModelForCausalLM.from_pretrained(first_model, dtype=torch.float32)
     first, second = (read_batch(run.directory / "batches", step) for step in (0, 1))
-    mean, largest = engine_gap(model, first, temperature=0.6)
+    mean, largest = engine_gap(model, first, TEMPERATURES)
     assert mean <= ON_POLICY_MEAN and largest <= ON_POLICY_MAX
     wrong = {
-        "temperature ignored": engine_gap(model, first, temperature=1.0),
-        "off by one": engine_gap(model, first, temperature=0.6, shift=1),
-        "stale version": engine_gap(model, second, temperature=0.6),
+        "temperature ignored": engine_gap(model, first, {"plain": 1.0, "other": 1.0}),
+        "one temperature for both sets": engine_gap(model, first, {"plain": 0.6, "other": 0.6}),
+        "off by one": engine_gap(model, first, TEMPERATURES, shift=1),
+        "stale version": engine_gap(model, second, TEMPERATURES),
     }
     assert [name for name, (mean, largest) in wrong.items() if mean <= ON_POLICY_MEAN or largest <= ON_POLICY_MAX] == []
 
 
-def engine_gap(model: Any, batch: DumpedBatch, temperature: float, shift: int = 0) -> tuple[float, float]:
-    """Mean and largest |engine's - transformers'| log-prob over all response tokens, first and EOS included."""
+def engine_gap(model: Any, batch: DumpedBatch, temperatures: dict[str, float], shift: int = 0) -> tuple[float, float]:
+    """Mean and largest |engine's - transformers'| log-prob over all response tokens, first and EOS included.
+
+    `temperatures`: by data set.
+    """
     gaps = []
     for row in batch.trajectories:
         ids = torch.tensor([row.prompt_ids + row.response_ids])
         with torch.no_grad():
-            logits = model(ids).logits[0] / temperature
+            logits = model(ids).logits[0] / temperatures[row.dataset]
         at = torch.arange(len(row.prompt_ids), ids.shape[1]) - 1 - shift
         expected = logits[at].log_softmax(-1).gather(1, ids[0, len(row.prompt_ids) :, None])[:, 0]
         gaps.append((torch.tensor(row.rollout_logprobs) - expected).abs())

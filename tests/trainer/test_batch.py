@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -107,3 +109,12 @@ def test_only_streams_that_all_samples_have_are_packed() -> None:
 def test_an_undeclared_stream_is_refused() -> None:
     with pytest.raises(KeyError, match="'hunch' is not declared; declared are old_logprobs"):
         pack([sample("a", [1], [2], hunch=torch.zeros(1))], [0])
+
+
+def test_samples_with_temperatures_of_their_own() -> None:
+    samples = [replace(sample("a", [1], [2, 3]), temperature=0.6), replace(sample("b", [1, 2], [3]), temperature=1.0)]
+    packed = pack(samples, [1, 0]).temperature_R
+    assert packed is not None and packed.tolist() == torch.tensor([1.0, 0.6, 0.6]).tolist()
+    assert pack(samples, []).temperature_R is None and pack([sample("c", [1], [2])], [0]).temperature_R is None
+    with pytest.raises(ValueError, match="2 of 3 samples have a temperature"):
+        pack([*samples, sample("c", [1], [2])], [0, 1, 2])

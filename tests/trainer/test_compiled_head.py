@@ -60,15 +60,18 @@ def run_compiling(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_entropy", [True, False])
-def test_the_fused_formulas_are_those_of_the_separate_operations(dtype: torch.dtype, with_entropy: bool) -> None:
+@pytest.mark.parametrize("temperature", [0.7, torch.linspace(0.5, 1.3, 9)], ids=["one", "per row"])
+def test_the_fused_formulas_are_those_of_the_separate_operations(
+    dtype: torch.dtype, with_entropy: bool, temperature: float | torch.Tensor
+) -> None:
     p, expected = rows(dtype), torch.zeros(4, 9)
-    _reduce_rows(_scale(p["logits"].clone(), 0.7), p["local"], expected, with_entropy)
-    got = compiled_head.reduce_rows(p["logits"], p["local"], 0.7, with_entropy)
+    _reduce_rows(_scale(p["logits"].clone(), temperature), p["local"], expected, with_entropy)
+    got = compiled_head.reduce_rows(p["logits"], p["local"], temperature, with_entropy)
     torch.testing.assert_close(got, expected)
     grad_entropy = p["grad_entropy"] if with_entropy else None
     terms = RowTerms(p["lse"], p["local"], p["owned"], p["grad_logprobs"], grad_entropy, p["entropy"])
-    gradient = _grad_logits(_scale(p["logits"].clone(), 0.7), terms).to(dtype)
-    torch.testing.assert_close(compiled_head.differentiate_rows(p["logits"], terms, 0.7), gradient)
+    gradient = _grad_logits(_scale(p["logits"].clone(), temperature), terms).to(dtype)
+    torch.testing.assert_close(compiled_head.differentiate_rows(p["logits"], terms, temperature), gradient)
 
 
 @pytest.mark.slow

@@ -49,6 +49,28 @@ def run_single(**changes: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return linear_token_logprobs(p["hidden"], p["weight"], p["targets"], **(arguments | changes))
 
 
+def gradients(temperature: float | torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Log-probs, entropies and the gradient by the hidden states, with chunks that mix temperatures."""
+    p = problem(torch.float32)
+    hidden = p["hidden"].requires_grad_()
+    options: dict[str, Any] = dict(temperature=temperature, vocab_size=VOCAB, chunk=5, with_entropy=True)
+    got, entropy = linear_token_logprobs(hidden, p["weight"], p["targets"], **options)
+    assert entropy is not None
+    ((got * p["grad_logprobs"]).sum() + (entropy * p["grad_entropy"]).sum()).backward()
+    assert hidden.grad is not None
+    return got.detach(), entropy.detach(), hidden.grad
+
+
+def test_each_row_may_have_a_temperature_of_its_own() -> None:
+    own = torch.tensor(TEMPERATURES).repeat(ROWS)[:ROWS]
+    mixed = gradients(own)
+    for temperature in TEMPERATURES:
+        rows = own == temperature
+        for value, alone in zip(mixed, gradients(temperature), strict=True):
+            torch.testing.assert_close(value[rows], alone[rows], rtol=1e-6, atol=1e-6)
+            assert (value[~rows] - alone[~rows]).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("change", [{"temperature": 0.9}, {"vocab_size": VOCAB + 1}, {"targets": 1}])
 def test_a_broken_rule_shows(change: dict[str, Any]) -> None:
     """The comparison above fails without the temperature, with padding in the softmax, and with targets off by one."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.checkpoint.format.manifest import DamagedCheckpointError, FileEntry, Manifest
 from megarl.checkpoint.save.directory import CheckpointDirectory
+from megarl.config.datasets import train_sets
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.source import hf_files
@@ -95,7 +96,7 @@ def choose(
 def identity(config: Config, info: ModelInfo) -> dict[str, Any]:
     """Return the facts that must be equal in a checkpoint and in the run that resumes from it, as JSON.
 
-    Reads the whole file of prompts, for its digest.
+    Reads the whole files of prompts, for their digests.
     """
     files = hf_files(config.model.path)
     tokenizer = hashlib.sha256()
@@ -105,7 +106,7 @@ def identity(config: Config, info: ModelInfo) -> dict[str, Any]:
     return {
         "model": {key: value for key, value in dataclasses.asdict(info).items() if value is not None},
         "tokenizer": tokenizer.hexdigest(),
-        "prompts": FileEntry.of(config.data.path).blake3,
+        "prompts": _prompts(config),
     }
 
 
@@ -119,8 +120,25 @@ def contradictions(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if saved["tokenizer"] != now["tokenizer"]:
         problems.append("tokenizer: its files differ from those of the saved run")
     if saved["prompts"] != now["prompts"]:
-        problems.append("data.path: its content differs from that of the saved run")
+        problems.append(_changed_prompts(saved["prompts"], now["prompts"]))
     return problems
+
+
+def _prompts(config: Config) -> str | dict[str, str]:
+    """Return the digest of the file of prompts, or those of several sets by name."""
+    digests = {each.name: FileEntry.of(each.path).blake3 for each in train_sets(config)}
+    return digests if config.data.sets else digests[""]
+
+
+def _changed_prompts(saved: str | dict[str, str], now: str | dict[str, str]) -> str:
+    if isinstance(saved, str) and isinstance(now, str):
+        return "data.path: its content differs from that of the saved run"
+    if isinstance(saved, str) or isinstance(now, str):
+        return "data: either this run or the saved one has data.sets, and the other data.path"
+    if set(saved) != set(now):
+        return f"data.sets: {sorted(now)}, the checkpoint has {sorted(saved)}"
+    differing = [name for name in now if now[name] != saved[name]]
+    return f"data.sets: the content of {', '.join(differing)} differs from that of the saved run"
 
 
 def changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

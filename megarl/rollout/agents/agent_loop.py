@@ -24,7 +24,7 @@ class AgentContext(Protocol):
     rng: random.Random
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> GenerateResult:
-        """Sample the model's continuation of `token_ids` with the run's `sampling` section.
+        """Sample the model's continuation of `token_ids` with the sampling of the prompt's set.
 
         Raises RolloutError if no replica is left or the answer takes longer than `timeouts.generate_s`.
         """

@@ -59,6 +59,12 @@ def test_another_model_or_tokenizer_contradicts_and_the_rest_is_only_told() -> N
     assert "hidden is 128, the checkpoint has 64" in problem
     assert "tokenizer" in contradictions(saved, {**saved, "tokenizer": "b"})[0]
     assert "data.path" in contradictions(saved, {**saved, "prompts": "q"})[0]
+    several = {**saved, "prompts": {"a": "p", "b": "q"}}
+    assert contradictions(several, several) == []
+    assert "content of b differs" in contradictions(several, {**saved, "prompts": {"a": "p", "b": "r"}})[0]
+    assert "['a'], the checkpoint has ['a', 'b']" in contradictions(several, {**saved, "prompts": {"a": "p"}})[0]
+    for one, other in ((saved, several), (several, saved)):
+        assert "has data.sets, and the other data.path" in contradictions(one, other)[0]
     before = {"trainer": {"optimizer": {"lr": 1e-3}, "gpus": 2}, "checkpoint": {"resume": "auto"}}
     after = {"trainer": {"optimizer": {"lr": 5e-4}, "gpus": 2}, "checkpoint": {"resume": "x"}}
     assert changes(before, after) == ["trainer.optimizer.lr: 0.001 -> 0.0005"]

@@ -1,0 +1,180 @@
+"""The training and held-out sets of a run, with what each of them has for itself and what it has from the sections.
+
+A resolved set holds the sections that a run of this set alone would have, so what reads a section needs no case for
+several sets. The only set of `data.path` has the name "".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config.data_sections import DataConfig, EvalSamplingConfig, PromptSetConfig, RewardConfig
+from megarl.config.schema import Config, SamplingConfig
+
+_ROW_FIELDS = ("format", "prompt_field", "answer_field", "suffix", "chat_template_kwargs")
+
+
+@dataclass(frozen=True)
+class TrainSet:
+    """One training set; `key` is its place in the config, for messages."""
+
+    name: str
+    key: str
+    weight: float
+    path: Path
+    data: DataConfig
+    reward: RewardConfig
+    sampling: SamplingConfig
+
+
+@dataclass(frozen=True)
+class HeldOutSet:
+    """One evaluation set; `key` is its place in the config, `limit` the number of problems to use (None: all)."""
+
+    name: str
+    key: str
+    limit: int | None
+    path: Path
+    data: DataConfig
+    reward: RewardConfig
+    sampling: EvalSamplingConfig
+    max_tokens: int
+
+
+def train_sets(config: Config) -> list[TrainSet]:
+    """Return the training sets in the order of the config. Raises ValueError if there is none."""
+    data = config.data
+    if not data.sets:
+        if data.path is None:
+            raise ValueError("data: neither path nor sets; give the file of the training prompts in data.path")
+        return [TrainSet("", "data", 1.0, data.path, data, config.reward, config.sampling)]
+    return [
+        TrainSet(
+            name=each.name,
+            key=f"data.sets.{index}",
+            weight=each.weight,
+            path=each.path,
+            data=_data(data, each),
+            reward=_reward(config.reward, each),
+            sampling=config.sampling.model_copy(update=_given(each.sampling.model_dump())),
+        )
+        for index, each in enumerate(data.sets)
+    ]
+
+
+def held_out_sets(config: Config) -> list[HeldOutSet]:
+    """Return the evaluation sets in the order of the config."""
+    evaluation = config.evaluation
+    return [
+        HeldOutSet(
+            name=each.name,
+            key=f"evaluation.sets.{index}",
+            limit=each.limit,
+            path=each.path,
+            data=_data(config.data, each),
+            reward=_reward(config.reward, each),
+            sampling=evaluation.sampling.model_copy(update=_given(each.sampling.model_dump())),
+            max_tokens=each.max_tokens or evaluation.max_tokens or config.sampling.max_tokens,
+        )
+        for index, each in enumerate(evaluation.sets)
+    ]
+
+
+def all_sets(config: Config) -> list[TrainSet | HeldOutSet]:
+    """Return the training sets, then the evaluation sets."""
+    return [*train_sets(config), *held_out_sets(config)]
+
+
+def reward_functions(config: Config) -> dict[str, RewardConfig]:
+    """Return every reward of the run's sets once, by the key of the config that names it first."""
+    found: dict[str, RewardConfig] = {}
+    for each in all_sets(config):
+        if each.reward not in found.values():
+            found["reward" if each.reward == config.reward else f"{each.key}.reward"] = each.reward
+    return found
+
+
+def longest_training_response(config: Config) -> int:
+    """Return the upper bound of the response tokens of any training sample."""
+    if not config.data.sets:
+        return config.sampling.max_tokens
+    return max(each.sampling.max_tokens for each in train_sets(config))
+
+
+def response_limits(config: Config) -> dict[str, int]:
+    """Return the `max_tokens` of each of several sets by name; empty if there is only `data.path`."""
+    return {each.name: each.sampling.max_tokens for each in train_sets(config)} if config.data.sets else {}
+
+
+def own_temperatures(config: Config) -> dict[str, float]:
+    """Return the temperature of each set by name; empty if all sets have that of the section `sampling`."""
+    if not config.data.sets:
+        return {}
+    found = {each.name: each.sampling.temperature for each in train_sets(config)}
+    return found if set(found.values()) != {config.sampling.temperature} else {}
+
+
+def _data(section: DataConfig, own: PromptSetConfig) -> DataConfig:
+    """Return the section `data` of a run of one set. An empty system prompt takes the section's away."""
+    changes = {name: value for name in _ROW_FIELDS if (value := getattr(own, name)) is not None}
+    if own.system_prompt is not None:
+        changes["system_prompt"] = own.system_prompt or None
+    return section.model_copy(update=changes)
+
+
+def _reward(section: RewardConfig, own: PromptSetConfig) -> RewardConfig:
+    """Return the section `reward` of a run of one set. Arguments belong to a function and are inherited with it."""
+    changes = _given({"function": own.reward.function, "kwargs": own.reward.kwargs})
+    if own.reward.function is not None:
+        changes.setdefault("kwargs", {})
+    return section.model_copy(update=changes)
+
+
+def _given(values: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def data_problems(config: Config) -> Iterator[str]:
+    """Yield the mistakes in the lists of sets, as `key: what is wrong; how to fix it`."""
+    data = config.data
+    if data.path is None and not data.sets:
+        yield "data.path: required; give a JSONL or Parquet file, or several in data.sets"
+    if data.path is not None and data.sets:
+        yield "data.path: given together with data.sets; move the file into data.sets, or remove one of the two"
+    for key, names in (("data", [s.name for s in data.sets]), ("evaluation", [s.name for s in config.evaluation.sets])):
+        for index, name in enumerate(names):
+            if "/" in name or not name.strip():
+                yield f"{key}.sets.{index}.name: {name!r} must be non-empty and without '/' (it names metrics)"
+            if name in names[:index]:
+                yield f"{key}.sets.{index}.name: {name!r} is given twice; rename one"
+    if data.curriculum.function is not None and len(data.sets) < 2:
+        yield "data.curriculum: changes the weights of several sets; list at least two in data.sets, or remove it"
+    yield from _template_problems(config)
+    buffer = config.algorithm.overlong.buffer_tokens
+    for index, each in enumerate(data.sets):
+        own = each.sampling.max_tokens
+        if own is not None and buffer > own:
+            yield (
+                f"data.sets.{index}.sampling.max_tokens: {own} is less than algorithm.overlong.buffer_tokens={buffer}; "
+                "the penalised range ends at the set's limit, so raise the limit or lower the buffer"
+            )
+
+
+# Arguments of `apply_chat_template` that decide what is encoded; the others are variables of the template.
+_NO_TEMPLATE_VARIABLES = (
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "padding",
+    "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
+)  # fmt: skip
+
+
+def _template_problems(config: Config) -> Iterator[str]:
+    given = [("data", config.data.chat_template_kwargs)]
+    given += [(f"data.sets.{i}", each.chat_template_kwargs or {}) for i, each in enumerate(config.data.sets)]
+    given += [
+        (f"evaluation.sets.{i}", each.chat_template_kwargs or {}) for i, each in enumerate(config.evaluation.sets)
+    ]
+    for key, values in given:
+        for name in sorted(set(values) & set(_NO_TEMPLATE_VARIABLES)):
+            yield f"{key}.chat_template_kwargs.{name}: set by megarl and no variable of a chat template; remove it"

@@ -1,0 +1,129 @@
+"""The curriculum: a user's function that chooses the weights of the training sets from what the run has seen of them.
+
+It is called before the first group and after each step is committed, and its weights hold for the groups that have not
+been admitted yet. What it sees is part of the checkpoint, and so are the weights that it has returned (`mixture.py`):
+a resumed run draws the same groups without calling it again for the past.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+KEPT_GROUPS = 256  # per set, of the latest rewards that a curriculum sees
+
+
+@dataclass(frozen=True)
+class SetProgress:
+    """What a run has seen of one set.
+
+    Attributes:
+        weight: the weight in the config.
+        groups: the number of its groups whose end is committed.
+        rewards: the mean reward of each of the latest of them (256 at most), oldest first; for rewards of 0 and 1 that
+            is the accuracy. Groups without a usable sample are left out.
+    """
+
+    weight: float
+    groups: int = 0
+    rewards: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The argument of a curriculum: steps done, the first group that its weights apply to, and the sets by name."""
+
+    steps: int
+    next_group: int
+    sets: Mapping[str, SetProgress]
+
+
+class Curriculum:
+    """The user's function, and the progress of each set in the committed history."""
+
+    def __init__(self, function: str, kwargs: Mapping[str, Any], weights: Mapping[str, float]) -> None:
+        """Import `function` and call it once. `weights`: those of the config, by set.
+
+        Raises ValueError that says what the function has to be if it cannot be imported, called, or used.
+        """
+        self.path = function
+        self._function = _imported(function)
+        self._kwargs = dict(kwargs)
+        self._configured = dict(weights)
+        self.clear()
+        self.first_weights = self.weights(self.progress(0, 0))
+
+    def clear(self) -> None:
+        """Forget all progress, for a run that starts from the beginning."""
+        self._open: dict[int, tuple[str, float | None]] = {}  # finished groups that are not committed
+        self._groups = dict.fromkeys(self._configured, 0)
+        self._rewards: dict[str, deque[float]] = {name: deque(maxlen=KEPT_GROUPS) for name in self._configured}
+
+    def finish(self, group: int, name: str, rewards: Sequence[float]) -> None:
+        """Note the rewards of the usable samples of a finished group of the set `name`."""
+        self._open[group] = (name, sum(rewards) / len(rewards) if rewards else None)
+
+    def commit(self, groups: Iterable[int]) -> None:
+        """Count groups whose end is committed, in the order of their ids."""
+        for group in sorted(groups):
+            name, reward = self._open.pop(group)
+            self._groups[name] += 1
+            if reward is not None:
+                self._rewards[name].append(reward)
+
+    def progress(self, steps: int, next_group: int) -> Progress:
+        """Return what the function sees after `steps` steps, with weights to choose for `next_group` and later ones."""
+        return Progress(
+            steps,
+            next_group,
+            {
+                name: SetProgress(weight, self._groups[name], tuple(self._rewards[name]))
+                for name, weight in self._configured.items()
+            },
+        )
+
+    def weights(self, progress: Progress) -> dict[str, float]:
+        """Call the function; return a weight for every set. Raises ValueError if it raises or returns anything else."""
+        expected = f"return a weight (a number, at least 0, not all 0) for each of {sorted(self._configured)}"
+        try:
+            found = self._function(progress, **self._kwargs)
+        except Exception as error:
+            raise ValueError(f"data.curriculum {self.path!r} raised {type(error).__name__}: {error}") from error
+        try:
+            weights = {str(name): float(weight) for name, weight in found.items()}
+        except (AttributeError, TypeError, ValueError):
+            raise ValueError(f"data.curriculum {self.path!r} returned {found!r:.200}; it must {expected}") from None
+        usable = all(0 <= weight < float("inf") for weight in weights.values()) and any(weights.values())
+        if set(weights) != set(self._configured) or not usable:
+            raise ValueError(f"data.curriculum {self.path!r} returned {weights!r:.200}; it must {expected}")
+        return weights
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the committed progress as JSON content."""
+        return {name: {"groups": self._groups[name], "rewards": list(self._rewards[name])} for name in self._configured}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a saved progress. A set that the state does not have starts without any."""
+        self.clear()
+        for name, saved in state.items():
+            self._groups[name] = int(saved["groups"])
+            self._rewards[name].extend(saved["rewards"])
+
+
+def _imported(path: str) -> Any:  # a function of the user's
+    module, _, attribute = path.partition(":")
+    try:
+        target = importlib.import_module(module)
+        function = getattr(target, attribute)
+    except Exception as error:
+        raise ValueError(f"data.curriculum {path!r}: cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise ValueError(
+            f"data.curriculum {path!r} must be a plain function of one argument (megarl.data.curriculum.Progress) and "
+            f"of data.curriculum.kwargs, not {type(function).__name__}"
+        )
+    return function

@@ -1,0 +1,135 @@
+"""Draws prompt groups from several sets: which set a group is of, and which draw of that set it is. Pure.
+
+The sets are interleaved evenly: after any number of groups at constant weights, the number of draws of each of K sets
+differs from its share by less than K. Group and set are computed from (seed, group id) alone, in exact arithmetic, so a
+group that is generated again gets the same prompt on any machine. When the weights change, they do so from a group id
+on; the list of these changes is the only state.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The groups from `start` on, up to the next span.
+
+    `drawn`: the draws of each set before `start`; `splits`: for each set, which of the draws it takes that no earlier
+    set has taken.
+    """
+
+    start: int
+    weights: tuple[float, ...]
+    drawn: tuple[int, ...]
+    splits: tuple[_Split, ...]
+
+
+class Mixture:
+    """The sets of a run by name, with weights that may change from a group id on.
+
+    Raises ValueError for weights that are negative, not finite or all zero.
+    """
+
+    def __init__(self, weights: Mapping[str, float], seed: int) -> None:
+        self.names = tuple(weights)
+        self.seed = seed
+        self._spans = [self._span(0, self._checked(weights), [0] * len(self.names))]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the groups to come, by name."""
+        return dict(zip(self.names, self._spans[-1].weights, strict=True))
+
+    def at(self, group: int) -> tuple[int, int]:
+        """Return (index of the set, number of the draw from that set, counted from 0) of a group id."""
+        span = self._spans[bisect.bisect_right(self._spans, group, key=lambda each: each.start) - 1]
+        position = group - span.start
+        for index, split in enumerate(span.splits):
+            before = split.taken(position)
+            if split.taken(position + 1) > before:
+                return index, span.drawn[index] + before
+            position -= before
+        raise AssertionError("the last set that has a weight takes every draw that reaches it")
+
+    def reweight(self, start: int, weights: Mapping[str, float]) -> None:
+        """Draw by other weights from group `start` on. Raises ValueError if that is before the last change."""
+        checked, last = self._checked(weights), self._spans[-1]
+        if checked == last.weights:
+            return
+        if start < last.start:
+            raise ValueError(f"the weights of group {start} cannot change: those from group {last.start} on are set")
+        drawn = list(last.drawn)
+        position = start - last.start
+        for index, split in enumerate(last.splits):
+            drawn[index] += split.taken(position)
+            position -= split.taken(position)
+        if start == last.start:
+            self._spans.pop()
+        self._spans.append(self._span(start, checked, drawn))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return names, seed and every change of the weights, as JSON content."""
+        return {
+            "names": list(self.names),
+            "seed": self.seed,
+            "spans": [{"start": each.start, "weights": list(each.weights)} for each in self._spans],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a saved list of changes. Raises ValueError if sets or seed are other ones."""
+        for key, own in (("names", list(self.names)), ("seed", self.seed)):
+            if state[key] != own:
+                raise ValueError(
+                    f"the saved run draws from data sets with {key} = {state[key]}, but this run has {own}: resume "
+                    "with data.sets and run.seed of the saved run"
+                )
+        first, *others = state["spans"]
+        self._spans = [self._span(0, tuple(first["weights"]), [0] * len(self.names))]
+        for each in others:
+            self.reweight(each["start"], dict(zip(self.names, each["weights"], strict=True)))
+
+    def _checked(self, weights: Mapping[str, float]) -> tuple[float, ...]:
+        if set(weights) != set(self.names):
+            raise ValueError(f"weights of {sorted(weights)}, but the sets are {sorted(self.names)}")
+        values = tuple(float(weights[name]) for name in self.names)
+        if not all(math.isfinite(value) and value >= 0 for value in values) or not any(values):
+            raise ValueError(f"weights must be at least 0 and not all 0: {dict(weights)}")
+        return values
+
+    def _span(self, start: int, weights: tuple[float, ...], drawn: Sequence[int]) -> _Span:
+        exact = [Fraction(str(weight)) for weight in weights]
+        splits = [
+            _Split.of(exact[index], sum(exact[index:], Fraction(0)), f"{self.seed}/{name}")
+            for index, name in enumerate(self.names)
+        ]
+        return _Span(start, weights, tuple(drawn), tuple(splits))
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Takes `numerator` of every `denominator` draws, evenly; `phase` shifts which ones."""
+
+    numerator: int
+    denominator: int
+    phase: int
+
+    @classmethod
+    def of(cls, weight: Fraction, rest: Fraction, place: str) -> _Split:
+        share = weight / rest if rest else Fraction(0)
+        return cls(share.numerator, share.denominator, stable_hash(place) % share.denominator)
+
+    def taken(self, draws: int) -> int:
+        """Return how many of the first `draws` draws are taken; the share of them, rounded up or down."""
+        return (draws * self.numerator + self.phase) // self.denominator
+
+
+def stable_hash(text: str) -> int:
+    """Return a 63-bit number that depends on the text only."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
