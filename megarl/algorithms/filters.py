@@ -148,7 +148,7 @@ def shape_batch(
             counts["filtered_groups"] += 1
             filtered += [sample.key for sample in alive]
             continue
-        shaped = shape_group(alive, spec)
+        shaped = shape_group(alive, own)
         (advantages,) = group_advantages([[reward for reward, _ in shaped]], spec.advantage)
         kept.append(
             [
