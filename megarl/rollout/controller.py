@@ -188,7 +188,7 @@ class RolloutController:
         self._admission.commit(step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed)
         batch = self._batches.pop(step)
         self._tasks.start(self._writer.clear(batch.keys))
-        await self._source.commit(batch.groups, step + 1, lambda: self._admission.next_group)
+        await self._source.commit(sorted(batch.groups + batch.replaced), step + 1, lambda: self._admission.next_group)
         counters = self._admission.counters
         if not counters.balanced:
             raise RolloutError(f"group counters do not add up after step {step}: {counters}")
