@@ -292,6 +292,12 @@ class RolloutConfig(Section):
         description="Engines read the model's weights when they start. The first weight sync brings them in any case, "
         "before the first prompt; only a pool without a trainer (`megarl eval`) needs this.",
     )
+    report_interval_s: float = Field(
+        5.0,
+        gt=0,
+        description="Seconds between an engine's reports of the tokens of unfinished responses. If the engine is lost, "
+        "another one continues them from there.",
+    )
     on_group_failure: Literal["count", "stop"] = Field(
         "count",
         description="A prompt group that cannot be generated or scored: count it as failed, or end the run. In both "

@@ -53,12 +53,14 @@ class BatchStats:
     reward_seconds: list[float] = field(default_factory=list)
     reward_errors: Counter[str] = field(default_factory=Counter)
     skipped_prompts: int = 0
+    continued: int = 0
     engine_seconds: float = 0.0
 
     def metrics(self, *, replicas_serving: int, replicas_lost: int) -> dict[str, float]:
         """Return the declared `rollout/*` and `reward/*` metrics that only the rollout side can measure."""
         values: dict[str, float] = {
             "rollout/skipped_prompts": self.skipped_prompts,
+            "rollout/continued": self.continued,
             "rollout/engine_seconds": self.engine_seconds,
             "rollout/replicas_alive": replicas_serving,
             "rollout/replicas_lost": replicas_lost,

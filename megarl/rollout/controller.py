@@ -84,7 +84,7 @@ class RolloutController:
         self._queue, self._source, self._fleet, _ = await asyncio.gather(
             asyncio.to_thread(self._start_queue),
             asyncio.to_thread(PromptSource, config),
-            Fleet.attach(self.spec, config.rollout.replicas, timeouts),
+            Fleet.attach(self.spec, config),
             self._rewards.start(),
         )
         self._batcher = Batcher(self._fleet, clock=self._engine_time)

@@ -94,7 +94,9 @@ class SampleContext:
         )
         home = self.group_id if self._runner.config.run.deterministic else None
         result = await self._runner.batcher.generate(request, prefix=self.group_id, home=home)
-        self._runner.stats.generate_seconds.append(result.seconds)
+        stats = self._runner.stats  # read here, as in `judge`
+        stats.generate_seconds.append(result.seconds)
+        stats.continued += result.lost_replicas > 0
         return result
 
     async def judge(self, result: GenerateResult) -> RewardOutcome | None:

@@ -47,10 +47,12 @@ class Router:
         return chosen
 
     def finish(self, prefix: Hashable, replica: int, samples: int) -> None:
-        """Record that `samples` requests, which `assign` gave to `replica`, are done. A removed replica is accepted.
+        """Record that `samples` requests (>= 0), which `assign` gave to `replica`, are done.
 
-        Raises ValueError if the replica has fewer outstanding samples.
+        A removed replica is accepted. Raises ValueError if the replica has fewer outstanding samples.
         """
+        if not samples:
+            return
         if replica in self._load:
             if samples > self._load[replica]:
                 raise ValueError(f"replica {replica} has {self._load[replica]} outstanding samples, not {samples}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.group_runner import GroupRunner
-from megarl.rollout.requests import GenerateRequest, request_seed
+from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.to_trajectory import trajectory
 from tests.support.configs import config as config_of
 from tests.support.fake_rollout import VERSION, FakeBatcher, FakeRewards, FakeSource
@@ -117,6 +118,19 @@ class WithoutVersions:
 def test_the_trajectory_of_a_loop_is_checked(config: Config) -> None:
     with pytest.raises(ValueError, match="sample 2:0: no weight version for response token 0"):
         asyncio.run(runner(config, WithoutVersions())[0].run(2))
+
+
+def test_continued_responses_are_counted(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, batcher = runner(config)
+    generate = batcher.generate
+
+    async def lose_some(request: GenerateRequest, prefix: Any = None, home: int | None = None) -> GenerateResult:
+        lost = {"p-2-0-0": 1, "p-2-1-0": 2}.get(request.request_id, 0)
+        return replace(await generate(request, prefix, home), lost_replicas=lost)
+
+    monkeypatch.setattr(batcher, "generate", lose_some)
+    asyncio.run(made.run(2))
+    assert made.stats.metrics(replicas_serving=1, replicas_lost=1)["rollout/continued"] == 2
 
 
 class Failing:
