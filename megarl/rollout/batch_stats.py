@@ -54,6 +54,7 @@ class BatchStats:
     reward_errors: Counter[str] = field(default_factory=Counter)
     skipped_prompts: int = 0
     continued: int = 0
+    cut: int = 0
     engine_seconds: float = 0.0
 
     def metrics(self, *, replicas_serving: int, replicas_lost: int) -> dict[str, float]:
@@ -61,6 +62,7 @@ class BatchStats:
         values: dict[str, float] = {
             "rollout/skipped_prompts": self.skipped_prompts,
             "rollout/continued": self.continued,
+            "rollout/cut": self.cut,
             "rollout/engine_seconds": self.engine_seconds,
             "rollout/replicas_alive": replicas_serving,
             "rollout/replicas_lost": replicas_lost,

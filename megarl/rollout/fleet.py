@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.devices import HeldDevices
+from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.responses_so_far import ResponsesSoFar
@@ -98,18 +100,27 @@ class Fleet:
         return sorted(self._router.load)
 
     async def generate(
-        self, prefix: Hashable, requests: Sequence[GenerateRequest], *, home: int | None = None
+        self,
+        prefix: Hashable,
+        requests: Sequence[GenerateRequest],
+        *,
+        home: int | None = None,
+        deadline: GroupDeadline | None = None,
     ) -> list[GenerateResult]:
         """Return responses in the order of `requests`. `prefix` and `home`: see `Router.assign`.
 
-        Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica was lost.
+        Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica was lost, RolloutError if the
+        group fails by its deadline.
         """
         responses = ResponsesSoFar(requests)
         while responses.unfinished:
+            if deadline is not None and time.monotonic() >= deadline.at:
+                deadline.settle(responses)
+                break
             index = self._router.assign(prefix, len(responses.unfinished), home)
             replica = self._replicas[index]
             try:
-                await self._serve(prefix, index, responses)
+                await self._serve(prefix, index, responses, deadline)
             except ReplicaFailed as error:
                 responses.interrupt()
                 if self._replicas[index] is replica:
@@ -118,8 +129,12 @@ class Fleet:
                 logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, tokens, error)
         return responses.results()
 
-    async def _serve(self, prefix: Hashable, index: int, responses: ResponsesSoFar) -> None:
+    async def _serve(
+        self, prefix: Hashable, index: int, responses: ResponsesSoFar, deadline: GroupDeadline | None
+    ) -> None:
         """Have a replica work on the unfinished responses, which the router has assigned to it, until all have ended.
+
+        At the deadline the replica stops the others, which stay unfinished.
 
         Raises ReplicaFailed if the replica is lost or replaced, if a report does not come within `timeouts.rpc_s` of
         the time when it is due, or after `timeouts.generate_s` in all.
@@ -134,11 +149,16 @@ class Fleet:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise self._late(index, "generate", self._timeouts.generate_s)
-                wait_s = min(self._report_interval_s, left_s)
+                deadline_s = math.inf if deadline is None else max(deadline.at - time.monotonic(), 0.0)
+                wait_s = min(self._report_interval_s, left_s, deadline_s)
                 report = await self.call(index, *call, wait_s, timeout_s=wait_s + self._timeouts.rpc_s)
                 ended = responses.add(report.parts)
                 self._router.finish(prefix, index, ended)
                 left -= ended
+                if left and deadline is not None and time.monotonic() >= deadline.at:
+                    report = await self.call(index, "end", responses.reported, timeout_s=self._timeouts.rpc_s)
+                    responses.add_last(report.parts)
+                    return
                 call = ("report", responses.reported)
         finally:
             self._router.finish(prefix, index, left)

@@ -59,7 +59,7 @@ class GenerateResult:
 
     `logprobs` are processed (temperature applied), one float32 value per response token, EOS included. `seconds`: time
     from the request's arrival at the replica to its last token. `lost_replicas`: replicas that were lost while they
-    worked on it; `replica` continued from the tokens that they had reported.
+    worked on it; `replica` continued from the tokens that they had reported. `cut`: it ended at its group's deadline.
     """
 
     request_id: str
@@ -70,6 +70,7 @@ class GenerateResult:
     replica: int
     seconds: float = 0.0
     lost_replicas: int = 0
+    cut: bool = False
 
 
 def request_seed(run_seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:

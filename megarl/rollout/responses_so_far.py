@@ -17,6 +17,7 @@ class _Response:
     sent_at: int = 0  # tokens that it had when it was sent to `replica`
     lost_replicas: int = 0
     lost_seconds: float = 0.0  # of engine time, on the replicas before
+    cut: bool = False
 
 
 class ResponsesSoFar:
@@ -29,6 +30,9 @@ class ResponsesSoFar:
         self._responses = {request.request_id: _Response(request, ResponsePart()) for request in requests}
         if len(self._responses) != len(requests):
             raise ValueError("several requests of one call have the same id")
+
+    def __len__(self) -> int:
+        return len(self._responses)
 
     @property
     def unfinished(self) -> list[str]:
@@ -65,13 +69,20 @@ class ResponsesSoFar:
             response.tokens = join_parts(response.tokens, part)
         return sum(part.finish_reason is not None for part in parts.values())
 
-    def cut(self) -> int:
-        """End the unfinished responses as they are, truncated; return how many these are."""
-        names = self.unfinished
-        for name in names:
+    def add_last(self, parts: Mapping[str, ResponsePart]) -> int:
+        """Append the last tokens of requests that a replica was told to end, as `add`.
+
+        Those that it stopped have not ended: they can go on elsewhere, or be cut.
+        """
+        stopped = [name for name, part in parts.items() if part.finish_reason == "abort"]
+        return self.add({**parts, **{name: replace(parts[name], finish_reason=None) for name in stopped}})
+
+    def cut(self) -> None:
+        """End the unfinished responses as they are, truncated."""
+        for name in self.unfinished:
             response = self._responses[name]
             response.tokens = replace(response.tokens, finish_reason="length")
-        return len(names)
+            response.cut = True
 
     def interrupt(self) -> None:
         """Record that the unfinished responses are no longer worked on.
@@ -103,4 +114,5 @@ def _result(response: _Response) -> GenerateResult:
         response.replica,
         response.lost_seconds + tokens.seconds,
         response.lost_replicas,
+        response.cut,
     )

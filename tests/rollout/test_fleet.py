@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.fleet import Fleet, as_rollout_error
+from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, continuation_seed
 from megarl.rollout.response_parts import EngineReport, ResponsePart
 from tests.support.checkout import ROOT
@@ -136,13 +138,20 @@ def test_a_replaced_replica_serves_only_after_it_is_admitted() -> None:
 
 
 class ScriptedReplica:
-    """Makes token `index` for its requests, one per report; `rounds` reports, then `end`, or silence."""
+    """Makes token `index` for its requests, one per report; `rounds` reports, then `outcome`, or silence.
 
-    def __init__(self, index: int, rounds: int, end: Exception | FinishReason | None, version: int = 3) -> None:
-        self.index, self.rounds, self.end, self.version = index, rounds, end, version
+    When it is told to end requests, it gives two more tokens, or raises `refusal`.
+    """
+
+    def __init__(
+        self, index: int, rounds: int, outcome: Exception | FinishReason | None, version: int = 3,
+        refusal: Exception | None = None,
+    ) -> None:  # fmt: skip
+        self.index, self.rounds, self.outcome, self.version, self.refusal = index, rounds, outcome, version, refusal
         self.asked: list[GenerateRequest] = []
         self.reported: list[dict[str, int]] = []
-        self.generate, self.report = Method(self._generate), Method(self._report)
+        self.ended: list[dict[str, int]] = []
+        self.generate, self.report, self.end = Method(self._generate), Method(self._report), Method(self._end)
 
     async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
         self.asked += requests
@@ -150,15 +159,23 @@ class ScriptedReplica:
 
     async def _report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
         self.reported.append(reported)
+        await asyncio.sleep(0)
         last = len(self.reported) > self.rounds
-        if last and self.end is None:
+        if last and self.outcome is None:
             await asyncio.Event().wait()
-        if last and isinstance(self.end, Exception):
-            raise self.end
-        finish_reason: Any = self.end if last else None
+        if last and isinstance(self.outcome, Exception):
+            raise self.outcome
+        finish_reason: Any = self.outcome if last else None
         spans = (VersionSpan(self.version, 0, 1),)
         logprob = -0.1 * len(self.reported)
         part = ResponsePart([self.index], [logprob], spans, finish_reason, seconds=len(self.reported))
+        return EngineReport(dict.fromkeys(reported, part))
+
+    async def _end(self, reported: dict[str, int]) -> EngineReport:
+        self.ended.append(reported)
+        if self.refusal is not None:
+            raise self.refusal
+        part = ResponsePart([7, 7], [-0.5, -0.5], (VersionSpan(self.version, 0, 2),), "abort")
         return EngineReport(dict.fromkeys(reported, part))
 
 
@@ -198,6 +215,42 @@ def test_an_engine_that_reports_for_ever_is_lost_after_the_bound() -> None:
 
     [result] = asyncio.run(run())
     assert result.replica == 1 and result.response_ids == [0] * len(endless.reported) + [1]
+
+
+@pytest.mark.parametrize("refusal", [None, ReplicaFailed(0, "replica 0 is gone")], ids=["ends", "lost"])
+def test_responses_that_are_unfinished_at_the_deadline_are_cut_or_fail_the_group(refusal: Exception | None) -> None:
+    """Also if the replica is lost just then: nothing is sent to another one any more."""
+    long = [GenerateRequest(f"r{i}", [1], SamplingSpec(10**9, 1.0, ())) for i in range(4)]
+
+    async def run(policy: Any) -> tuple[ScriptedReplica, list[GenerateResult]]:
+        replica, other = ScriptedReplica(0, 10**9, None, refusal=refusal), FakeReplica(1)
+        fleet = fleet_of({0: replica, 1: other})
+        deadline = GroupDeadline(time.monotonic() + 0.05, 0.05, policy)
+        try:
+            return replica, await asyncio.wait_for(fleet.generate("g", long, deadline=deadline), 5)
+        finally:
+            assert not other.served and len(replica.ended) == 1
+            assert fleet.serving == ([0, 1] if refusal is None else [1])
+
+    replica, results = asyncio.run(run("cut"))
+    [known] = {*replica.ended[0].values()}
+    last = [] if refusal is not None else [7, 7]
+    assert known == len(replica.reported) > 1
+    for result in results:
+        assert result.response_ids == [0] * known + last and len(result.logprobs) == known + len(last)
+        assert result.finish_reason == "length" and result.cut and result.versions[-1].end == len(result.response_ids)
+    names = r"4 of 4 responses were unfinished at the group's deadline of 0.05 s .* tokens: r0, r1, r2 and 1 more$"
+    with pytest.raises(RolloutError, match=names):
+        asyncio.run(run("fail"))
+
+
+def test_a_deadline_leaves_what_ends_before_it_alone() -> None:
+    async def run() -> list[GenerateResult]:
+        deadline = GroupDeadline(time.monotonic() + 60, 60, "fail")
+        return await fleet_of({0: ScriptedReplica(0, 2, "stop")}).generate("g", requests(0), deadline=deadline)
+
+    results = asyncio.run(run())
+    assert [(each.response_ids, each.finish_reason, each.cut) for each in results] == [([0] * 3, "stop", False)] * 2
 
 
 def test_what_another_call_has_found_lost_or_replaced_is_left_at_its_next_report() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -120,17 +121,29 @@ def test_the_trajectory_of_a_loop_is_checked(config: Config) -> None:
         asyncio.run(runner(config, WithoutVersions())[0].run(2))
 
 
-def test_continued_responses_are_counted(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continued_and_cut_responses_are_counted(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     made, batcher = runner(config)
     generate = batcher.generate
 
-    async def lose_some(request: GenerateRequest, prefix: Any = None, home: int | None = None) -> GenerateResult:
+    async def lose_some(request: GenerateRequest, *args: Any) -> GenerateResult:
         lost = {"p-2-0-0": 1, "p-2-1-0": 2}.get(request.request_id, 0)
-        return replace(await generate(request, prefix, home), lost_replicas=lost)
+        return replace(await generate(request, *args), lost_replicas=lost, cut=request.request_id == "p-2-2-0")
 
     monkeypatch.setattr(batcher, "generate", lose_some)
     asyncio.run(made.run(2))
-    assert made.stats.metrics(replicas_serving=1, replicas_lost=1)["rollout/continued"] == 2
+    metrics = made.stats.metrics(replicas_serving=1, replicas_lost=1)
+    assert metrics["rollout/continued"] == 2 and metrics["rollout/cut"] == 1
+    assert batcher.deadlines == [None] * config.batch.samples_per_group
+
+
+def test_all_requests_of_a_group_have_the_deadline_that_began_with_it() -> None:
+    config = config_of("model", rollout={"group_deadline_s": 7.0, "on_group_deadline": "fail"})
+    made, batcher = runner(config, TwoTurns())
+    before = time.monotonic()
+    asyncio.run(made.run(1))
+    [deadline] = set(batcher.deadlines)
+    assert len(batcher.deadlines) == 2 * config.batch.samples_per_group
+    assert 7.0 <= deadline.at - before <= 7.0 + time.monotonic() - before and deadline.policy == "fail"
 
 
 class Failing:

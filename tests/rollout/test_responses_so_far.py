@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -90,9 +91,18 @@ def test_what_is_cut_is_truncated_and_what_had_ended_is_not() -> None:
     assert responses.unfinished == ["a", "c"] and responses.tokens == 1
     with pytest.raises(ValueError, match="response to a has not ended"):
         responses.results()
-    assert responses.cut() == 2
-    ended = [(each.response_ids, each.finish_reason) for each in responses.results()]
-    assert ended == [([3], "length"), ([0], "stop"), ([], "length")]
+    assert responses.add_last({"a": ResponsePart([4], [-1.0], spans, "abort"), "c": ResponsePart()}) == 0
+    responses.cut()
+    ended = [(each.response_ids, each.finish_reason, each.cut) for each in responses.results()]
+    assert ended == [([3, 4], "length", True), ([0], "stop", False), ([], "length", True)]
+
+
+def test_what_a_replica_was_told_to_end_can_have_ended_by_itself() -> None:
+    responses = ResponsesSoFar([GenerateRequest(name, [1], SamplingSpec(LIMIT, 1.0, (STOP,))) for name in "ab"])
+    responses.send(0)
+    last = ResponsePart([0], [-1.0], (VersionSpan(0, 0, 1),), "stop")
+    assert responses.add_last({"a": last, "b": replace(last, response_ids=[3], finish_reason="abort")}) == 1
+    assert responses.unfinished == ["b"] and len(responses) == 2
 
 
 def test_ids_must_differ() -> None:

@@ -42,9 +42,13 @@ class FakeBatcher:
     """Answers every request at once, and keeps it with the prefix and the home that it was sent with."""
 
     asked: list[tuple[GenerateRequest, Any, int | None]] = field(default_factory=list)
+    deadlines: list[Any] = field(default_factory=list)
 
-    async def generate(self, request: GenerateRequest, prefix: Any = None, home: int | None = None) -> GenerateResult:
+    async def generate(
+        self, request: GenerateRequest, prefix: Any = None, home: int | None = None, deadline: Any = None
+    ) -> GenerateResult:
         self.asked.append((request, prefix, home))
+        self.deadlines.append(deadline)
         return response(request)
 
 
@@ -98,7 +102,7 @@ class FakeFleet:
     joined: int = 0
 
     async def generate(
-        self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None
+        self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None, deadline: Any = None
     ) -> list[GenerateResult]:
         if prefix in self.held:
             await asyncio.Event().wait()
