@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megarl.rollout.engine_load import EngineLoad
+
 
 class BusyClock:
     """Measures the wall time during which at least one engine ran.
@@ -57,7 +59,7 @@ class BatchStats:
     cut: int = 0
     engine_seconds: float = 0.0
 
-    def metrics(self, *, replicas_serving: int, replicas_lost: int) -> dict[str, float]:
+    def metrics(self, *, replicas_serving: int, replicas_lost: int, load: EngineLoad) -> dict[str, float]:
         """Return the declared `rollout/*` and `reward/*` metrics that only the rollout side can measure."""
         values: dict[str, float] = {
             "rollout/skipped_prompts": self.skipped_prompts,
@@ -66,6 +68,9 @@ class BatchStats:
             "rollout/engine_seconds": self.engine_seconds,
             "rollout/replicas_alive": replicas_serving,
             "rollout/replicas_lost": replicas_lost,
+            "rollout/kv_usage_max": load.kv_usage,
+            "rollout/running_max": load.running,
+            "rollout/waiting_max": load.waiting,
             "reward/errors": sum(self.reward_errors.values()),
         }
         if self.generate_seconds:

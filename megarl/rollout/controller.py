@@ -157,7 +157,9 @@ class RolloutController:
         stats, self._runner.stats = self._runner.stats, BatchStats()
         stats.engine_seconds = self._engine_time.take(time.monotonic())
         fleet = self._fleet
-        metrics = stats.metrics(replicas_serving=len(fleet.serving), replicas_lost=len(fleet.lost))
+        metrics = stats.metrics(
+            replicas_serving=len(fleet.serving), replicas_lost=len(fleet.lost), load=fleet.take_load()
+        )
         return self._batches.take(step, self._admission, metrics)
 
     async def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> Counters:

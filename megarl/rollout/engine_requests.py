@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megarl.common.errors import ReplicaFailed, RequestFailed
 from megarl.queue.trajectory import FinishReason, VersionSpan
+from megarl.rollout.engine_load import EngineMonitor
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import ResponsePart
 
@@ -36,9 +37,9 @@ class _Open:
 class EngineRequests:
     """Holds the requests of an engine from their start to the report that says how they ended."""
 
-    def __init__(self, engine: AsyncLLM, replica: int) -> None:
-        """`replica`: index for errors."""
-        self._engine, self._replica = engine, replica
+    def __init__(self, engine: AsyncLLM, replica: int, monitor: EngineMonitor, silence_s: float) -> None:
+        """`replica`: index for errors. `silence_s`: how long an engine with requests may make no step."""
+        self._engine, self._replica, self._monitor, self._silence_s = engine, replica, monitor, silence_s
         self._open: dict[str, _Open] = {}
 
     def start(self, requests: Sequence[GenerateRequest]) -> None:
@@ -54,10 +55,19 @@ class EngineRequests:
         """Return the new tokens of each request in `reported`: when all have ended, after `wait_s` at the latest.
 
         `reported`: request ids and how many tokens of each are known. Raises what the engine raised for one of them,
-        and forgets them all; RequestFailed for an unknown one.
+        and forgets them all; RequestFailed for an unknown one; ReplicaFailed if the engine is silent.
         """
-        tasks = [self._find(name).task for name in reported]
-        await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION)
+        asked = [self._find(name) for name in reported]
+        _, unfinished = await asyncio.wait(
+            [each.task for each in asked], timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION
+        )
+        silent_s = self._monitor.silent_s(min(each.started for each in asked)) if unfinished else 0.0
+        if silent_s > self._silence_s:
+            raise ReplicaFailed(
+                self._replica,
+                f"the engine of replica {self._replica} has made no step for {silent_s:.0f} s; "
+                f"{len(self._open)} requests wait for it",
+            )
         try:
             return {name: self._part(name, known) for name, known in reported.items()}
         except BaseException:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.devices import HeldDevices
+from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult
@@ -57,6 +58,7 @@ class Fleet:
         self._timeouts, self._restart, self._describe = timeouts, restart, describe
         self._report_interval_s = report_interval_s
         self._joining: set[int] = set()
+        self._load = EngineLoad()
         self.lost: dict[int, ReplicaFailed] = {}
 
     @classmethod
@@ -98,6 +100,11 @@ class Fleet:
     def serving(self) -> list[int]:
         """Indices of the replicas that serve, sorted."""
         return sorted(self._router.load)
+
+    def take_load(self) -> EngineLoad:
+        """Return the peaks of all replicas since the last call, as far as they have reported."""
+        load, self._load = self._load, EngineLoad()
+        return load
 
     async def generate(
         self,
@@ -152,6 +159,7 @@ class Fleet:
                 deadline_s = math.inf if deadline is None else max(deadline.at - time.monotonic(), 0.0)
                 wait_s = min(self._report_interval_s, left_s, deadline_s)
                 report = await self.call(index, *call, wait_s, timeout_s=wait_s + self._timeouts.rpc_s)
+                self._load |= report.load
                 ended = responses.add(report.parts)
                 self._router.finish(prefix, index, ended)
                 left -= ended

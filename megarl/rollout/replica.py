@@ -24,6 +24,7 @@ from megarl.common.processes import ProcessId, die_with
 from megarl.config.schema import Config
 from megarl.rollout.devices import HeldDevices, held_devices
 from megarl.rollout.engine_args import engine_args, engine_environment, reads_weights
+from megarl.rollout.engine_load import EngineMonitor, build_monitored
 from megarl.rollout.engine_requests import EngineRequests
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import EngineReport, ResponsePart
@@ -119,6 +120,7 @@ class EngineReplica:
         self.cuda = spec.cuda
         self.max_model_len = spec.max_model_len
         self._engine: AsyncLLM | None = None
+        self._monitor = EngineMonitor()
         self._requests: EngineRequests
         self._failed: str | None = None
         self._served = 0
@@ -138,7 +140,7 @@ class EngineReplica:
         started = time.monotonic()
         try:
             self._engine = self._build()
-            self._requests = EngineRequests(self._engine, self.index)
+            self._requests = EngineRequests(self._engine, self.index, self._monitor, self.config.timeouts.rpc_s)
             built = time.monotonic()
             await self._probe(self._engine)
         except Exception as error:
@@ -150,12 +152,10 @@ class EngineReplica:
         # that forks it (PR_SET_PDEATHSIG).
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_args(self.config, cuda=self.cuda, max_model_len=self.max_model_len)
-        return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**arguments, weight_transfer_config=WeightTransferConfig(backend="megarl"))
-        )
+        transfer = WeightTransferConfig(backend="megarl")
+        return build_monitored(AsyncEngineArgs(**arguments, weight_transfer_config=transfer), self._monitor)
 
     async def _probe(self, engine: AsyncLLM) -> None:
         """Generate one token."""
@@ -201,17 +201,19 @@ class EngineReplica:
                 raise failure from error
             raise RequestFailed(f"replica {self.index} refused a request: {_reason(error)}") from error
         self._served += sum(part.finish_reason is not None for part in parts.values())
-        return EngineReport(parts)
+        return EngineReport(parts, self._monitor.take())
 
     async def pause(self, clear_cache: bool = True) -> None:
         """Pause generation and keep the requests in flight. `clear_cache`: recompute their KV cache after `resume`."""
         engine = self._check()
+        self._monitor.hold("pause")
         await self._guard(engine.pause_generation(mode="keep", clear_cache=clear_cache), "pause")
 
     async def resume(self) -> None:
         """Resume generation after `pause`."""
         engine = self._check()
         await self._guard(engine.resume_generation(), "resume")
+        self._monitor.release("pause")
 
     async def reset(self) -> None:
         """Drop every request and be ready to serve. Raises ReplicaFailed if a weight sync was interrupted."""
@@ -228,9 +230,11 @@ class EngineReplica:
 
         engine = self._check()
         self._in_sync = True
+        self._monitor.hold("join")  # the engine waits for the other members in its main loop
         request = WeightTransferInitRequest(init_info=init_info)
         await self._guard(engine.init_weight_transfer_engine(request), "init_weight_transfer")
         self._in_sync = False
+        self._monitor.release("join")
 
     async def start_weight_update(self) -> None:
         """Prepare the engine's model for new weights."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megarl.queue.trajectory import FinishReason, VersionSpan
+from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.requests import GenerateRequest, continuation_seed
 
 
@@ -34,9 +35,13 @@ class ResponsePart:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What an engine answers to a call about some requests: the tokens of each since the last report, by request id."""
+    """What an engine answers to a call about some requests: the tokens of each since the last report, by request id.
+
+    `load`: of the engine, since its last report on any requests.
+    """
 
     parts: Mapping[str, ResponsePart]
+    load: EngineLoad = field(default_factory=EngineLoad)
 
 
 def join_parts(first: ResponsePart, second: ResponsePart) -> ResponsePart:

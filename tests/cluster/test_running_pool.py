@@ -117,6 +117,7 @@ def test_synchronous_steps(pool: TestPool, reader: QueueReader) -> None:
         tags = reader.read_tags(ready.keys)
         assert [(tag.reward, tag.response_tokens) for tag in tags] == [(r.reward, len(r.response_ids)) for r in rows]
         assert ready.timings["rollout/engine_seconds"] > 0 and ready.timings["rollout/replicas_alive"] == 1
+        assert 0 < ready.timings["rollout/kv_usage_max"] < 1 <= ready.timings["rollout/running_max"]
         counters = client.commit(step, trained=3, filtered=1, dropped_stale=0, failed=0)
         assert (counters.trained, counters.filtered, counters.taken) == (3 * (step + 1), step + 1, 0)
         wait_until(lambda: reader.read_tags() == [], 10, "the queue to forget the step's rows")
@@ -251,7 +252,9 @@ def test_a_response_goes_on_from_its_reported_tokens(pool: TestPool) -> None:
     assert list(known) == stopped and sum(known.values()) == responses.tokens > 0
     responses.interrupt()
     replica.call("set_weight_version", "8", timeout_s=60)
-    responses.add(replica.call("generate", responses.send(0), 60.0, timeout_s=60).parts)
+    last = replica.call("generate", responses.send(0), 60.0, timeout_s=60)
+    assert 0 < last.load.kv_usage < 1 and 1 <= last.load.running <= 4 and last.load.waiting == 0
+    responses.add(last.parts)
     for i, result in enumerate(responses.results()):
         tokens = len(result.response_ids)
         assert (result.response_ids[-1] == 2) == (result.finish_reason == "stop") and 2 not in result.response_ids[:-1]

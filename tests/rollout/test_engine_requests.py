@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 
 from megarl.common.errors import ReplicaFailed, RequestFailed
 from megarl.queue.trajectory import VersionSpan
+from megarl.rollout.engine_load import EngineMonitor
 from megarl.rollout.engine_requests import EngineRequests
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 
@@ -72,9 +74,9 @@ def request(name: str) -> GenerateRequest:
     return GenerateRequest(name, [1, 2], SamplingSpec(8, 1.0, (9,)), seed=0)
 
 
-async def started(*names: str) -> tuple[FakeEngine, EngineRequests]:
+async def started(*names: str, monitor: EngineMonitor | None = None) -> tuple[FakeEngine, EngineRequests]:
     engine = FakeEngine()
-    requests = EngineRequests(engine, 3)  # type: ignore[arg-type]
+    requests = EngineRequests(engine, 3, monitor or EngineMonitor(), silence_s=60.0)  # type: ignore[arg-type]
     requests.start([request(name) for name in names])
     await asyncio.sleep(0)
     return engine, requests
@@ -157,5 +159,29 @@ def test_ids_are_unique_and_every_token_has_its_log_prob() -> None:
         engine.output_processor.request_states["a-1"].detokenizer.output_token_ids.append(8)
         with pytest.raises(ReplicaFailed, match="replica 3 gave 1 log-probs for 2 tokens of a"):
             await requests.report({"a": 1}, 0.0)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_makes_no_step_is_named_and_one_that_is_paused_is_not() -> None:
+    async def run() -> None:
+        clock = [time.monotonic()]
+        monitor = EngineMonitor(lambda: clock[0])
+        engine, requests = await started("a", "b", monitor=monitor)
+        clock[0] += 50.0
+        monitor.record(None)
+        clock[0] += 50.0
+        await requests.report({"a": 0}, 0.0)
+        monitor.hold("pause")
+        clock[0] += 500.0
+        await requests.report({"a": 0}, 0.0)
+        monitor.release("pause")
+        clock[0] += 61.0
+        with pytest.raises(
+            ReplicaFailed, match="engine of replica 3 has made no step for 61 s; 2 requests wait for it"
+        ):
+            await requests.report({"a": 0}, 0.0)
+        engine.finish("a", "stop")
+        assert (await requests.report({"a": 0}, 1.0))["a"].finish_reason == "stop"  # it owes nothing for this one
 
     asyncio.run(run())

@@ -13,6 +13,7 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.to_trajectory import trajectory
@@ -131,7 +132,7 @@ def test_continued_and_cut_responses_are_counted(config: Config, monkeypatch: py
 
     monkeypatch.setattr(batcher, "generate", lose_some)
     asyncio.run(made.run(2))
-    metrics = made.stats.metrics(replicas_serving=1, replicas_lost=1)
+    metrics = made.stats.metrics(replicas_serving=1, replicas_lost=1, load=EngineLoad())
     assert metrics["rollout/continued"] == 2 and metrics["rollout/cut"] == 1
     assert batcher.deadlines == [None] * config.batch.samples_per_group
 

@@ -22,6 +22,7 @@ from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.controller import RolloutController
+from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.replica import ReplicaSpec
 from megarl.rollout.requests import GenerateRequest, GenerateResult
@@ -109,6 +110,9 @@ class FakeFleet:
         if prefix in self.failures:
             raise self.failures[prefix]
         return [response(request) for request in requests]
+
+    def take_load(self) -> EngineLoad:
+        return EngineLoad(0.5, 3, 1)
 
     def admit_joining(self) -> None:
         self.joined += 1
