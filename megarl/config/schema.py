@@ -298,6 +298,11 @@ class RolloutConfig(Section):
         description="Seconds between an engine's reports of the tokens of unfinished responses. If the engine is lost, "
         "another one continues them from there.",
     )
+    back_pressure: bool = Field(
+        True,
+        description="Hold requests back from an engine whose KV cache is full; it would drop requests and compute them "
+        "again.",
+    )
     group_deadline_s: float | None = Field(
         None, gt=0, description="Seconds after which a prompt group has to end; null = no limit of its own."
     )

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.devices import HeldDevices
+from megarl.rollout.dispatcher import Dispatcher
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.responses_so_far import ResponsesSoFar
-from megarl.rollout.routing import Router
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -48,17 +48,18 @@ class Fleet:
         describe: Callable[[int], str] = str,
         *,
         report_interval_s: float = 5.0,
+        back_pressure: bool = True,
     ) -> None:
         """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is.
 
-        `report_interval_s`: the longest time between two reports of a replica on the same requests.
+        `report_interval_s`: the longest time between two reports of a replica on the same requests. `back_pressure`:
+        whether requests are held back from replicas whose KV cache is full.
         """
         self._replicas = dict(replicas)
-        self._router = Router(self._replicas)
+        self._dispatcher = Dispatcher(self._replicas, back_pressure)
         self._timeouts, self._restart, self._describe = timeouts, restart, describe
         self._report_interval_s = report_interval_s
         self._joining: set[int] = set()
-        self._load = EngineLoad()
         self.lost: dict[int, ReplicaFailed] = {}
 
     @classmethod
@@ -89,6 +90,7 @@ class Fleet:
             lambda index, old: restart_replica(spec, index, old, timeouts.engine_start_s),
             lambda index: f"see {logs / f'replica-{index}.log'}",
             report_interval_s=config.rollout.report_interval_s,
+            back_pressure=config.rollout.back_pressure,
         )
 
     @property
@@ -99,12 +101,11 @@ class Fleet:
     @property
     def serving(self) -> list[int]:
         """Indices of the replicas that serve, sorted."""
-        return sorted(self._router.load)
+        return sorted(self._dispatcher.load)
 
     def take_load(self) -> EngineLoad:
         """Return the peaks of all replicas since the last call, as far as they have reported."""
-        load, self._load = self._load, EngineLoad()
-        return load
+        return self._dispatcher.take_load()
 
     async def generate(
         self,
@@ -124,7 +125,16 @@ class Fleet:
             if deadline is not None and time.monotonic() >= deadline.at:
                 deadline.settle(responses)
                 break
-            index = self._router.assign(prefix, len(responses.unfinished), home)
+            index = await self._dispatcher.place(
+                prefix,
+                len(responses.unfinished),
+                home,
+                begun=responses.tokens > 0,
+                deadline=deadline,
+                timeout_s=self._timeouts.generate_s,
+            )
+            if index is None:
+                continue  # to the deadline
             replica = self._replicas[index]
             try:
                 await self._serve(prefix, index, responses, deadline)
@@ -139,7 +149,7 @@ class Fleet:
     async def _serve(
         self, prefix: Hashable, index: int, responses: ResponsesSoFar, deadline: GroupDeadline | None
     ) -> None:
-        """Have a replica work on the unfinished responses, which the router has assigned to it, until all have ended.
+        """Have a replica work on the unfinished responses, which are placed on it, until all have ended.
 
         At the deadline the replica stops the others, which stay unfinished.
 
@@ -159,9 +169,8 @@ class Fleet:
                 deadline_s = math.inf if deadline is None else max(deadline.at - time.monotonic(), 0.0)
                 wait_s = min(self._report_interval_s, left_s, deadline_s)
                 report = await self.call(index, *call, wait_s, timeout_s=wait_s + self._timeouts.rpc_s)
-                self._load |= report.load
                 ended = responses.add(report.parts)
-                self._router.finish(prefix, index, ended)
+                self._dispatcher.reported(prefix, index, ended, report.load)
                 left -= ended
                 if left and deadline is not None and time.monotonic() >= deadline.at:
                     report = await self.call(index, "end", responses.reported, timeout_s=self._timeouts.rpc_s)
@@ -169,7 +178,7 @@ class Fleet:
                     return
                 call = ("report", responses.reported)
         finally:
-            self._router.finish(prefix, index, left)
+            self._dispatcher.finish(prefix, index, left)
 
     def _out_of_service(self, index: int, replica: ActorHandle) -> ReplicaFailed | None:
         """Return why `replica`, which had `index`, does not serve any more; None if it does."""
@@ -203,7 +212,7 @@ class Fleet:
         if self.serving == [index]:
             raise NoReplicaLeft(index, str(reason)) from reason
         self.lost[index] = reason
-        self._router.remove(index)
+        self._dispatcher.remove(index)
 
     async def restart(self, indices: Sequence[int]) -> None:
         """Replace replicas by new ones under the same names; they serve after `admit_joining`.
@@ -214,8 +223,8 @@ class Fleet:
 
         async def restart_one(index: int) -> None:
             fresh = await self._restart(index, self._replicas[index])
-            if index in self._router.load and self.serving != [index]:
-                self._router.remove(index)
+            if index in self._dispatcher.load and self.serving != [index]:
+                self._dispatcher.remove(index)
             self._replicas[index] = fresh
             self._joining.add(index)
 
@@ -225,8 +234,8 @@ class Fleet:
         """Let the replaced replicas serve. Call it when they hold the current weights."""
         for index in sorted(self._joining):
             self.lost.pop(index, None)
-            if index not in self._router.load:
-                self._router.add(index)
+            if index not in self._dispatcher.load:
+                self._dispatcher.add(index)
         self._joining.clear()
 
     async def reset(self) -> None:

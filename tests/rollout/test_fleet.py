@@ -16,6 +16,7 @@ from ray.exceptions import RayTaskError
 from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import FinishReason, VersionSpan
+from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.fleet import Fleet, as_rollout_error
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, continuation_seed
@@ -274,6 +275,119 @@ def test_what_another_call_has_found_lost_or_replaced_is_left_at_its_next_report
     assert fleet.serving == [1] and result.response_ids[-1] == 1
     fleet, [result] = asyncio.run(run("replaced"))
     assert fleet.serving == [0, 1] and not fleet.lost and len(result.response_ids) >= 4
+
+
+class Crowded:
+    """Is under pressure with more than `capacity` requests; a call ends at its second report."""
+
+    def __init__(self, index: int, capacity: int) -> None:
+        self.index, self.capacity = index, capacity
+        self.order: list[str] = []
+        self.now = self.most = 0
+        self.generate, self.report = Method(self._generate), Method(self._report)
+
+    def load(self) -> EngineLoad:
+        self.most = max(self.most, self.now)
+        return EngineLoad(1.0, self.capacity, self.now - self.capacity) if self.now > self.capacity else EngineLoad()
+
+    async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
+        self.order += [request.request_id for request in requests]
+        self.now += len(requests)
+        await asyncio.sleep(0.001)
+        return EngineReport({request.request_id: ResponsePart() for request in requests}, self.load())
+
+    async def _report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
+        await asyncio.sleep(0.001)
+        part = ResponsePart([self.index], [-0.5], (VersionSpan(3, 0, 1),), "stop")
+        report = EngineReport(dict.fromkeys(reported, part), self.load())
+        self.now -= len(reported)
+        return report
+
+
+def test_requests_are_held_back_from_a_replica_under_pressure_in_their_order() -> None:
+    crowded = Crowded(0, capacity=8)
+
+    async def run() -> list[Any]:
+        fleet = fleet_of({0: crowded})
+        first = await asyncio.gather(*(fleet.generate(group, requests(group)) for group in range(20)))
+        assert crowded.most == 40
+        crowded.most, crowded.order = 0, []
+        second = await asyncio.gather(*(fleet.generate(group, requests(group)) for group in range(20, 60)))
+        third = await asyncio.gather(*(fleet.generate(group, requests(group)) for group in range(60, 100)))
+        assert fleet.take_load() == EngineLoad(1.0, 8, 32) and fleet.take_load() == EngineLoad()
+        return [*first, *second, *third]
+
+    assert len(asyncio.run(run())) == 100
+    assert crowded.most < 40 and crowded.order == [f"{group}.{i}" for group in range(20, 100) for i in range(2)]
+
+
+def test_a_request_that_finds_no_room_is_told_so_after_the_bound_or_cut_at_its_deadline() -> None:
+    class Stuck(Crowded):
+        async def _report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
+            await asyncio.sleep(wait_s)
+            return EngineReport({name: ResponsePart() for name in reported}, self.load())
+
+    async def run() -> None:
+        fleet = fleet_of({0: Stuck(0, capacity=1), 1: Stuck(1, capacity=1)}, generate_s=0.2, interval_s=0.02)
+        held = [asyncio.create_task(fleet.generate(group, requests(group))) for group in range(2)]
+        await asyncio.sleep(0.05)
+        deadline = GroupDeadline(time.monotonic() + 0.01, 0.01, "cut")
+        cut = await fleet.generate("cut", requests(7), deadline=deadline)
+        assert [(each.response_ids, each.cut) for each in cut] == [([], True)] * 2
+        fleet._timeouts = TimeoutsConfig(generate_s=0.02)
+        with pytest.raises(
+            RolloutError, match=r"2 requests waited 0 s for room in a replica; requests in flight: \{0: 2, 1: 2\}"
+        ):
+            await fleet.generate("more", requests(8))
+        for task in held:
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_lost_replica_leaves_its_place_to_those_that_wait() -> None:
+    """Whoever waits learns of a replica that joins."""
+    slow, new = ScriptedReplica(0, 10**9, None), FakeReplica(1)
+
+    async def run() -> list[GenerateResult]:
+        fleet = fleet_of({0: slow, 1: FakeReplica(1)}, new)
+        fleet.lose(1, ReplicaFailed(1, "gone"))
+        begun = asyncio.create_task(fleet.generate("g", [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))]))
+        while len(slow.reported) < 3:
+            await asyncio.sleep(0)
+        for _ in range(9):  # down to a limit of one
+            fleet._dispatcher._limits.reported(0, EngineLoad(1.0, 1, 1), 1, 0)  # type: ignore[union-attr]
+        waiting = asyncio.create_task(fleet.generate("h", requests(3)))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        await fleet.restart([1])
+        fleet.admit_joining()
+        fleet.lose(0, ReplicaFailed(0, "gone too"))
+        return [*await asyncio.wait_for(begun, 5), *await asyncio.wait_for(waiting, 5)]
+
+    assert answered(asyncio.run(run())) == ["1:x", "1:3.0", "1:3.1"]
+
+
+def test_a_response_that_a_lost_replica_had_begun_does_not_wait_for_room() -> None:
+    slow, busy = ScriptedReplica(0, 10**9, None), ScriptedReplica(1, 10**9, None)
+
+    async def run() -> None:
+        fleet = fleet_of({0: slow, 1: busy})
+        endless = {name: GenerateRequest(name, [1], SamplingSpec(10**9, 1.0, ())) for name in "xyz"}
+        tasks = [asyncio.create_task(fleet.generate(name, [endless[name]])) for name in "xy"]
+        while len(slow.reported) < 3 or not busy.reported:
+            await asyncio.sleep(0)
+        for replica in (0, 1):
+            fleet._dispatcher._limits.reported(replica, EngineLoad(1.0, 1, 1), 1, 0)  # type: ignore[union-attr]
+        tasks.append(asyncio.create_task(fleet.generate("z", [endless["z"]])))
+        await asyncio.sleep(0)
+        fleet.lose(0, ReplicaFailed(0, "gone"))
+        await asyncio.sleep(0.05)
+        assert [request.request_id for request in busy.asked] == ["y", "x"]
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())
 
 
 class ActorDiedError(Exception):
