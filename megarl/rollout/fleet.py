@@ -206,7 +206,10 @@ class Fleet:
         return ReplicaFailed(index, f"waited {waited_s:.0f} s for replica {index} to {method}; {self._describe(index)}")
 
     def lose(self, index: int, reason: ReplicaFailed) -> None:
-        """Send nothing more to a replica. Raises NoReplicaLeft, with the message of `reason`, if it is the last one."""
+        """Send nothing more to a replica; its unfinished responses go on elsewhere after its next report.
+
+        Raises NoReplicaLeft, with the message of `reason`, if it is the last one.
+        """
         if index in self.lost:
             return
         if self.serving == [index]:
