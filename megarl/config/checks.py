@@ -69,7 +69,8 @@ def check(config: Config, *, device: Device | None = None, files: bool = True) -
     if config.data.path is None and not config.data.sets:
         raise ConfigError(problems)  # the other checks read the sets
     problems += list(_sizes(config)) + list(pace_problems(config)) + list(_sampling(config)) + list(_evaluation(config))
-    problems += list(liveness_problems(config)) + list(_checkpoint(config)) + list(_functions(config))
+    problems += list(_deadlines(config)) + list(liveness_problems(config))
+    problems += list(_checkpoint(config)) + list(_functions(config))
     problems += list(layout_checks.megatron_problems(config, device))
     problems += list(engine_problems(config)) + list(_transport(config, device)) + list(launch_problems(config))
     try:
@@ -178,6 +179,15 @@ def _sampling(config: Config) -> Iterator[str]:
             )
     if config.sampling.stop_token_ids is not None and not config.sampling.stop_token_ids:
         yield "sampling.stop_token_ids: empty, so no response would end by itself; list ids or remove the key"
+
+
+def _deadlines(config: Config) -> Iterator[str]:
+    deadline, bound = config.rollout.group_deadline_s, config.timeouts.generate_s
+    if deadline is not None and deadline >= bound:
+        yield (
+            f"rollout.group_deadline_s: {deadline:g} s would never come, because an engine that needs "
+            f"timeouts.generate_s={bound:g} s counts as lost; lower the first or raise the second"
+        )
 
 
 def _evaluation(config: Config) -> Iterator[str]:

@@ -59,7 +59,9 @@ class TimeoutsConfig(Section):
 
     ray_start_s: float = Field(120.0, gt=0, description="Supervisor: start of the Ray head, and attaching to it.")
     engine_start_s: float = Field(900.0, gt=0, description="Start of an engine, a first test request included.")
-    rpc_s: float = Field(120.0, gt=0, description="Any other actor call.")
+    rpc_s: float = Field(
+        120.0, gt=0, description="Any other actor call; a report of an engine that is due; one step of a busy engine."
+    )
     generate_s: float = Field(1800.0, gt=0, description="One step's rollouts, or one evaluation.")
     queue_s: float = Field(120.0, gt=0, description="One queue read or write.")
     weight_sync_s: float = Field(600.0, gt=0, description="One weight sync.")

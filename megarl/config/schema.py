@@ -250,6 +250,25 @@ class RolloutConfig(Section):
         description="Engines read the model's weights when they start. The first weight sync brings them in any case, "
         "before the first prompt; only a pool without a trainer (`megarl eval`) needs this.",
     )
+    report_interval_s: float = Field(
+        5.0,
+        gt=0,
+        description="Seconds between an engine's reports of the tokens of unfinished responses. If the engine is lost, "
+        "another one continues them from there.",
+    )
+    back_pressure: bool = Field(
+        True,
+        description="Hold requests back from an engine whose KV cache is full; it would drop requests and compute them "
+        "again.",
+    )
+    group_deadline_s: float | None = Field(
+        None, gt=0, description="Seconds after which a prompt group has to end; null = no limit of its own."
+    )
+    on_group_deadline: Literal["finish", "cut", "fail"] = Field(
+        "cut",
+        description="Unfinished responses at that time: finish them, cut them there (they count as truncated, see "
+        "`sampling.truncated`), or fail the group.",
+    )
     on_group_failure: Literal["count", "stop"] = Field(
         "count",
         description="A prompt group that cannot be generated or scored: count it as failed, or end the run. In both "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megarl.queue.trajectory import Trajectory
+from megarl.rollout.engine_load import EngineLoad
 
 
 class BusyClock:
@@ -55,6 +56,8 @@ class BatchStats:
     reward_seconds: list[float] = field(default_factory=list)
     reward_errors: Counter[str] = field(default_factory=Counter)
     skipped_prompts: int = 0
+    continued: int = 0
+    cut: int = 0
     engine_seconds: float = 0.0
     replaced_rewards: list[float] = field(default_factory=list)  # the mean of each replaced group, unshaped
     replaced_tokens: int = 0
@@ -65,13 +68,18 @@ class BatchStats:
         self.replaced_rewards.append(sum(rewards) / len(rewards))
         self.replaced_tokens += sum(len(row.response_ids) for row in rows)
 
-    def metrics(self, *, replicas_serving: int, replicas_lost: int) -> dict[str, float]:
+    def metrics(self, *, replicas_serving: int, replicas_lost: int, load: EngineLoad) -> dict[str, float]:
         """Return the declared `rollout/*` and `reward/*` metrics that only the rollout side can measure."""
         values: dict[str, float] = {
             "rollout/skipped_prompts": self.skipped_prompts,
+            "rollout/continued": self.continued,
+            "rollout/cut": self.cut,
             "rollout/engine_seconds": self.engine_seconds,
             "rollout/replicas_alive": replicas_serving,
             "rollout/replicas_lost": replicas_lost,
+            "rollout/kv_usage_max": load.kv_usage,
+            "rollout/running_max": load.running,
+            "rollout/waiting_max": load.waiting,
             "reward/errors": sum(self.reward_errors.values()),
         }
         if self.replaced_rewards:

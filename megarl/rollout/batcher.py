@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megarl.rollout.batch_stats import BusyClock
 from megarl.rollout.fleet import Fleet
+from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 
 
@@ -20,6 +21,7 @@ class _Waiting:
     request: GenerateRequest
     prefix: Hashable
     home: int | None
+    deadline: GroupDeadline | None
     future: asyncio.Future[GenerateResult]
 
 
@@ -46,15 +48,19 @@ class Batcher:
         self._calls = 0
 
     async def generate(
-        self, request: GenerateRequest, prefix: Hashable = None, home: int | None = None
+        self,
+        request: GenerateRequest,
+        prefix: Hashable = None,
+        home: int | None = None,
+        deadline: GroupDeadline | None = None,
     ) -> GenerateResult:
         """Return the response to one request. Raises what the pool raised for the call that carried the request.
 
         `prefix`: requests with the same prefix share a prompt and go to one replica; None shares nothing. `home`: a
-        number that alone determines the replica (see `Router.assign`).
+        number that alone determines the replica (see `Router.assign`). `deadline`: of the group that the prefix names.
         """
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(request, prefix, home, loop.create_future())
+        waiting = _Waiting(request, prefix, home, deadline, loop.create_future())
         self._waiting.append(waiting)
         if self._flush is None:
             self._flush = loop.call_soon(self._send)
@@ -111,7 +117,8 @@ class Batcher:
         if self._clock is not None:
             self._clock.enter(number, self._now())
         try:
-            results = await self._pool.generate(prefix, [each.request for each in together], home=home)
+            requests = [each.request for each in together]
+            results = await self._pool.generate(prefix, requests, home=home, deadline=first.deadline)
             seconds = max(result.seconds for result in results)
             return results
         finally:

@@ -93,7 +93,7 @@ class RolloutController:
         self._queue, self._source, self._fleet, _ = await asyncio.gather(
             asyncio.to_thread(self._start_queue),
             asyncio.to_thread(PromptSource, config),
-            Fleet.attach(self.spec, config.rollout.replicas, timeouts),
+            Fleet.attach(self.spec, config),
             self._rewards.start(),
         )
         self._batcher = Batcher(self._fleet, clock=self._engine_time)
@@ -176,7 +176,9 @@ class RolloutController:
         stats, self._runner.stats = self._runner.stats, BatchStats()
         stats.engine_seconds = self._engine_time.take(time.monotonic())
         fleet = self._fleet
-        metrics = stats.metrics(replicas_serving=len(fleet.serving), replicas_lost=len(fleet.lost))
+        metrics = stats.metrics(
+            replicas_serving=len(fleet.serving), replicas_lost=len(fleet.lost), load=fleet.take_load()
+        )
         return self._batches.take(step, self._admission, metrics)
 
     async def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> Counters:

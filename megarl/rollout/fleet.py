@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RequestFailed, RolloutError
-from megarl.config.schema import TimeoutsConfig
+from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.devices import HeldDevices
+from megarl.rollout.dispatcher import Dispatcher
+from megarl.rollout.engine_load import EngineLoad
+from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult
-from megarl.rollout.routing import Router
+from megarl.rollout.responses_so_far import ResponsesSoFar
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -31,9 +35,9 @@ Restart = Callable[[int, "ActorHandle"], Awaitable["ActorHandle"]]
 class Fleet:
     """Holds all replicas: those that serve, those that are lost, and those that join at the next version.
 
-    Requests of one call go to one replica. A replica that dies or does not answer in time is lost, and its requests
-    are sampled again on another one, with the same seeds. A request that an engine refuses says nothing about the
-    engine.
+    Requests of one call go to one replica, which reports their tokens when all have ended, and else at intervals. A
+    replica that dies or does not report in time is lost, and another one continues its responses from the tokens that
+    it has reported. A request that an engine refuses says nothing about the engine.
     """
 
     def __init__(
@@ -42,22 +46,31 @@ class Fleet:
         timeouts: TimeoutsConfig,
         restart: Restart,
         describe: Callable[[int], str] = str,
+        *,
+        report_interval_s: float = 5.0,
+        back_pressure: bool = True,
     ) -> None:
-        """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is."""
+        """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is.
+
+        `report_interval_s`: the longest time between two reports of a replica on the same requests. `back_pressure`:
+        whether requests are held back from replicas whose KV cache is full.
+        """
         self._replicas = dict(replicas)
-        self._router = Router(self._replicas)
+        self._dispatcher = Dispatcher(self._replicas, back_pressure)
         self._timeouts, self._restart, self._describe = timeouts, restart, describe
+        self._report_interval_s = report_interval_s
         self._joining: set[int] = set()
         self.lost: dict[int, ReplicaFailed] = {}
 
     @classmethod
-    async def attach(cls, spec: ReplicaSpec, count: int, timeouts: TimeoutsConfig) -> Fleet:
-        """Wait until the `count` replicas of the run's start exist.
+    async def attach(cls, spec: ReplicaSpec, config: Config) -> Fleet:
+        """Wait until the replicas of the run's start exist.
 
         Raises RolloutError naming the first that does not within `timeouts.engine_start_s`.
         """
         import ray
 
+        timeouts, count = config.timeouts, config.rollout.replicas
         replicas: dict[int, ActorHandle] = {}
         deadline = time.monotonic() + timeouts.engine_start_s
         while len(replicas) < count:
@@ -76,6 +89,8 @@ class Fleet:
             timeouts,
             lambda index, old: restart_replica(spec, index, old, timeouts.engine_start_s),
             lambda index: f"see {logs / f'replica-{index}.log'}",
+            report_interval_s=config.rollout.report_interval_s,
+            back_pressure=config.rollout.back_pressure,
         )
 
     @property
@@ -86,24 +101,90 @@ class Fleet:
     @property
     def serving(self) -> list[int]:
         """Indices of the replicas that serve, sorted."""
-        return sorted(self._router.load)
+        return sorted(self._dispatcher.load)
+
+    def take_load(self) -> EngineLoad:
+        """Return the peaks of all replicas since the last call, as far as they have reported."""
+        return self._dispatcher.take_load()
 
     async def generate(
-        self, prefix: Hashable, requests: Sequence[GenerateRequest], *, home: int | None = None
+        self,
+        prefix: Hashable,
+        requests: Sequence[GenerateRequest],
+        *,
+        home: int | None = None,
+        deadline: GroupDeadline | None = None,
     ) -> list[GenerateResult]:
         """Return responses in the order of `requests`. `prefix` and `home`: see `Router.assign`.
 
-        Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica was lost.
+        Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica was lost, RolloutError if the
+        group fails by its deadline.
         """
-        while True:
-            index = self._router.assign(prefix, len(requests), home)
+        responses = ResponsesSoFar(requests)
+        while responses.unfinished:
+            if deadline is not None and time.monotonic() >= deadline.at:
+                deadline.settle(responses)
+                break
+            index = await self._dispatcher.place(
+                prefix,
+                len(responses.unfinished),
+                home,
+                begun=responses.tokens > 0,
+                deadline=deadline,
+                timeout_s=self._timeouts.generate_s,
+            )
+            if index is None:
+                continue  # to the deadline
+            replica = self._replicas[index]
             try:
-                return await self.call(index, "generate", list(requests), timeout_s=self._timeouts.generate_s)
+                await self._serve(prefix, index, responses, deadline)
             except ReplicaFailed as error:
-                self.lose(index, error)
-                logger.warning("sampling %d requests again: %s", len(requests), error)
-            finally:
-                self._router.finish(prefix, index, len(requests))
+                responses.interrupt()
+                if self._replicas[index] is replica:
+                    self.lose(index, error)
+                count, tokens = len(responses.unfinished), responses.tokens
+                logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, tokens, error)
+        return responses.results()
+
+    async def _serve(
+        self, prefix: Hashable, index: int, responses: ResponsesSoFar, deadline: GroupDeadline | None
+    ) -> None:
+        """Have a replica work on the unfinished responses, which are placed on it, until all have ended.
+
+        At the deadline the replica stops the others, which stay unfinished.
+
+        Raises ReplicaFailed if the replica is lost or replaced, if a report does not come within `timeouts.rpc_s` of
+        the time when it is due, or after `timeouts.generate_s` in all.
+        """
+        replica, until = self._replicas[index], time.monotonic() + self._timeouts.generate_s
+        left = len(responses.unfinished)
+        call: tuple[str, object] = ("generate", responses.send(index))
+        try:
+            while left:
+                if (reason := self._out_of_service(index, replica)) is not None:
+                    raise reason
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise self._late(index, "generate", self._timeouts.generate_s)
+                deadline_s = math.inf if deadline is None else max(deadline.at - time.monotonic(), 0.0)
+                wait_s = min(self._report_interval_s, left_s, deadline_s)
+                report = await self.call(index, *call, wait_s, timeout_s=wait_s + self._timeouts.rpc_s)
+                ended = responses.add(report.parts)
+                self._dispatcher.reported(prefix, index, ended, report.load)
+                left -= ended
+                if left and deadline is not None and time.monotonic() >= deadline.at:
+                    report = await self.call(index, "end", responses.reported, timeout_s=self._timeouts.rpc_s)
+                    responses.add_last(report.parts)
+                    return
+                call = ("report", responses.reported)
+        finally:
+            self._dispatcher.finish(prefix, index, left)
+
+    def _out_of_service(self, index: int, replica: ActorHandle) -> ReplicaFailed | None:
+        """Return why `replica`, which had `index`, does not serve any more; None if it does."""
+        if self._replicas[index] is not replica:
+            return ReplicaFailed(index, f"replica {index} has been replaced")
+        return self.lost.get(index)
 
     async def call(self, index: int, method: str, *args: Any, timeout_s: float) -> Any:
         """Call one method of one replica and return its result, whose type is the method's.
@@ -115,22 +196,26 @@ class Fleet:
         try:
             return await asyncio.wait_for(reference, timeout_s)
         except TimeoutError:
-            raise ReplicaFailed(
-                index, f"waited {timeout_s:.0f} s for replica {index} to {method}; {self._describe(index)}"
-            ) from None
+            raise self._late(index, method, timeout_s) from None
         except asyncio.CancelledError:
             raise
         except Exception as error:
             raise as_rollout_error(index, method, error, self._describe(index)) from error
 
+    def _late(self, index: int, method: str, waited_s: float) -> ReplicaFailed:
+        return ReplicaFailed(index, f"waited {waited_s:.0f} s for replica {index} to {method}; {self._describe(index)}")
+
     def lose(self, index: int, reason: ReplicaFailed) -> None:
-        """Send nothing more to a replica. Raises NoReplicaLeft, with the message of `reason`, if it is the last one."""
+        """Send nothing more to a replica; its unfinished responses go on elsewhere after its next report.
+
+        Raises NoReplicaLeft, with the message of `reason`, if it is the last one.
+        """
         if index in self.lost:
             return
         if self.serving == [index]:
             raise NoReplicaLeft(index, str(reason)) from reason
         self.lost[index] = reason
-        self._router.remove(index)
+        self._dispatcher.remove(index)
 
     async def restart(self, indices: Sequence[int]) -> None:
         """Replace replicas by new ones under the same names; they serve after `admit_joining`.
@@ -141,8 +226,8 @@ class Fleet:
 
         async def restart_one(index: int) -> None:
             fresh = await self._restart(index, self._replicas[index])
-            if index in self._router.load and self.serving != [index]:
-                self._router.remove(index)
+            if index in self._dispatcher.load and self.serving != [index]:
+                self._dispatcher.remove(index)
             self._replicas[index] = fresh
             self._joining.add(index)
 
@@ -152,8 +237,8 @@ class Fleet:
         """Let the replaced replicas serve. Call it when they hold the current weights."""
         for index in sorted(self._joining):
             self.lost.pop(index, None)
-            if index not in self._router.load:
-                self._router.add(index)
+            if index not in self._dispatcher.load:
+                self._dispatcher.add(index)
         self._joining.clear()
 
     async def reset(self) -> None:

@@ -17,6 +17,7 @@ from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.batch_stats import BatchStats
 from megarl.rollout.batcher import Batcher
+from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.prompts import Drawn, PromptSource
 from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.to_trajectory import check_trajectory, defect, failed_trajectory
@@ -49,11 +50,13 @@ class GroupRunner:
     async def run(self, group_id: int) -> list[Trajectory]:
         """Return the group's trajectories in sample order. Raises the exception of the first loop that fails."""
         prompt = self.source.draw(group_id)
+        deadline = GroupDeadline.of(self.config.rollout, time.monotonic())
         samples = range(self.config.batch.samples_per_group)
         try:
             async with asyncio.TaskGroup() as tasks:  # the first failure cancels the others
                 running = [
-                    tasks.create_task(self.loop.run(SampleContext(self, prompt, group_id, index))) for index in samples
+                    tasks.create_task(self.loop.run(SampleContext(self, prompt, group_id, index, deadline)))
+                    for index in samples
                 ]
         except BaseExceptionGroup as group:
             raise first_exception(group) from None
@@ -76,9 +79,11 @@ def _of_set(rows: list[Trajectory], dataset: str) -> list[Trajectory]:
 class SampleContext:
     """Implements `AgentContext` for one sample."""
 
-    def __init__(self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int) -> None:
+    def __init__(
+        self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int, deadline: GroupDeadline | None
+    ) -> None:
         self.prompt, self.group_id, self.sample_index = prompt, group_id, sample_index
-        self._runner = runner
+        self._runner, self._deadline = runner, deadline
         self._turns = 0
         self.rng = random.Random(self._seed(0))
 
@@ -98,8 +103,11 @@ class SampleContext:
             seed=self._seed(turn),
         )
         home = self.group_id if self._runner.config.run.deterministic else None
-        result = await self._runner.batcher.generate(request, prefix=self.group_id, home=home)
-        self._runner.stats.generate_seconds.append(result.seconds)
+        result = await self._runner.batcher.generate(request, self.group_id, home, self._deadline)
+        stats = self._runner.stats  # read here, as in `judge`
+        stats.generate_seconds.append(result.seconds)
+        stats.continued += result.lost_replicas > 0
+        stats.cut += result.cut
         return result
 
     async def judge(self, result: GenerateResult) -> RewardOutcome | None:

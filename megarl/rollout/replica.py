@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import platform
 import re
@@ -23,21 +22,21 @@ from megarl.common.errors import ReplicaFailed, RequestFailed
 from megarl.common.output import redirect_output
 from megarl.common.processes import ProcessId, die_with
 from megarl.config.schema import Config
-from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.devices import HeldDevices, held_devices
 from megarl.rollout.engine_args import engine_args, engine_environment, reads_weights
-from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.engine_load import EngineMonitor, build_monitored
+from megarl.rollout.engine_requests import EngineRequests
+from megarl.rollout.requests import GenerateRequest
+from megarl.rollout.response_parts import EngineReport, ResponsePart
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
-    from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_VERSION = -1
 # Custom Ray resources of rollout nodes: the first marks such a node, the second counts the engines that it can hold.
 ROLLOUT_RESOURCE = "megarl_rollout"
 ENGINE_RESOURCE = "megarl_engine"
@@ -121,6 +120,8 @@ class EngineReplica:
         self.cuda = spec.cuda
         self.max_model_len = spec.max_model_len
         self._engine: AsyncLLM | None = None
+        self._monitor = EngineMonitor()
+        self._requests: EngineRequests
         self._failed: str | None = None
         self._served = 0
         self._has_weights = reads_weights(self.config)
@@ -139,6 +140,7 @@ class EngineReplica:
         started = time.monotonic()
         try:
             self._engine = self._build()
+            self._requests = EngineRequests(self._engine, self.index, self._monitor, self.config.timeouts.rpc_s)
             built = time.monotonic()
             await self._probe(self._engine)
         except Exception as error:
@@ -150,12 +152,10 @@ class EngineReplica:
         # that forks it (PR_SET_PDEATHSIG).
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_args(self.config, cuda=self.cuda, max_model_len=self.max_model_len)
-        return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**arguments, weight_transfer_config=WeightTransferConfig(backend="megarl"))
-        )
+        transfer = WeightTransferConfig(backend="megarl")
+        return build_monitored(AsyncEngineArgs(**arguments, weight_transfer_config=transfer), self._monitor)
 
     async def _probe(self, engine: AsyncLLM) -> None:
         """Generate one token."""
@@ -165,69 +165,62 @@ class EngineReplica:
         async for _ in engine.generate({"prompt_token_ids": [0]}, parameters, request_id="probe"):
             pass
 
-    async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
-        """Return the responses in the order of `requests`.
+    async def generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
+        """Start to work on requests, then `report` on them.
 
         Raises ReplicaFailed if the engine died or has no weights yet, RequestFailed if it refused a request.
         """
-        engine = self._check()
+        self._check()
         if not self._has_weights:
             raise ReplicaFailed(
                 self.index,
                 f"replica {self.index} has no weights yet: no weight sync has been completed since its engine started",
             )
+        self._requests.start(requests)
+        return await self.report({request.request_id: 0 for request in requests}, wait_s)
+
+    async def report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
+        """Return the new tokens of requests: when all have ended, and after `wait_s` at the latest.
+
+        `reported`: request ids, and how many tokens of each the caller has. Raises as `generate`.
+        """
+        return await self._reported(self._check(), self._requests.report(reported, wait_s))
+
+    async def end(self, reported: dict[str, int]) -> EngineReport:
+        """Stop working on requests; return their last tokens. Those that were stopped end by `abort`."""
+        return await self._reported(self._check(), self._requests.end(reported))
+
+    async def _reported(self, engine: AsyncLLM, call: Awaitable[dict[str, ResponsePart]]) -> EngineReport:
         try:
-            return await asyncio.gather(*(self._generate(engine, request) for request in requests))
-        except ReplicaFailed:
+            parts = await call
+        except (ReplicaFailed, RequestFailed):
             raise
         except Exception as error:
             failure = self._failure(f"generation failed: {_reason(error)}", error)
             if engine.errored:
                 raise failure from error
             raise RequestFailed(f"replica {self.index} refused a request: {_reason(error)}") from error
-
-    async def _generate(self, engine: AsyncLLM, request: GenerateRequest) -> GenerateResult:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = request.sampling
-        parameters = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            repetition_penalty=sampling.repetition_penalty,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=list(sampling.stop_token_ids),
-            seed=request.seed,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        final, started = None, time.monotonic()
-        prompt = {"prompt_token_ids": request.prompt_ids}
-        async for output in engine.generate(prompt, parameters, request_id=request.request_id):
-            final = output
-        if final is None:
-            raise ReplicaFailed(self.index, f"replica {self.index} ended request {request.request_id} without output")
-        self._served += 1
-        return _result(request, final.outputs[0], self.index, time.monotonic() - started)
+        self._served += sum(part.finish_reason is not None for part in parts.values())
+        return EngineReport(parts, self._monitor.take())
 
     async def pause(self, clear_cache: bool = True) -> None:
         """Pause generation and keep the requests in flight. `clear_cache`: recompute their KV cache after `resume`."""
         engine = self._check()
+        self._monitor.hold("pause")
         await self._guard(engine.pause_generation(mode="keep", clear_cache=clear_cache), "pause")
 
     async def resume(self) -> None:
         """Resume generation after `pause`."""
         engine = self._check()
         await self._guard(engine.resume_generation(), "resume")
+        self._monitor.release("pause")
 
     async def reset(self) -> None:
         """Drop every request and be ready to serve. Raises ReplicaFailed if a weight sync was interrupted."""
         engine = self._check()
         if self._in_sync:
             raise ReplicaFailed(self.index, f"replica {self.index} was left in the middle of a weight sync")
+        self._requests.drop()
         await self._guard(engine.pause_generation(mode="abort", clear_cache=True), "reset")
         await self.resume()
 
@@ -237,9 +230,11 @@ class EngineReplica:
 
         engine = self._check()
         self._in_sync = True
+        self._monitor.hold("join")  # the engine waits for the other members in its main loop
         request = WeightTransferInitRequest(init_info=init_info)
         await self._guard(engine.init_weight_transfer_engine(request), "init_weight_transfer")
         self._in_sync = False
+        self._monitor.release("join")
 
     async def start_weight_update(self) -> None:
         """Prepare the engine's model for new weights."""
@@ -322,24 +317,6 @@ class EngineReplica:
         logger.exception("replica %d %s", self.index, message)
         self._failed = f"replica {self.index} {message}"
         raise ReplicaFailed(self.index, self._failed)
-
-
-def _result(request: GenerateRequest, output: CompletionOutput, replica: int, seconds: float) -> GenerateResult:
-    """Convert vLLM's output. Raises ReplicaFailed unless there is one log-prob per token."""
-    ids = list(output.token_ids)
-    logprobs = [math.nan if value is None else float(value) for value in output.logprobs.logprobs]
-    if len(logprobs) != len(ids) or list(output.logprobs.token_ids) != ids:
-        raise ReplicaFailed(
-            replica, f"replica {replica} gave {len(logprobs)} log-probs for {len(ids)} tokens of {request.request_id}"
-        )
-    spans = tuple(VersionSpan(_version(s.version), s.start, s.end) for s in output.weight_versions or ())
-    reason: FinishReason = output.finish_reason if output.finish_reason in {"stop", "length"} else "abort"
-    return GenerateResult(request.request_id, ids, logprobs, spans, reason, replica, seconds)
-
-
-def _version(label: str) -> int:
-    """Convert vLLM's label of a weight version, which is "default" until the first sync."""
-    return int(label) if label.isdecimal() else UNKNOWN_VERSION
 
 
 def _reason(error: BaseException) -> str:

@@ -59,7 +59,8 @@ class GenerateResult:
     """The response to one request, produced by replica number `replica`.
 
     `logprobs` are processed (temperature applied), one float32 value per response token, EOS included. `seconds`: time
-    from the request's arrival at the replica to its last token.
+    from the request's arrival at the replica to its last token. `lost_replicas`: replicas that were lost while they
+    worked on it; `replica` continued from the tokens that they had reported. `cut`: it ended at its group's deadline.
     """
 
     request_id: str
@@ -69,6 +70,8 @@ class GenerateResult:
     finish_reason: FinishReason
     replica: int
     seconds: float = 0.0
+    lost_replicas: int = 0
+    cut: bool = False
 
 
 def request_seed(run_seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:
@@ -77,6 +80,14 @@ def request_seed(run_seed: int, group_id: int, sample_index: int, turn: int = 0)
     It depends on these numbers only, so a redrawn group is sampled with the same seeds. `turn`: number of the request
     within its sample.
     """
-    place = f"{run_seed}/{group_id}/{sample_index}" + (f"/{turn}" if turn else "")
+    return _seed_of(f"{run_seed}/{group_id}/{sample_index}" + (f"/{turn}" if turn else ""))
+
+
+def continuation_seed(seed: int, position: int) -> int:
+    """Return the 63-bit seed of the tokens from `position` (> 0) of a response whose request had `seed`."""
+    return _seed_of(f"{seed}@{position}")
+
+
+def _seed_of(place: str) -> int:
     digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -7,7 +7,7 @@ to the replica of the group's first request, which has the prompt in its KV cach
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 
 
 class Router:
@@ -30,27 +30,35 @@ class Router:
         """The number of outstanding samples per serving replica."""
         return dict(self._load)
 
-    def assign(self, prefix: Hashable, samples: int, number: int | None = None) -> int:
+    def assign(
+        self, prefix: Hashable, samples: int, number: int | None = None, full: Container[int] = ()
+    ) -> int | None:
         """Choose a replica for `samples` requests that share `prefix`, and count them as outstanding.
 
-        With `number` the choice depends on nothing but that number modulo the number of serving replicas.
+        With `number` the choice depends on nothing but that number modulo the number of serving replicas. None if the
+        chosen replica, or without `number` every replica, is in `full`.
         """
-        least = min(self._load, key=lambda replica: (self._load[replica], replica))
-        home = self._home.get(prefix)
-        near = home is not None and self._load[home] - self._load[least] <= self.slack
-        chosen = home if near and home is not None else least
+        open_ = [replica for replica in self._load if replica not in full]
         if number is not None:
-            chosen = sorted(self._load)[number % len(self._load)]
+            open_ = [each for each in open_ if each == sorted(self._load)[number % len(self._load)]]
+        if not open_:
+            return None
+        chosen = min(open_, key=lambda replica: (self._load[replica], replica))
+        home = self._home.get(prefix)
+        if home in open_ and self._load[home] - self._load[chosen] <= self.slack:
+            chosen = home
         self._home[prefix] = chosen
         self._open[prefix] = self._open.get(prefix, 0) + samples
         self._load[chosen] += samples
         return chosen
 
     def finish(self, prefix: Hashable, replica: int, samples: int) -> None:
-        """Record that `samples` requests, which `assign` gave to `replica`, are done. A removed replica is accepted.
+        """Record that `samples` requests (>= 0), which `assign` gave to `replica`, are done.
 
-        Raises ValueError if the replica has fewer outstanding samples.
+        A removed replica is accepted. Raises ValueError if the replica has fewer outstanding samples.
         """
+        if not samples:
+            return
         if replica in self._load:
             if samples > self._load[replica]:
                 raise ValueError(f"replica {replica} has {self._load[replica]} outstanding samples, not {samples}")

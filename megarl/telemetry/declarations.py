@@ -134,6 +134,11 @@ _ROLLOUT = [
     Metric("rollout/reward_seconds_max", "s", "max", "The same, slowest sample.", True),
     Metric("rollout/idle_ratio", "share", "last", "Share of the step's wall time in which no engine ran.", True),
     Metric("rollout/engine_seconds", "s", "sum", "Wall time in which at least one engine ran for training.", True),
+    Metric("rollout/continued", "responses", "sum", "Responses finished by another engine: theirs was lost.", True),
+    Metric("rollout/kv_usage_max", "share", "max", "Largest share of an engine's KV cache in use.", True),
+    Metric("rollout/running_max", "requests", "max", "Most requests in the batch of one engine.", True),
+    Metric("rollout/waiting_max", "requests", "max", "Most requests without a place in an engine's batch.", True),
+    Metric("rollout/cut", "responses", "sum", "Responses cut at their group's deadline.", True),
     Metric("rollout/replicas_alive", "replicas", "last", "Replicas that work.", True),
     Metric("rollout/replicas_lost", "replicas", "last", "Replicas that the next publication replaces.", True),
 ]

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megarl.common.processes import ProcessId
+from megarl.queue.trajectory import VersionSpan
 from megarl.queue.transfer import QueueReader
-from tests.support.pool import start_pool
-from tests.support.pool_checks import check_rows, serve
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.replica import replica_name, restart_replica
+from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
+from megarl.rollout.response_parts import ResponsePart
+from tests.support.pool import TestPool, start_pool
+from tests.support.pool_checks import check_rows, reference_logprobs, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -48,8 +56,53 @@ def test_a_lost_replica_costs_no_group(tmp_path: Path) -> None:
         serve(pool, 1)
         ready = pool.client.wait_batch(1)
         assert ready.timings["rollout/replicas_alive"] == 2 and ready.timings["rollout/replicas_lost"] == 0
-        served = [replica.call("health", timeout_s=60)["served"] for replica in pool.client.engine_handles().replicas()]
+        replicas = pool.client.engine_handles().replicas()
+        served = [replica.call("health", timeout_s=60)["served"] for replica in replicas]
         assert served[1] == 16
         reader.close()
+        check_that_reported_tokens_are_kept(pool, ProcessId.of(replicas[1].call("health", timeout_s=60)["pid"]))
     finally:
         pool.close()
+
+
+def check_that_reported_tokens_are_kept(pool: TestPool, victim: ProcessId) -> None:
+    """Replica 1 is killed after some reports; replica 0, of another version, goes on from their last tokens."""
+    import ray
+
+    replicas = {index: ray.get_actor(replica_name(index), namespace=pool.handle.namespace) for index in range(2)}
+    spec = SamplingSpec(300, pool.config.sampling.temperature, (2,))
+    requests = [GenerateRequest(f"kept{i}", [1, 60 + i], spec, seed=i) for i in range(8)]
+    reports: list[tuple[int, dict[str, ResponsePart]]] = []
+
+    class Watched(Fleet):
+        async def call(self, index: int, method: str, *args: Any, timeout_s: float) -> Any:
+            answer = await super().call(index, method, *args, timeout_s=timeout_s)
+            if method in {"generate", "report"}:
+                reports.append((index, dict(answer.parts)))
+                if index == 1 and any(part.response_ids for part in answer.parts.values()):
+                    os.kill(victim.pid, signal.SIGKILL)
+            return answer
+
+    async def run() -> list[GenerateResult]:
+        fleet = Watched(replicas, pool.config.timeouts, restart_replica, report_interval_s=0.1)  # type: ignore[arg-type]
+        for index, version in ((0, "9"), (1, "8")):
+            await fleet.call(index, "set_weight_version", version, timeout_s=60)
+        results = await fleet.generate("kept", requests, home=1)
+        assert fleet.serving == [0] and "replica 1 died while it was asked to report" in str(fleet.lost[1])
+        return results
+
+    continued = 0
+    for request, result in zip(requests, asyncio.run(run()), strict=True):
+        parts = [parts[request.request_id] for index, parts in reports if index == 1 and request.request_id in parts]
+        ids = [token for part in parts for token in part.response_ids]
+        logprobs = [value for part in parts for value in part.logprobs]
+        kept = len(ids)
+        assert result.response_ids[:kept] == ids and result.logprobs[:kept] == logprobs
+        assert len(result.response_ids) <= spec.max_tokens
+        assert (result.response_ids[-1] == 2) == (result.finish_reason == "stop")
+        if kept and result.lost_replicas:
+            continued += 1
+            assert result.versions == (VersionSpan(8, 0, kept), VersionSpan(9, kept, len(result.response_ids)))
+        expected = reference_logprobs(pool, request.prompt_ids, result.response_ids)
+        assert float((torch.tensor(result.logprobs).double() - expected).abs().max()) <= 1e-4
+    assert continued

@@ -18,20 +18,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.cluster.handle import launch_supervisor, read_state
 from megarl.common.errors import BatchNotReady, ReplicaFailed, RequestFailed, RolloutError
 from megarl.common.processes import ProcessId, descendants, is_alive
 from megarl.data.cursor import Cursor
 from megarl.data.tokenize import load_tokenizer
+from megarl.queue.trajectory import VersionSpan
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
+from megarl.rollout.responses_so_far import ResponsesSoFar
 from megarl.run.batch_metrics import record_batch
 from megarl.run.step import plan_step
 from megarl.telemetry.declarations import step_metrics
 from tests.support.configs import write_problems
 from tests.support.pool import TestPool, pool_config, start_pool
-from tests.support.pool_checks import GONE_S, assert_all_go, check_rows, command_of, everything, serve
+from tests.support.pool_checks import (
+    GONE_S,
+    assert_all_go,
+    check_rows,
+    command_of,
+    everything,
+    generate,
+    reference_logprobs,
+    serve,
+)
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -105,6 +117,7 @@ def test_synchronous_steps(pool: TestPool, reader: QueueReader) -> None:
         tags = reader.read_tags(ready.keys)
         assert [(tag.reward, tag.response_tokens) for tag in tags] == [(r.reward, len(r.response_ids)) for r in rows]
         assert ready.timings["rollout/engine_seconds"] > 0 and ready.timings["rollout/replicas_alive"] == 1
+        assert 0 < ready.timings["rollout/kv_usage_max"] < 1 <= ready.timings["rollout/running_max"]
         counters = client.commit(step, trained=3, filtered=1, dropped_stale=0, failed=0)
         assert (counters.trained, counters.filtered, counters.taken) == (3 * (step + 1), step + 1, 0)
         wait_until(lambda: reader.read_tags() == [], 10, "the queue to forget the step's rows")
@@ -131,11 +144,11 @@ def test_a_request_that_the_engine_refuses_fails_its_call_and_leaves_the_replica
     spec = SamplingSpec(4, 0.0, (2,))
     long, short = GenerateRequest("long", [5] * (MODEL_LEN + 1), spec), GenerateRequest("short", [5, 6], spec)
     with pytest.raises(RequestFailed, match=r"^replica 0 refused a request: .*maximum.*length"):
-        replica.call("generate", [long], timeout_s=60)
+        generate(replica, [long])
     with pytest.raises(RequestFailed, match=r"^replica 0 refused a request"):
-        replica.call("generate", [replace(short, request_id="beside"), long], timeout_s=60)
+        generate(replica, [replace(short, request_id="beside"), long])
     assert replica.call("health", timeout_s=60)["replica"] == 0
-    assert 1 <= len(replica.call("generate", [short], timeout_s=60)[0].response_ids) <= 4
+    assert 1 <= len(generate(replica, [short])[0].response_ids) <= 4
 
 
 def test_a_group_whose_request_is_refused_is_counted_as_failed(pool: TestPool, reader: QueueReader) -> None:
@@ -210,16 +223,46 @@ def test_seeded_requests_repeat_in_another_order_and_across_a_pause(pool: TestPo
     spec = SamplingSpec(24, TEMPERATURE, (2,))
     wanted = [GenerateRequest(f"a{i}", [1, 60 + i], spec, seed=i) for i in range(6)]
     again = [GenerateRequest(f"b{i}", [1, 60 + i], spec, seed=i) for i in reversed(range(6))]
-    first = replica.call("generate", wanted, timeout_s=60)
+    first = generate(replica, wanted)
     replica.call("pause", True, timeout_s=60)
     paused: list[Any] = []
-    thread = threading.Thread(target=lambda: paused.extend(replica.call("generate", again, timeout_s=60)))
+    thread = threading.Thread(target=lambda: paused.extend(generate(replica, again)))
     thread.start()
     time.sleep(0.3)
     assert not paused
     replica.call("resume", timeout_s=60)
     thread.join(60)
     assert [(r.response_ids, r.logprobs) for r in reversed(paused)] == [(r.response_ids, r.logprobs) for r in first]
+
+
+def test_a_response_goes_on_from_its_reported_tokens(pool: TestPool) -> None:
+    """It is reported while it is made, ended by us, and continued; transformers agrees with every token of it."""
+    [replica] = pool.client.engine_handles().replicas()
+    spec = SamplingSpec(MODEL_LEN - 4, TEMPERATURE, (2,))
+    responses = ResponsesSoFar([GenerateRequest(f"parts{i}", [1, 60 + i], spec, seed=i) for i in range(4)])
+    replica.call("set_weight_version", "7", timeout_s=60)
+    responses.add(replica.call("generate", responses.send(0), 0.02, timeout_s=60).parts)
+    while not responses.tokens:
+        responses.add(replica.call("report", responses.reported, 0.02, timeout_s=60).parts)
+    ended = replica.call("end", responses.reported, timeout_s=60).parts
+    assert "abort" in {part.finish_reason for part in ended.values()}, "the engine was faster than its first reports"
+    stopped = [name for name, part in ended.items() if part.finish_reason == "abort"]
+    responses.add_last(ended)
+    known = responses.reported
+    assert list(known) == stopped and sum(known.values()) == responses.tokens > 0
+    responses.interrupt()
+    replica.call("set_weight_version", "8", timeout_s=60)
+    last = replica.call("generate", responses.send(0), 60.0, timeout_s=60)
+    assert 0 < last.load.kv_usage < 1 and 1 <= last.load.running <= 4 and last.load.waiting == 0
+    responses.add(last.parts)
+    for i, result in enumerate(responses.results()):
+        tokens = len(result.response_ids)
+        assert (result.response_ids[-1] == 2) == (result.finish_reason == "stop") and 2 not in result.response_ids[:-1]
+        assert tokens == spec.max_tokens or result.finish_reason == "stop"
+        if (at := known.get(result.request_id)) is not None:
+            assert result.versions == (VersionSpan(7, 0, at), VersionSpan(8, at, tokens)) and result.lost_replicas == 1
+        expected = reference_logprobs(pool, [1, 60 + i], result.response_ids)
+        assert float((torch.tensor(result.logprobs).double() - expected).abs().max()) <= 1e-4
 
 
 def test_the_run_directory_of_a_living_run_is_refused(pool: TestPool) -> None:
@@ -265,7 +308,7 @@ def test_a_restarted_replica_works_again(pool: TestPool) -> None:
     [replica] = handles.replicas()
     request = GenerateRequest("fresh", [1, 2, 3], SamplingSpec(4, 0.0, (2,)))
     assert replica.call("health", timeout_s=60)["replica"] == 0
-    assert 1 <= len(replica.call("generate", [request], timeout_s=60)[0].response_ids) <= 4
+    assert 1 <= len(generate(replica, [request])[0].response_ids) <= 4
 
 
 def test_nothing_outlives_a_killed_agent(pool: TestPool, agent: subprocess.Popen[bytes]) -> None:

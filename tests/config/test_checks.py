@@ -194,6 +194,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"trainer__optimizer": {"betas": [0.9, 1.0]}}, "trainer.optimizer.betas.1: must be in [0, 1)"),
     ({"algorithm__clip_low": 1.0}, "algorithm.clip_low"),
     ({"algorithm__overlong": {"buffer_tokens": 33}}, "algorithm.overlong.buffer_tokens: 33 is more than"),
+    ({"rollout__group_deadline_s": 1800}, "rollout.group_deadline_s: 1800 s would never come"),
     ({"sampling__stop_token_ids": []}, "sampling.stop_token_ids: empty"),
     ({"evaluation__every": 2}, "evaluation.every: set, but evaluation.sets is empty"),
     ({"reward__function": "no_such_module_x:f"}, "reward.function: no module 'no_such_module_x'"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.batch_stats import BatchStats, BusyClock, quantile
+from megarl.rollout.engine_load import EngineLoad
 from megarl.telemetry.declarations import step_metrics
 
 
@@ -40,20 +41,24 @@ def test_a_running_request_counts_up_to_now_and_once() -> None:
     assert clock.take(12.0) == 1.0
 
 
+LOAD = EngineLoad(0.5, 3, 1)
+
+
 def test_batch_metrics() -> None:
     stats = BatchStats([0.1, 0.4, 0.2, 0.3], [0.01, 0.03], Counter({"timeout": 2, "crash": 1}), skipped_prompts=5)
-    values = stats.metrics(replicas_serving=2, replicas_lost=0)
+    values = stats.metrics(replicas_serving=2, replicas_lost=0, load=LOAD)
+    assert [values[f"rollout/{name}_max"] for name in ("kv_usage", "running", "waiting")] == [0.5, 3, 1]
     assert values["reward/errors"] == 3 and values["rollout/skipped_prompts"] == 5
     assert values["rollout/generate_seconds_max"] == 0.4 and values["rollout/generate_seconds_p50"] == 0.3
     assert values["rollout/reward_seconds_mean"] == pytest.approx(0.02)
     assert quantile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0
-    assert "rollout/generate_seconds_p50" not in BatchStats().metrics(replicas_serving=1, replicas_lost=0)
+    assert "rollout/generate_seconds_p50" not in BatchStats().metrics(replicas_serving=1, replicas_lost=0, load=LOAD)
 
 
 def test_batch_metrics_are_declared() -> None:
     metrics, stats = step_metrics(), BatchStats([0.1], [0.1])
     stats.note_replaced(recorded_rows(1.0, 1.0))
-    metrics.update(stats.metrics(replicas_serving=1, replicas_lost=0))
+    metrics.update(stats.metrics(replicas_serving=1, replicas_lost=0, load=LOAD))
     assert metrics.reduce()["rollout/replicas_alive"] == 1
 
 
@@ -72,5 +77,5 @@ def test_replaced_groups_are_measured_by_group() -> None:
     stats = BatchStats()
     stats.note_replaced(recorded_rows(1.0, 1.0, None))
     stats.note_replaced(recorded_rows(0.0, 0.0))
-    values = stats.metrics(replicas_serving=1, replicas_lost=0)
+    values = stats.metrics(replicas_serving=1, replicas_lost=0, load=LOAD)
     assert (values["rollout/replaced_reward_mean"], values["rollout/replaced_tokens"]) == (0.5, 15)

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.rollout.batch_stats import BusyClock
 from megarl.rollout.batcher import Batcher
+from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 
 SPEC = SamplingSpec(4, 1.0, (2,))
@@ -20,8 +21,12 @@ class FakePool:
     def __init__(self, *, fail: Exception | None = None, delay_s: float = 0.0) -> None:
         self.fail, self.delay_s = fail, delay_s
         self.calls: list[tuple[Hashable, list[str], int | None]] = []
+        self.deadlines: list[Any] = []
 
-    async def generate(self, prefix: Hashable, requests: Sequence[GenerateRequest], *, home: int | None) -> list[Any]:
+    async def generate(
+        self, prefix: Hashable, requests: Sequence[GenerateRequest], *, home: int | None, deadline: Any
+    ) -> list[Any]:
+        self.deadlines.append(deadline)
         self.calls.append((prefix, [request.request_id for request in requests], home))
         await asyncio.sleep(self.delay_s)
         if self.fail is not None:
@@ -43,6 +48,16 @@ def test_one_call_for_each_prefix_and_answers_to_their_askers() -> None:
         pool = FakePool()
         assert await ask(Batcher(pool), ("a0", 7), ("b0", 8), ("a1", 7)) == ["a0", "b0", "a1"]  # type: ignore[arg-type]
         assert pool.calls == [(7, ["a0", "a1"], None), (8, ["b0"], None)]
+
+    asyncio.run(run())
+
+
+def test_the_deadline_of_a_group_goes_with_its_call() -> None:
+    async def run() -> None:
+        pool, deadline = FakePool(), GroupDeadline(at=5.0, seconds=2.0, policy="cut")
+        batcher = Batcher(pool)  # type: ignore[arg-type]
+        await asyncio.gather(batcher.generate(request("a"), 1, None, deadline), batcher.generate(request("b"), 2))
+        assert pool.deadlines == [deadline, None]
 
     asyncio.run(run())
 

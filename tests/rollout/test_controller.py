@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,8 +149,8 @@ def test_a_group_whose_samples_all_fail_in_the_engine_is_failed(local: LocalCont
     """Samples with a defect are not scored; a group needs two good ones."""
     empty = local.fleet.generate
 
-    async def generate(prefix: int, requests: list, *, home: int | None = None) -> list:
-        results = await empty(prefix, requests, home=home)
+    async def generate(prefix: int, requests: list, **options: Any) -> list:
+        results = await empty(prefix, requests, **options)
         return [type(r)(**{**vars(r), "logprobs": [float("nan")] * len(r.logprobs)}) for r in results]
 
     async def scenario() -> None:

@@ -20,7 +20,7 @@ class Pool:
     def __init__(self, finish_reason: str, logprob: float = -1.0) -> None:
         self.finish_reason, self.logprob = finish_reason, logprob
 
-    async def generate(self, name: str, requests: list[GenerateRequest], home: int | None = None) -> list[Any]:
+    async def generate(self, name: str, requests: list[GenerateRequest], **_: Any) -> list[Any]:
         return [
             GenerateResult(each.request_id, [5, 6], [self.logprob] * 2, (VersionSpan(0, 0, 2),), self.finish_reason, 0)  # type: ignore[arg-type]
             for each in requests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,12 @@ from ray.exceptions import RayTaskError
 
 from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
+from megarl.queue.trajectory import FinishReason, VersionSpan
+from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.fleet import Fleet, as_rollout_error
-from megarl.rollout.requests import GenerateRequest, SamplingSpec
+from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, continuation_seed
+from megarl.rollout.response_parts import EngineReport, ResponsePart
 from tests.support.checkout import ROOT
 
 SPEC = SamplingSpec(4, 1.0, (2,))
@@ -30,28 +35,38 @@ class Method:
 
 
 class FakeReplica:
+    """Answers each request with one token, its index, after `delay_s`, or raises `fail`."""
+
     def __init__(self, index: int, fail: Exception | None = None, delay_s: float = 0.0) -> None:
         self.index, self.fail, self.delay_s = index, fail, delay_s
         self.served: list[list[str]] = []
         self.generate = Method(self._generate)
 
-    async def _generate(self, requests: list[GenerateRequest]) -> list[str]:
+    async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
         await asyncio.sleep(self.delay_s)
         if self.fail is not None:
             raise self.fail
         self.served.append([request.request_id for request in requests])
-        return [f"{self.index}:{request.request_id}" for request in requests]
+        spans = (VersionSpan(3, 0, 1),)
+        part = ResponsePart([self.index], [-0.5], spans, "stop", 0.25)
+        return EngineReport({request.request_id: part for request in requests})
 
 
 def requests(group: int, n: int = 2) -> list[GenerateRequest]:
     return [GenerateRequest(f"{group}.{i}", [1], SPEC) for i in range(n)]
 
 
+def answered(results: list[GenerateResult]) -> list[str]:
+    return [f"{result.replica}:{result.request_id}" for result in results]
+
+
 def fleet_of(
-    replicas: dict[int, FakeReplica],
+    replicas: dict[int, Any],
     new: FakeReplica | None = None,
     *,
     generate_s: float = 5.0,
+    rpc_s: float = 5.0,
+    interval_s: float = 5.0,
     describe: Callable[[int], str] = str,
 ) -> Fleet:
     """A fleet whose restarts give `new`."""
@@ -60,7 +75,8 @@ def fleet_of(
         assert old is replicas[index]
         return new
 
-    return Fleet(replicas, TimeoutsConfig(generate_s=generate_s, rpc_s=5), restart, describe)  # type: ignore[arg-type]
+    timeouts = TimeoutsConfig(generate_s=generate_s, rpc_s=rpc_s)
+    return Fleet(replicas, timeouts, restart, describe, report_interval_s=interval_s)  # type: ignore[arg-type]
 
 
 def test_groups_are_spread_and_answers_keep_their_order() -> None:
@@ -71,7 +87,7 @@ def test_groups_are_spread_and_answers_keep_their_order() -> None:
         return await asyncio.gather(*(pool.generate(group, requests(group)) for group in range(4)))
 
     answers = asyncio.run(run())
-    assert answers == [[f"{g % 2}:{g}.0", f"{g % 2}:{g}.1"] for g in range(4)]
+    assert list(map(answered, answers)) == [[f"{g % 2}:{g}.0", f"{g % 2}:{g}.1"] for g in range(4)]
 
 
 def test_a_failed_replica_is_taken_out_and_its_group_sampled_elsewhere() -> None:
@@ -82,7 +98,7 @@ def test_a_failed_replica_is_taken_out_and_its_group_sampled_elsewhere() -> None
         return [await pool.generate(g, requests(g)) for g in range(3)], pool
 
     answers, pool = asyncio.run(run())
-    assert answers == [[f"1:{g}.0", f"1:{g}.1"] for g in range(3)]
+    assert list(map(answered, answers)) == [[f"1:{g}.0", f"1:{g}.1"] for g in range(3)]
     assert pool.serving == [1] and "engine dead" in str(pool.lost[0]) and "see log 0" in str(pool.lost[0])
 
 
@@ -99,7 +115,7 @@ def test_the_last_replicas_failure_is_raised_and_names_it() -> None:
 
 def test_a_silent_replica_is_an_error_after_the_bound() -> None:
     async def run() -> None:
-        await fleet_of({0: FakeReplica(0, delay_s=5)}, generate_s=0.05).generate("g", requests(0))
+        await fleet_of({0: FakeReplica(0, delay_s=5)}, generate_s=0.02, rpc_s=0.03).generate("g", requests(0))
 
     with pytest.raises(RolloutError, match="waited 0 s for replica 0 to generate"):
         asyncio.run(run())
@@ -119,7 +135,259 @@ def test_a_replaced_replica_serves_only_after_it_is_admitted() -> None:
         return [before, after]
 
     before, after = asyncio.run(run())
-    assert before[0].startswith("1:") and after[0].startswith("0:")
+    assert before[0].replica == 1 and after[0].replica == 0
+
+
+class ScriptedReplica:
+    """Makes token `index` for its requests, one per report; `rounds` reports, then `outcome`, or silence.
+
+    When it is told to end requests, it gives two more tokens, or raises `refusal`.
+    """
+
+    def __init__(
+        self, index: int, rounds: int, outcome: Exception | FinishReason | None, version: int = 3,
+        refusal: Exception | None = None,
+    ) -> None:  # fmt: skip
+        self.index, self.rounds, self.outcome, self.version, self.refusal = index, rounds, outcome, version, refusal
+        self.asked: list[GenerateRequest] = []
+        self.reported: list[dict[str, int]] = []
+        self.ended: list[dict[str, int]] = []
+        self.generate, self.report, self.end = Method(self._generate), Method(self._report), Method(self._end)
+
+    async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
+        self.asked += requests
+        return await self._report({request.request_id: 0 for request in requests}, wait_s)
+
+    async def _report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
+        self.reported.append(reported)
+        await asyncio.sleep(0)
+        last = len(self.reported) > self.rounds
+        if last and self.outcome is None:
+            await asyncio.Event().wait()
+        if last and isinstance(self.outcome, Exception):
+            raise self.outcome
+        finish_reason: Any = self.outcome if last else None
+        spans = (VersionSpan(self.version, 0, 1),)
+        logprob = -0.1 * len(self.reported)
+        part = ResponsePart([self.index], [logprob], spans, finish_reason, seconds=len(self.reported))
+        return EngineReport(dict.fromkeys(reported, part))
+
+    async def _end(self, reported: dict[str, int]) -> EngineReport:
+        self.ended.append(reported)
+        if self.refusal is not None:
+            raise self.refusal
+        part = ResponsePart([7, 7], [-0.5, -0.5], (VersionSpan(self.version, 0, 2),), "abort")
+        return EngineReport(dict.fromkeys(reported, part))
+
+
+@pytest.mark.parametrize("end", [ReplicaFailed(5, "replica 5 is dead"), None], ids=["dead", "silent"])
+def test_the_next_replica_goes_on_from_the_tokens_that_a_lost_one_has_reported(end: Exception | None) -> None:
+    first, second = ScriptedReplica(5, 2, end), ScriptedReplica(6, 1, "stop", version=4)
+    long = [GenerateRequest(name, [1, 2], SamplingSpec(8, 1.0, (9,)), seed=seed) for name, seed in (("x", 7), ("y", 8))]
+
+    async def run() -> tuple[list[GenerateResult], Fleet]:
+        fleet = fleet_of({5: first, 6: second}, interval_s=0.02, rpc_s=0.03)
+        return await fleet.generate("g", long), fleet
+
+    results, fleet = asyncio.run(run())
+    assert fleet.serving == [6]
+    assert [request.prompt_ids for request in second.asked] == [[1, 2, 5, 5]] * 2
+    assert [request.sampling.max_tokens for request in second.asked] == [6, 6]
+    assert [request.seed for request in second.asked] == [continuation_seed(7, 2), continuation_seed(8, 2)]
+    # Each replica counts the tokens that it made itself.
+    assert [list(each.values()) for each in first.reported] == [[0, 0], [1, 1], [2, 2]]
+    assert [list(each.values()) for each in second.reported] == [[0, 0], [1, 1]]
+    for result, name in zip(results, "xy", strict=True):
+        assert (result.request_id, result.replica, result.lost_replicas) == (name, 6, 1)
+        assert result.response_ids == [5, 5, 6, 6] and result.logprobs == [-0.1, -0.2, -0.1, -0.2]
+        assert result.versions == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 4))
+        assert (result.finish_reason, result.seconds) == ("stop", 2 + 2)
+
+
+def test_an_engine_that_reports_for_ever_is_lost_after_the_bound() -> None:
+    endless = ScriptedReplica(0, 10**9, None)
+
+    async def run() -> list[GenerateResult]:
+        fleet = fleet_of({0: endless, 1: FakeReplica(1)}, generate_s=0.05)
+        long = [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))]
+        answers = await fleet.generate("g", long)
+        assert "waited 0 s for replica 0 to generate" in str(fleet.lost[0])
+        return answers
+
+    [result] = asyncio.run(run())
+    assert result.replica == 1 and result.response_ids == [0] * len(endless.reported) + [1]
+
+
+@pytest.mark.parametrize("refusal", [None, ReplicaFailed(0, "replica 0 is gone")], ids=["ends", "lost"])
+def test_responses_that_are_unfinished_at_the_deadline_are_cut_or_fail_the_group(refusal: Exception | None) -> None:
+    """Also if the replica is lost just then: nothing is sent to another one any more."""
+    long = [GenerateRequest(f"r{i}", [1], SamplingSpec(10**9, 1.0, ())) for i in range(4)]
+
+    async def run(policy: Any) -> tuple[ScriptedReplica, list[GenerateResult]]:
+        replica, other = ScriptedReplica(0, 10**9, None, refusal=refusal), FakeReplica(1)
+        fleet = fleet_of({0: replica, 1: other})
+        deadline = GroupDeadline(time.monotonic() + 0.05, 0.05, policy)
+        try:
+            return replica, await asyncio.wait_for(fleet.generate("g", long, deadline=deadline), 5)
+        finally:
+            assert not other.served and len(replica.ended) == 1
+            assert fleet.serving == ([0, 1] if refusal is None else [1])
+
+    replica, results = asyncio.run(run("cut"))
+    [known] = {*replica.ended[0].values()}
+    last = [] if refusal is not None else [7, 7]
+    assert known == len(replica.reported) > 1
+    for result in results:
+        assert result.response_ids == [0] * known + last and len(result.logprobs) == known + len(last)
+        assert result.finish_reason == "length" and result.cut and result.versions[-1].end == len(result.response_ids)
+    names = r"4 of 4 responses were unfinished at the group's deadline of 0.05 s .* tokens: r0, r1, r2 and 1 more$"
+    with pytest.raises(RolloutError, match=names):
+        asyncio.run(run("fail"))
+
+
+def test_a_deadline_leaves_what_ends_before_it_alone() -> None:
+    async def run() -> list[GenerateResult]:
+        deadline = GroupDeadline(time.monotonic() + 60, 60, "fail")
+        return await fleet_of({0: ScriptedReplica(0, 2, "stop")}).generate("g", requests(0), deadline=deadline)
+
+    results = asyncio.run(run())
+    assert [(each.response_ids, each.finish_reason, each.cut) for each in results] == [([0] * 3, "stop", False)] * 2
+
+
+def test_what_another_call_has_found_lost_or_replaced_is_left_at_its_next_report() -> None:
+    """A replaced replica does not know the request, and the new one of the same number is sound."""
+
+    async def run(how: str) -> tuple[Fleet, list[GenerateResult]]:
+        slow = ScriptedReplica(0, 10**9, None)
+        fleet = fleet_of({0: slow, 1: FakeReplica(1)}, FakeReplica(0))
+        request = GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))
+        answers = asyncio.create_task(fleet.generate("g", [request]))
+        while len(slow.reported) < 3:
+            await asyncio.sleep(0)
+        if how == "lost":
+            fleet.lose(0, ReplicaFailed(0, "replica 0 hangs"))
+        else:
+            await fleet.restart([0])
+            fleet.admit_joining()
+        return fleet, await asyncio.wait_for(answers, 5)
+
+    fleet, [result] = asyncio.run(run("lost"))
+    assert fleet.serving == [1] and result.response_ids[-1] == 1
+    fleet, [result] = asyncio.run(run("replaced"))
+    assert fleet.serving == [0, 1] and not fleet.lost and len(result.response_ids) >= 4
+
+
+class Crowded:
+    """Is under pressure with more than `capacity` requests; a call ends at its second report."""
+
+    def __init__(self, index: int, capacity: int) -> None:
+        self.index, self.capacity = index, capacity
+        self.order: list[str] = []
+        self.now = self.most = 0
+        self.generate, self.report = Method(self._generate), Method(self._report)
+
+    def load(self) -> EngineLoad:
+        self.most = max(self.most, self.now)
+        return EngineLoad(1.0, self.capacity, self.now - self.capacity) if self.now > self.capacity else EngineLoad()
+
+    async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
+        self.order += [request.request_id for request in requests]
+        self.now += len(requests)
+        await asyncio.sleep(0.001)
+        return EngineReport({request.request_id: ResponsePart() for request in requests}, self.load())
+
+    async def _report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
+        await asyncio.sleep(0.001)
+        part = ResponsePart([self.index], [-0.5], (VersionSpan(3, 0, 1),), "stop")
+        report = EngineReport(dict.fromkeys(reported, part), self.load())
+        self.now -= len(reported)
+        return report
+
+
+def test_requests_are_held_back_from_a_replica_under_pressure_in_their_order() -> None:
+    crowded = Crowded(0, capacity=8)
+
+    async def run() -> list[Any]:
+        fleet = fleet_of({0: crowded})
+        first = await asyncio.gather(*(fleet.generate(group, requests(group)) for group in range(20)))
+        assert crowded.most == 40
+        crowded.most, crowded.order = 0, []
+        second = await asyncio.gather(*(fleet.generate(group, requests(group)) for group in range(20, 60)))
+        third = await asyncio.gather(*(fleet.generate(group, requests(group)) for group in range(60, 100)))
+        assert fleet.take_load() == EngineLoad(1.0, 8, 32) and fleet.take_load() == EngineLoad()
+        return [*first, *second, *third]
+
+    assert len(asyncio.run(run())) == 100
+    assert crowded.most < 40 and crowded.order == [f"{group}.{i}" for group in range(20, 100) for i in range(2)]
+
+
+def test_a_request_that_finds_no_room_is_told_so_after_the_bound_or_cut_at_its_deadline() -> None:
+    class Stuck(Crowded):
+        async def _report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
+            await asyncio.sleep(wait_s)
+            return EngineReport({name: ResponsePart() for name in reported}, self.load())
+
+    async def run() -> None:
+        fleet = fleet_of({0: Stuck(0, capacity=1), 1: Stuck(1, capacity=1)}, generate_s=0.2, interval_s=0.02)
+        held = [asyncio.create_task(fleet.generate(group, requests(group))) for group in range(2)]
+        await asyncio.sleep(0.05)
+        deadline = GroupDeadline(time.monotonic() + 0.01, 0.01, "cut")
+        cut = await fleet.generate("cut", requests(7), deadline=deadline)
+        assert [(each.response_ids, each.cut) for each in cut] == [([], True)] * 2
+        fleet._timeouts = TimeoutsConfig(generate_s=0.02)
+        with pytest.raises(
+            RolloutError, match=r"2 requests waited 0 s for room in a replica; requests in flight: \{0: 2, 1: 2\}"
+        ):
+            await fleet.generate("more", requests(8))
+        for task in held:
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_lost_replica_leaves_its_place_to_those_that_wait() -> None:
+    """Whoever waits learns of a replica that joins."""
+    slow, new = ScriptedReplica(0, 10**9, None), FakeReplica(1)
+
+    async def run() -> list[GenerateResult]:
+        fleet = fleet_of({0: slow, 1: FakeReplica(1)}, new)
+        fleet.lose(1, ReplicaFailed(1, "gone"))
+        begun = asyncio.create_task(fleet.generate("g", [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))]))
+        while len(slow.reported) < 3:
+            await asyncio.sleep(0)
+        for _ in range(9):  # down to a limit of one
+            fleet._dispatcher._limits.reported(0, EngineLoad(1.0, 1, 1), 1, 0)  # type: ignore[union-attr]
+        waiting = asyncio.create_task(fleet.generate("h", requests(3)))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        await fleet.restart([1])
+        fleet.admit_joining()
+        fleet.lose(0, ReplicaFailed(0, "gone too"))
+        return [*await asyncio.wait_for(begun, 5), *await asyncio.wait_for(waiting, 5)]
+
+    assert answered(asyncio.run(run())) == ["1:x", "1:3.0", "1:3.1"]
+
+
+def test_a_response_that_a_lost_replica_had_begun_does_not_wait_for_room() -> None:
+    slow, busy = ScriptedReplica(0, 10**9, None), ScriptedReplica(1, 10**9, None)
+
+    async def run() -> None:
+        fleet = fleet_of({0: slow, 1: busy})
+        endless = {name: GenerateRequest(name, [1], SamplingSpec(10**9, 1.0, ())) for name in "xyz"}
+        tasks = [asyncio.create_task(fleet.generate(name, [endless[name]])) for name in "xy"]
+        while len(slow.reported) < 3 or not busy.reported:
+            await asyncio.sleep(0)
+        for replica in (0, 1):
+            fleet._dispatcher._limits.reported(replica, EngineLoad(1.0, 1, 1), 1, 0)  # type: ignore[union-attr]
+        tasks.append(asyncio.create_task(fleet.generate("z", [endless["z"]])))
+        await asyncio.sleep(0)
+        fleet.lose(0, ReplicaFailed(0, "gone"))
+        await asyncio.sleep(0.05)
+        assert [request.request_id for request in busy.asked] == ["y", "x"]
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())
 
 
 class ActorDiedError(Exception):
@@ -166,11 +434,11 @@ def test_a_refused_request_costs_no_replica() -> None:
 
 def test_a_replica_that_does_not_answer_is_lost_and_its_requests_are_sampled_elsewhere() -> None:
     async def run() -> tuple[list[Any], Fleet]:
-        fleet = fleet_of({0: FakeReplica(0, delay_s=5), 1: FakeReplica(1)}, generate_s=0.05)
+        fleet = fleet_of({0: FakeReplica(0, delay_s=5), 1: FakeReplica(1)}, interval_s=0.02, rpc_s=0.03)
         return await fleet.generate("a", requests(0)), fleet
 
     answers, fleet = asyncio.run(run())
-    assert answers == ["1:0.0", "1:0.1"] and fleet.serving == [1] and fleet.members == [0, 1]
+    assert answered(answers) == ["1:0.0", "1:0.1"] and fleet.serving == [1] and fleet.members == [0, 1]
 
 
 def test_reset_replaces_what_cannot_serve() -> None:
@@ -192,9 +460,9 @@ def test_reset_replaces_what_cannot_serve() -> None:
         assert fleet.serving == [0]
         fleet.admit_joining()
         assert fleet.serving == [0, 1]
-        return [await fleet.generate("a", requests(0), home=1)]
+        return await fleet.generate("a", requests(0), home=1)
 
-    assert asyncio.run(run()) == [["1:0.0", "1:0.1"]] and new.served
+    assert answered(asyncio.run(run())) == ["1:0.0", "1:0.1"] and new.served
 
 
 def replicas_of_the_config_are_read(source: str) -> bool:
@@ -210,5 +478,5 @@ def test_only_planning_and_the_start_read_the_number_of_replicas_from_the_config
     package = ROOT / "megarl"
     found = {path.relative_to(package).as_posix() for path in package.rglob("*.py")
              if replicas_of_the_config_are_read(path.read_text())}  # fmt: skip
-    assert found == {"config/plan.py", "config/pools.py", "rollout/controller.py", "cluster/supervisor.py"}
+    assert found == {"config/plan.py", "config/pools.py", "rollout/fleet.py", "cluster/supervisor.py"}
     assert replicas_of_the_config_are_read("for i in range(self.config.rollout.replicas): ...")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,9 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_runner import GroupRunner
-from megarl.rollout.requests import GenerateRequest, request_seed
+from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.to_trajectory import trajectory
 from tests.support.configs import config as config_of
 from tests.support.fake_rollout import VERSION, FakeBatcher, FakeRewards, FakeSource
@@ -118,6 +121,31 @@ class WithoutVersions:
 def test_the_trajectory_of_a_loop_is_checked(config: Config) -> None:
     with pytest.raises(ValueError, match="sample 2:0: no weight version for response token 0"):
         asyncio.run(runner(config, WithoutVersions())[0].run(2))
+
+
+def test_continued_and_cut_responses_are_counted(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, batcher = runner(config)
+    generate = batcher.generate
+
+    async def lose_some(request: GenerateRequest, *args: Any) -> GenerateResult:
+        lost = {"p-2-0-0": 1, "p-2-1-0": 2}.get(request.request_id, 0)
+        return replace(await generate(request, *args), lost_replicas=lost, cut=request.request_id == "p-2-2-0")
+
+    monkeypatch.setattr(batcher, "generate", lose_some)
+    asyncio.run(made.run(2))
+    metrics = made.stats.metrics(replicas_serving=1, replicas_lost=1, load=EngineLoad())
+    assert metrics["rollout/continued"] == 2 and metrics["rollout/cut"] == 1
+    assert batcher.deadlines == [None] * config.batch.samples_per_group
+
+
+def test_all_requests_of_a_group_have_the_deadline_that_began_with_it() -> None:
+    config = config_of("model", rollout={"group_deadline_s": 7.0, "on_group_deadline": "fail"})
+    made, batcher = runner(config, TwoTurns())
+    before = time.monotonic()
+    asyncio.run(made.run(1))
+    [deadline] = set(batcher.deadlines)
+    assert len(batcher.deadlines) == 2 * config.batch.samples_per_group
+    assert 7.0 <= deadline.at - before <= 7.0 + time.monotonic() - before and deadline.policy == "fail"
 
 
 class Failing:

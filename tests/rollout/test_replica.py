@@ -15,6 +15,7 @@ from megarl.queue.trajectory import VersionSpan
 from megarl.rollout import replica as replica_module
 from megarl.rollout.replica import EngineReplica, ReplicaSpec, root_cause
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
+from megarl.rollout.response_parts import EngineReport
 from tests.support.pool import pool_config
 
 
@@ -75,20 +76,20 @@ def test_an_engine_without_weights_refuses_to_generate_until_a_sync_is_complete(
 ) -> None:
     """A replacement of a lost engine starts in the same way, and refuses too."""
 
-    async def run(replica: EngineReplica) -> list[Any]:
+    async def run(replica: EngineReplica) -> EngineReport:
         with pytest.raises(ReplicaFailed, match="replica 3 has no weights yet"):
-            await replica.generate([REQUEST])
+            await replica.generate([REQUEST], 60.0)
         await replica.set_weight_version("5")  # a label brings no weights
         await replica.start_weight_update()
         with pytest.raises(ReplicaFailed, match="has no weights yet"):
-            await replica.generate([REQUEST])
+            await replica.generate([REQUEST], 60.0)
         await replica.finish_weight_update("6")
-        return await replica.generate([REQUEST])
+        return await replica.generate([REQUEST], 60.0)
 
-    [result] = asyncio.run(run(started(tmp_path, monkeypatch, load_weights=False)))
-    assert result.versions == (VersionSpan(6, 0, 1),)
+    report = asyncio.run(run(started(tmp_path, monkeypatch, load_weights=False)))
+    assert report.parts["r"].versions == (VersionSpan(6, 0, 1),)
 
 
 def test_an_engine_that_has_read_the_weights_serves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [result] = asyncio.run(started(tmp_path, monkeypatch, load_weights=True).generate([REQUEST]))
-    assert result.response_ids == [7]
+    report = asyncio.run(started(tmp_path, monkeypatch, load_weights=True).generate([REQUEST], 60.0))
+    assert report.parts["r"].response_ids == [7]

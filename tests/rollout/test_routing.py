@@ -72,3 +72,12 @@ def test_finishing_more_than_was_assigned_is_refused() -> None:
     router.assign("a", 1)
     with pytest.raises(ValueError, match="outstanding"):
         router.finish("a", 0, 2)
+
+
+def test_a_full_replica_gets_nothing() -> None:
+    router = Router(range(3))
+    assert router.assign("a", 4) == 0
+    assert router.assign("a", 4, full={0}) == 1  # although the prompt is in the cache of 0
+    assert router.assign("b", 1, number=4, full={1}) is None and router.assign("b", 1, number=4, full={0}) == 1
+    before = router.load
+    assert router.assign("c", 1, full={0, 1, 2}) is None and router.load == before

@@ -22,6 +22,7 @@ from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.controller import RolloutController
+from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.replica import ReplicaSpec
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
@@ -42,9 +43,13 @@ class FakeBatcher:
     """Answers every request at once, and keeps it with the prefix and the home that it was sent with."""
 
     asked: list[tuple[GenerateRequest, Any, int | None]] = field(default_factory=list)
+    deadlines: list[Any] = field(default_factory=list)
 
-    async def generate(self, request: GenerateRequest, prefix: Any = None, home: int | None = None) -> GenerateResult:
+    async def generate(
+        self, request: GenerateRequest, prefix: Any = None, home: int | None = None, deadline: Any = None
+    ) -> GenerateResult:
         self.asked.append((request, prefix, home))
+        self.deadlines.append(deadline)
         return response(request)
 
 
@@ -128,13 +133,16 @@ class FakeFleet:
     joined: int = 0
 
     async def generate(
-        self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None
+        self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None, deadline: Any = None
     ) -> list[GenerateResult]:
         if prefix in self.held:
             await asyncio.Event().wait()
         if prefix in self.failures:
             raise self.failures[prefix]
         return [response(request, self.version()) for request in requests]
+
+    def take_load(self) -> EngineLoad:
+        return EngineLoad(0.5, 3, 1)
 
     def admit_joining(self) -> None:
         self.joined += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 
 from megarl.common.processes import ProcessId, descendants, is_alive
 from megarl.queue.trajectory import Trajectory
+from megarl.rollout.requests import GenerateRequest
+from megarl.rollout.response_parts import ResponsePart
 from tests.support.pool import TestPool
 from tests.support.waiting import wait_until
 
@@ -25,6 +27,13 @@ def serve(pool: TestPool, version: int) -> None:
     pool.client.set_version(version)
 
 
+def generate(replica: Any, requests: Sequence[GenerateRequest]) -> list[ResponsePart]:
+    """The whole responses of a replica to requests, in their order."""
+    report = replica.call("generate", list(requests), 60.0, timeout_s=60)
+    assert all(part.finish_reason is not None for part in report.parts.values())
+    return [report.parts[request.request_id] for request in requests]
+
+
 @functools.cache
 def reference_model(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
@@ -32,13 +41,13 @@ def reference_model(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
-def reference_logprobs(pool: TestPool, row: Trajectory) -> torch.Tensor:
+def reference_logprobs(pool: TestPool, prompt_ids: list[int], response_ids: list[int]) -> torch.Tensor:
     """Log-probs of the response by plain transformers in fp32, at the sampling temperature."""
-    ids = torch.tensor([row.prompt_ids + row.response_ids])
+    ids = torch.tensor([prompt_ids + response_ids])
     with torch.no_grad():
-        logits = reference_model(pool.config.model.path)(ids).logits[0, len(row.prompt_ids) - 1 : -1]
+        logits = reference_model(pool.config.model.path)(ids).logits[0, len(prompt_ids) - 1 : -1]
     logprobs = (logits.double() / pool.config.sampling.temperature).log_softmax(-1)
-    return logprobs.gather(-1, torch.tensor(row.response_ids)[:, None])[:, 0]
+    return logprobs.gather(-1, torch.tensor(response_ids)[:, None])[:, 0]
 
 
 def check_rows(pool: TestPool, rows: list[Trajectory], version: int) -> None:
@@ -50,7 +59,7 @@ def check_rows(pool: TestPool, rows: list[Trajectory], version: int) -> None:
         assert (row.response_ids[-1] == stop) == (row.finish_reason == "stop")
         assert stop not in row.response_ids[:-1] and len(row.response_ids) <= pool.config.sampling.max_tokens
         assert 0.0 <= row.reward <= 1.0
-        expected = reference_logprobs(pool, row)
+        expected = reference_logprobs(pool, row.prompt_ids, row.response_ids)
         assert float((torch.tensor(row.rollout_logprobs).double() - expected).abs().max()) <= 1e-4, row.key
         tokens += len(row.rollout_logprobs)
     assert tokens == sum(len(row.response_ids) for row in rows) > 0

@@ -1,0 +1,96 @@
+"""The parts in which an engine reports a response, and how another engine continues one. Pure.
+
+An engine that is lost leaves the tokens that it has reported. Another engine gets the prompt with these tokens, and
+what it makes is appended to them: no reported token is sampled twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from megarl.queue.trajectory import FinishReason, VersionSpan
+from megarl.rollout.engine_load import EngineLoad
+from megarl.rollout.requests import GenerateRequest, continuation_seed
+
+
+@dataclass(frozen=True)
+class ResponsePart:
+    """Consecutive tokens of one response, with one log-prob for each of them; `versions` counts from the part's start.
+
+    `finish_reason`: how the response ended with this part, `abort` if the engine dropped it; None if more tokens
+    follow. `seconds`: time from the request's arrival at the engine to the part's end.
+    """
+
+    response_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: tuple[VersionSpan, ...] = ()
+    finish_reason: FinishReason | None = None
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.logprobs) != len(self.response_ids):
+            raise ValueError(f"{len(self.logprobs)} log-probs for {len(self.response_ids)} tokens")
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine answers to a call about some requests: the tokens of each since the last report, by request id.
+
+    `load`: of the engine, since its last report on any requests.
+    """
+
+    parts: Mapping[str, ResponsePart]
+    load: EngineLoad = field(default_factory=EngineLoad)
+
+
+def join_parts(first: ResponsePart, second: ResponsePart) -> ResponsePart:
+    """Return the tokens of both; spans of one version that meet become one. `seconds` and the end are the second's.
+
+    Raises ValueError if the response ended with `first`.
+    """
+    if first.finish_reason is not None:
+        raise ValueError(f"a response that has ended ({first.finish_reason}) cannot be continued")
+    offset = len(first.response_ids)
+    spans = list(first.versions)
+    for span in second.versions:
+        start, end = span.start + offset, span.end + offset
+        if spans and spans[-1].version == span.version and spans[-1].end == start:
+            start = spans.pop().start
+        spans.append(VersionSpan(span.version, start, end))
+    return ResponsePart(
+        first.response_ids + second.response_ids,
+        first.logprobs + second.logprobs,
+        tuple(spans),
+        second.finish_reason,
+        second.seconds,
+    )
+
+
+def tokens_end(request: GenerateRequest, so_far: ResponsePart) -> FinishReason | None:
+    """Return how the tokens so far end the response by themselves; None if a token can follow them.
+
+    An engine reports the end together with the last token. This is for what comes from elsewhere.
+    """
+    ids = so_far.response_ids
+    if ids and ids[-1] in request.sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(ids) >= request.sampling.max_tokens else None
+
+
+def continue_request(request: GenerateRequest, so_far: ResponsePart) -> GenerateRequest:
+    """Return the request for the tokens that follow `so_far`; it is `request` itself if there are none yet.
+
+    Its seed depends on the request's seed and the number of tokens so far. Raises ValueError if no token can follow.
+    """
+    if (end := tokens_end(request, so_far)) is not None:
+        raise ValueError(f"the tokens of request {request.request_id} end the response ({end})")
+    position = len(so_far.response_ids)
+    if not position:
+        return request
+    return replace(
+        request,
+        prompt_ids=request.prompt_ids + so_far.response_ids,
+        sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - position),
+        seed=None if request.seed is None else continuation_seed(request.seed, position),
+    )

@@ -1,0 +1,118 @@
+"""The responses to the requests of one call, as far as engines have reported them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.response_parts import ResponsePart, continue_request, join_parts, tokens_end
+
+
+@dataclass
+class _Response:
+    request: GenerateRequest
+    tokens: ResponsePart
+    replica: int = -1
+    sent_at: int = 0  # tokens that it had when it was sent to `replica`
+    lost_replicas: int = 0
+    lost_seconds: float = 0.0  # of engine time, on the replicas before
+    cut: bool = False
+
+
+class ResponsesSoFar:
+    """Collects the parts that replicas report, in whatever order the replicas follow each other.
+
+    For each replica: `send`, any number of `add`, and `interrupt` if the replica does not finish them all.
+    """
+
+    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
+        self._responses = {request.request_id: _Response(request, ResponsePart()) for request in requests}
+        if len(self._responses) != len(requests):
+            raise ValueError("several requests of one call have the same id")
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Ids of the requests whose response has not ended, in the order of the requests."""
+        return [name for name, each in self._responses.items() if each.tokens.finish_reason is None]
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that the unfinished responses have."""
+        return sum(len(self._responses[name].tokens.response_ids) for name in self.unfinished)
+
+    def send(self, replica: int) -> list[GenerateRequest]:
+        """Return the requests that `replica` has to work on: each unfinished one, from its tokens so far."""
+        sent = []
+        for name in self.unfinished:
+            response = self._responses[name]
+            response.replica, response.sent_at = replica, len(response.tokens.response_ids)
+            sent.append(continue_request(response.request, response.tokens))
+        return sent
+
+    @property
+    def reported(self) -> dict[str, int]:
+        """The unfinished requests, and how many tokens of each its replica has reported."""
+        responses = self._responses
+        return {name: len(responses[name].tokens.response_ids) - responses[name].sent_at for name in self.unfinished}
+
+    def add(self, parts: Mapping[str, ResponsePart]) -> int:
+        """Append reported tokens; return how many responses ended with them. Raises ValueError for one that had ended.
+
+        A response that the engine dropped has ended.
+        """
+        for name, part in parts.items():
+            response = self._responses[name]
+            response.tokens = join_parts(response.tokens, part)
+        return sum(part.finish_reason is not None for part in parts.values())
+
+    def add_last(self, parts: Mapping[str, ResponsePart]) -> int:
+        """Append the last tokens of requests that a replica was told to end, as `add`.
+
+        Those that it stopped have not ended: they can go on elsewhere, or be cut.
+        """
+        stopped = [name for name, part in parts.items() if part.finish_reason == "abort"]
+        return self.add({**parts, **{name: replace(parts[name], finish_reason=None) for name in stopped}})
+
+    def cut(self) -> None:
+        """End the unfinished responses as they are, truncated."""
+        for name in self.unfinished:
+            response = self._responses[name]
+            response.tokens = replace(response.tokens, finish_reason="length")
+            response.cut = True
+
+    def interrupt(self) -> None:
+        """Record that the unfinished responses are no longer worked on.
+
+        One whose tokens end it by themselves has ended; the engine did not live to say so.
+        """
+        for name in self.unfinished:
+            response = self._responses[name]
+            response.lost_replicas += 1
+            response.lost_seconds += response.tokens.seconds
+            end = tokens_end(response.request, response.tokens)
+            response.tokens = replace(response.tokens, finish_reason=end, seconds=0.0)
+
+    def results(self) -> list[GenerateResult]:
+        """Return the responses in the order of the requests. Raises ValueError if one has not ended."""
+        return [_result(response) for response in self._responses.values()]
+
+
+def _result(response: _Response) -> GenerateResult:
+    tokens = response.tokens
+    if tokens.finish_reason is None:
+        raise ValueError(f"the response to {response.request.request_id} has not ended")
+    return GenerateResult(
+        response.request.request_id,
+        tokens.response_ids,
+        tokens.logprobs,
+        tokens.versions,
+        tokens.finish_reason,
+        response.replica,
+        response.lost_seconds + tokens.seconds,
+        response.lost_replicas,
+        response.cut,
+    )

@@ -1,0 +1,110 @@
+"""The responses of one call, while replicas come and go."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.queue.trajectory import VersionSpan
+from megarl.rollout.requests import GenerateRequest, SamplingSpec
+from megarl.rollout.response_parts import ResponsePart
+from megarl.rollout.responses_so_far import ResponsesSoFar
+
+STOP, LIMIT = 0, 7
+
+
+def truth(name: int, position: int) -> int:
+    """The token that every replica makes at a position of a response."""
+    return random.Random(f"{name}/{position}").randrange(0, 5)
+
+
+class Replica:
+    """Makes the true tokens of its requests. Its version is its index, which tells who made a token."""
+
+    def __init__(self, index: int, requests: list[GenerateRequest]) -> None:
+        self.index = index
+        self.requests = {request.request_id: request for request in requests}
+        self.made: dict[str, list[int]] = {name: [] for name in self.requests}
+
+    def work(self, name: str) -> None:
+        request, made = self.requests[name], self.made[name]
+        if not (made and made[-1] == STOP) and len(made) < request.sampling.max_tokens:
+            made.append(truth(int(name), len(request.prompt_ids) - 1 + len(made)))
+
+    def report(self, name: str, known: int, *, tell_end: bool) -> ResponsePart:
+        request, made = self.requests[name], self.made[name]
+        new = made[known:]
+        end = None
+        if made and made[-1] == STOP:
+            end = "stop"
+        elif len(made) == request.sampling.max_tokens:
+            end = "length"
+        spans = (VersionSpan(self.index, 0, len(new)),) if new else ()
+        return ResponsePart(new, [float(self.index)] * len(new), spans, end if tell_end else None, 1.0)
+
+
+@given(st.data())
+def test_any_sequence_of_replicas_gives_every_token_once(data: st.DataObject) -> None:
+    """Each replica works and reports as it likes, and is lost at any point, also before it tells of an end."""
+    names = [str(i) for i in range(data.draw(st.integers(1, 3)))]
+    responses = ResponsesSoFar([GenerateRequest(name, [42], SamplingSpec(LIMIT, 1.0, (STOP,)), 5) for name in names])
+    makers: dict[str, list[int]] = {name: [] for name in names}
+    index = 0
+    while responses.unfinished:
+        replica = Replica(index, responses.send(index))
+        last = index == 4
+        for _ in range(100 if last else data.draw(st.integers(0, 3))):
+            for name in list(responses.unfinished):
+                for _ in range(data.draw(st.integers(0, 2)) if not last else 1):
+                    replica.work(name)
+            tell_end = last or data.draw(st.booleans())
+            reports = {
+                name: replica.report(name, known, tell_end=tell_end) for name, known in responses.reported.items()
+            }
+            for name, part in reports.items():
+                makers[name] += [index] * len(part.response_ids)
+            ended = responses.add(reports)
+            assert ended == sum(part.finish_reason is not None for part in reports.values())
+        if responses.unfinished:
+            responses.interrupt()
+        index += 1
+    for name, result in zip(names, responses.results(), strict=True):
+        whole = [truth(int(name), position) for position in range(LIMIT)]
+        whole = whole[: whole.index(STOP) + 1] if STOP in whole else whole
+        assert result.request_id == name and result.response_ids == whole
+        assert result.finish_reason == ("stop" if STOP in whole else "length")
+        versions = [span.version for span in result.versions for _ in range(span.start, span.end)]
+        assert versions == makers[name] == result.logprobs
+        assert [span.start for span in result.versions] == [0, *(span.end for span in result.versions)][:-1]
+
+
+def test_what_is_cut_is_truncated_and_what_had_ended_is_not() -> None:
+    spec = SamplingSpec(LIMIT, 1.0, (STOP,))
+    responses = ResponsesSoFar([GenerateRequest(name, [1], spec) for name in "abc"])
+    responses.send(0)
+    spans = (VersionSpan(0, 0, 1),)
+    responses.add({"a": ResponsePart([3], [-1.0], spans), "b": ResponsePart([0], [-2.0], spans, "stop")})
+    assert responses.unfinished == ["a", "c"] and responses.tokens == 1
+    with pytest.raises(ValueError, match="response to a has not ended"):
+        responses.results()
+    assert responses.add_last({"a": ResponsePart([4], [-1.0], spans, "abort"), "c": ResponsePart()}) == 0
+    responses.cut()
+    ended = [(each.response_ids, each.finish_reason, each.cut) for each in responses.results()]
+    assert ended == [([3, 4], "length", True), ([0], "stop", False), ([], "length", True)]
+
+
+def test_what_a_replica_was_told_to_end_can_have_ended_by_itself() -> None:
+    responses = ResponsesSoFar([GenerateRequest(name, [1], SamplingSpec(LIMIT, 1.0, (STOP,))) for name in "ab"])
+    responses.send(0)
+    last = ResponsePart([0], [-1.0], (VersionSpan(0, 0, 1),), "stop")
+    assert responses.add_last({"a": last, "b": replace(last, response_ids=[3], finish_reason="abort")}) == 1
+    assert responses.unfinished == ["b"] and len(responses) == 2
+
+
+def test_ids_must_differ() -> None:
+    with pytest.raises(ValueError, match="same id"):
+        ResponsesSoFar([GenerateRequest("a", [1], SamplingSpec(4, 1.0, ()))] * 2)
