@@ -69,7 +69,7 @@ quickstart: setup  ## The main job, end to end on a CPU: Megatron TP=2 + vLLM + 
 	$(PY) -m megarl.quickstart --out runs/quickstart/assets
 	$(VENV)/bin/torchrun --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/quickstart_cpu.yaml
 
-test: setup-test  ## Every part: real Megatron, real vLLM, real Ray; up to 12 minutes on 2 cores.
+test: setup-test  ## Every part: real Megatron, real vLLM, real Ray; about 15 minutes on 2 cores.
 	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs -n 2 --dist loadfile
 
 test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; up to 25 minutes.
@@ -78,7 +78,7 @@ test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, s
 test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), up to 15 minutes.
 	$(PY) -m pytest tests/jobs -m cluster
 
-# The full matrices, in parts of at most 30 minutes each; docs/benchmarks.md has what was measured.
+# The full matrices, in parts meant for 30 minutes each; docs/benchmarks.md has what was measured.
 test-slow-models: setup-test  ## Every family through every layout, loader, exporter and converter.
 	$(PY) -m pytest -m slow tests/models tests/checkpoint/convert
 

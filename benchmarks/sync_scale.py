@@ -50,6 +50,7 @@ DIGEST_OPERATIONS = 192
 TEMPORARIES = 1 / 4  # of a bucket
 FILL = 0.9  # of a bucket
 ENGINE_BOUND = 1.15
+STORE_SYNCS = 4  # per run: each is short
 
 
 def main() -> int:
@@ -64,7 +65,7 @@ def main() -> int:
 
     platforms.activate()
     torch.set_num_threads(1)
-    rows = digest_rows(BUCKET_BYTES) + store_rows(row)
+    rows = digest_rows(BUCKET_BYTES) + store_rows(row, STORE_SYNCS * options.runs)
     for name in options.model:
         rows.append(fill_row(name, options.layers))
         with no_collection():

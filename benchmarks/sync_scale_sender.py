@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
 
 SENDER_BOUND = 4.0
 STORE_MEMBERS = (32, 128)
-STORE_SYNCS = 20
 STORE_CPU_S = 0.5  # of the server per sync, with the larger number of members
 STORE_GROWTH = 1.3  # of the CPU time per member
 STORE_BUCKETS = (5, 200)
@@ -99,7 +98,7 @@ def one_sender(plan: BucketPlan, parts: dict[int, TensorPart]) -> Callable[[], N
     return sync
 
 
-def store_rows(row: MakeRow, syncs: int = STORE_SYNCS) -> list[dict[str, Any]]:
+def store_rows(row: MakeRow, syncs: int) -> list[dict[str, Any]]:
     """Count the requests to the sync's store and the CPU time of its server, with few and many members and buckets."""
     from tests.support.store_traffic import measure
 

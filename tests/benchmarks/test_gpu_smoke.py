@@ -43,8 +43,9 @@ def test_every_step_on_a_cpu(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
     page.write_text("# Page\n")
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--device", "cpu", "--json", str(tmp_path / "rows.json"), "--append", str(page)],
-        env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        [sys.executable, "-m", "tests.support.forked_smoke", "--device", "cpu", "--json", str(tmp_path / "rows.json"),
+         "--append", str(page)],
+        env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "rows.json").read_text())

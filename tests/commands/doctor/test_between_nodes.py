@@ -10,6 +10,7 @@ import time
 import pytest
 
 from megarl.cluster.ray_head import free_ports
+from megarl.commands import cli
 from megarl.commands.doctor.between_nodes import run_probe
 from megarl.commands.doctor.paths import PathResult, PathToTry, advice
 from tests.support.checkout import ROOT, environment, torchrun
@@ -33,11 +34,18 @@ def test_two_processes_of_torchrun_on_the_chosen_interface() -> None:
 
 def start(rank: int, size: int, port: int, *options: str, **variables: str) -> subprocess.Popen[str]:
     """One member, as torchrun would start it."""
-    place = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     return subprocess.Popen(
-        [sys.executable, *DOCTOR, *options], env=environment(**place, MASTER_PORT=str(port - 1), **variables), cwd=ROOT,
+        [sys.executable, *DOCTOR, *options], env=environment(**place(rank, size, port), **variables), cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+
+
+def place(rank: int, size: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets; the members meet at `port`, the one after torchrun's own."""
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port - 1),
+    }  # fmt: skip
 
 
 @pytest.mark.slow
@@ -54,20 +62,29 @@ def test_three_nodes_have_a_rate_for_each_pair() -> None:
     assert outputs[1][0] == "" == outputs[2][0]  # rank 0 reports
 
 
-def test_a_member_that_never_comes_is_named_within_the_deadline() -> None:
+def refused_here(rank: int, size: int, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    """Run the command in this process as one member; return its exit status. No probe is reached."""
     (port,) = free_ports(1)
+    for name, value in place(rank, size, port).items():
+        monkeypatch.setenv(name, value)
+    return cli.main(["doctor", "--nodes", *options])
+
+
+def test_a_member_that_never_comes_is_named_within_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     started = time.monotonic()
-    process = start(0, 2, port, "--interface", "lo", "--timeout", "2")
-    _, error = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 2 and "waited 2 s for member of ranks [1], 1 of 2 have answered" in error
+    assert refused_here(0, 2, monkeypatch, "--interface", "lo", "--timeout", "2") == 2
+    assert "waited 2 s for member of ranks [1], 1 of 2 have answered" in capsys.readouterr().err
     assert time.monotonic() - started < 60
 
 
-def test_an_unknown_interface_is_a_mistake_of_the_user() -> None:
-    (port,) = free_ports(1)
-    process = start(0, 1, port, "--interface", "nope0", "--timeout", "30")
-    _, error = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 2 and "--interface: this node has no 'nope0'" in error and "lo" in error
+def test_an_unknown_interface_is_a_mistake_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused_here(0, 1, monkeypatch, "--interface", "nope0", "--timeout", "30") == 2
+    error = capsys.readouterr().err
+    assert "--interface: this node has no 'nope0'" in error and "lo" in error
 
 
 def test_a_hanging_probe_is_ended_and_its_stage_told() -> None:
