@@ -128,7 +128,9 @@ def rows_of(windows: dict[str, Sequence[Window]], lengths: Sequence[int], groups
     for mode, window in chosen.items():
         if mode != "sync":
             speed_up = window.tokens_per_s / sync.tokens_per_s
-            details = rates("sync") | rates(mode) | {f"{mode}: {name}": value for name, value in window.details().items()}
+            details = (
+                rates("sync") | rates(mode) | {f"{mode}: {name}": value for name, value in window.details().items()}
+            )
             judged = mode == "async"
             rows.append(Row(f"{mode} / sync", speed_up, SPEED_UP if judged else None, at_least=True, details=details))
             bound = SHARE_OF_POSSIBLE if judged else None

@@ -37,7 +37,7 @@ for folder in (ROOT, ROOT / "benchmarks"):
         sys.path.insert(0, str(folder))
 
 import psutil  # noqa: E402
-from control_plane_parts import LONGEST, Pool, Step, TakingTrainer  # noqa: E402
+from control_plane_parts import LONGEST, Pool, Response, Step, TakingTrainer  # noqa: E402
 from report import Row, add_options, finish  # noqa: E402
 
 SAMPLES_PER_GROUP = 16
@@ -173,14 +173,18 @@ def config_of(options: argparse.Namespace, directory: Path, in_flight: int) -> d
     }
 
 
-def response_tokens(directory: Path) -> list[list[int]]:
-    """Return token ids of worked solutions, repeated to at least LONGEST tokens: text that the reward has to read."""
+def responses(directory: Path) -> list[Response]:
+    """Return responses that the reward has to read: steps of worked solutions, over and over, and a final answer."""
     from megarl.data.tokenize import load_tokenizer
 
     tokenizer = load_tokenizer(directory / "assets" / "model")
+    found = []
     lines = (directory / "assets" / "warm_start.jsonl").read_text(encoding="utf-8").splitlines()[:64]
-    ids = [tokenizer(json.loads(line)["solution"] + "\n", add_special_tokens=False)["input_ids"] for line in lines]
-    return [each * (LONGEST // len(each) + 1) for each in ids]
+    for line in lines:
+        steps, _, answer = json.loads(line)["solution"].partition("\\boxed")
+        body, end = tokenizer([steps, "\\boxed" + answer], add_special_tokens=False)["input_ids"]
+        found.append(Response(body * (LONGEST // len(body) + 1), end))
+    return found
 
 
 def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajectories: int) -> Measured:
@@ -192,11 +196,13 @@ def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajec
     config = Config.model_validate(config_of(options, directory, in_flight))
     config.run_dir.joinpath("logs").mkdir(parents=True)
     name = f"in-flight-{in_flight}"
-    spec = ReplicaSpec(config.model_dump_json(), str(config.run_dir), name, cuda=False, max_model_len=None, supervisor=None)
+    spec = ReplicaSpec(
+        config.model_dump_json(), str(config.run_dir), name, cuda=False, max_model_len=None, supervisor=None
+    )
     # An answer to a group takes as long as the longest of its 16 samples, nearly LONGEST tokens.
     seconds_per_token = in_flight / options.rate / LONGEST
     profile = None if options.profile is None else f"{options.profile}.{in_flight}"
-    pool = Pool.start(spec, name, REPLICAS, seconds_per_token, response_tokens(directory), str(ROOT), profile)
+    pool = Pool.start(spec, name, REPLICAS, seconds_per_token, responses(directory), str(ROOT), profile)
     reader = QueueReader.attach(name, namespace=name, timeout_s=60.0)
     try:
         warm_up = in_flight + 2 * options.groups * SAMPLES_PER_GROUP
@@ -225,7 +231,13 @@ def rows_of(results: Sequence[Measured], machine: str) -> list[Row]:
         first, last = (", ".join(f"{part} {value:.0f}" for part, value in each.items()) for each in ends)
         memory |= {"MiB at the start": first, "MiB at the end": last}
     return [
-        Row(f"rate, {most.wanted} in flight / {RATE:.0f} per second", most.rate / RATE, 1.0, True, rates | {"machine": machine}),
+        Row(
+            f"rate, {most.wanted} in flight / {RATE:.0f} per second",
+            most.rate / RATE,
+            1.0,
+            True,
+            rates | {"machine": machine},
+        ),
         Row(f"in flight / {most.wanted}", most.in_flight / most.wanted, 1.0, True),
         Row(f"cost, {most.wanted} / {fewest.wanted} in flight", most.cost / fewest.cost, COST, details=costs),
         Row("memory, last fifth / second fifth", most.growth, MEMORY, details=memory),

@@ -24,15 +24,25 @@ SHORTEST, LONGEST = 256, 500
 CALL_TIMEOUT_S = 300.0
 
 
+@dataclass(frozen=True)
+class Response:
+    """Token ids of a text: the beginning of `body`, at least LONGEST tokens long, then `end`."""
+
+    body: list[int]
+    end: list[int]
+
+    def of_length(self, tokens: int) -> list[int]:
+        return self.body[: tokens - len(self.end)] + self.end
+
+
 class TimedReplica:
     """Has the methods of `EngineReplica` that the controller and a publication call. Its answers take the time of their
     tokens, and do not depend on how many there are.
     """
 
-    def __init__(self, index: int, seconds_per_token: float, tokens: list[list[int]]) -> None:
-        """`tokens`: token ids of texts, each at least LONGEST long; answers are beginnings of them."""
+    def __init__(self, index: int, seconds_per_token: float, responses: list[Response]) -> None:
         self._index, self._seconds_per_token = index, seconds_per_token
-        self._tokens = tokens
+        self._responses = responses
         self._logprobs = [-random.Random(index).random() for _ in range(LONGEST)]
         self._rng = random.Random(index)
         self._version = 0
@@ -45,12 +55,10 @@ class TimedReplica:
         return [self._result(request, length, version) for request, length in zip(requests, lengths, strict=True)]
 
     def _result(self, request: GenerateRequest, length: int, version: int) -> GenerateResult:
-        ids = self._rng.choice(self._tokens)[:length]
+        ids = self._rng.choice(self._responses).of_length(length)
         spans = (VersionSpan(version, 0, length),)
         seconds = length * self._seconds_per_token
-        return GenerateResult(
-            request.request_id, ids, self._logprobs[:length], spans, "stop", self._index, seconds
-        )
+        return GenerateResult(request.request_id, ids, self._logprobs[:length], spans, "stop", self._index, seconds)
 
     async def set_weight_version(self, version: str) -> None:
         self._version = int(version)
@@ -94,7 +102,7 @@ class Pool:
         partition: str,
         replicas: int,
         seconds_per_token: float,
-        tokens: list[list[int]],
+        responses: list[Response],
         cwd: str,
         profile: str | None,
     ) -> Pool:
@@ -105,7 +113,7 @@ class Pool:
         engines = [
             ray.remote(TimedReplica)
             .options(name=replica_name(index), resources={ENGINE_RESOURCE: 1}, **shared)
-            .remote(index, seconds_per_token, tokens)
+            .remote(index, seconds_per_token, responses)
             for index in range(replicas)
         ]
         ray.get([each.ready.remote() for each in engines], timeout=CALL_TIMEOUT_S)

@@ -51,7 +51,7 @@ def write_prompts(path: Path, classes: Sequence[LengthClass], count: int, seed: 
 
 
 def letter_share(response: str, answer: str) -> float:
-    """Return the share of the answer's letter in the response: a reward that differs within groups and can be learnt."""
+    """Return the share of the answer's letter in the response: a reward that can be learnt, at any length."""
     return response.count(answer) / max(1, len(response))
 
 
@@ -83,6 +83,9 @@ def write_model(directory: Path, classes: Sequence[LengthClass], *, hidden: int,
         targets_VV[before, tokenizer.convert_tokens_to_ids(list(letters_of(index)))] = 0.0
         targets_VV[before, tokenizer.eos_token_id] = eos_log_odds(classes[index].mean)
     with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.1)
+            layer.mlp.down_proj.weight.mul_(0.1)
         basis_VH = torch.linalg.qr(torch.randn(hidden, vocabulary))[0].T
         model.model.embed_tokens.weight.copy_(basis_VH * hidden**0.5)
         model.lm_head.weight.copy_(targets_VV.T @ basis_VH / hidden**0.5)

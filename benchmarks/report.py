@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+# Progress bars would be in the middle of the output; transformers reads this at import.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 NOT_MEASURED = "not measured: a quick run only shows that everything runs; its numbers mean nothing"
 

@@ -1,7 +1,7 @@
 """Whole runs for benchmarks: torchrun on a config, its parts pinned to cores, and what its files tell.
 
-megarl does not pin its processes. A benchmark does it from outside, by the names of the processes, again and again while
-the run lasts, so that threads and processes that start late are pinned too.
+megarl does not pin its processes. A benchmark does it from outside, by the names of the processes, again and again
+while the run lasts, so that threads and processes that start late are pinned too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def train(config: dict[str, Any], *, ranks: int = 1, cores: Cores | None = None, timeout_s: float) -> list[dict[str, Any]]:
+def train(
+    config: dict[str, Any], *, ranks: int = 1, cores: Cores | None = None, timeout_s: float
+) -> list[dict[str, Any]]:
     """Run torchrun on `config`, whose `run.dir` must not exist; return its steps (see `step_records`).
 
     Raises SystemExit with the end of its output if it fails or does not end within `timeout_s`.
@@ -109,7 +111,9 @@ class Pinner:
     def check(self) -> None:
         """Raise SystemExit unless both a trainer's rank and an engine were found."""
         if missing := {self._cores.trainer, self._cores.engine} - self._pinned:
-            raise SystemExit(f"no process was found to pin to {[sorted(cores) for cores in missing]}: names have changed")
+            raise SystemExit(
+                f"no process was found to pin to {[sorted(cores) for cores in missing]}: names have changed"
+            )
 
     def _run(self) -> None:
         while not self._end.wait(PIN_EVERY_S):
