@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def possible_speed_up(wait_s: float, train_s: float) -> float:
     return (wait_s + train_s) / max(wait_s, train_s)
 
 
-def rows_of(windows: dict[str, Sequence[Window]], lengths: Sequence[int], groups: int) -> list[Row]:
+def rows_of(windows: Mapping[str, Sequence[Window]], lengths: Sequence[int], groups: int) -> list[Row]:
     """Return the rows of the report from the windows of all runs of each mode and the lengths of all responses."""
     chosen = {mode: median_window(each) for mode, each in windows.items()}
     sync = chosen["sync"]

@@ -25,7 +25,6 @@ import os
 import statistics
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,19 +76,18 @@ def processes() -> dict[str, list[psutil.Process]]:
     return found
 
 
-def cpu_seconds(parts: dict[str, list[psutil.Process]]) -> Counter[str]:
+def cpu_seconds(parts: dict[str, list[psutil.Process]]) -> dict[str, float]:
     """Return the CPU time that each part has used so far; `trainer` is this process."""
-    used: Counter[str] = Counter()
+    used = {}
     for part, members in {**parts, "trainer": [psutil.Process()]}.items():
-        for process in members:
-            times = process.cpu_times()
-            used[part] += times.user + times.system
+        times = [process.cpu_times() for process in members]
+        used[part] = sum(each.user + each.system for each in times)
     return used
 
 
-def private_mib(parts: dict[str, list[psutil.Process]]) -> Counter[str]:
+def private_mib(parts: dict[str, list[psutil.Process]]) -> dict[str, float]:
     """Return the private memory of each part that counts, in MiB."""
-    return Counter({p: sum(each.memory_full_info().uss for each in parts[p]) / 2**20 for p in KEPT})
+    return {part: sum(each.memory_full_info().uss for each in parts[part]) / 2**20 for part in KEPT}
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class Meter:
         self._first: Step | None = None
         self._last: Step | None = None
         self._parts: dict[str, list[psutil.Process]] = {}
-        self._cpu: Counter[str] = Counter()
+        self._cpu: dict[str, float] = {}
         self._in_flight: list[int] = []
         self._memory: list[dict[str, float]] = []
 
@@ -139,15 +137,14 @@ class Meter:
         self._in_flight.append(step.in_flight * SAMPLES_PER_GROUP)
         done = (step.finished - self._warm_up) / self._total
         if done * MEASUREMENTS > len(self._memory):
-            self._memory.append(dict(private_mib(self._parts)))
+            self._memory.append(private_mib(self._parts))
 
     def result(self, wanted: int) -> Measured:
         """Return the measurement. Raises ValueError if no step came after the warm-up."""
         if self._first is None or self._last is None:
             raise ValueError(f"no step after the first {self._warm_up} trajectories: ask for more")
         finished = self._last.finished - self._first.finished
-        used = cpu_seconds(self._parts)
-        used.subtract(self._cpu)
+        used = {part: seconds - self._cpu[part] for part, seconds in cpu_seconds(self._parts).items()}
         return Measured(
             wanted,
             statistics.median(self._in_flight),

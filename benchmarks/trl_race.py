@@ -78,6 +78,7 @@ class Task:
     skip: int
     sync: Layout
     asynchronous: Layout
+    trl_threads: int = 2
 
     @property
     def samples(self) -> int:
@@ -139,7 +140,8 @@ class Race:
         """Run TRL with this micro-batch."""
         task = self.task
         spec = {
-            "model": str(self.model), "data": str(self.data), "groups": task.groups, "seed": 0, "threads": 2,
+            "model": str(self.model), "data": str(self.data), "groups": task.groups, "seed": 0,
+            "threads": task.trl_threads,
             "samples_per_group": task.samples_per_group, "max_tokens": task.max_tokens, "reward": task.reward,
             "lr": task.lr, "eps": task.eps, "steps": task.trl_steps, "micro_batch": micro_batch,
         }  # fmt: skip
@@ -289,8 +291,8 @@ def require_trl(directory: Path | None) -> None:
 
 
 def quick(task: Task) -> Task:
-    """Return the task at a size that only shows that it runs."""
-    return replace(task, groups=2, micro_batches=(16, 8, 4), trl_steps=2, trl_skip=1, steps=3, skip=1)
+    """Return the task at a size that only shows that it runs, also where other load makes two threads wait a lot."""
+    return replace(task, groups=2, micro_batches=(16, 8, 4), trl_steps=2, trl_skip=1, steps=3, skip=1, trl_threads=1)
 
 
 def main() -> int:

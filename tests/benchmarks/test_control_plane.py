@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,10 +81,10 @@ def test_admission_keeps_more_in_flight_than_asked_for(in_flight: int) -> None:
 
 
 def test_the_meter_counts_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = iter([Counter(controller=1.0, trainer=9.0), Counter(controller=3.0, trainer=10.0)])
+    used = iter([{"controller": 1.0, "trainer": 9.0}, {"controller": 3.0, "trainer": 10.0}])
     monkeypatch.setattr(script, "processes", dict)
     monkeypatch.setattr(script, "cpu_seconds", lambda parts: next(used))
-    monkeypatch.setattr(script, "private_mib", lambda parts: Counter(controller=50.0))
+    monkeypatch.setattr(script, "private_mib", lambda parts: {"controller": 50.0})
     meter = Meter(warm_up=100, trajectories=1000)
     for number in range(12):
         meter.see(Step(finished=100 * number, in_flight=number, seconds=float(number)))
