@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -22,31 +21,36 @@ def encode(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, list[dict[st
 
     Token ids and versions are int64, masks int8, log-probs float32 and bitwise equal to the engine's.
     """
+    import numpy as np
     import torch
     from tensordict import TensorDict
 
-    def jagged(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-        # One tensor for all rows, because a tensor per row takes six times as long.
-        values = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
+    def jagged(rows: Sequence[Sequence[float]], dtype: str) -> torch.Tensor:
+        # One tensor for all rows, because a tensor per row takes six times as long; and NumPy reads numbers of Python
+        # seven times as fast as torch.
         offsets = torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64)
+        values = torch.empty(int(offsets[-1]), dtype=getattr(torch, dtype))
+        # Copied, because torch gives an empty array of NumPy the stride 0, which the library refuses to send.
+        values.numpy()[:] = np.fromiter(chain.from_iterable(rows), dtype, count=len(values))
         return torch.nested.nested_tensor_from_jagged(values, offsets)
 
     spans = [[n for s in t.versions for n in (s.version, s.start, s.end)] for t in trajectories]
     columns = {
-        "prompt_ids": jagged([t.prompt_ids for t in trajectories], torch.int64),
-        "response_ids": jagged([t.response_ids for t in trajectories], torch.int64),
-        "response_mask": jagged([t.response_mask for t in trajectories], torch.int8),
-        "rollout_logprobs": jagged([t.rollout_logprobs for t in trajectories], torch.float32),
-        "versions": jagged(spans, torch.int64),
+        "prompt_ids": jagged([t.prompt_ids for t in trajectories], "int64"),
+        "response_ids": jagged([t.response_ids for t in trajectories], "int64"),
+        "response_mask": jagged([t.response_mask for t in trajectories], "int8"),
+        "rollout_logprobs": jagged([t.rollout_logprobs for t in trajectories], "float32"),
+        "versions": jagged(spans, "int64"),
     }
     for stream in STREAMS.from_rollout:
         rows = [stream_row(stream, trajectory) for trajectory in trajectories]
-        columns[stream_column(stream)] = jagged(rows, getattr(torch, stream.dtype))
+        columns[stream_column(stream)] = jagged(rows, stream.dtype)
     return TensorDict(columns, batch_size=len(trajectories)), [_tag(trajectory) for trajectory in trajectories]
 
 
 def _tag(trajectory: Trajectory) -> dict[str, Any]:
-    return asdict(trajectory.tag) | {"failure": trajectory.failure}
+    # `asdict` would copy every value of every field recursively; the tag's only container is a copy already.
+    return vars(trajectory.tag) | {"failure": trajectory.failure}
 
 
 def decode_tag(tag: dict[str, Any]) -> SampleTag:

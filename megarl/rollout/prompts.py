@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megarl.common.errors import RolloutError
 from megarl.config.checks import PromptLimit, evaluation_prompt_limit, prompt_limit
 from megarl.config.data_sections import RewardConfig
@@ -119,7 +121,8 @@ class PromptSource:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids without special tokens, as reward functions get it."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        # transformers checks every element of a list one by one, which takes longer than decoding them.
+        text: str = self.tokenizer.decode(np.asarray(ids, dtype=np.int64), skip_special_tokens=True)
         return text
 
     def eval_sets(self) -> list[EvalSet]:

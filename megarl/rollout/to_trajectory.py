@@ -19,6 +19,9 @@ def generation_failure(result: GenerateResult) -> str:
         return "empty response"
     if result.finish_reason == "abort":
         return "aborted"
+    # A sum is not finite if one of its values is not. A loop in Python takes several times as long.
+    if math.isfinite(sum(result.logprobs)) and min(result.logprobs, default=0.0) > MISSING_LOGPROB:
+        return ""
     for position, value in enumerate(result.logprobs):
         if not math.isfinite(value) or value <= MISSING_LOGPROB:
             return f"log-prob {value} at response token {position}"

@@ -1,0 +1,187 @@
+"""The stand-ins of benchmarks/control_plane.py: replicas that answer after a time, and a trainer that only takes."""
+
+from __future__ import annotations
+
+import asyncio
+import cProfile
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megarl.queue.trajectory import VersionSpan
+from megarl.rollout.controller import RolloutController
+from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE, ReplicaSpec, replica_name
+from megarl.rollout.requests import GenerateRequest, GenerateResult
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from megarl.queue.transfer import QueueReader
+
+SHORTEST, LONGEST = 256, 500
+CALL_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Response:
+    """Token ids of a text: the beginning of `body`, at least LONGEST tokens long, then `end`."""
+
+    body: list[int]
+    end: list[int]
+
+    def of_length(self, tokens: int) -> list[int]:
+        return self.body[: tokens - len(self.end)] + self.end
+
+
+class TimedReplica:
+    """Has the methods of `EngineReplica` that the controller and a publication call. Its answers take the time of their
+    tokens, and do not depend on how many there are.
+    """
+
+    def __init__(self, index: int, seconds_per_token: float, responses: list[Response]) -> None:
+        self._index, self._seconds_per_token = index, seconds_per_token
+        self._responses = responses
+        self._logprobs = [-random.Random(index).random() for _ in range(LONGEST)]
+        self._rng = random.Random(index)
+        self._version = 0
+
+    async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        """Return the answers when the longest one has taken its time, as an engine does."""
+        lengths = [self._rng.randint(SHORTEST, LONGEST) for _ in requests]
+        version = self._version
+        await asyncio.sleep(max(lengths) * self._seconds_per_token)
+        return [self._result(request, length, version) for request, length in zip(requests, lengths, strict=True)]
+
+    def _result(self, request: GenerateRequest, length: int, version: int) -> GenerateResult:
+        ids = self._rng.choice(self._responses).of_length(length)
+        spans = (VersionSpan(version, 0, length),)
+        seconds = length * self._seconds_per_token
+        return GenerateResult(request.request_id, ids, self._logprobs[:length], spans, "stop", self._index, seconds)
+
+    async def set_weight_version(self, version: str) -> None:
+        self._version = int(version)
+
+    async def reset(self) -> None:
+        """Nothing is in flight when the controller begins a history."""
+
+    async def ready(self) -> None:
+        """Tell that the actor is up."""
+
+
+class ProfiledController(RolloutController):
+    """The controller, with the profile of its event loop's thread written at the end."""
+
+    def __init__(self, spec: ReplicaSpec, partition: str, *, cwd: str, profile: str) -> None:
+        super().__init__(spec, partition, cwd=cwd)
+        self._file, self._profile = profile, cProfile.Profile()
+
+    async def start(self) -> dict[str, float]:
+        result = await super().start()
+        self._profile.enable()
+        return result
+
+    async def shutdown(self) -> None:
+        self._profile.disable()
+        self._profile.dump_stats(self._file)
+        await super().shutdown()
+
+
+@dataclass
+class Pool:
+    """The actors of one measurement."""
+
+    controller: ActorHandle
+    replicas: list[ActorHandle]
+
+    @classmethod
+    def start(
+        cls,
+        spec: ReplicaSpec,
+        partition: str,
+        replicas: int,
+        seconds_per_token: float,
+        responses: list[Response],
+        cwd: str,
+        profile: str | None,
+    ) -> Pool:
+        """Start the stand-ins and the real controller, which starts the real queue and the reward processes."""
+        import ray
+
+        shared: dict[str, Any] = {"namespace": spec.namespace, "num_cpus": 1, "max_concurrency": 1000}
+        engines = [
+            ray.remote(TimedReplica)
+            .options(name=replica_name(index), resources={ENGINE_RESOURCE: 1}, **shared)
+            .remote(index, seconds_per_token, responses)
+            for index in range(replicas)
+        ]
+        ray.get([each.ready.remote() for each in engines], timeout=CALL_TIMEOUT_S)
+        more = {} if profile is None else {"profile": profile}
+        controller = (
+            ray.remote(RolloutController if profile is None else ProfiledController)
+            .options(name="controller", resources={ROLLOUT_RESOURCE: 1}, **shared)
+            .remote(spec, partition, cwd=cwd, **more)
+        )
+        ray.get(controller.start.remote(), timeout=CALL_TIMEOUT_S)
+        return cls(controller, engines)
+
+    def stop(self) -> None:
+        import ray
+
+        ray.get(self.controller.shutdown.remote(), timeout=CALL_TIMEOUT_S)
+        for actor in [self.controller, *self.replicas]:
+            ray.kill(actor)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the trainer saw when it took a batch."""
+
+    finished: int  # trajectories taken so far, this batch included
+    in_flight: int  # groups
+    seconds: float  # monotonic clock, after the commit
+
+
+class TakingTrainer:
+    """Makes the calls of the training loop: takes a batch, fetches its rows, commits it, publishes a version."""
+
+    def __init__(self, pool: Pool, reader: QueueReader) -> None:
+        self._pool, self._reader = pool, reader
+        self._finished = 0
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        import ray
+
+        return ray.get(getattr(self._pool.controller, method).remote(*args, **kwargs), timeout=CALL_TIMEOUT_S)
+
+    def publish(self, version: int) -> None:
+        import ray
+
+        calls = [replica.set_weight_version.remote(str(version)) for replica in self._pool.replicas]
+        ray.get(calls, timeout=CALL_TIMEOUT_S)
+        self.call("set_version", version, True)
+
+    def run(self, trajectories: int, seen: Callable[[Step], None]) -> None:
+        """Take batches until `trajectories` are committed; call `seen` after each. Raises RuntimeError if one is lost
+        or has other rows than its tags say.
+        """
+        self.call("begin", None)
+        self.publish(0)
+        step = 0
+        while self._finished < trajectories:
+            batch = self.call("wait_batch", step, CALL_TIMEOUT_S / 2)
+            tags = self._reader.read_tags(batch.keys)
+            rows = self._reader.fetch(batch.keys)
+            if [(tag.key, tag.response_tokens) for tag in tags] != [(row.key, len(row.response_ids)) for row in rows]:
+                raise RuntimeError(f"step {step}: tags and rows of the queue differ")
+            if failed := [row for row in rows if row.status != "ok"]:
+                raise RuntimeError(f"step {step}: {len(failed)} trajectories failed: {failed[0].failure}")
+            groups = len({tag.group_id for tag in tags})
+            counters = self.call("commit", step, trained=groups, filtered=0, dropped_stale=0, failed=0)
+            self._finished += len(rows)
+            step += 1
+            self.publish(step)
+            seen(Step(self._finished, counters.in_flight, time.monotonic()))
+        if counters.trained != step * groups:
+            raise RuntimeError(f"the controller counts {counters.trained} trained groups, the trainer {step * groups}")

@@ -1,0 +1,218 @@
+"""Whole runs for benchmarks: torchrun on a config, its parts pinned to cores, and what its files tell.
+
+megarl does not pin its processes. A benchmark does it from outside, by the names of the processes, again and again
+while the run lasts, so that threads and processes that start late are pinned too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "examples" / "rl" / "train_rl.py"
+PIN_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Cores:
+    """The cores of the trainer's ranks, of the engines, and of all other processes of a run."""
+
+    trainer: frozenset[int]
+    engine: frozenset[int]
+    others: frozenset[int]
+
+    @classmethod
+    def one_each(cls) -> Cores:
+        """Return one core for the trainer and one for the engine. Raises SystemExit if this process has only one."""
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) < 2:
+            raise SystemExit(f"two cores are needed, one for the trainer and one for the engine; only {cores} is given")
+        # Controller, queue and rewards get both: on a machine with more cores they would be somewhere else.
+        return cls(frozenset(cores[:1]), frozenset(cores[1:2]), frozenset(cores[:2]))
+
+    def of(self, command: Sequence[str]) -> frozenset[int]:
+        """Return the cores of a process with this command line."""
+        if command and command[0].startswith("ray::EngineReplica"):
+            return self.engine
+        is_rank = str(SCRIPT) in command and "torch.distributed.run" not in command
+        return self.trainer if is_rank else self.others
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a run: it imports this checkout and computes with one thread per process."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def train(
+    config: dict[str, Any], *, ranks: int = 1, cores: Cores | None = None, timeout_s: float
+) -> list[dict[str, Any]]:
+    """Run torchrun on `config`, whose `run.dir` must not exist; return its steps (see `step_records`).
+
+    Raises SystemExit with the end of its output if it fails or does not end within `timeout_s`.
+    """
+    directory = Path(config["run"]["dir"])
+    path = directory.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    log = directory.with_suffix(".log")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", str(SCRIPT), "--config", str(path)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    pinner = Pinner(process.pid, cores) if cores is not None else None
+    try:
+        code = process.wait(timeout_s)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)  # the supervisor notices, and ends the pool
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise SystemExit(f"{directory.name} did not end within {timeout_s:.0f} s; see {log}") from None
+    finally:
+        if pinner is not None:
+            pinner.stop()
+    if code:
+        raise SystemExit(f"{directory.name} failed:\n{log.read_text(errors='replace')[-3000:]}")
+    if pinner is not None:
+        pinner.check()
+    return step_records(directory)
+
+
+class Pinner:
+    """Pins the threads of all processes below `root` until `stop`, in a thread of its own."""
+
+    def __init__(self, root: int, cores: Cores) -> None:
+        self._root, self._cores = root, cores
+        self._pinned: set[frozenset[int]] = set()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pin", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._end.set()
+        self._thread.join(10.0)
+
+    def check(self) -> None:
+        """Raise SystemExit unless both a trainer's rank and an engine were found."""
+        if missing := {self._cores.trainer, self._cores.engine} - self._pinned:
+            raise SystemExit(
+                f"no process was found to pin to {[sorted(cores) for cores in missing]}: names have changed"
+            )
+
+    def _run(self) -> None:
+        while not self._end.wait(PIN_EVERY_S):
+            for process in _below(self._root):
+                try:
+                    cores = self._cores.of(process.cmdline())
+                    _pin(process.pid, cores)
+                except (psutil.Error, OSError):
+                    continue  # it has ended
+                self._pinned.add(cores)
+
+
+def _below(root: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(root).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _pin(pid: int, cores: frozenset[int]) -> None:
+    for task in os.listdir(f"/proc/{pid}/task"):
+        try:
+            if os.sched_getaffinity(int(task)) != cores:
+                os.sched_setaffinity(int(task), cores)
+        except ProcessLookupError:
+            continue  # the thread has ended
+
+
+def step_records(directory: Path) -> list[dict[str, Any]]:
+    """Return the training steps of a run's metrics.jsonl in order."""
+    return [record for record in _lines(directory / "metrics.jsonl") if "time/step" in record]
+
+
+def response_lengths(directory: Path) -> list[int]:
+    """Return the numbers of response tokens in a run's samples.jsonl."""
+    return [line["response_tokens"] for line in _lines(directory / "samples.jsonl")]
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steps of a run after its first `skipped` ones, from the end of the last skipped step to the end of the run.
+
+    `samples_per_s` and `tokens_per_s` (response tokens) count what was trained on. The other values are seconds per
+    step: its wall time, the trainer's wait for rollouts, its passes, the sync of weights, and the rest.
+    """
+
+    steps: int
+    samples_per_s: float
+    tokens_per_s: float
+    step_s: float
+    wait_s: float
+    train_s: float
+    sync_s: float
+
+    @property
+    def rest_s(self) -> float:
+        return self.step_s - self.wait_s - self.train_s - self.sync_s
+
+    @classmethod
+    def of(cls, records: Sequence[dict[str, Any]], skipped: int) -> Window:
+        """Raises ValueError unless a step is skipped and one is left."""
+        if not 1 <= skipped < len(records):
+            raise ValueError(f"{len(records)} steps were made: at least 1 must be skipped and 1 left, not {skipped}")
+        chosen = records[skipped:]
+        seconds = chosen[-1]["wall_time"] - records[skipped - 1]["wall_time"]
+
+        def total(*names: str) -> float:
+            return sum(record.get(name) or 0.0 for record in chosen for name in names)
+
+        steps = len(chosen)
+        return cls(
+            steps=steps,
+            samples_per_s=total("batch/trained_samples") / seconds,
+            tokens_per_s=total("batch/response_tokens") / seconds,
+            step_s=seconds / steps,
+            wait_s=total("time/generate") / steps,
+            train_s=total("time/logprobs", "time/update") / steps,
+            sync_s=total("time/sync") / steps,
+        )
+
+    def details(self) -> dict[str, str]:
+        """Return the seconds per step, for the report."""
+        names = {"step": self.step_s, "waiting for rollouts": self.wait_s, "training": self.train_s}
+        names |= {"sync": self.sync_s, "rest": self.rest_s}
+        return {"seconds per step": ", ".join(f"{name} {value:.3f}" for name, value in names.items())}
+
+
+def median_window(windows: Sequence[Window]) -> Window:
+    """Return the window of the median step time (the faster of the middle two), not a mixture of several."""
+    middle = statistics.median_low([window.step_s for window in windows])
+    return next(window for window in windows if window.step_s == middle)
+
+
+def fresh(directory: Path, name: str) -> Path:
+    """Return a path for a run below `directory` that does not exist yet."""
+    return directory / f"{name}-{time.time_ns()}"
