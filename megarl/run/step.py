@@ -21,7 +21,7 @@ from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.filters import ShapedBatch, ShapingSpec, shape_batch
 from megarl.algorithms.losses import kl_penalty
 from megarl.algorithms.stats import LossStats
-from megarl.config.correction import correction_of, recomputes_old_logprobs
+from megarl.config.old_logprobs import correction_of, recomputes_old_logprobs
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS, ROLLOUT_LOGPROBS

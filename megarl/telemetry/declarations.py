@@ -61,13 +61,6 @@ _BATCH = [
     Metric("batch/response_tokens", "tokens", "sum", "Response tokens of the batch."),
     Metric("batch/trained_tokens", "tokens", "sum", "Prompt and response tokens that passed through the update."),
     Metric("batch/loss_tokens", "tokens", "sum", "Response tokens with a loss."),
-    Metric(
-        "batch/prefetch_seconds",
-        "s",
-        "sum",
-        "Time to plan and fetch the batch in a thread, if generation runs ahead; what `time/generate` would have more.",
-        True,
-    ),
     Metric("batch/dp_imbalance", "ratio", "max", "Largest number of tokens of a DP rank over their mean; 1 is even."),
 ]
 
@@ -96,6 +89,13 @@ _ROLLOUT = [
     Metric("rollout/reward_seconds_max", "s", "max", "The same, slowest sample.", True),
     Metric("rollout/idle_ratio", "share", "last", "Share of the step's wall time in which no engine ran.", True),
     Metric("rollout/engine_seconds", "s", "sum", "Wall time in which at least one engine ran for training.", True),
+    Metric(
+        "rollout/prefetch_seconds",
+        "s",
+        "sum",
+        "Time to plan and fetch the batch in a thread, if generation runs ahead; what `time/generate` would have more.",
+        True,
+    ),
     Metric("rollout/replicas_alive", "replicas", "last", "Replicas that work.", True),
     Metric("rollout/replicas_lost", "replicas", "last", "Replicas that the next publication replaces.", True),
 ]
