@@ -81,7 +81,7 @@ class BatchSource:
         rows = self._pool.fetch(batch, plan, channel)
         samples = self._pool.read_samples(batch)
         if channel is not None:
-            batch.timings["batch/prefetch_seconds"] = time.perf_counter() - started
+            batch.timings["rollout/prefetch_seconds"] = time.perf_counter() - started
         return PreparedBatch(batch, plan, rows, samples)
 
     def finish(self) -> None:

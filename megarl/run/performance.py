@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from megarl import platforms
-from megarl.config.correction import recomputes_old_logprobs
+from megarl.config.old_logprobs import recomputes_old_logprobs
 from megarl.config.parameters import model_parameters
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo

@@ -20,8 +20,8 @@ from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.filters import ShapedBatch, shape_batch
 from megarl.algorithms.losses import kl_penalty
 from megarl.algorithms.stats import LossStats
-from megarl.config.correction import correction_of, recomputes_old_logprobs
 from megarl.config.datasets import own_temperatures, response_limits
+from megarl.config.old_logprobs import correction_of, recomputes_old_logprobs
 from megarl.config.pace import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.config.shaping import shaping_of

@@ -79,13 +79,6 @@ _BATCH = [
     ),
     Metric("batch/staleness_p95", "updates", "last", "The same, 95th percentile over samples."),
     Metric("batch/staleness_max", "updates", "max", "The same, maximum over samples."),
-    Metric(
-        "batch/prefetch_seconds",
-        "s",
-        "sum",
-        "Time to plan and fetch the batch in a thread, if generation runs ahead; what `time/generate` would have more.",
-        True,
-    ),
     Metric("batch/dp_imbalance", "ratio", "max", "Largest number of tokens of a DP rank over their mean; 1 is even."),
 ]
 
@@ -139,6 +132,13 @@ _ROLLOUT = [
     Metric("rollout/running_max", "requests", "max", "Most requests in the batch of one engine.", True),
     Metric("rollout/waiting_max", "requests", "max", "Most requests without a place in an engine's batch.", True),
     Metric("rollout/cut", "responses", "sum", "Responses cut at their group's deadline.", True),
+    Metric(
+        "rollout/prefetch_seconds",
+        "s",
+        "sum",
+        "Time to plan and fetch the batch in a thread, if generation runs ahead; what `time/generate` would have more.",
+        True,
+    ),
     Metric("rollout/replicas_alive", "replicas", "last", "Replicas that work.", True),
     Metric("rollout/replicas_lost", "replicas", "last", "Replicas that the next publication replaces.", True),
 ]

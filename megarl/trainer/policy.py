@@ -23,8 +23,8 @@ from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.losses import LossFunction, LossInputs, LossSpec, MicroBatchLoss, micro_batch_loss
 from megarl.algorithms.stats import LossStats
 from megarl.checkpoint.format.load_weights import load_weights
-from megarl.config.correction import correction_of, recomputes_old_logprobs
 from megarl.config.megatron_defaults import transformer_fields
+from megarl.config.old_logprobs import correction_of, recomputes_old_logprobs
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout

@@ -18,6 +18,7 @@ from megarl.queue.streams import (
     ADVANTAGES,
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
+    ROLLOUT_LOGPROBS,
     STREAMS,
     Stream,
     StreamRegistry,
@@ -138,7 +139,8 @@ def test_a_name_has_one_declaration() -> None:
 def test_the_loss_uses_the_declared_names() -> None:
     """The layers forbid `algorithms` to import `queue`, so the loss writes the names out."""
     used = stream_names((ROOT / "megarl/algorithms/losses.py").read_text())
-    assert used == {OLD_LOGPROBS, ADVANTAGES, REFERENCE_LOGPROBS} <= {stream.name for stream in STREAMS}
+    assert used == {OLD_LOGPROBS, ADVANTAGES, REFERENCE_LOGPROBS, ROLLOUT_LOGPROBS}
+    assert used <= {stream.name for stream in STREAMS}
     assert stream_names("streams['a'] + inputs.streams.get('b') + other['c']") == {"a", "b"}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.algorithms.correction import CorrectionSpec
 from megarl.common.errors import ConfigError
-from megarl.config.correction import correction_of, recomputes_old_logprobs
+from megarl.config.old_logprobs import correction_of, recomputes_old_logprobs
 from tests.support.configs import config
 
 AHEAD: dict[str, Any] = {"admission": {"mode": "async", "sync_interval": 4, "max_staleness": 7}}
