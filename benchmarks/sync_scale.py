@@ -226,7 +226,7 @@ def receiver(plan: BucketPlan, wires: Sequence[torch.Tensor], loader: Any) -> Ca
 
     def sync() -> None:
         loader.start()
-        local._receive_all(1)
+        local._receive_all(1, loader)
         loader.finish()
 
     return sync

@@ -251,11 +251,14 @@ class EngineReplica:
         await self._guard(engine.update_weights(request), "update_weights")
 
     async def finish_weight_update(self, version: str | None = None) -> None:
-        """Complete the new weights and label what is generated from then on with `version`."""
+        """Complete the new weights and label what is generated from then on with `version`.
+
+        None: this replica has kept its weights and its label.
+        """
         engine = self._check()
         await self._guard(engine.finish_weight_update(version), "finish_weight_update")
         self._in_sync = False
-        self._has_weights = True
+        self._has_weights |= version is not None
 
     async def set_weight_version(self, version: str) -> None:
         """Label what is generated from then on with `version`, without a change of the weights."""

@@ -39,13 +39,17 @@ class MegarlInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class MegarlUpdateInfo(WeightTransferUpdateInfo):
-    """The arguments of one sync, which follows the plan in `MegarlInitInfo` with this `layer_span`."""
+    """The arguments of one sync, which follows the plan in `MegarlInitInfo` with this `layer_span`.
+
+    `load`: whether the model gets the weights; otherwise this worker only takes part in the broadcasts.
+    """
 
     sync: int
     version: int
     layer_span: int | None
     plan_hash: str
     timeout_s: float
+    load: bool = True
 
 
 class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpdateInfo]):
@@ -63,6 +67,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         self.loader = ModelLoader(self.model, self.model_config, self.device, read_at_start=read)
         self._receiver: Receiver | None = None
         self._needs_restart: str | None = None  # the failure that left the model partly loaded
+        self._loads = False  # this sync changes the model
 
     def init_transfer_engine(self, init_info: MegarlInitInfo) -> None:
         """Join the group. vLLM calls this again for every new generation.
@@ -86,9 +91,12 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         self.loader.check_next_sync()
 
     def start_weight_update(self) -> None:
-        """Prepare the model. Raises WeightSyncError if an earlier sync left it partly loaded."""
+        """Begin a session, which vLLM requires. Raises WeightSyncError if an earlier sync left the model partly loaded.
+
+        The model is prepared in `receive_weights`, which knows whether it gets the weights.
+        """
         self._refuse_if_broken()
-        self.loader.start()
+        self._loads = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive, check and load all buckets. The base class's method would also synchronise an accelerator on CPU."""
@@ -100,20 +108,26 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         """Receive one sync. Raises WeightSyncError after the failure was reported to the other members."""
         if self._receiver is None:
             raise WeightSyncError("update_weights was called before init_weight_transfer_engine")
+        self._loads = update_info.load
         try:
+            if self._loads:
+                self.loader.start()
             self._receiver.receive(
                 update_info.sync,
                 update_info.version,
                 update_info.timeout_s,
                 layer_span=update_info.layer_span,
                 plan_hash=update_info.plan_hash,
+                load=self._loads,
             )
         except BaseException as error:
             self._needs_restart = str(error) or repr(error)
             raise
 
     def finish_weight_update(self) -> None:
-        """Complete the new weights."""
+        """Complete the new weights, if the model got them."""
+        if not self._loads:
+            return
         try:
             self.loader.finish()
         except BaseException as error:

@@ -10,8 +10,8 @@ class ReplicaHandle(Protocol):
     """One engine replica.
 
     The methods that are called on it are `world_size()`, `init_weight_transfer(init_info)`, `pause(clear_cache)`,
-    `start_weight_update()`, `update_weights(update_info)`, `finish_weight_update(version)`, `resume()` and
-    `fail(reason)`.
+    `start_weight_update()`, `update_weights(update_info)`, `finish_weight_update(version)` (None: it stays the same),
+    `resume()` and `fail(reason)`.
     """
 
     @property

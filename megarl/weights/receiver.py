@@ -42,6 +42,22 @@ class Loader(Protocol):
         """Replace all references to parts of `buffer_B` by copies: the buffer is about to be overwritten."""
 
 
+class _Dropping:
+    """Loads nothing: the model keeps its weights."""
+
+    way = "not loaded: the replica keeps its version"
+    obstacle = None
+
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Drop the tensors."""
+
+    def detach(self, buffer_B: torch.Tensor) -> None:
+        """Do nothing: nothing refers to the buffer."""
+
+
+_DROP = _Dropping()
+
+
 class Receiver:
     """Receives syncs on one engine worker."""
 
@@ -50,13 +66,14 @@ class Receiver:
         self._buffers = ReceiveBuffers(plan.buffer_bytes, device, loader)
 
     def receive(
-        self, sync: int, version: int, timeout_s: float, *, layer_span: int | None, plan_hash: str
+        self, sync: int, version: int, timeout_s: float, *, layer_span: int | None, plan_hash: str, load: bool = True
     ) -> dict[str, Any]:
         """Receive and load all buckets. Return the report, which is also sent to the leader.
 
         It has the digests, the seconds of each part, and as `loaded` the way that the loader took.
 
-        `timeout_s`: the time for the whole sync; `layer_span` and `plan_hash`: those of the sender's plan.
+        `timeout_s`: the time for the whole sync; `layer_span` and `plan_hash`: those of the sender's plan. Without
+        `load` every bucket is received and checked, because a broadcast needs all members, and then dropped.
 
         Raises:
             ValueError: `plan_hash` is that of another plan, or the plan mixes layers and the loader cannot take that.
@@ -72,12 +89,12 @@ class Receiver:
         try:
             if plan_hash != self.plan.hash:
                 raise ValueError(f"this sync follows plan {plan_hash}, {group.name} has {self.plan.hash}")
-            if layer_span is None and self._loader.obstacle is not None:
+            if load and layer_span is None and self._loader.obstacle is not None:
                 raise ValueError(
                     "the plan of this sync mixes the tensors of all layers, which needs an engine that loads in place; "
                     f"{group.name} cannot: {self._loader.obstacle}"
                 )
-            report |= self._receive_all(version)
+            report |= self._receive_all(version, self._loader if load else _DROP)
         except BaseException as error:
             report["failure"] = str(error) or repr(error)
             report["secondary"] = isinstance(error, SyncAborted | ConnectionLost | PeerTimeout)
@@ -96,7 +113,7 @@ class Receiver:
         except RuntimeError:
             logger.exception("%s could not report to the leader", self.group.name)
 
-    def _receive_all(self, version: int) -> dict[str, Any]:
+    def _receive_all(self, version: int, loader: Loader) -> dict[str, Any]:
         """Receive, check and load every bucket in the plan's order. Return digests and seconds for the report."""
         seconds = {"wait": 0.0, "digest": 0.0, "load": 0.0}
         digests: list[int] = []
@@ -119,9 +136,9 @@ class Receiver:
             if split:
                 del buffer_B  # its content was copied, and a large tensor needs the memory
                 on_wire += self._post_after(bucket)
-                self._loader.load(tensors)
+                loader.load(tensors)
             else:
-                self._loader.load(tensors)
+                loader.load(tensors)
                 del tensors
                 self._buffers.release(buffer_B)
             seconds["wait"] += arrived - start
@@ -129,7 +146,7 @@ class Receiver:
             seconds["load"] += time.perf_counter() - checked
         assembler.close()
         self._buffers.clear()
-        return {"digests": digests, "seconds": seconds, "loaded": self._loader.way}
+        return {"digests": digests, "seconds": seconds, "loaded": loader.way}
 
     def _post_after(self, bucket: Bucket) -> list[tuple[torch.Tensor, PendingBroadcast]]:
         """Start to receive the bucket after this one, if there is one."""

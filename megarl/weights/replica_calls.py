@@ -2,7 +2,8 @@
 
 Order of one sync, over all replicas: pause -> start -> update (all buckets) -> compare every worker's digests with the
 senders' -> finish, which sets the version -> resume. After a failure between start and finish the replicas are never
-resumed, and must be restarted.
+resumed, and must be restarted. A replica that keeps its version goes through the same calls, because all members take
+part in a broadcast; it drops what it receives, and keeps its KV cache and its label.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,8 +115,12 @@ class EngineCalls:
         except CallsFailed as error:
             raise self._not_reached(error, replicas) from error
 
-    def publish(self, group: Group, plan: BucketPlan, sync: int, version: int, timeout_s: float) -> SyncReport:
+    def publish(
+        self, group: Group, plan: BucketPlan, sync: int, version: int, timeout_s: float, keep: Collection[str] = ()
+    ) -> SyncReport:
         """Take all replicas through one sync, in which `group` has begun. Does not end the sync if it succeeds.
+
+        `keep`: the names of replicas that keep their weights and their version.
 
         Raises:
             WeightSyncError: with the failed members and the replicas that must be restarted.
@@ -128,26 +133,30 @@ class EngineCalls:
         info = {"sync": sync, "version": version, "layer_span": plan.layer_span, "plan_hash": plan.hash}
         release = _Release(group.aborted, group.post_abort)
 
-        def call(method: str, *args: object, limit: float | None = None) -> list[_Returned]:
+        def call(
+            method: str, *args: object, kept: tuple[object, ...] = (), limit: float | None = None
+        ) -> list[_Returned]:
+            """Call `method` with `args`, and with `kept` on the replicas that keep their version."""
             if group.aborted() and method != "resume":  # another member failed: go no further
                 raise SyncAborted(group.abort_reason or "")
             begun = time.perf_counter()
-            arguments = [args] * len(replicas)
+            arguments = [kept if replica.name in keep else args for replica in replicas]
             returned = self._all(replicas, method, arguments, timeout_s=limit or self._rpc_s, release=release)
             phases[method] = time.perf_counter() - begun
             return returned
 
         try:
             pause_begun = time.monotonic()
-            call("pause", self._recompute_kv)
+            call("pause", self._recompute_kv, kept=(False,))
             phase = "start"
             call("start_weight_update")
             phase = "update"
             remaining = max(0.1, deadline - time.monotonic())
-            call("update_weights", {**info, "timeout_s": remaining}, limit=remaining + EXTRA_WAIT_S)
+            update = {**info, "timeout_s": remaining, "load": True}
+            call("update_weights", update, kept=({**update, "load": False},), limit=remaining + EXTRA_WAIT_S)
             reports = self._await_reports(group, plan, deadline)
             phase = "finish"
-            call("finish_weight_update", str(version))
+            call("finish_weight_update", str(version), kept=(None,))
             phase = "resume"
             resumed = call("resume")
         except (CallsFailed, WeightSyncError) as error:

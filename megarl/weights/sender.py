@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -136,8 +136,11 @@ class WeightSender:
             logger.warning("restarting %s: %s", ", ".join(error.needs_restart), error)
             self._form_group(restart=error.needs_restart)
 
-    def publish(self, version: int) -> SyncReport:
+    def publish(self, version: int, keep: Collection[str] = ()) -> SyncReport:
         """Make every replica serve `version`, with weights bit-identical to those that the exporter yields. Collective.
+
+        `keep`: the names of replicas that are left out, and keep their weights and their version; read on rank 0 only.
+        One that has to be restarted gets the weights.
 
         Replicas that a failed sync left between start and finish are restarted, and the sync is repeated, at most
         `settings.restarts` times.
@@ -149,7 +152,7 @@ class WeightSender:
             self._form_group()
         restarted: tuple[str, ...] = ()
         for attempt in range(self.settings.restarts + 1):
-            outcome = self._attempt(version, may_repeat=attempt < self.settings.restarts)
+            outcome = self._attempt(version, set(keep) - set(restarted), may_repeat=attempt < self.settings.restarts)
             if outcome["status"] == "published":
                 return SyncReport(**{**outcome["report"], "restarted": restarted})
             if outcome["status"] == "failed":
@@ -289,7 +292,7 @@ class WeightSender:
             raise error
         return bool(answers and answers[0])
 
-    def _attempt(self, version: int, may_repeat: bool) -> dict[str, Any]:
+    def _attempt(self, version: int, keep: Collection[str], may_repeat: bool) -> dict[str, Any]:
         """Make one attempt to publish. Return its outcome, which the leader determines for all ranks."""
         if self._store is None or self._group is None:
             raise RuntimeError("WeightSender.connect has not been called")
@@ -298,7 +301,7 @@ class WeightSender:
         group.begin(sync, len(self.plan.buckets), limit_s)
         engines = None
         if self._engines is not None:
-            engines = BackgroundCall(self._engines.publish, group, self.plan, sync, version, limit_s)
+            engines = BackgroundCall(self._engines.publish, group, self.plan, sync, version, limit_s, keep)
         sending = Sending(group, self.plan, self._gathers, self._packer, self._rank, version)
         error: Exception | None = None
         try:

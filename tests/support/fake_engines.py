@@ -107,6 +107,7 @@ class FakeReplica:
         self.calls: list[str] = []
         self.version: str | None = None
         self.serving = True
+        self.cleared: bool | None = None  # whether the last pause cleared the KV cache
         self.failed: str | None = None
         self.on: dict[str, Callable[[], None]] = {}
         self._receivers: list[Receiver] = []
@@ -136,13 +137,13 @@ class FakeReplica:
         self._receivers = list(self._pool.map(join, range(len(self.loaders))))
 
     def _pause(self, clear_cache: bool) -> None:
-        self.serving = False
+        self.serving, self.cleared = False, clear_cache
 
     def _start_weight_update(self) -> None:
         pass
 
     def _update_weights(self, info: dict[str, Any]) -> None:
-        plan = {name: info[name] for name in ("layer_span", "plan_hash")}
+        plan = {name: info[name] for name in ("layer_span", "plan_hash", "load")}
         futures = [
             self._pool.submit(r.receive, info["sync"], info["version"], info["timeout_s"], **plan)
             for r in self._receivers
@@ -150,8 +151,8 @@ class FakeReplica:
         for future in futures:
             future.result()
 
-    def _finish_weight_update(self, version: str) -> None:
-        self.version = version
+    def _finish_weight_update(self, version: str | None) -> None:
+        self.version = version or self.version
 
     def _resume(self) -> None:
         self.serving = True

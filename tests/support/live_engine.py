@@ -99,7 +99,7 @@ class LiveReplica:
 
         await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
 
-    async def _finish_weight_update(self, version: str) -> None:
+    async def _finish_weight_update(self, version: str | None) -> None:
         await self._engine.finish_weight_update(version)
 
     async def _resume(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,9 @@ class Setup:
         tensors = load_file(self.models[version] / "model.safetensors")
         return dict(sorted(tensors.items(), key=lambda item: ("layers." in item[0], item[0])))
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, keep: Sequence[str] = ()) -> None:
         self.exporter.tensors = self.weights(version)
-        self.sender.publish(version)
+        self.sender.publish(version, keep)
 
     def assert_serves(self, version: int) -> None:
         futures = [self.replica.generate(p, f"{version}-{i}-{time.time()}") for i, p in enumerate(PROMPTS)]
@@ -90,6 +90,23 @@ def test_after_a_sync_the_engine_is_the_new_model(engine: Setup) -> None:
     engine.assert_serves(1)
     assert report.buckets > 10 and report.bytes == sum(t.nbytes for t in engine.weights(1).values())
     assert all(PACKED in way for way in engine.replica.ask_workers("loaded"))
+
+
+@on("dense", "dense TP2")
+def test_an_engine_can_keep_its_version(engine: Setup) -> None:
+    """What it had begun goes on with the same weights, and it takes the next version as if nothing had been."""
+    engine.publish(1)
+    futures = [engine.replica.generate(p, f"kept-{i}", max_tokens=400) for i, p in enumerate(PROMPTS)]
+    time.sleep(0.4)
+    assert not any(future.done() for future in futures), "the sync must fall into the generation"
+    engine.publish(2, keep=["replica 0"])
+    for prompt, future in zip(PROMPTS, futures, strict=True):
+        response: Response = future.result(120)
+        assert response.versions == [("1", 0, 400)]
+        assert response.ids == reference(engine.models[1], prompt, response.ids)[0]
+    engine.assert_serves(1)
+    engine.publish(2)
+    engine.assert_serves(2)
 
 
 @on("dense")

@@ -57,6 +57,36 @@ def test_every_worker_receives_every_bit_and_versions_advance(dtype: torch.dtype
     assert pool.replicas()[0].calls == ["world_size", "init_weight_transfer", *session * 3]
 
 
+def test_a_replica_that_keeps_its_version_takes_part_and_gets_a_later_one() -> None:
+    """Its digests are compared too. One that has to be restarted in the sync has nothing to keep."""
+    pool = FakePool(1, 2, 1)
+    sender, exporter = make_sender(pool, with_settings(restarts=1))
+    first = exporter.tensors
+    sender.publish(0)
+    kept, others = pool.replicas()[1], [pool.replicas()[0], pool.replicas()[2]]
+    exporter.tensors = random_tensors(seed=1)
+    sender.publish(1, keep=["replica 1"])
+    assert [replica.version for replica in pool.replicas()] == ["1", "0", "1"]
+    assert [replica.cleared for replica in pool.replicas()] == [True, False, True]
+    assert all(torch.equal(loader.tensors[name], first[name]) for loader in kept.loaders for name in first)
+    assert all(torch.equal(each.loaders[0].tensors["head"], exporter.tensors["head"]) for each in others)
+    sender.publish(2)
+    assert_received(pool, exporter.tensors)
+    kept.failed = "a test says so"
+    sender.publish(3, keep=["replica 1"])
+    assert pool.restarted == ["replica 1"] and [replica.version for replica in pool.replicas()] == ["3"] * 3
+    assert_received(pool, exporter.tensors)
+
+
+def test_a_kept_replica_that_receives_other_bytes_fails_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = FakePool(1, 1)
+    sender, _ = make_sender(pool)
+    sender.publish(0)
+    corrupt(monkeypatch, flip_bit)
+    with pytest.raises(WeightSyncError, match=r"version 1 failed.*bucket 5 of version 1 .*digest"):
+        sender.publish(1, keep=["replica 0", "replica 1"])
+
+
 @pytest.mark.parametrize(("obstacle", "span"), [(None, None), ("its weights are packed", RELOAD_LAYER_SPAN)])
 def test_buckets_mix_layers_if_every_worker_loads_in_place(obstacle: str | None, span: int | None) -> None:
     pool = FakePool(1, 2)
