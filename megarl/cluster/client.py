@@ -23,6 +23,7 @@ from megarl.evaluation.harness import SetReport
 from megarl.rollout.controller import BatchReady
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
+from megarl.rollout.evaluations import FinishedEvaluation
 from megarl.rollout.fleet import as_rollout_error
 from megarl.rollout.replica import replica_name
 
@@ -215,6 +216,19 @@ class PoolClient:
     def evaluate(self, version: int, label: str = "") -> list[SetReport]:
         """Evaluate every held-out set, greedy and sampled; with `label`, also write RUN_DIR/eval_{label}.jsonl."""
         return self.call("evaluate", version, label, timeout_s=self.config.timeouts.generate_s + CALL_MARGIN_S)
+
+    def start_evaluation(self, version: int, label: str) -> None:
+        """Begin to evaluate every held-out set beside training. Every replica serves `version` now."""
+        self.call("start_evaluation", version, label, timeout_s=self.config.timeouts.rpc_s)
+
+    def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation]:
+        """Return the evaluations beside training that have ended; with `wait_s`, wait for the one that is running."""
+        bound = wait_s + CALL_MARGIN_S if wait_s else self.config.timeouts.rpc_s
+        return self.call("take_evaluations", wait_s, timeout_s=bound)
+
+    def leave_out(self) -> list[str]:
+        """Return the names of the replicas that the publication which now begins leaves out."""
+        return [f"replica {index}" for index in self.call("leave_out", timeout_s=self.config.timeouts.rpc_s)]
 
     def references(self, group_ids: Sequence[int]) -> dict[int, str]:
         """Return the reference answers of groups, by group id."""

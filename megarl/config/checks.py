@@ -15,6 +15,7 @@ from typing import Literal
 
 from megarl.common.errors import ConfigError
 from megarl.config import layout_checks
+from megarl.config.concurrent_evaluation import evaluation_problems
 from megarl.config.datasets import (
     all_sets,
     data_problems,
@@ -68,8 +69,8 @@ def check(config: Config, *, device: Device | None = None, files: bool = True) -
     problems = list(data_problems(config))
     if config.data.path is None and not config.data.sets:
         raise ConfigError(problems)  # the other checks read the sets
-    problems += list(_sizes(config)) + list(pace_problems(config)) + list(_sampling(config)) + list(_evaluation(config))
-    problems += list(_deadlines(config)) + list(liveness_problems(config))
+    problems += list(_sizes(config)) + list(pace_problems(config)) + list(_sampling(config))
+    problems += list(evaluation_problems(config)) + list(_deadlines(config)) + list(liveness_problems(config))
     problems += list(_checkpoint(config)) + list(_functions(config))
     problems += list(layout_checks.megatron_problems(config, device))
     problems += list(engine_problems(config)) + list(_transport(config, device)) + list(launch_problems(config))
@@ -188,11 +189,6 @@ def _deadlines(config: Config) -> Iterator[str]:
             f"rollout.group_deadline_s: {deadline:g} s would never come, because an engine that needs "
             f"timeouts.generate_s={bound:g} s counts as lost; lower the first or raise the second"
         )
-
-
-def _evaluation(config: Config) -> Iterator[str]:
-    if config.evaluation.every and not config.evaluation.sets:
-        yield "evaluation.every: set, but evaluation.sets is empty; add a set or set it to 0"
 
 
 def _checkpoint(config: Config) -> Iterator[str]:

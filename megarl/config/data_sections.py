@@ -133,6 +133,18 @@ class EvaluationConfig(Section):
 
     sets: list[EvalSetConfig] = Field(default_factory=list, description="Held-out sets; empty = no evaluation.")
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 = only before and after.")
+    concurrent: bool | None = Field(
+        None,
+        description="Train on while an evaluation runs. Its requests give way to training, and its report says of "
+        "which versions the tokens were. The last one is always waited for. Default: true where generation runs ahead "
+        "(`admission.mode`), except with `checkpoint.keep_best` or `run.deterministic`, which need one version.",
+    )
+    pin: int = Field(
+        0,
+        ge=0,
+        description="So many replicas keep the version with which such an evaluation began, and work for it alone "
+        "until it ends; 0 = all replicas, of whatever version they serve.",
+    )
     max_tokens: int | None = Field(
         None, ge=1, description="Upper bound of response tokens; default `sampling.max_tokens`."
     )

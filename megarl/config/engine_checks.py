@@ -25,6 +25,7 @@ RESERVED: dict[str, str] = {
     "enforce_eager": "set rollout.enforce_eager",
     "dtype": "set rollout.dtype",
     "seed": "set run.seed",
+    "scheduling_policy": "megarl chooses it by evaluation.concurrent",
     "logprobs_mode": "megarl needs processed_logprobs: temperature must be in the engine's log-probs",
     "weight_transfer_config": "megarl needs its own weight transfer backend",
     "load_format": "megarl chooses it",

@@ -22,12 +22,18 @@ Respond = Callable[[Problem, int, Mode, int], Awaitable[ScoredResponse]]
 
 @dataclass(frozen=True)
 class SetReport:
-    """Both evaluations of one set; `version` is the version of the evaluated weights."""
+    """Both evaluations of one set.
+
+    `version`: of the weights with which the evaluation began; `oldest` and `newest`: of the tokens of its responses,
+    which differ from it only if training went on meanwhile.
+    """
 
     name: str
     version: int
     greedy: EvalReport
     sampled: EvalReport
+    oldest: int
+    newest: int
 
     @property
     def n(self) -> int:
@@ -43,6 +49,11 @@ class SetReport:
     def reward_errors(self) -> int:
         """The number of greedy and sampled responses whose reward function hung or raised."""
         return self.greedy.reward_errors + self.sampled.reward_errors
+
+    @property
+    def of_one_version(self) -> bool:
+        """True if every token is of `version`."""
+        return self.oldest == self.newest == self.version
 
     @property
     def nothing_judged(self) -> str | None:
@@ -80,6 +91,7 @@ class SetReport:
         return {
             "name": self.name,
             "version": self.version,
+            "versions": [self.oldest, self.newest],
             "greedy": self.greedy.to_dict(),
             "sampled": self.sampled.to_dict(),
         }
@@ -109,6 +121,8 @@ async def evaluate_set(
         version=version,
         greedy=evaluate_responses(f"{name} greedy", [row[:1] for row in answers]),
         sampled=evaluate_responses(f"{name} sampled", [row[1:] for row in answers]),
+        oldest=version,
+        newest=version,
     )
 
 

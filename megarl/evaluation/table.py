@@ -53,11 +53,12 @@ def report_table(reports: Sequence[EvalReport]) -> Table:
 def render_line(label: str, report: SetReport) -> str:
     """Return one line of plain text for the progress output of a run."""
     greedy, sampled = report.greedy, report.sampled
+    versions = "" if report.of_one_version else f", versions {report.oldest} to {report.newest}"
     return (
         f"eval {report.name} ({label}): greedy {format_estimate(greedy.mean)}, "
         f"sampled mean@{sampled.samples_per_problem} {format_estimate(sampled.mean)}, "
         f"{report.n} problems, {100 * greedy.parsed_share:.1f}% parsed, {100 * greedy.truncated_share:.1f}% truncated"
-        f"{_failures(report)}"
+        f"{versions}{_failures(report)}"
     )
 
 

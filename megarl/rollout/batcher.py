@@ -34,14 +34,17 @@ class Batcher:
         *,
         chunk: int | None = None,
         in_turn: bool = False,
+        background: bool = False,
         clock: BusyClock | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`chunk`: the most requests in one call (None: no bound). `clock` records when calls are sent and answered.
 
-        `in_turn`: calls without a home go to the replicas in turn instead of by load.
+        `in_turn`: calls without a home go to the replicas in turn instead of by load. `background`: see
+        `Fleet.generate`.
         """
         self._pool, self._chunk, self._in_turn, self._clock, self._now = pool, chunk, in_turn, clock, now
+        self._background = background
         self._waiting: list[_Waiting] = []
         self._flush: asyncio.Handle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -118,7 +121,9 @@ class Batcher:
             self._clock.enter(number, self._now())
         try:
             requests = [each.request for each in together]
-            results = await self._pool.generate(prefix, requests, home=home, deadline=first.deadline)
+            results = await self._pool.generate(
+                prefix, requests, home=home, deadline=first.deadline, background=self._background
+            )
             seconds = max(result.seconds for result in results)
             return results
         finally:

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from megarl.rollout.batch_stats import BatchStats, BusyClock
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
-from megarl.rollout.evaluate_on_fleet import evaluate_on_fleet, write_records
+from megarl.rollout.evaluations import Evaluations, FinishedEvaluation
 from megarl.rollout.failure_policy import FailurePolicy
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_runner import GroupRunner
@@ -101,6 +100,9 @@ class RolloutController:
             config, SingleTurn(), self._source, self._batcher, self._rewards, partition=self.partition
         )
         self._runner.stats.skipped_prompts = self._source.skipped
+        self._evaluations = Evaluations(
+            config, self.run_dir, self._source, self._fleet, self._rewards.score, self._tasks
+        )
         self._writer = await asyncio.to_thread(
             QueueWriter.attach, self.partition, namespace=self.spec.namespace, timeout_s=timeouts.queue_s
         )
@@ -126,7 +128,7 @@ class RolloutController:
     async def set_version(self, version: int, admit: bool = True) -> Counters:
         """Record that all engines, restarted ones included, serve `version`; with `admit`, start what it allows.
 
-        Idempotent.
+        Those of `leave_out` do not, and get no training requests. Idempotent.
         """
         self._tasks.check()
         self._fleet.admit_joining()
@@ -204,22 +206,23 @@ class RolloutController:
     async def evaluate(self, version: int, label: str = "") -> list[SetReport]:
         """Evaluate every configured set, greedy and sampled; with `label`, write RUN_DIR/eval_{label}.jsonl."""
         self._tasks.check()
-        eval_sets = await asyncio.to_thread(self._source.eval_sets)
-        reports = []
-        for eval_set in eval_sets:
-            report = await evaluate_on_fleet(
-                eval_set,
-                self._fleet,
-                partial(self._rewards.score, function=eval_set.reward),
-                self._source.decode,
-                version=version,
-                tag=f"v{version}{label}",
-                in_turn=self.config.run.deterministic,
-            )
-            reports.append(report)
-        if label and eval_sets:
-            write_records(self.run_dir / f"eval_{label}.jsonl", eval_sets)
-        return reports
+        return await self._evaluations.run(version, label)
+
+    async def start_evaluation(self, version: int, label: str) -> None:
+        """Begin to evaluate beside training; `take_evaluations` gives the reports. All replicas serve `version` now."""
+        self._tasks.check()
+        self._evaluations.start(version, label)
+
+    async def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation]:
+        """Return the evaluations beside training that have finished; with `wait_s`, wait for the one that is running.
+
+        Raises RolloutError if it does not finish in that time.
+        """
+        return await self._evaluations.take(wait_s)
+
+    async def leave_out(self) -> list[int]:
+        """Return the replicas that keep their version, which the publication that now begins leaves out."""
+        return sorted(self._fleet.leave_out())
 
     async def references(self, group_ids: list[int]) -> dict[int, str]:
         """Return the reference answers of groups, for `samples.jsonl`."""
@@ -254,6 +257,7 @@ class RolloutController:
 
     async def _drop_everything(self) -> None:
         await self._tasks.drop()
+        self._evaluations.drop()
         await self._batcher.cancel()
         await self._writer.clear_all()
         self._batches.clear()

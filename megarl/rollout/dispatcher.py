@@ -1,28 +1,36 @@
-"""Which replica gets the next requests, and who waits until one has room."""
+"""Which replica gets the next requests, and who waits until one has room: training first, an evaluation after it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
+from dataclasses import dataclass
 
 from megarl.common.errors import RolloutError
 from megarl.rollout.back_pressure import BackPressure
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.pins import Pins
 from megarl.rollout.routing import Router
 
 
+@dataclass(eq=False)
+class _Place:
+    background: bool
+
+
 class Dispatcher:
-    """A router, limits by back-pressure, and the queue of those that are held back."""
+    """A router, limits by back-pressure, pinned replicas, and the queue of those that are held back."""
 
     def __init__(self, replicas: Iterable[int], back_pressure: bool) -> None:
         """`back_pressure`: whether requests are held back from replicas whose KV cache is full."""
         self._router = Router(replicas)
         self._limits = BackPressure() if back_pressure else None
         self._room = asyncio.Event()  # set whenever a replica may have got room
-        self._queue: list[object] = []  # of those that wait for it
+        self._queue: list[_Place] = []  # of those that wait for it, in the order in which they came
+        self.pins = Pins()
         self._peak = EngineLoad()
 
     @property
@@ -37,26 +45,25 @@ class Dispatcher:
         home: int | None,
         *,
         begun: bool,
+        background: bool,
         deadline: GroupDeadline | None,
         timeout_s: float,
     ) -> int | None:
         """Wait for a replica with room for `samples` requests and assign them; None if the deadline has come.
 
-        Whoever comes first is placed first; requests that have been `begun` do not wait. `prefix` and `home`: see
-        `Router.assign`. Raises RolloutError after `timeout_s`.
+        Training comes before requests in the `background`; within each, whoever comes first is placed first. Requests
+        that have been `begun` do not wait for room. `prefix` and `home`: see `Router.assign`. Raises RolloutError after
+        `timeout_s`.
         """
-        if self._limits is None or begun:
-            return self._router.assign(prefix, samples, home)
         until = time.monotonic() + timeout_s
-        place = object()
+        place = _Place(background)
         self._queue.append(place)
         try:
             while True:
-                load = self._router.load
-                full = self._limits.full(load, samples) if self._queue[0] is place else load
-                if (index := self._router.assign(prefix, samples, home, full)) is not None:
+                closed = self._closed(place, samples, begun)
+                if (index := self._router.assign(prefix, samples, home, closed)) is not None:
                     return index
-                now = time.monotonic()
+                now, load = time.monotonic(), self._router.load
                 if deadline is not None and now >= deadline.at:
                     return None
                 if now >= until:
@@ -70,6 +77,27 @@ class Dispatcher:
         finally:
             self._queue.remove(place)
             self._room.set()
+
+    def _closed(self, place: _Place, samples: int, begun: bool) -> Container[int]:
+        """Return the replicas that cannot be assigned to a place in the queue."""
+        load = self._router.load
+        closed = self.pins.closed_to(load, background=place.background)
+        if self._limits is None or begun:
+            return closed
+        if self._is_next(place):
+            return closed | self._limits.full(load, samples)
+        return load
+
+    def _is_next(self, place: _Place) -> bool:
+        """Tell whether nobody who wants the same replicas comes before a place in the queue."""
+        same = [each for each in self._queue if each.background == place.background]
+        if place.background and not self.pins.pinned and len(same) < len(self._queue):
+            return False
+        return same[0] is place
+
+    def pins_changed(self) -> None:
+        """Let those that wait look again, because replicas were pinned or released."""
+        self._room.set()
 
     def reported(self, prefix: Hashable, replica: int, ended: int, load: EngineLoad) -> None:
         """Record a replica's report, in which `ended` responses ended."""
@@ -91,6 +119,7 @@ class Dispatcher:
     def remove(self, replica: int) -> None:
         """Place nothing more on a replica. Raises ValueError if it is the last one."""
         self._router.remove(replica)
+        self.pins.forget(replica)
         if self._limits is not None:
             self._limits.forget(replica)
         self._room.set()

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from typing import Any
 
+from megarl.config.concurrent_evaluation import evaluates_beside_training
 from megarl.config.engine_checks import RESERVED
 from megarl.config.schema import Config
 from megarl.models.source import hf_files, megatron_step
@@ -52,6 +53,8 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         # On Hopper and Blackwell vLLM 0.32 (config/vllm.py:171) fuses all-reduce and norm by FlashInfer, which without
         # its built kernels downloads and compiles them at the start: minutes, or an error without internet.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    if evaluates_beside_training(config):
+        arguments["scheduling_policy"] = "priority"
     if not cuda:
         arguments |= _whole_prompts(max_model_len or rollout.max_model_len)
     return {**arguments, **rollout.engine_kwargs}

@@ -142,7 +142,10 @@ class EngineRequests:
         """Return the whole response, and the seconds since `started`."""
         final = None
         prompt = {"prompt_token_ids": request.prompt_ids}
-        async for output in self._engine.generate(prompt, _parameters(request), request_id=request.request_id):
+        outputs = self._engine.generate(
+            prompt, _parameters(request), request_id=request.request_id, priority=request.priority
+        )
+        async for output in outputs:
             final = output
         if final is None:
             name = request.request_id

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,14 @@ class EvalSet:
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Share:
+    """What an evaluation beside training may take of the engines: so many requests at once, of a lower priority."""
+
+    at_once: asyncio.Semaphore
+    priority: int
+
+
 async def evaluate_on_fleet(
     eval_set: EvalSet,
     pool: Fleet,
@@ -61,14 +71,17 @@ async def evaluate_on_fleet(
     version: int,
     tag: str,
     in_turn: bool = False,
+    share: Share | None = None,
 ) -> SetReport:
     """Sample greedy and sampled responses to every problem, score them, and fill `eval_set.records`.
 
-    `tag` makes the request ids unique. `in_turn`: requests go to the replicas in turn instead of by load. Seeds depend
-    on (seed, problem, sample) only, so the same problems are sampled with the same seeds before and after training.
+    `tag` makes the request ids unique. `in_turn`: requests go to the replicas in turn instead of by load. `share`: for
+    an evaluation beside training. Seeds depend on (seed, problem, sample) only, so the same problems are sampled with
+    the same seeds before and after training.
     """
-    batcher = Batcher(pool, chunk=CHUNK, in_turn=in_turn)
+    batcher = Batcher(pool, chunk=CHUNK, in_turn=in_turn, background=share is not None)
     eval_set.records.clear()
+    seen: set[int] = set()
 
     async def respond(problem: EvalProblem, index: int, mode: Mode, sample: int) -> ScoredResponse:
         request = GenerateRequest(
@@ -76,8 +89,11 @@ async def evaluate_on_fleet(
             prompt_ids=problem.prompt_ids,
             sampling=eval_set.greedy if mode == "greedy" else eval_set.sampled,
             seed=None if mode == "greedy" else request_seed(eval_set.seed, EVAL_SEED_OFFSET + index, sample),
+            priority=0 if share is None else share.priority,
         )
-        result = await batcher.generate(request)
+        async with contextlib.nullcontext() if share is None else share.at_once:
+            result = await batcher.generate(request)
+        seen.update(span.version for span in result.versions if span.version >= 0)
         text = decode(result.response_ids)
         outcome = await score(problem.reward_input(text, result.response_ids, result.finish_reason))
         eval_set.records.append(_record(problem, index, mode, sample, text, result, outcome, decode))
@@ -89,9 +105,15 @@ async def evaluate_on_fleet(
             failure=_failure(result, outcome),
         )
 
-    report = await evaluate_set(eval_set.name, eval_set.problems, respond, samples=eval_set.samples, version=version)
+    try:
+        report = await evaluate_set(
+            eval_set.name, eval_set.problems, respond, samples=eval_set.samples, version=version
+        )
+    finally:
+        await batcher.cancel()
     eval_set.records.sort(key=lambda record: (record["index"], record["mode"], record["sample"]))
-    return report
+    # Engines that have read the weights from files do not know a version.
+    return replace(report, oldest=min(seen, default=version), newest=max(seen, default=version))
 
 
 def answer_of(text: str, outcome: RewardOutcome) -> str | None:
@@ -134,6 +156,7 @@ def _record(
         "error": outcome.error,
         "finish_reason": result.finish_reason,
         "response_tokens": len(result.response_ids),
+        "versions": [[span.version, span.start, span.end] for span in result.versions],
     }
 
 

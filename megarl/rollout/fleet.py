@@ -35,6 +35,8 @@ Restart = Callable[[int, "ActorHandle"], Awaitable["ActorHandle"]]
 class Fleet:
     """Holds all replicas: those that serve, those that are lost, and those that join at the next version.
 
+    For an evaluation, some of those that serve can be pinned: they are left out of publications (`pins.py`).
+
     Requests of one call go to one replica, which reports their tokens when all have ended, and else at intervals. A
     replica that dies or does not report in time is lost, and another one continues its responses from the tokens that
     it has reported. A request that an engine refuses says nothing about the engine.
@@ -114,13 +116,18 @@ class Fleet:
         *,
         home: int | None = None,
         deadline: GroupDeadline | None = None,
+        background: bool = False,
     ) -> list[GenerateResult]:
         """Return responses in the order of `requests`. `prefix` and `home`: see `Router.assign`.
+
+        `background`: they belong to an evaluation beside training, go to its pinned replicas if there are any, and
+        otherwise give way to training. How long they may take is then the affair of whoever waits for the evaluation.
 
         Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica was lost, RolloutError if the
         group fails by its deadline.
         """
         responses = ResponsesSoFar(requests)
+        timeout_s = math.inf if background else self._timeouts.generate_s
         while responses.unfinished:
             if deadline is not None and time.monotonic() >= deadline.at:
                 deadline.settle(responses)
@@ -130,14 +137,15 @@ class Fleet:
                 len(responses.unfinished),
                 home,
                 begun=responses.tokens > 0,
+                background=background,
                 deadline=deadline,
-                timeout_s=self._timeouts.generate_s,
+                timeout_s=timeout_s,
             )
             if index is None:
                 continue  # to the deadline
             replica = self._replicas[index]
             try:
-                await self._serve(prefix, index, responses, deadline)
+                await self._serve(prefix, index, responses, deadline, timeout_s)
             except ReplicaFailed as error:
                 responses.interrupt()
                 if self._replicas[index] is replica:
@@ -147,16 +155,16 @@ class Fleet:
         return responses.results()
 
     async def _serve(
-        self, prefix: Hashable, index: int, responses: ResponsesSoFar, deadline: GroupDeadline | None
+        self, prefix: Hashable, index: int, responses: ResponsesSoFar, deadline: GroupDeadline | None, timeout_s: float
     ) -> None:
         """Have a replica work on the unfinished responses, which are placed on it, until all have ended.
 
         At the deadline the replica stops the others, which stay unfinished.
 
         Raises ReplicaFailed if the replica is lost or replaced, if a report does not come within `timeouts.rpc_s` of
-        the time when it is due, or after `timeouts.generate_s` in all.
+        the time when it is due, or after `timeout_s` in all.
         """
-        replica, until = self._replicas[index], time.monotonic() + self._timeouts.generate_s
+        replica, until = self._replicas[index], time.monotonic() + timeout_s
         left = len(responses.unfinished)
         call: tuple[str, object] = ("generate", responses.send(index))
         try:
@@ -165,7 +173,7 @@ class Fleet:
                     raise reason
                 left_s = until - time.monotonic()
                 if left_s <= 0:
-                    raise self._late(index, "generate", self._timeouts.generate_s)
+                    raise self._late(index, "generate", timeout_s)
                 deadline_s = math.inf if deadline is None else max(deadline.at - time.monotonic(), 0.0)
                 wait_s = min(self._report_interval_s, left_s, deadline_s)
                 report = await self.call(index, *call, wait_s, timeout_s=wait_s + self._timeouts.rpc_s)
@@ -208,11 +216,11 @@ class Fleet:
     def lose(self, index: int, reason: ReplicaFailed) -> None:
         """Send nothing more to a replica; its unfinished responses go on elsewhere after its next report.
 
-        Raises NoReplicaLeft, with the message of `reason`, if it is the last one.
+        Raises NoReplicaLeft, with the message of `reason`, if it is the last one that can serve training.
         """
         if index in self.lost:
             return
-        if self.serving == [index]:
+        if set(self.serving) - self._dispatcher.pins.reserved <= {index}:
             raise NoReplicaLeft(index, str(reason)) from reason
         self.lost[index] = reason
         self._dispatcher.remove(index)
@@ -229,17 +237,39 @@ class Fleet:
             if index in self._dispatcher.load and self.serving != [index]:
                 self._dispatcher.remove(index)
             self._replicas[index] = fresh
+            self._dispatcher.pins.forget(index)
             self._joining.add(index)
 
         await asyncio.gather(*(restart_one(index) for index in indices))
 
+    def pin(self, count: int) -> frozenset[int]:
+        """Let `count` replicas keep their weights and serve requests in the background only; return them.
+
+        Call it when all replicas hold the current weights. At least one stays for training.
+        """
+        return self._dispatcher.pins.pin(self.serving, count)
+
+    def release(self) -> None:
+        """End what `pin` began. A replica that has missed a version serves training after the next publication."""
+        self._dispatcher.pins.release()
+        self._dispatcher.pins_changed()
+
+    def leave_out(self) -> frozenset[int]:
+        """Return the replicas that the publication which now begins leaves out."""
+        return self._dispatcher.pins.leave_out()
+
     def admit_joining(self) -> None:
-        """Let the replaced replicas serve. Call it when they hold the current weights."""
+        """Let all replicas serve training, replaced ones too. Call it when a version was published to them.
+
+        Those that the publication has left out do not.
+        """
         for index in sorted(self._joining):
             self.lost.pop(index, None)
             if index not in self._dispatcher.load:
                 self._dispatcher.add(index)
         self._joining.clear()
+        self._dispatcher.pins.published()
+        self._dispatcher.pins_changed()
 
     async def reset(self) -> None:
         """Make every engine drop its requests and be ready to serve; replace those that cannot."""

@@ -46,12 +46,16 @@ class SamplingSpec:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A request for one response. `request_id` must be unique among the requests in flight."""
+    """A request for one response. `request_id` must be unique among the requests in flight.
+
+    `priority`: an engine that schedules by priority takes lower numbers first; training has 0.
+    """
 
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingSpec
     seed: int | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)

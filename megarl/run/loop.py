@@ -18,7 +18,9 @@ def train(session: Session) -> None:
     pace = pace_of(config)
     publish(session)
     if session.first_step == 0:
-        evaluate(session, 0, "before")
+        session.evaluations.evaluate(0, session.version, "before")
+    else:
+        session.evaluations.resume(session.version)
     recorder.start_clock()
     for step in session.steps():
         pool.admit()
@@ -29,46 +31,42 @@ def train(session: Session) -> None:
         recorder.samples(batch, prepared.samples)
         pool.commit(batch, plan)
         session.version += pace.updates_per_step
+        if evaluation_due(session, step + 1):
+            session.evaluations.finish(step + 1)  # so that the next one finds all replicas with the newest weights
         if pace.publishes_after(step + 1) or publishes_early(session, batch):
             publish(session)
         recorder.step(batch, plan)
-        if evaluation_due(session, step + 1):
-            evaluate(session, step + 1, f"step_{step + 1}")
+        session.evaluations.collect(step + 1)
+        if evaluation_due(session, step + 1) and step + 1 < config.run.steps:
+            session.evaluations.evaluate(step + 1, session.version, f"step_{step + 1}")
         session.checkpoint(step + 1)
     if session.stopped is None:
-        evaluate(session, config.run.steps, "after")
+        session.evaluations.evaluate(config.run.steps, session.version, "after")
         session.export()
 
 
 def publish(session: Session) -> None:
-    """Send the policy's weights to every engine, which then serves their version. Collective."""
+    """Send the policy's weights to every engine, which then serves their version. Collective.
+
+    Only those that are pinned for an evaluation keep their version.
+    """
     version = session.version
     session.pool.announce(version)
     with session.recorder.phase("sync", f"publishing version {version}"):
-        session.recorder.sync(version, session.sender.publish(version))
+        session.recorder.sync(version, session.sender.publish(version, session.pool.leave_out()))
     session.pool.set_version(version)
 
 
 def publishes_early(session: Session, batch: StepBatch) -> bool:
     """Tell whether the weights are published out of turn after the step of `batch`.
 
-    They are before an evaluation, at the end of the run, and if replicas were lost: a new replica has no weights, and
-    gets them by a publication, until which it refuses to generate.
+    They are before an evaluation, the one at the end of the run included, and if replicas were lost: a new replica has
+    no weights, and gets them by a publication, until which it refuses to generate.
     """
-    done = batch.step + 1
-    return batch.replicas_are_lost or done == session.config.run.steps or evaluation_due(session, done)
+    return batch.replicas_are_lost or evaluation_due(session, batch.step + 1)
 
 
 def evaluation_due(session: Session, steps_done: int) -> bool:
-    """Tell whether an evaluation is due: every `evaluation.every` steps, except the last, which always has one."""
+    """Tell whether an evaluation is due: every `evaluation.every` steps, and after the last one."""
     every = session.config.evaluation.every
-    return bool(every) and steps_done % every == 0 and steps_done < session.config.run.steps
-
-
-def evaluate(session: Session, steps_done: int, label: str) -> None:
-    """Evaluate the published weights on all sets; responses go to RUN_DIR/eval_{label}.jsonl. Collective."""
-    if not session.config.evaluation.sets:
-        return
-    with session.recorder.phase("eval", f"evaluating ({label})"):
-        reports = session.pool.evaluate(session.version, label)
-    session.recorder.evaluation(steps_done, session.version, label, reports)
+    return steps_done == session.config.run.steps or (bool(every) and steps_done % every == 0)

@@ -23,6 +23,7 @@ from megarl.queue.dump import write_batch
 from megarl.queue.trajectory import Trajectory
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.devices import HeldDevices, own_device, refuse_overlap
+from megarl.rollout.evaluations import FinishedEvaluation
 from megarl.rollout.ready_batches import BatchReady
 from megarl.run.channel import Channel, MainChannel
 from megarl.run.peers import Peers
@@ -177,6 +178,27 @@ class PoolLink:
     def evaluate(self, version: int, label: str) -> list[SetReport]:
         """Evaluate all sets on the pool; responses go to RUN_DIR/eval_{label}.jsonl."""
         return self._ask(lambda pool: pool.evaluate(version, label))
+
+    def start_evaluation(self, version: int, label: str) -> None:
+        """Begin to evaluate all sets beside training. Not collective: only rank 0 acts."""
+        self._client.use(lambda pool: pool.start_evaluation(version, label))
+
+    def take_evaluations(self) -> list[FinishedEvaluation]:
+        """Return the evaluations that have finished since the last call, on rank 0; [] elsewhere. Not collective."""
+        return self._client.use(lambda pool: pool.take_evaluations()) or []
+
+    def finish_evaluations(self) -> list[FinishedEvaluation]:
+        """Wait for the evaluation that runs beside training, if there is one, and return what has finished."""
+        return self._ask(lambda pool: pool.take_evaluations(wait_s=self._config.timeouts.generate_s))
+
+    def leave_out(self) -> list[str]:
+        """Return the names of the replicas that the publication which now begins leaves out. Not collective.
+
+        [] but on rank 0, which alone needs them.
+        """
+        if not self._config.evaluation.pin:
+            return []
+        return self._client.use(lambda pool: pool.leave_out()) or []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rollout side's committed history as JSON content. On rank 0."""

@@ -201,14 +201,23 @@ class Recorder:
         self._writer.write(steps_done, values)
         self._writer.write_summary(self.summary, "running")
 
-    def evaluation(self, steps_done: int, version: int, label: str, reports: Sequence[SetReport]) -> None:
-        """Record and print an evaluation of the weights of `version`, one report per set, after `steps_done` steps."""
+    def evaluation(
+        self, steps_done: int, version: int, label: str, reports: Sequence[SetReport], *, now: int | None = None
+    ) -> None:
+        """Record and print an evaluation, one report per set, that began after `steps_done` steps with `version`.
+
+        `now`: the steps that are done when it has ended, if others were done meanwhile. Its metrics are written there,
+        because sinks want steps in order, and a resume discards what was written after its checkpoint.
+        """
         first = reports[0]
         self.summary.evaluation(label, first.greedy.mean.value, first.sampled.mean.value, first.n)
-        self._evaluated.record(version, {key: value for each in reports for key, value in each.metrics().items()})
+        if all(report.of_one_version for report in reports):
+            self._evaluated.record(version, {key: value for each in reports for key, value in each.metrics().items()})
         for report in reports:
             self.say(render_line(label, report))
-            self._writer.write(steps_done, report.metrics() | {"eval/version": version}, terminal=False)
+            values = report.metrics() | {"eval/step": steps_done, "eval/version": version}
+            values |= {"eval/oldest_version": report.oldest, "eval/newest_version": report.newest}
+            self._writer.write(steps_done if now is None else now, values, terminal=False)
 
     def cut_result_files(self, step: int, positions: dict[str, int]) -> None:
         """Truncate the result files to their positions at the checkpoint of `step`. On rank 0."""

@@ -22,6 +22,7 @@ from megarl.config.trainer_layout import trainer_layout
 from megarl.models.export import HFExporter, save_hf
 from megarl.models.read_config import load_info
 from megarl.run.batches import BatchSource
+from megarl.run.evaluations import Evaluations
 from megarl.run.peers import Peers
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
@@ -54,6 +55,7 @@ class Session:
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
         self.pool = PoolLink(config, self.peers, self.recorder)
         self.batches = BatchSource(config, self.pool, self.recorder)
+        self.evaluations = Evaluations(config, self.pool, self.recorder)
         self.sender = WeightSender(config, self._exporter)
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
         self._stop_vote = StopVote(config.run_dir, self.peers)
@@ -66,7 +68,7 @@ class Session:
     @property
     def parts(self) -> Sequence[Stateful]:
         """The parts whose state a checkpoint holds besides the trainer's own state."""
-        return (self.pool, *self.recorder.parts)
+        return (self.pool, *self.recorder.parts, self.evaluations)
 
     def _refuse_different_plans(self) -> None:
         """Raise ConfigError if the ranks have resolved `auto` differently: their collectives would not match."""
@@ -86,7 +88,8 @@ class Session:
         record = self.checkpointer.restore(self._cut_result_files)
         if record is None:
             return 0
-        restore(self.parts, record)
+        # Earlier releases waited for every evaluation, so their checkpoints say nothing about them.
+        restore(self.parts, {self.evaluations.key: {}, **record})
         self.recorder.roll_back(record["step"])
         self.version = int(record["version"])
         return int(record["step"])
@@ -129,6 +132,7 @@ class Session:
 
     def save(self, steps_done: int, *, wait: bool = False) -> bool:
         """Save a checkpoint, due or not; with `wait`, return when it is complete. False if it failed."""
+        self.evaluations.collect(steps_done)
         with self.recorder.phase("save"):
             record = {"version": self.version} | self.peers.on_first_rank(lambda: collect(self.parts))
             return self.checkpointer.save(steps_done, record, wait=wait)

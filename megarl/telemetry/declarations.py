@@ -271,7 +271,15 @@ _PERF = [
 ]
 
 _EVAL = [
-    Metric("eval/version", "version", "last", "Version of the weights that were evaluated."),
+    Metric("eval/step", "steps", "last", "Steps done when the evaluation began."),
+    Metric("eval/version", "version", "last", "Version of the weights with which the evaluation began."),
+    Metric("eval/oldest_version", "version", "last", "Oldest version of a token of its responses."),
+    Metric(
+        "eval/newest_version",
+        "version",
+        "last",
+        "Newest version of a token; above the oldest if the trainer went on (`evaluation.concurrent`).",
+    ),
     Metric("eval/{set}/greedy", "share", "last", "Accuracy at temperature 0."),
     Metric("eval/{set}/sampled", "share", "last", "mean@k at `evaluation.sampling`."),
     Metric("eval/{set}/greedy_low", "share", "last", "Lower end of the 95% interval."),

@@ -77,6 +77,9 @@ class WandbSink:
             dir=str(config.run_dir),
             config=config.model_dump(mode="json"),
         )
+        # An evaluation beside training is logged when it has ended, and belongs to the step at which it began.
+        self._run.define_metric("eval/step")
+        self._run.define_metric("eval/*", step_metric="eval/step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of one step under that step."""

@@ -24,7 +24,13 @@ class FakePool:
         self.deadlines: list[Any] = []
 
     async def generate(
-        self, prefix: Hashable, requests: Sequence[GenerateRequest], *, home: int | None, deadline: Any
+        self,
+        prefix: Hashable,
+        requests: Sequence[GenerateRequest],
+        *,
+        home: int | None,
+        deadline: Any,
+        background: bool,
     ) -> list[Any]:
         self.deadlines.append(deadline)
         self.calls.append((prefix, [request.request_id for request in requests], home))

@@ -47,7 +47,7 @@ class FakeEngine:
     def finish(self, name: str, reason: str) -> None:
         self.output_processor.request_states[f"{name}-1"].end.set_result(reason)
 
-    async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, parameters: Any, request_id: str, priority: int = 0) -> AsyncIterator[Any]:
         state = State()
         self.output_processor.request_states[f"{request_id}-1"] = state
         self.output_processor.external_req_ids[request_id].append(f"{request_id}-1")

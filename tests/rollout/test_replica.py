@@ -49,7 +49,7 @@ class FakeEngine:
     async def update_weight_version(self, version: str) -> None:
         self.version = version
 
-    async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, parameters: Any, request_id: str, priority: int = 0) -> AsyncIterator[Any]:
         span = SimpleNamespace(version=self.version, start=0, end=1)
         logprobs = SimpleNamespace(logprobs=[-0.5], token_ids=[7])
         yield SimpleNamespace(

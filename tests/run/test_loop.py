@@ -112,7 +112,8 @@ def test_evaluations_are_labelled_by_the_steps_that_are_done(
 
 def test_versions_count_updates_and_are_published_at_the_configs_interval(make_run: Callable[..., FakeRun]) -> None:
     """Two updates per step, four per publication; evaluations and the last step are of published weights."""
-    run = make_run(7, trainer__mini_batches=2, admission={"mode": "stream", "sync_interval": 4}, evaluation__every=5)
+    run = make_run(7, trainer__mini_batches=2, admission={"mode": "stream", "sync_interval": 4}, evaluation__every=5,
+                   evaluation__concurrent=False)  # fmt: skip
     journal = journal_of_training(run)
     assert [line for line in journal if line.startswith("take")] == [
         f"take batch {step} for version {2 * step}" for step in range(7)
@@ -143,6 +144,81 @@ def test_an_evaluation_precedes_the_save_of_its_weights(make_run: Callable[..., 
     run.due = {2}
     journal = journal_of_training(run)
     assert journal.index("evaluate step_2 of version 2") < journal.index("save 2")
+
+
+BESIDE = {"admission": {"mode": "async", "sync_interval": 1}, "evaluation__every": 2}
+
+
+def evaluations_and_publications(journal: list[str]) -> list[str]:
+    kinds = ("publish", "start evaluation", "evaluate", "save", "take batch")
+    return [line for line in journal if line.startswith(kinds) or " at " in line]
+
+
+def test_training_goes_on_while_an_evaluation_runs(make_run: Callable[..., FakeRun]) -> None:
+    """None ends before somebody waits for it: the trainer does before the next one, and before the last publication."""
+    journal = evaluations_and_publications(journal_of_training(make_run(5, evaluation__pin=1, **BESIDE)))
+    batches = [line for line in journal if line.startswith("take batch")]
+    assert batches == [f"take batch {step} for version {step}" for step in range(5)]
+    assert [line for line in journal if line not in batches] == [
+        "publish 0",
+        "start evaluation before of version 0",
+        "publish 1 except replica 1",
+        "record before at 0 (now 2) of version 0: ['report of version 0']",
+        "publish 2",
+        "start evaluation step_2 of version 2",
+        "publish 3 except replica 1",
+        "record step_2 at 2 (now 4) of version 2: ['report of version 2']",
+        "publish 4",
+        "start evaluation step_4 of version 4",
+        "record step_4 at 4 (now 5) of version 4: ['report of version 4']",
+        "publish 5",
+        "evaluate after of version 5",
+        "record after at 5 of version 5: ['report of version 5']",
+    ]
+
+
+def test_an_evaluation_that_has_ended_is_recorded_after_the_step(make_run: Callable[..., FakeRun]) -> None:
+    run = make_run(3, **BESIDE | {"evaluation__every": 0})
+    run.evaluated = True
+    journal = journal_of_training(run)
+    record = journal.index("record before at 0 (now 1) of version 0: ['report of version 0']")
+    assert journal[record - 1] == "record step 0 of plan for version 0"
+
+
+def test_a_resumed_run_begins_again_what_had_not_ended(make_run: Callable[..., FakeRun]) -> None:
+    """What a checkpoint does not name had ended, and is in the metrics up to it."""
+    run = make_run(5, **BESIDE)
+    run.due = {3}
+    journal_of_training(run)
+    assert run.session is not None
+    [saved] = run.session.checkpointer.saved.values()  # type: ignore[attr-defined]
+    assert saved["evaluations"] == {"step_2": [2, 2]}
+    again = make_run(5, **BESIDE)
+    again.record = {**OLD_RECORD, "step": 3, "version": 3, "evaluations": saved["evaluations"]}
+    journal = evaluations_and_publications(journal_of_training(again))
+    assert journal[:2] == ["publish 3", "start evaluation step_2 of version 3"]
+    recorded = [line.partition(" of ")[0] for line in journal if " at " in line]
+    assert recorded == ["record step_2 at 2 (now 4)", "record step_4 at 4 (now 5)", "record after at 5"]
+
+
+def test_what_has_ended_when_a_checkpoint_is_saved_is_not_begun_again(make_run: Callable[..., FakeRun]) -> None:
+    run = make_run(5, **BESIDE)
+    run.stop_after = {3: "SIGTERM"}
+    run.train = lambda: setattr(run, "evaluated", "commit 1" in run.journal)
+    journal = journal_of_training(run)
+    assert run.session is not None
+    saved = run.session.checkpointer.saved[3]["evaluations"]  # type: ignore[attr-defined]
+    recorded = [line.partition(" of ")[0] for line in journal if " at " in line]
+    assert recorded == ["record before at 0 (now 2)", "record step_2 at 2 (now 3)"] and saved == {}
+    assert not [line for line in journal if line.startswith("evaluate after")]
+
+
+def test_an_evaluation_that_runs_when_the_run_stops_is_not_awaited(make_run: Callable[..., FakeRun]) -> None:
+    run = make_run(5, **BESIDE)
+    run.stop_after = {3: "SIGTERM"}
+    journal_of_training(run)
+    assert run.session is not None
+    assert run.session.checkpointer.saved[3]["evaluations"] == {"step_2": [2, 2]}  # type: ignore[attr-defined]
 
 
 def test_without_sets_nothing_is_evaluated(make_run: Callable[..., FakeRun]) -> None:

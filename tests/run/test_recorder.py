@@ -217,6 +217,22 @@ def test_an_evaluation_is_written_at_the_steps_done_with_its_version(
     assert {part.key: part.state_dict() for part in recorder.parts}["metrics"] == {}
 
 
+def test_an_evaluation_beside_training_is_written_when_it_has_ended(
+    open_recorder: Callable[..., Recorder], config: Config
+) -> None:
+    """It says when it began and what it saw; the metrics of a mixture belong to no checkpoint."""
+    recorder = open_recorder()
+    mixed = replace(report(version=5), oldest=4, newest=7)
+    recorder.evaluation(3, 5, "step_3", [mixed], now=6)
+    [line] = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    names = ("step", "eval/step", "eval/version", "eval/oldest_version", "eval/newest_version")
+    assert [line[name] for name in names] == [6, 3, 5, 4, 7]
+    assert "versions 4 to 7" in recorder.terminal.getvalue()  # type: ignore[attr-defined]
+    [evaluated] = [part for part in recorder.parts if part.key == LastEvaluation.key]
+    recorder.sync(5, SyncReport(5, 1.0, 1, 1, 0.0, 0.0))
+    assert evaluated.state_dict() == {}
+
+
 def test_the_summary_has_the_evaluations_before_between_and_after(
     config: Config, open_recorder: Callable[..., Recorder]
 ) -> None:

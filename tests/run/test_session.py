@@ -30,7 +30,7 @@ def test_a_new_run_is_built_before_the_engines_are_awaited(run: FakeRun) -> None
         "install the stop vote",
     ]
     assert (session.first_step, session.steps_done, session.version, session.stopped) == (0, 0, 0, None)
-    assert [part.key for part in session.parts] == list(PARTS)
+    assert [part.key for part in session.parts] == [*PARTS, "evaluations"]
 
 
 def test_ranks_that_resolved_auto_differently_end_before_anything_is_built(run: FakeRun) -> None:
@@ -77,7 +77,7 @@ def test_a_save_holds_the_version_and_every_part(run: FakeRun) -> None:
     session.version = 4
     assert session.save(2, wait=True)
     saved = session.checkpointer.saved[2]  # type: ignore[attr-defined]
-    assert saved == {"version": 4} | {key: {"of": key} for key in PARTS}
+    assert saved == {"version": 4} | {key: {"of": key} for key in PARTS} | {"evaluations": {}}
 
 
 def test_a_checkpoint_is_saved_when_it_is_due(run: FakeRun) -> None:

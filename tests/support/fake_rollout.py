@@ -23,6 +23,7 @@ from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.controller import RolloutController
 from megarl.rollout.engine_load import EngineLoad
+from megarl.rollout.evaluations import Evaluations
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.replica import ReplicaSpec
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
@@ -131,10 +132,12 @@ class FakeFleet:
     lost: dict[int, Exception] = field(default_factory=dict)
     resets: int = 0
     joined: int = 0
+    pinned: frozenset[int] = frozenset()
 
     async def generate(
-        self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None, deadline: Any = None
-    ) -> list[GenerateResult]:
+        self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None, deadline: Any = None,
+        background: bool = False,
+    ) -> list[GenerateResult]:  # fmt: skip
         if prefix in self.held:
             await asyncio.Event().wait()
         if prefix in self.failures:
@@ -146,6 +149,16 @@ class FakeFleet:
 
     def admit_joining(self) -> None:
         self.joined += 1
+
+    def pin(self, count: int) -> frozenset[int]:
+        self.pinned = frozenset(range(count))
+        return self.pinned
+
+    def release(self) -> None:
+        self.pinned = frozenset()
+
+    def leave_out(self) -> frozenset[int]:
+        return self.pinned
 
     async def reset(self) -> None:
         self.resets += 1
@@ -198,4 +211,5 @@ def local_controller(
     made._fleet, made._writer, made._queue, made._source, made._rewards = fleet, queue, queue, source, rewards
     made._batcher = batcher
     made._runner = GroupRunner(config, loop or SingleTurn(), source, batcher, rewards, partition="run.0")  # type: ignore[arg-type]
+    made._evaluations = Evaluations(config, directory, source, fleet, rewards.score, made._tasks)  # type: ignore[arg-type]
     return LocalController(made, fleet, queue, rewards)

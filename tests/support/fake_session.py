@@ -14,6 +14,7 @@ import pytest
 
 from megarl.common.run_files import ExitRecord
 from megarl.config.schema import Config
+from megarl.rollout.evaluations import FinishedEvaluation
 from megarl.run import batches, loop, session
 from megarl.run.session import Session
 from megarl.run.step_batch import StepBatch
@@ -59,8 +60,11 @@ class FakeRecorder:
     def step(self, batch: StepBatch, plan: str) -> None:
         self._note(f"record step {batch.step} of {plan}")
 
-    def evaluation(self, steps_done: int, version: int, label: str, reports: Sequence[str]) -> None:
-        self._note(f"record {label} at {steps_done} of version {version}: {reports}")
+    def evaluation(
+        self, steps_done: int, version: int, label: str, reports: Sequence[str], *, now: int | None = None
+    ) -> None:
+        at = f"{steps_done}" if now is None else f"{steps_done} (now {now})"
+        self._note(f"record {label} at {at} of version {version}: {reports}")
 
     def roll_back(self, step: int) -> None:
         self._note(f"metrics from step {step}")
@@ -79,6 +83,7 @@ class FakePool(Part):
     def __init__(self, run: FakeRun) -> None:
         super().__init__("rollout", run.journal)
         self._note, self._run = run.journal.append, run
+        self._evaluating: FinishedEvaluation | None = None
 
     def attach(self, launch: object) -> None:
         self._note("attach")
@@ -124,6 +129,21 @@ class FakePool(Part):
         self._note(f"evaluate {label} of version {version}")
         return [f"report of version {version}"]
 
+    def start_evaluation(self, version: int, label: str) -> None:
+        assert self._evaluating is None, "one at a time"
+        self._evaluating = FinishedEvaluation(label, [f"report of version {version}"])  # type: ignore[list-item]
+        self._note(f"start evaluation {label} of version {version}")
+
+    def take_evaluations(self) -> list[FinishedEvaluation]:
+        return self.finish_evaluations() if self._run.evaluated else []
+
+    def finish_evaluations(self) -> list[FinishedEvaluation]:
+        finished, self._evaluating = self._evaluating, None
+        return [finished] if finished is not None else []
+
+    def leave_out(self) -> list[str]:
+        return ["replica 1"] if self._evaluating is not None and self._run.config.evaluation.pin else []
+
     def close(self, *, keep_pool: bool) -> None:
         self._note("disconnect" if keep_pool else "end the pool")
 
@@ -135,8 +155,8 @@ class FakeSender:
     def connect(self, handles: object) -> None:
         self._note(f"connect the sender to {handles}")
 
-    def publish(self, version: int) -> str:
-        self._note(f"publish {version}")
+    def publish(self, version: int, keep: Sequence[str]) -> str:
+        self._note(f"publish {version}" + f" except {', '.join(keep)}" * bool(keep))
         return f"sync of version {version}"
 
     def close(self) -> None:
@@ -197,6 +217,7 @@ class FakeRun:
         self.stop_after: dict[int, str] = {}  # steps done -> reason
         self.timings: dict[int, dict[str, float]] = {}  # what the pool reports with the batch of a step
         self.due: set[int] = set()
+        self.evaluated = False  # an evaluation beside training has ended when it is asked for without waiting
         self.failing_saves: set[int] = set()
         self.train: Callable[[], None] = lambda: None
         self.taking: Callable[[int], None] = lambda step: None  # before the batch of a step is taken

@@ -1,0 +1,137 @@
+"""The evaluations of a run: one that the trainer waits for, or one that goes on while it trains.
+
+The latter gives way to training: its requests have a lower priority in the engines and wait behind those of training,
+and it has only a share of each engine at once. With `evaluation.pin` some replicas work for it alone, and keep the
+version with which it began. Its report says of which versions the tokens were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from megarl.common.errors import RolloutError
+from megarl.config.schema import Config
+from megarl.evaluation.harness import SetReport
+from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rollout.background import BackgroundTasks
+from megarl.rollout.evaluate_on_fleet import EvalSet, Share, evaluate_on_fleet, write_records
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.prompts import PromptSource
+
+logger = logging.getLogger(__name__)
+
+# The part of an engine's places (`rollout.max_num_seqs`) that an evaluation beside training has at once. An engine
+# takes no place away from a running request, so without a limit training would wait for the end of long responses.
+SHARE = 4
+PRIORITY = 1  # of its requests; those of training have 0, which comes first
+
+
+class Score(Protocol):
+    """Scores a response by one of the pool's reward functions."""
+
+    def __call__(self, sample: RewardInput, function: int = 0) -> Awaitable[RewardOutcome]:
+        """Return the outcome of reward function number `function`."""
+
+
+@dataclass(frozen=True)
+class FinishedEvaluation:
+    """An evaluation that went on beside training: one report per set, in the order of the config."""
+
+    label: str
+    reports: list[SetReport]
+
+
+class Evaluations:
+    """Evaluates every configured set, greedy and sampled; writes the responses to RUN_DIR/eval_{label}.jsonl."""
+
+    def __init__(
+        self, config: Config, run_dir: Path, source: PromptSource, fleet: Fleet, score: Score, tasks: BackgroundTasks
+    ) -> None:
+        """`tasks`: those of the controller; the failure of an evaluation beside training ends the run."""
+        self._config, self._run_dir, self._tasks = config, run_dir, tasks
+        self._source, self._fleet, self._score = source, fleet, score
+        self._running: str | None = None
+        self._finished: list[FinishedEvaluation] = []
+
+    async def run(self, version: int, label: str) -> list[SetReport]:
+        """Evaluate the weights of `version`, which all replicas serve; without a label, write no file."""
+        return await self._evaluate(version, label, None)
+
+    def start(self, version: int, label: str) -> None:
+        """Begin to evaluate beside training; `take` gives the reports. All replicas serve `version` now.
+
+        Raises ValueError if another one is running.
+        """
+        if self._running is not None:
+            raise ValueError(f"evaluation {label!r} cannot start while {self._running!r} is running")
+        pinned = self._fleet.pin(self._config.evaluation.pin) if self._config.evaluation.pin else frozenset()
+        if len(pinned) < self._config.evaluation.pin:
+            logger.warning(
+                "evaluation %s: %d instead of %d replicas keep version %d, because one has to be left for training",
+                label, len(pinned), self._config.evaluation.pin, version,
+            )  # fmt: skip
+        places = self._config.rollout.max_num_seqs
+        at_once = len(pinned) * places or max(len(self._fleet.serving) * places // SHARE, 1)
+        self._running = label
+        self._tasks.start(self._in_background(version, label, Share(asyncio.Semaphore(at_once), PRIORITY)))
+
+    async def take(self, wait_s: float) -> list[FinishedEvaluation]:
+        """Return what has finished since the last call; with `wait_s`, first wait for the one that is running.
+
+        Raises RolloutError if that does not end within `wait_s`, or has failed.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            self._tasks.check()
+            if self._running is None or not wait_s:
+                finished, self._finished = self._finished, []
+                return finished
+            self._tasks.changed.clear()
+            try:
+                await asyncio.wait_for(self._tasks.changed.wait(), deadline - time.monotonic())
+            except TimeoutError:
+                raise RolloutError(
+                    f"the trainer waited {wait_s:.0f} s (timeouts.generate_s) for the evaluation {self._running!r} "
+                    f"beside training; replicas alive: {self._fleet.serving}"
+                ) from None
+
+    def drop(self) -> None:
+        """Forget everything, because all tasks were cancelled, some perhaps before they began."""
+        self._running = None
+        self._fleet.release()
+        self._finished.clear()
+
+    async def _in_background(self, version: int, label: str, share: Share) -> None:
+        try:
+            reports = await self._evaluate(version, label, share)
+        finally:
+            self._running = None
+            self._fleet.release()
+        self._finished.append(FinishedEvaluation(label, reports))
+
+    async def _evaluate(self, version: int, label: str, share: Share | None) -> list[SetReport]:
+        eval_sets = await asyncio.to_thread(self._source.eval_sets)
+        reports = [await self._evaluate_set(each, version, label, share) for each in eval_sets]
+        if label and eval_sets:
+            await asyncio.to_thread(write_records, self._run_dir / f"eval_{label}.jsonl", eval_sets)
+        return reports
+
+    def _evaluate_set(self, eval_set: EvalSet, version: int, label: str, share: Share | None) -> Awaitable[SetReport]:
+        score: Callable[[RewardInput], Awaitable[RewardOutcome]] = partial(self._score, function=eval_set.reward)
+        return evaluate_on_fleet(
+            eval_set,
+            self._fleet,
+            score,
+            self._source.decode,
+            version=version,
+            tag=f"v{version}{label}",
+            in_turn=self._config.run.deterministic,
+            share=share,
+        )

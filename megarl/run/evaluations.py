@@ -1,0 +1,79 @@
+"""The evaluations of a run, seen by the trainer: it waits for their reports, or trains on and collects them later.
+
+At most one goes on beside training; before the next one begins, and before the run ends, the trainer waits for it. A
+checkpoint keeps which one had not ended: the run that resumes begins it again, with the weights of the checkpoint. So
+no evaluation of the committed history is lost, and none is counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.config.concurrent_evaluation import evaluates_beside_training
+from megarl.config.schema import Config
+from megarl.rollout.evaluations import FinishedEvaluation
+from megarl.run.pool_link import PoolLink
+from megarl.run.recorder import Recorder
+
+
+class Evaluations:
+    """Starts evaluations and records their reports, as a `Stateful` part. Collective unless a method says otherwise."""
+
+    key = "evaluations"
+
+    def __init__(self, config: Config, pool: PoolLink, recorder: Recorder) -> None:
+        self._config, self._pool, self._recorder = config, pool, recorder
+        self._beside_training = evaluates_beside_training(config)
+        self._running: dict[str, tuple[int, int]] = {}  # label -> steps done, version; on rank 0
+
+    def evaluate(self, steps_done: int, version: int, label: str) -> None:
+        """Evaluate the weights of `version`, which were just published, on all sets.
+
+        Responses go to RUN_DIR/eval_{label}.jsonl. After the last step, the trainer has nothing else to do.
+        """
+        if not self._config.evaluation.sets:
+            return
+        self.finish(steps_done)
+        if self._beside_training and steps_done < self._config.run.steps:
+            self._running[label] = (steps_done, version)
+            self._pool.start_evaluation(version, label)
+            return
+        with self._recorder.phase("eval", f"evaluating ({label})"):
+            reports = self._pool.evaluate(version, label)
+        self._recorder.evaluation(steps_done, version, label, reports)
+
+    def resume(self, version: int) -> None:
+        """Begin again what had not ended when the checkpoint was saved, with the weights of `version`."""
+        running, self._running = self._running, {}
+        for label, (steps_done, _) in running.items():
+            self.evaluate(steps_done, version, label)
+
+    def collect(self, steps_done: int) -> None:
+        """Record the evaluation that has ended since the last call, if there is one. Not collective: only rank 0 acts.
+
+        `steps_done`: with which step its metrics are written; `eval/step` is that of its weights.
+        """
+        if self._running:
+            self._record(self._pool.take_evaluations(), steps_done)
+
+    def finish(self, steps_done: int) -> None:
+        """Wait for the evaluation that runs beside training, if there is one, and record it as `collect` does."""
+        if not self._beside_training:
+            return
+        with self._recorder.phase("eval"):
+            self._record(self._pool.finish_evaluations(), steps_done)
+        self._running.clear()
+
+    def _record(self, finished: Sequence[FinishedEvaluation], steps_done: int) -> None:
+        for each in finished:
+            began_at, version = self._running.pop(each.label)
+            self._recorder.evaluation(began_at, version, each.label, each.reports, now=steps_done)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which evaluations have not ended. On rank 0."""
+        return {label: list(began) for label, began in self._running.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep what `resume` begins again."""
+        self._running = {label: (int(steps_done), int(version)) for label, (steps_done, version) in state.items()}
