@@ -136,8 +136,9 @@ class EvaluationConfig(Section):
     concurrent: bool | None = Field(
         None,
         description="Train on while an evaluation runs. Its requests give way to training, and its report says of "
-        "which versions the tokens were. The last one is always waited for. Default: true where generation runs ahead "
-        "(`admission.mode`), except with `checkpoint.keep_best` or `run.deterministic`, which need one version.",
+        "which versions the tokens were. Those before the first step and after the last are always waited for. "
+        "Default: true where generation runs ahead (`admission.mode`), except with `checkpoint.keep_best` or "
+        "`run.deterministic`, which need one version.",
     )
     pin: int = Field(
         0,

@@ -30,12 +30,13 @@ class Evaluations:
     def evaluate(self, steps_done: int, version: int, label: str) -> None:
         """Evaluate the weights of `version`, which were just published, on all sets.
 
-        Responses go to RUN_DIR/eval_{label}.jsonl. After the last step, the trainer has nothing else to do.
+        Responses go to RUN_DIR/eval_{label}.jsonl. Those before the first step and after the last are always waited
+        for, so that what a run is judged by is of exactly one version.
         """
         if not self._config.evaluation.sets:
             return
         self.finish(steps_done)
-        if self._beside_training and steps_done < self._config.run.steps:
+        if self._beside_training and 0 < steps_done < self._config.run.steps:
             self._running[label] = (steps_done, version)
             self._pool.start_evaluation(version, label)
             return

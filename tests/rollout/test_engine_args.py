@@ -45,6 +45,14 @@ def test_on_gpu_nothing_of_the_cpu_path_remains(tmp_path: Path) -> None:
     assert not any("CPU" in name or "DYNAMO" in name for name in engine_environment(gpu, cuda=True))
 
 
+@pytest.mark.parametrize(("mode", "policy"), [("sync", None), ("async", "priority")])
+def test_engines_schedule_by_priority_if_evaluations_run_beside_training(
+    tmp_path: Path, mode: str, policy: str | None
+) -> None:
+    chosen = config(tmp_path, admission={"mode": mode})
+    assert engine_args(chosen, cuda=False).get("scheduling_policy") == policy
+
+
 @pytest.mark.parametrize("cuda", [False, True])
 def test_engines_read_no_weights_that_the_first_sync_replaces(tmp_path: Path, cuda: bool) -> None:
     assert RolloutConfig().load_weights is False

@@ -161,9 +161,9 @@ def test_training_goes_on_while_an_evaluation_runs(make_run: Callable[..., FakeR
     assert batches == [f"take batch {step} for version {step}" for step in range(5)]
     assert [line for line in journal if line not in batches] == [
         "publish 0",
-        "start evaluation before of version 0",
-        "publish 1 except replica 1",
-        "record before at 0 (now 2) of version 0: ['report of version 0']",
+        "evaluate before of version 0",
+        "record before at 0 of version 0: ['report of version 0']",
+        "publish 1",
         "publish 2",
         "start evaluation step_2 of version 2",
         "publish 3 except replica 1",
@@ -178,11 +178,11 @@ def test_training_goes_on_while_an_evaluation_runs(make_run: Callable[..., FakeR
 
 
 def test_an_evaluation_that_has_ended_is_recorded_after_the_step(make_run: Callable[..., FakeRun]) -> None:
-    run = make_run(3, **BESIDE | {"evaluation__every": 0})
+    run = make_run(5, **BESIDE)
     run.evaluated = True
     journal = journal_of_training(run)
-    record = journal.index("record before at 0 (now 1) of version 0: ['report of version 0']")
-    assert journal[record - 1] == "record step 0 of plan for version 0"
+    record = journal.index("record step_2 at 2 (now 3) of version 2: ['report of version 2']")
+    assert journal[record - 1] == "record step 2 of plan for version 2"
 
 
 def test_a_resumed_run_begins_again_what_had_not_ended(make_run: Callable[..., FakeRun]) -> None:
@@ -209,7 +209,7 @@ def test_what_has_ended_when_a_checkpoint_is_saved_is_not_begun_again(make_run: 
     assert run.session is not None
     saved = run.session.checkpointer.saved[3]["evaluations"]  # type: ignore[attr-defined]
     recorded = [line.partition(" of ")[0] for line in journal if " at " in line]
-    assert recorded == ["record before at 0 (now 2)", "record step_2 at 2 (now 3)"] and saved == {}
+    assert recorded == ["record before at 0", "record step_2 at 2 (now 3)"] and saved == {}
     assert not [line for line in journal if line.startswith("evaluate after")]
 
 

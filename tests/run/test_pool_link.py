@@ -95,6 +95,15 @@ class FakeClient:
         self._note(f"evaluate {version} {label}")
         return [f"report of {version}"]
 
+    def start_evaluation(self, version: int, label: str) -> None:
+        self._note(f"start_evaluation {version} {label}")
+
+    def take_evaluations(self, wait_s: float = 0.0) -> list[str]:
+        return [f"reports after {wait_s:.0f} s"]
+
+    def leave_out(self) -> list[str]:
+        return ["replica 1"]
+
     def state_dict(self) -> dict[str, Any]:
         return {"admission": {"steps": 1}}
 
@@ -321,6 +330,26 @@ def test_another_failure_keeps_no_batch(links: Links) -> None:
 def test_every_rank_gets_the_evaluation(links: Links) -> None:
     assert links.run(lambda link: link.evaluate(VERSION, "before")) == [["report of 5"]] * 4
     assert links.journal.of(0)[3:] == ["evaluate 5 before"]
+
+
+def test_rank_0_starts_and_collects_evaluations_beside_training(links: Links) -> None:
+    """The others neither wait nor learn of it, until all wait for the one that runs."""
+
+    def evaluate(link: PoolLink) -> list[Any]:
+        link.start_evaluation(VERSION, "step_2")
+        return [link.take_evaluations(), link.finish_evaluations()]
+
+    bound = links.config.timeouts.generate_s
+    own, *others = links.run(evaluate)
+    assert own == [["reports after 0 s"], [f"reports after {bound:.0f} s"]]
+    assert others == [[[], [f"reports after {bound:.0f} s"]]] * 3
+    assert links.journal.of(0)[3:] == ["start_evaluation 5 step_2"]
+
+
+@pytest.mark.parametrize(("pin", "kept"), [(1, ["replica 1"]), (0, [])])
+def test_rank_0_learns_whom_a_publication_leaves_out(links: Links, pin: int, kept: list[str]) -> None:
+    links.config = config_of("model", run__dir=str(links.config.run_dir), evaluation__pin=pin)
+    assert links.run(lambda link: link.leave_out()) == [kept, [], [], []]
 
 
 @pytest.mark.parametrize("keep", [True, False])
