@@ -64,17 +64,23 @@ class FakeSource:
         self.finished: dict[int, list[float]] = {}
         self.committed: list[tuple[list[int], int, int]] = []  # groups, steps done, first group not admitted
         self.resumed_at: list[int] = []
+        self.sets: dict[int, str] = {}  # the data sets of groups, if there are several
 
     def draw(self, group_id: int) -> Any:
         def judge(text: str, ids: list[int], reason: str) -> RewardInput:
             return RewardInput("", text, ids, reason)
 
         return SimpleNamespace(
-            ids=[5] * (group_id + 1), reward_input=judge, answer="7", sampling=self.sampling, dataset="", reward=0
+            ids=[5] * (group_id + 1),
+            reward_input=judge,
+            answer="7",
+            sampling=self.sampling,
+            dataset=self.dataset(group_id),
+            reward=0,
         )
 
     def dataset(self, group_id: int) -> str:
-        return ""
+        return self.sets.get(group_id, "")
 
     def finish(self, group_id: int, rewards: Sequence[float]) -> None:
         self.finished[group_id] = list(rewards)
