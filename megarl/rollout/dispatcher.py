@@ -40,10 +40,11 @@ class Dispatcher:
         deadline: GroupDeadline | None,
         timeout_s: float,
     ) -> int | None:
-        """Wait for a replica with room for `samples` requests and assign them; None if the deadline has come.
+        """Wait for a replica with room for `samples` requests and assign them.
 
-        Whoever comes first is placed first; requests that have been `begun` do not wait. `prefix` and `home`: see
-        `Router.assign`. Raises RolloutError after `timeout_s`.
+        None if the deadline has come, and if no replica serves (any more). Whoever comes first is placed first;
+        requests that have been `begun` do not wait. `prefix` and `home`: see `Router.assign`. Raises RolloutError after
+        `timeout_s`.
         """
         if self._limits is None or begun:
             return self._router.assign(prefix, samples, home)
@@ -53,6 +54,8 @@ class Dispatcher:
         try:
             while True:
                 load = self._router.load
+                if not load:
+                    return None
                 full = self._limits.full(load, samples) if self._queue[0] is place else load
                 if (index := self._router.assign(prefix, samples, home, full)) is not None:
                     return index
@@ -89,7 +92,7 @@ class Dispatcher:
         return peak
 
     def remove(self, replica: int) -> None:
-        """Place nothing more on a replica. Raises ValueError if it is the last one."""
+        """Place nothing more on a replica; one that is not there is accepted."""
         self._router.remove(replica)
         if self._limits is not None:
             self._limits.forget(replica)

@@ -19,6 +19,7 @@ from megarl.rollout.devices import HeldDevices
 from megarl.rollout.dispatcher import Dispatcher
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.replacements import Replacements
 from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.responses_so_far import ResponsesSoFar
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
+
+_REPLACED = -1  # stands for the index of a replica whose index belongs to another one by now
 
 # Ends an actor and starts a new one of the same index; raises ReplicaFailed if it does not come up.
 Restart = Callable[[int, "ActorHandle"], Awaitable["ActorHandle"]]
@@ -37,7 +40,8 @@ class Fleet:
 
     Requests of one call go to one replica, which reports their tokens when all have ended, and else at intervals. A
     replica that dies or does not report in time is lost, and another one continues its responses from the tokens that
-    it has reported. A request that an engine refuses says nothing about the engine.
+    it has reported. If none is left, they wait for a replacement that is coming. A request that an engine refuses says
+    nothing about the engine.
     """
 
     def __init__(
@@ -49,18 +53,19 @@ class Fleet:
         *,
         report_interval_s: float = 5.0,
         back_pressure: bool = True,
+        sync_restarts: int = 1,
     ) -> None:
         """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is.
 
         `report_interval_s`: the longest time between two reports of a replica on the same requests. `back_pressure`:
-        whether requests are held back from replicas whose KV cache is full.
+        whether requests are held back from replicas whose KV cache is full. `sync_restarts`: see `Replacements`.
         """
         self._replicas = dict(replicas)
         self._dispatcher = Dispatcher(self._replicas, back_pressure)
         self._timeouts, self._restart, self._describe = timeouts, restart, describe
         self._report_interval_s = report_interval_s
-        self._joining: set[int] = set()
-        self.lost: dict[int, ReplicaFailed] = {}
+        self._replacements = Replacements(timeouts, sync_restarts)
+        self.lost: dict[int, ReplicaFailed] = {}  # all that do not serve, the last one lost at the end
 
     @classmethod
     async def attach(cls, spec: ReplicaSpec, config: Config) -> Fleet:
@@ -91,6 +96,7 @@ class Fleet:
             lambda index: f"see {logs / f'replica-{index}.log'}",
             report_interval_s=config.rollout.report_interval_s,
             back_pressure=config.rollout.back_pressure,
+            sync_restarts=config.weight_sync.restarts,
         )
 
     @property
@@ -117,14 +123,15 @@ class Fleet:
     ) -> list[GenerateResult]:
         """Return responses in the order of `requests`. `prefix` and `home`: see `Router.assign`.
 
-        Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica was lost, RolloutError if the
-        group fails by its deadline.
+        Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica was lost and no other one is
+        coming, RolloutError if the group fails by its deadline.
         """
         responses = ResponsesSoFar(requests)
         while responses.unfinished:
             if deadline is not None and time.monotonic() >= deadline.at:
                 deadline.settle(responses)
                 break
+            await self._await_replica(responses, deadline)
             index = await self._dispatcher.place(
                 prefix,
                 len(responses.unfinished),
@@ -134,7 +141,7 @@ class Fleet:
                 timeout_s=self._timeouts.generate_s,
             )
             if index is None:
-                continue  # to the deadline
+                continue  # to the deadline, or to the wait for a replica
             replica = self._replicas[index]
             try:
                 await self._serve(prefix, index, responses, deadline)
@@ -145,6 +152,38 @@ class Fleet:
                 count, tokens = len(responses.unfinished), responses.tokens
                 logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, tokens, error)
         return responses.results()
+
+    async def _await_replica(self, responses: ResponsesSoFar, deadline: GroupDeadline | None) -> None:
+        """Wait until a replica serves, or to the deadline.
+
+        Raises NoReplicaLeft, with the reason of the last loss, as soon as no replica is coming, and if none has come
+        within the time that all attempts at a weight sync can take.
+        """
+        if self.serving:
+            return
+        limit_s = self._replacements.timeout_s
+        until = time.monotonic() + limit_s
+        wake = until if deadline is None else min(until, deadline.at)
+        if self._replacements.coming:
+            count, tokens = len(responses.unfinished), responses.tokens
+            logger.warning("no replica serves: %d responses with %d tokens wait for a new one", count, tokens)
+        while not self.serving:
+            if not self._replacements.coming:
+                raise self._none_left("")
+            if time.monotonic() >= wake:
+                if wake < until:
+                    return
+                waited = f"{limit_s:.0f} s (timeouts.weight_sync_s and engine_start_s)"
+                raise self._none_left(
+                    f"{len(responses.unfinished)} responses waited {waited} for a new replica after: "
+                )
+            await self._replacements.wait(wake)
+
+    def _none_left(self, waited: str) -> NoReplicaLeft:
+        index, reason = next(reversed(self.lost.items()))
+        error = NoReplicaLeft(index, f"{waited}{reason}")
+        error.__cause__ = reason
+        return error
 
     async def _serve(
         self, prefix: Hashable, index: int, responses: ResponsesSoFar, deadline: GroupDeadline | None
@@ -159,6 +198,10 @@ class Fleet:
         replica, until = self._replicas[index], time.monotonic() + self._timeouts.generate_s
         left = len(responses.unfinished)
         call: tuple[str, object] = ("generate", responses.send(index))
+
+        def holder() -> int:
+            return index if self._replicas[index] is replica else _REPLACED
+
         try:
             while left:
                 if (reason := self._out_of_service(index, replica)) is not None:
@@ -170,7 +213,7 @@ class Fleet:
                 wait_s = min(self._report_interval_s, left_s, deadline_s)
                 report = await self.call(index, *call, wait_s, timeout_s=wait_s + self._timeouts.rpc_s)
                 ended = responses.add(report.parts)
-                self._dispatcher.reported(prefix, index, ended, report.load)
+                self._dispatcher.reported(prefix, holder(), ended, report.load)
                 left -= ended
                 if left and deadline is not None and time.monotonic() >= deadline.at:
                     report = await self.call(index, "end", responses.reported, timeout_s=self._timeouts.rpc_s)
@@ -178,7 +221,7 @@ class Fleet:
                     return
                 call = ("report", responses.reported)
         finally:
-            self._dispatcher.finish(prefix, index, left)
+            self._dispatcher.finish(prefix, holder(), left)
 
     def _out_of_service(self, index: int, replica: ActorHandle) -> ReplicaFailed | None:
         """Return why `replica`, which had `index`, does not serve any more; None if it does."""
@@ -206,48 +249,55 @@ class Fleet:
         return ReplicaFailed(index, f"waited {waited_s:.0f} s for replica {index} to {method}; {self._describe(index)}")
 
     def lose(self, index: int, reason: ReplicaFailed) -> None:
-        """Send nothing more to a replica; its unfinished responses go on elsewhere after its next report.
-
-        Raises NoReplicaLeft, with the message of `reason`, if it is the last one.
-        """
-        if index in self.lost:
-            return
-        if self.serving == [index]:
-            raise NoReplicaLeft(index, str(reason)) from reason
-        self.lost[index] = reason
-        self._dispatcher.remove(index)
+        """Send nothing more to a replica; its unfinished responses go on elsewhere after its next report."""
+        if index not in self.lost:
+            self.lost[index] = reason
+            self._dispatcher.remove(index)
 
     async def restart(self, indices: Sequence[int]) -> None:
-        """Replace replicas by new ones under the same names; they serve after `admit_joining`.
+        """Replace replicas by new ones under the same names; they serve after `admit_joining`, and not before.
 
         Raises RolloutError if one does not come up. The controller owns them: the actors of a rank would end with the
         rank.
         """
 
         async def restart_one(index: int) -> None:
-            fresh = await self._restart(index, self._replicas[index])
-            if index in self._dispatcher.load and self.serving != [index]:
-                self._dispatcher.remove(index)
-            self._replicas[index] = fresh
-            self._joining.add(index)
+            self.lose(index, ReplicaFailed(index, f"replica {index} is being replaced"))
+            with self._replacements.starting(index):
+                try:
+                    self._replicas[index] = await self._restart(index, self._replicas[index])
+                except Exception as error:
+                    self.lost.pop(index)
+                    reason = as_rollout_error(index, "restart", error, self._describe(index))
+                    self.lose(index, ReplicaFailed(index, str(reason)))
+                    raise
 
         await asyncio.gather(*(restart_one(index) for index in indices))
 
+    def begin_sync(self) -> None:
+        """Record that a weight sync is about to begin, which replaces the replicas that its failure leaves unusable."""
+        self._replacements.begin_sync()
+
     def admit_joining(self) -> None:
-        """Let the replaced replicas serve. Call it when they hold the current weights."""
-        for index in sorted(self._joining):
-            self.lost.pop(index, None)
-            if index not in self._dispatcher.load:
-                self._dispatcher.add(index)
-        self._joining.clear()
+        """Let the replaced replicas serve. Call it when a sync is complete, and they hold the current weights."""
+        for index in self._replacements.take_joining():
+            self.lost.pop(index)
+            self._dispatcher.add(index)
+        self._replacements.end_sync()
 
     async def reset(self) -> None:
-        """Make every engine drop its requests and be ready to serve; replace those that cannot."""
+        """Make every engine drop its requests and be ready to serve; replace those that cannot.
+
+        Lost ones serve again after `admit_joining`.
+        """
+        self._replacements.end_sync()
         broken = []
 
         async def reset_one(index: int) -> None:
             try:
                 await self.call(index, "reset", timeout_s=self._timeouts.rpc_s)
+                if index in self.lost:
+                    self._replacements.join(index)
             except RolloutError as error:
                 logger.warning("replacing replica %d: %s", index, error)
                 broken.append(index)

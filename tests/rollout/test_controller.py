@@ -304,6 +304,7 @@ def test_an_announced_version_may_arrive_before_every_engine_serves_it(local: Lo
     async def scenario() -> None:
         await local.controller.set_version(7)
         await local.controller.announce(8)
+        assert local.fleet.in_sync
         assert (await local.controller.wait_batch(0, WAIT_S)).keys == keys_of(0, 1, 2)
 
     run(scenario)

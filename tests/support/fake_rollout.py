@@ -137,6 +137,7 @@ class FakeFleet:
     lost: dict[int, Exception] = field(default_factory=dict)
     resets: int = 0
     joined: int = 0
+    in_sync: bool = False
 
     async def generate(
         self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None, deadline: Any = None
@@ -150,8 +151,12 @@ class FakeFleet:
     def take_load(self) -> EngineLoad:
         return EngineLoad(0.5, 3, 1)
 
+    def begin_sync(self) -> None:
+        self.in_sync = True
+
     def admit_joining(self) -> None:
         self.joined += 1
+        self.in_sync = False
 
     async def reset(self) -> None:
         self.resets += 1
