@@ -68,6 +68,10 @@ def check_losses(run: Run, config: Config) -> None:
         assert math.isfinite(record["policy/loss"]) and record["policy/grad_norm"] > 0
         assert ("policy/kl_ref" in record) == (config.algorithm.kl.coef > 0)
         assert ("correction/weight_mean" in record) == (correction_of(config) is not None)
+    # With one update per step a correction leaves the clip nothing to do; without, the ratio is to the engine's
+    # log-probs, which older weights gave.
+    ratio = max(record["policy/ratio_max"] for record in run.metrics)
+    assert ratio == pytest.approx(1.0, abs=1e-6) if correction_of(config) else ratio > 1.0001
 
 
 def check_refilled(run: Run) -> None:
