@@ -92,6 +92,6 @@ def test_the_settings_of_the_published_script_are_accepted(name: str) -> None:
     changes = {"run__steps": 200, "batch__groups": 128, "trainer__mini_batches": 4, "admission__sync_interval": 16}
     assert pace_of(config_of(with_changes(recipe(name), changes))) == Pace(4, 16, 23)
     assert all(
-        f"{key.replace('__', '.')}={value}" in RECIPES[name].read_text().partition("run:")[0]
+        f"{key.replace('__', '.')}={value}" in RECIPES[name].read_text().partition("\nrun:")[0]
         for key, value in changes.items()
     )
