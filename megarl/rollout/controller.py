@@ -124,8 +124,8 @@ class RolloutController:
         Until `set_version` or `begin`, requests that no replica can take wait for those that the sync restarts.
         """
         self._tasks.check()
-        self._fleet.begin_sync()
         self._admission.announce(version)
+        await self._fleet.begin_sync()
 
     async def set_version(self, version: int, admit: bool = True) -> Counters:
         """Record that all engines, restarted ones included, serve `version`; with `admit`, start what it allows.

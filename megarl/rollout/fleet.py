@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# A lost replica that does not answer within this time does not answer the weight sync either.
+_RETIRE_S = 2.0
+
 _REPLACED = -1  # stands for the index of a replica whose index belongs to another one by now
 
 # Ends an actor and starts a new one of the same index; raises ReplicaFailed if it does not come up.
@@ -274,9 +277,19 @@ class Fleet:
 
         await asyncio.gather(*(restart_one(index) for index in indices))
 
-    def begin_sync(self) -> None:
-        """Record that a weight sync is about to begin, which replaces the replicas that its failure leaves unusable."""
+    async def begin_sync(self) -> None:
+        """Record that a weight sync is about to begin, which replaces the replicas that its failure leaves unusable.
+
+        A lost replica may be alive: its report was late. It is told to refuse the sync, so that it is replaced as well.
+        """
         self._replacements.begin_sync()
+        await asyncio.gather(*(self._retire(index) for index in self.lost if not self._replacements.comes(index)))
+
+    async def _retire(self, index: int) -> None:
+        try:
+            await self.call(index, "fail", f"was lost: {self.lost[index]}", timeout_s=_RETIRE_S)
+        except RolloutError as error:
+            logger.info("replica %d, which is lost, was not told so: %s", index, error)
 
     def admit_joining(self) -> None:
         """Let the replaced replicas serve. Call it when a sync is complete, and they hold the current weights."""

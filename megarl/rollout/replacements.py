@@ -32,6 +32,10 @@ class Replacements:
         """Whether a replica may serve later without anything else happening before."""
         return bool(self._in_sync or self._starting or self._joining)
 
+    def comes(self, index: int) -> bool:
+        """Tell whether replica `index` is being started or about to join."""
+        return index in self._starting or index in self._joining
+
     def begin_sync(self) -> None:
         """Record that a weight sync is about to begin."""
         self._in_sync = self._sync_restarts > 0

@@ -78,7 +78,7 @@ def test_responses_in_flight_outlive_a_failed_sync_that_leaves_no_replica() -> N
         fleet = fleet_of(old, restart)
         groups = [asyncio.create_task(fleet.generate(name, endless(name))) for name in "ab"]
         await until(lambda: all(len(each.reported) >= 3 for each in old.values()))
-        fleet.begin_sync()
+        await fleet.begin_sync()
         refuse(*old.values())
         await until(lambda: not fleet.serving)
         later = asyncio.create_task(fleet.generate("c", requests(3)))
@@ -151,7 +151,7 @@ def test_if_no_replacement_is_coming_every_group_is_told_at_once(why: str) -> No
         replica = ScriptedReplica(0, 10**9, None)
         fleet = fleet_of({0: resettable(replica)}, sync_restarts=0 if why == "sync without restarts" else 1)
         if why != "no sync":
-            fleet.begin_sync()
+            await fleet.begin_sync()
         if why == "sync is over":
             fleet.admit_joining()
         if why == "the trainer has restarted":
@@ -164,7 +164,7 @@ def test_if_no_replacement_is_coming_every_group_is_told_at_once(why: str) -> No
 def test_a_sync_that_replaces_nothing_ends_the_wait() -> None:
     async def scenario() -> None:
         fleet = fleet_of({0: ScriptedReplica(0, 10**9, None)})
-        fleet.begin_sync()
+        await fleet.begin_sync()
         tasks = await lose_the_last(fleet)
         await asyncio.sleep(0.05)
         assert not any(task.done() for task in tasks)
@@ -194,7 +194,7 @@ def test_a_restart_that_fails_ends_the_wait_and_is_named() -> None:
 def test_the_wait_is_bounded() -> None:
     async def scenario() -> None:
         fleet = fleet_of({0: ScriptedReplica(0, 10**9, None)}, bound_s=0.1)
-        fleet.begin_sync()
+        await fleet.begin_sync()
         started = time.monotonic()
         named = "1 responses waited 0 s (timeouts.weight_sync_s and engine_start_s) for a new replica after: replica 0"
         await check_all_fail(await lose_the_last(fleet), named)
@@ -207,7 +207,7 @@ def test_the_wait_ends_at_the_deadline_of_the_group() -> None:
     async def scenario() -> None:
         replica = ScriptedReplica(0, 10**9, None)
         fleet = fleet_of({0: replica})
-        fleet.begin_sync()
+        await fleet.begin_sync()
         deadline = GroupDeadline(time.monotonic() + 0.2, 0.2, "cut")
         group = asyncio.create_task(fleet.generate("x", endless("x"), deadline=deadline))
         await until(lambda: len(replica.reported) > 2)
@@ -279,3 +279,43 @@ def test_a_joining_replica_whose_restart_fails_does_not_join() -> None:
     with pytest.raises(ReplicaFailed), replacements.starting(3):
         raise ReplicaFailed(3, "no GPU is free")
     assert not replacements.coming and replacements.take_joining() == []
+
+
+def test_a_lost_replica_that_lives_refuses_the_next_sync_so_that_it_is_replaced() -> None:
+    told: dict[int, str] = {}
+
+    def living(index: int) -> Any:
+        async def fail(reason: str) -> None:
+            told[index] = reason
+
+        replica: Any = FakeReplica(index)
+        replica.fail = Method(fail)
+        return replica
+
+    async def scenario() -> None:
+        starting = Starting({2: living(2)})
+        fleet = fleet_of({index: living(index) for index in range(3)}, starting)
+        fleet.lose(1, ReplicaFailed(1, "its report was late"))
+        restart = asyncio.create_task(fleet.restart([2]))
+        await until(lambda: starting.begun)
+        await fleet.begin_sync()
+        assert told == {1: "was lost: its report was late"}
+        starting.go.set()
+        await restart
+
+    run(scenario)
+
+
+def test_a_lost_replica_that_is_dead_does_not_hold_the_next_sync() -> None:
+    async def dead(reason: str) -> None:
+        raise ReplicaFailed(0, "it died")
+
+    async def scenario() -> None:
+        replica: Any = FakeReplica(0)
+        replica.fail = Method(dead)
+        fleet = fleet_of({0: replica})
+        fleet.lose(0, ReplicaFailed(0, "it died"))
+        await fleet.begin_sync()
+        assert list(fleet.lost) == [0]
+
+    run(scenario)

@@ -151,7 +151,7 @@ class FakeFleet:
     def take_load(self) -> EngineLoad:
         return EngineLoad(0.5, 3, 1)
 
-    def begin_sync(self) -> None:
+    async def begin_sync(self) -> None:
         self.in_sync = True
 
     def admit_joining(self) -> None:
