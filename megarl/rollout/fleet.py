@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RequestFailed, RolloutError
+from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RolloutError
 from megarl.config.schema import Config, TimeoutsConfig
+from megarl.rollout.actor_errors import as_rollout_error
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.dispatcher import Dispatcher
 from megarl.rollout.engine_load import EngineLoad
@@ -321,24 +322,3 @@ class Fleet:
     async def devices(self) -> list[HeldDevices]:
         """Return the devices that each serving replica holds."""
         return [await self.call(index, "devices", timeout_s=self._timeouts.rpc_s) for index in self.serving]
-
-
-def as_rollout_error(index: int, method: str, error: Exception, where: str) -> RequestFailed | ReplicaFailed:
-    """Convert what an actor call raised: the replica's own error, which Ray wraps, or the death of the actor.
-
-    `where`: where the replica's log is.
-    """
-    # Ray raises a subclass of the cause's type whose text is the replica's whole traceback: read the cause first.
-    cause = getattr(error, "cause", None)
-    for own in (cause, error):
-        if isinstance(own, RequestFailed):
-            return RequestFailed(str(own))
-        if isinstance(own, ReplicaFailed):
-            return ReplicaFailed(index, f"{own}; {where}")
-    if "ActorDied" in type(error).__name__ or "ActorUnavailable" in type(error).__name__:
-        return ReplicaFailed(index, f"replica {index} died while it was asked to {method}; {where}")
-    detail = str(cause or error).strip().splitlines()
-    return ReplicaFailed(
-        index,
-        f"replica {index} failed to {method}: {type(cause or error).__name__}: {detail[0] if detail else ''}; {where}",
-    )

@@ -15,8 +15,9 @@ from ray.exceptions import RayTaskError
 from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
+from megarl.rollout.actor_errors import as_rollout_error
 from megarl.rollout.engine_load import EngineLoad
-from megarl.rollout.fleet import Fleet, as_rollout_error
+from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, continuation_seed
 from megarl.rollout.response_parts import EngineReport, ResponsePart
