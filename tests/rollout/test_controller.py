@@ -257,10 +257,12 @@ def test_a_batch_that_does_not_come_says_how_many_groups_were_replaced(
 
     async def scenario() -> None:
         await local.controller.set_version(0)
+        while (await local.controller.counters()).ready < GROUPS - 1:
+            await asyncio.sleep(0.01)
         with pytest.raises(
             RolloutError, match=r"in flight: \[3\], 3 groups without signal replaced \(admission.refill\)"
         ):
-            await local.controller.wait_batch(0, 0.5)
+            await local.controller.wait_batch(0, 0.1)
         await local.controller.shutdown()
 
     run(scenario)
