@@ -260,7 +260,7 @@ def main() -> int:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1000, 10_000], help="trajectories, ascending")
     parser.add_argument("--trajectories", type=int, default=100_000, help="finished ones measured with most in flight")
     parser.add_argument("--fewer", type=int, default=20_000, help="finished ones measured with fewer in flight")
-    parser.add_argument("--rate", type=float, default=1300.0, help="trajectories per second that the replicas offer")
+    parser.add_argument("--rate", type=float, default=1100.0, help="trajectories per second that the replicas offer")
     parser.add_argument("--groups", type=int, default=25, help="groups per step")
     parser.add_argument("--reward-workers", type=int, default=1)
     parser.add_argument("--profile", type=Path, help="write cProfile's data of the controller to FILE.IN_FLIGHT")

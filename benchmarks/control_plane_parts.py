@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import cProfile
+import math
 import random
 import time
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.controller import RolloutController
 from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE, ReplicaSpec, replica_name
-from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.requests import GenerateRequest
+from megarl.rollout.response_parts import EngineReport, ResponsePart
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -35,6 +37,15 @@ class Response:
         return self.body[: tokens - len(self.end)] + self.end
 
 
+@dataclass(frozen=True)
+class _Open:
+    """A response that a stand-in works on."""
+
+    ids: list[int]
+    version: int
+    started: float
+
+
 class TimedReplica:
     """Has the methods of `EngineReplica` that the controller and a publication call. Its answers take the time of their
     tokens, and do not depend on how many there are.
@@ -46,25 +57,40 @@ class TimedReplica:
         self._logprobs = [-random.Random(index).random() for _ in range(LONGEST)]
         self._rng = random.Random(index)
         self._version = 0
+        self._open: dict[str, _Open] = {}
 
-    async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
-        """Return the answers when the longest one has taken its time, as an engine does."""
-        lengths = [self._rng.randint(SHORTEST, LONGEST) for _ in requests]
-        version = self._version
-        await asyncio.sleep(max(lengths) * self._seconds_per_token)
-        return [self._result(request, length, version) for request, length in zip(requests, lengths, strict=True)]
+    async def generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
+        """Start to work on requests, then `report` on them."""
+        now = time.monotonic()
+        for request in requests:
+            ids = self._rng.choice(self._responses).of_length(self._rng.randint(SHORTEST, LONGEST))
+            self._open[request.request_id] = _Open(ids, self._version, now)
+        return await self.report({request.request_id: 0 for request in requests}, wait_s)
 
-    def _result(self, request: GenerateRequest, length: int, version: int) -> GenerateResult:
-        ids = self._rng.choice(self._responses).of_length(length)
-        spans = (VersionSpan(version, 0, length),)
-        seconds = length * self._seconds_per_token
-        return GenerateResult(request.request_id, ids, self._logprobs[:length], spans, "stop", self._index, seconds)
+    async def report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
+        """Return the new tokens: when all responses have taken their time, and after `wait_s` at the latest."""
+        end = max(self._open[name].started + len(self._open[name].ids) * self._seconds_per_token for name in reported)
+        await asyncio.sleep(max(0.0, min(wait_s, end - time.monotonic())))
+        return EngineReport({name: self._part(name, known) for name, known in reported.items()})
+
+    def _part(self, name: str, known: int) -> ResponsePart:
+        found = self._open[name]
+        seconds = time.monotonic() - found.started
+        made = min(len(found.ids), math.ceil(seconds / self._seconds_per_token))
+        ended = made == len(found.ids)
+        if ended:
+            del self._open[name]
+        spans = (VersionSpan(found.version, 0, made - known),) if made > known else ()
+        return ResponsePart(
+            found.ids[known:made], self._logprobs[known:made], spans, "stop" if ended else None, seconds
+        )
 
     async def set_weight_version(self, version: str) -> None:
         self._version = int(version)
 
     async def reset(self) -> None:
-        """Nothing is in flight when the controller begins a history."""
+        """Forget all requests."""
+        self._open.clear()
 
     async def ready(self) -> None:
         """Tell that the actor is up."""
@@ -158,6 +184,7 @@ class TakingTrainer:
     def publish(self, version: int) -> None:
         import ray
 
+        self.call("announce", version)
         calls = [replica.set_weight_version.remote(str(version)) for replica in self._pool.replicas]
         ray.get(calls, timeout=CALL_TIMEOUT_S)
         self.call("set_version", version, True)

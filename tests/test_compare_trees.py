@@ -37,8 +37,9 @@ def write_batches(run: Path, prompt: str, **more: int) -> None:
     pandas.DataFrame(rows).to_parquet(run / "batches" / "step_0000000.parquet")
 
 
-def write_metrics(run: Path, loss: float, seconds: float = 1.0) -> None:
-    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "policy/loss": loss, "time/step": seconds}) + "\n")
+def write_metrics(run: Path, loss: float, seconds: float = 1.0, **more: float) -> None:
+    values = {"step": 1, "policy/loss": loss, "time/step": seconds, **more}
+    (run / "metrics.jsonl").write_text(json.dumps(values) + "\n")
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
@@ -79,6 +80,8 @@ def test_nothing_to_compare_is_no_equality(tmp_path: Path, removed: str) -> None
 
 def test_timings_and_columns_of_one_tree_are_no_difference(tmp_path: Path) -> None:
     before, after = write_run(tmp_path / "before"), write_run(tmp_path / "after")
-    write_metrics(after, 0.5, seconds=2.0)
+    write_metrics(after, 0.5, seconds=2.0, new=1.0)
     write_batches(after, "the prompt", response_mask=1)
     assert difference(before, after) is None
+    write_batches(before, "the prompt", response_mask=1)
+    assert "new: 1.0 before, None after" in str(difference(after, before))

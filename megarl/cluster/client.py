@@ -20,11 +20,11 @@ from megarl.cluster.supervisor import CONTROLLER
 from megarl.common.errors import ReplicaFailed, RolloutError
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
+from megarl.rollout.actor_errors import as_rollout_error
 from megarl.rollout.controller import BatchReady
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.evaluations import FinishedEvaluation
-from megarl.rollout.fleet import as_rollout_error
 from megarl.rollout.replica import replica_name
 
 if TYPE_CHECKING:

@@ -36,8 +36,8 @@ class Pace:
 
     @property
     def runs_ahead(self) -> bool:
-        """True if groups are generated while an earlier step trains."""
-        return self.max_staleness >= self.updates_per_step
+        """True if groups are generated while an earlier step trains: one version's tokens may be in two steps."""
+        return self.steps_within_bound(0) >= 2
 
     def steps_within_bound(self, updates: int) -> int:
         """Return how many steps may contain a token that was sampled after `updates` updates of a history.

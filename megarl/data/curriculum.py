@@ -34,7 +34,7 @@ class SetProgress:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """The argument of a curriculum: steps done, the first group that its weights apply to, and the sets by name."""
 
     steps: int
@@ -75,9 +75,9 @@ class Curriculum:
             if reward is not None:
                 self._rewards[name].append(reward)
 
-    def progress(self, steps: int, next_group: int) -> Progress:
+    def progress(self, steps: int, next_group: int) -> TrainingProgress:
         """Return what the function sees after `steps` steps, with weights to choose for `next_group` and later ones."""
-        return Progress(
+        return TrainingProgress(
             steps,
             next_group,
             {
@@ -86,7 +86,7 @@ class Curriculum:
             },
         )
 
-    def weights(self, progress: Progress) -> dict[str, float]:
+    def weights(self, progress: TrainingProgress) -> dict[str, float]:
         """Call the function; return a weight for every set. Raises ValueError if it raises or returns anything else."""
         expected = f"return a weight (a number, at least 0, not all 0) for each of {sorted(self._configured)}"
         try:
@@ -123,7 +123,7 @@ def _imported(path: str) -> Any:  # a function of the user's
         raise ValueError(f"data.curriculum {path!r}: cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise ValueError(
-            f"data.curriculum {path!r} must be a plain function of one argument (megarl.data.curriculum.Progress) and "
-            f"of data.curriculum.kwargs, not {type(function).__name__}"
+            f"data.curriculum {path!r} must be a plain function of one argument "
+            f"(megarl.data.curriculum.TrainingProgress) and of data.curriculum.kwargs, not {type(function).__name__}"
         )
     return function

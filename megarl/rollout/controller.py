@@ -121,9 +121,13 @@ class RolloutController:
         )
 
     async def announce(self, version: int) -> None:
-        """Record that engines are about to be given `version`: tokens of versions never announced end the run."""
+        """Record that engines are about to be given `version`: tokens of versions never announced end the run.
+
+        Until `set_version` or `begin`, requests that no replica can take wait for those that the sync restarts.
+        """
         self._tasks.check()
         self._admission.announce(version)
+        await self._fleet.begin_sync()
 
     async def set_version(self, version: int, admit: bool = True) -> Counters:
         """Record that all engines, restarted ones included, serve `version`; with `admit`, start what it allows.

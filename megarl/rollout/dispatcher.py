@@ -49,17 +49,19 @@ class Dispatcher:
         deadline: GroupDeadline | None,
         timeout_s: float,
     ) -> int | None:
-        """Wait for a replica with room for `samples` requests and assign them; None if the deadline has come.
+        """Wait for a replica with room for `samples` requests and assign them.
 
-        Training comes before requests in the `background`; within each, whoever comes first is placed first. Requests
-        that have been `begun` do not wait for room. `prefix` and `home`: see `Router.assign`. Raises RolloutError after
-        `timeout_s`.
+        None if the deadline has come, and if no replica serves such requests (any more). Training comes before requests
+        in the `background`; within each, whoever comes first is placed first. Requests that have been `begun` do not
+        wait for room. `prefix` and `home`: see `Router.assign`. Raises RolloutError after `timeout_s`.
         """
         until = time.monotonic() + timeout_s
         place = _Place(background)
         self._queue.append(place)
         try:
             while True:
+                if not self.open_to(background):
+                    return None
                 closed = self._closed(place, samples, begun)
                 if (index := self._router.assign(prefix, samples, home, closed)) is not None:
                     return index
@@ -77,6 +79,11 @@ class Dispatcher:
         finally:
             self._queue.remove(place)
             self._room.set()
+
+    def open_to(self, background: bool) -> set[int]:
+        """Return the replicas that serve training, or with `background` an evaluation beside it."""
+        load = self._router.load
+        return set(load) - self.pins.closed_to(load, background=background)
 
     def _closed(self, place: _Place, samples: int, begun: bool) -> Container[int]:
         """Return the replicas that cannot be assigned to a place in the queue."""
@@ -117,7 +124,7 @@ class Dispatcher:
         return peak
 
     def remove(self, replica: int) -> None:
-        """Place nothing more on a replica. Raises ValueError if it is the last one."""
+        """Place nothing more on a replica; one that is not there is accepted."""
         self._router.remove(replica)
         self.pins.forget(replica)
         if self._limits is not None:

@@ -13,12 +13,14 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RequestFailed, RolloutError
+from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RolloutError
 from megarl.config.schema import Config, TimeoutsConfig
+from megarl.rollout.actor_errors import as_rollout_error
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.dispatcher import Dispatcher
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.replacements import Replacements
 from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.responses_so_far import ResponsesSoFar
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
+
+# A lost replica that does not answer within this time does not answer the weight sync either.
+_RETIRE_S = 2.0
+
+_REPLACED = -1  # stands for the index of a replica whose index belongs to another one by now
 
 # Ends an actor and starts a new one of the same index; raises ReplicaFailed if it does not come up.
 Restart = Callable[[int, "ActorHandle"], Awaitable["ActorHandle"]]
@@ -39,7 +46,8 @@ class Fleet:
 
     Requests of one call go to one replica, which reports their tokens when all have ended, and else at intervals. A
     replica that dies or does not report in time is lost, and another one continues its responses from the tokens that
-    it has reported. A request that an engine refuses says nothing about the engine.
+    it has reported. If none is left, they wait for a replacement that is coming. A request that an engine refuses says
+    nothing about the engine.
     """
 
     def __init__(
@@ -51,18 +59,19 @@ class Fleet:
         *,
         report_interval_s: float = 5.0,
         back_pressure: bool = True,
+        sync_restarts: int = 1,
     ) -> None:
         """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is.
 
         `report_interval_s`: the longest time between two reports of a replica on the same requests. `back_pressure`:
-        whether requests are held back from replicas whose KV cache is full.
+        whether requests are held back from replicas whose KV cache is full. `sync_restarts`: see `Replacements`.
         """
         self._replicas = dict(replicas)
         self._dispatcher = Dispatcher(self._replicas, back_pressure)
         self._timeouts, self._restart, self._describe = timeouts, restart, describe
         self._report_interval_s = report_interval_s
-        self._joining: set[int] = set()
-        self.lost: dict[int, ReplicaFailed] = {}
+        self._replacements = Replacements(timeouts, sync_restarts)
+        self.lost: dict[int, ReplicaFailed] = {}  # all that do not serve, the last one lost at the end
 
     @classmethod
     async def attach(cls, spec: ReplicaSpec, config: Config) -> Fleet:
@@ -93,6 +102,7 @@ class Fleet:
             lambda index: f"see {logs / f'replica-{index}.log'}",
             report_interval_s=config.rollout.report_interval_s,
             back_pressure=config.rollout.back_pressure,
+            sync_restarts=config.weight_sync.restarts,
         )
 
     @property
@@ -123,8 +133,8 @@ class Fleet:
         `background`: they belong to an evaluation beside training, go to its pinned replicas if there are any, and
         otherwise give way to training. How long they may take is then the affair of whoever waits for the evaluation.
 
-        Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica was lost, RolloutError if the
-        group fails by its deadline.
+        Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica for them was lost and no other
+        one is coming, RolloutError if the group fails by its deadline.
         """
         responses = ResponsesSoFar(requests)
         timeout_s = math.inf if background else self._timeouts.generate_s
@@ -132,6 +142,7 @@ class Fleet:
             if deadline is not None and time.monotonic() >= deadline.at:
                 deadline.settle(responses)
                 break
+            await self._await_replica(responses, deadline, background)
             index = await self._dispatcher.place(
                 prefix,
                 len(responses.unfinished),
@@ -142,7 +153,7 @@ class Fleet:
                 timeout_s=timeout_s,
             )
             if index is None:
-                continue  # to the deadline
+                continue  # to the deadline, or to the wait for a replica
             replica = self._replicas[index]
             try:
                 await self._serve(prefix, index, responses, deadline, timeout_s)
@@ -153,6 +164,40 @@ class Fleet:
                 count, tokens = len(responses.unfinished), responses.tokens
                 logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, tokens, error)
         return responses.results()
+
+    async def _await_replica(
+        self, responses: ResponsesSoFar, deadline: GroupDeadline | None, background: bool
+    ) -> None:
+        """Wait until a replica serves such requests, or to the deadline.
+
+        Raises NoReplicaLeft, with the reason of the last loss, as soon as no replica is coming, and if none has come
+        within the time that all attempts at a weight sync can take.
+        """
+        if self._dispatcher.open_to(background):
+            return
+        limit_s = self._replacements.timeout_s
+        until = time.monotonic() + limit_s
+        wake = until if deadline is None else min(until, deadline.at)
+        if self._replacements.coming:
+            count, tokens = len(responses.unfinished), responses.tokens
+            logger.warning("no replica serves: %d responses with %d tokens wait for a new one", count, tokens)
+        while not self._dispatcher.open_to(background):
+            if not self._replacements.coming:
+                raise self._none_left("")
+            if time.monotonic() >= wake:
+                if wake < until:
+                    return
+                waited = f"{limit_s:.0f} s (timeouts.weight_sync_s and engine_start_s)"
+                raise self._none_left(
+                    f"{len(responses.unfinished)} responses waited {waited} for a new replica after: "
+                )
+            await self._replacements.wait(wake)
+
+    def _none_left(self, waited: str) -> NoReplicaLeft:
+        index, reason = next(reversed(self.lost.items()))
+        error = NoReplicaLeft(index, f"{waited}{reason}")
+        error.__cause__ = reason
+        return error
 
     async def _serve(
         self, prefix: Hashable, index: int, responses: ResponsesSoFar, deadline: GroupDeadline | None, timeout_s: float
@@ -167,6 +212,10 @@ class Fleet:
         replica, until = self._replicas[index], time.monotonic() + timeout_s
         left = len(responses.unfinished)
         call: tuple[str, object] = ("generate", responses.send(index))
+
+        def holder() -> int:
+            return index if self._replicas[index] is replica else _REPLACED
+
         try:
             while left:
                 if (reason := self._out_of_service(index, replica)) is not None:
@@ -178,7 +227,7 @@ class Fleet:
                 wait_s = min(self._report_interval_s, left_s, deadline_s)
                 report = await self.call(index, *call, wait_s, timeout_s=wait_s + self._timeouts.rpc_s)
                 ended = responses.add(report.parts)
-                self._dispatcher.reported(prefix, index, ended, report.load)
+                self._dispatcher.reported(prefix, holder(), ended, report.load)
                 left -= ended
                 if left and deadline is not None and time.monotonic() >= deadline.at:
                     report = await self.call(index, "end", responses.reported, timeout_s=self._timeouts.rpc_s)
@@ -186,7 +235,7 @@ class Fleet:
                     return
                 call = ("report", responses.reported)
         finally:
-            self._dispatcher.finish(prefix, index, left)
+            self._dispatcher.finish(prefix, holder(), left)
 
     def _out_of_service(self, index: int, replica: ActorHandle) -> ReplicaFailed | None:
         """Return why `replica`, which had `index`, does not serve any more; None if it does."""
@@ -214,33 +263,56 @@ class Fleet:
         return ReplicaFailed(index, f"waited {waited_s:.0f} s for replica {index} to {method}; {self._describe(index)}")
 
     def lose(self, index: int, reason: ReplicaFailed) -> None:
-        """Send nothing more to a replica; its unfinished responses go on elsewhere after its next report.
-
-        Raises NoReplicaLeft, with the message of `reason`, if it is the last one that can serve training.
-        """
-        if index in self.lost:
-            return
-        if set(self.serving) - self._dispatcher.pins.reserved <= {index}:
-            raise NoReplicaLeft(index, str(reason)) from reason
-        self.lost[index] = reason
-        self._dispatcher.remove(index)
+        """Send nothing more to a replica; its unfinished responses go on elsewhere after its next report."""
+        if index not in self.lost:
+            self.lost[index] = reason
+            self._dispatcher.remove(index)
 
     async def restart(self, indices: Sequence[int]) -> None:
-        """Replace replicas by new ones under the same names; they serve after `admit_joining`.
+        """Replace replicas by new ones under the same names; they serve after `admit_joining`, and not before.
 
         Raises RolloutError if one does not come up. The controller owns them: the actors of a rank would end with the
         rank.
         """
 
         async def restart_one(index: int) -> None:
-            fresh = await self._restart(index, self._replicas[index])
-            if index in self._dispatcher.load and self.serving != [index]:
-                self._dispatcher.remove(index)
-            self._replicas[index] = fresh
-            self._dispatcher.pins.forget(index)
-            self._joining.add(index)
+            self.lose(index, ReplicaFailed(index, f"replica {index} is being replaced"))
+            with self._replacements.starting(index):
+                try:
+                    self._replicas[index] = await self._restart(index, self._replicas[index])
+                except Exception as error:
+                    self.lost.pop(index)
+                    reason = as_rollout_error(index, "restart", error, self._describe(index))
+                    self.lose(index, ReplicaFailed(index, str(reason)))
+                    raise
 
         await asyncio.gather(*(restart_one(index) for index in indices))
+
+    async def begin_sync(self) -> None:
+        """Record that a weight sync is about to begin, which replaces the replicas that its failure leaves unusable.
+
+        A lost replica may be alive: its report was late. It is told to refuse the sync, so that it is replaced as well.
+        """
+        self._replacements.begin_sync()
+        await asyncio.gather(*(self._retire(index) for index in self.lost if not self._replacements.comes(index)))
+
+    async def _retire(self, index: int) -> None:
+        try:
+            await self.call(index, "fail", f"was lost: {self.lost[index]}", timeout_s=_RETIRE_S)
+        except RolloutError as error:
+            logger.info("replica %d, which is lost, was not told so: %s", index, error)
+
+    def admit_joining(self) -> None:
+        """Let all replicas serve training, replaced ones too. Call it when a sync is complete.
+
+        Those that the publication has left out (`leave_out`) do not.
+        """
+        for index in self._replacements.take_joining():
+            self.lost.pop(index)
+            self._dispatcher.add(index)
+        self._replacements.end_sync()
+        self._dispatcher.pins.published()
+        self._dispatcher.pins_changed()
 
     def pin(self, count: int) -> frozenset[int]:
         """Let `count` replicas keep their weights and serve requests in the background only; return them.
@@ -258,26 +330,19 @@ class Fleet:
         """Return the replicas that the publication which now begins leaves out."""
         return self._dispatcher.pins.leave_out()
 
-    def admit_joining(self) -> None:
-        """Let all replicas serve training, replaced ones too. Call it when a version was published to them.
-
-        Those that the publication has left out do not.
-        """
-        for index in sorted(self._joining):
-            self.lost.pop(index, None)
-            if index not in self._dispatcher.load:
-                self._dispatcher.add(index)
-        self._joining.clear()
-        self._dispatcher.pins.published()
-        self._dispatcher.pins_changed()
-
     async def reset(self) -> None:
-        """Make every engine drop its requests and be ready to serve; replace those that cannot."""
+        """Make every engine drop its requests and be ready to serve; replace those that cannot.
+
+        Lost ones serve again after `admit_joining`.
+        """
+        self._replacements.end_sync()
         broken = []
 
         async def reset_one(index: int) -> None:
             try:
                 await self.call(index, "reset", timeout_s=self._timeouts.rpc_s)
+                if index in self.lost:
+                    self._replacements.join(index)
             except RolloutError as error:
                 logger.warning("replacing replica %d: %s", index, error)
                 broken.append(index)
@@ -288,24 +353,3 @@ class Fleet:
     async def devices(self) -> list[HeldDevices]:
         """Return the devices that each serving replica holds."""
         return [await self.call(index, "devices", timeout_s=self._timeouts.rpc_s) for index in self.serving]
-
-
-def as_rollout_error(index: int, method: str, error: Exception, where: str) -> RequestFailed | ReplicaFailed:
-    """Convert what an actor call raised: the replica's own error, which Ray wraps, or the death of the actor.
-
-    `where`: where the replica's log is.
-    """
-    # Ray raises a subclass of the cause's type whose text is the replica's whole traceback: read the cause first.
-    cause = getattr(error, "cause", None)
-    for own in (cause, error):
-        if isinstance(own, RequestFailed):
-            return RequestFailed(str(own))
-        if isinstance(own, ReplicaFailed):
-            return ReplicaFailed(index, f"{own}; {where}")
-    if "ActorDied" in type(error).__name__ or "ActorUnavailable" in type(error).__name__:
-        return ReplicaFailed(index, f"replica {index} died while it was asked to {method}; {where}")
-    detail = str(cause or error).strip().splitlines()
-    return ReplicaFailed(
-        index,
-        f"replica {index} failed to {method}: {type(cause or error).__name__}: {detail[0] if detail else ''}; {where}",
-    )

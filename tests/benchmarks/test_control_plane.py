@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,40 +19,51 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.admission import Admission
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
-from megarl.rollout.to_trajectory import defect
+from megarl.rollout.response_parts import EngineReport, join_parts
 
 RESPONSE = Response([1, 2, 3] * LONGEST, [8, 9])
 SPEC = SamplingSpec(max_tokens=LONGEST, temperature=1.0, stop_token_ids=())
 
 
 def test_a_timed_replica_answers_like_an_engine() -> None:
-    replica = TimedReplica(1, 0.0, [RESPONSE])
+    replica = TimedReplica(1, 1e-9, [RESPONSE])
     requests = [GenerateRequest(f"r{number}", [1], SPEC) for number in range(64)]
 
-    async def ask() -> list:
+    async def ask() -> EngineReport:
         await replica.set_weight_version("3")
-        return await replica.generate(requests)
+        return await replica.generate(requests, 5.0)
 
-    results = asyncio.run(ask())
-    assert [each.request_id for each in results] == [each.request_id for each in requests]
-    for each in results:
-        assert defect(each) == "" and len(each.logprobs) == len(each.response_ids)
+    parts = asyncio.run(ask()).parts
+    assert list(parts) == [each.request_id for each in requests]
+    for each in parts.values():
+        assert each.finish_reason == "stop" and len(each.logprobs) == len(each.response_ids)
         assert SHORTEST <= len(each.response_ids) <= LONGEST and each.response_ids[-2:] == [8, 9]
-        assert each.versions == (VersionSpan(3, 0, len(each.response_ids)),) and each.replica == 1
-    assert len({len(each.response_ids) for each in results}) > 10
+        assert each.versions == (VersionSpan(3, 0, len(each.response_ids)),)
+    assert len({len(each.response_ids) for each in parts.values()}) > 10
 
 
-def test_a_call_takes_the_time_of_its_longest_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
+def test_answers_take_the_time_of_their_tokens_and_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, slept = [100.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
 
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
+        clock[0] += seconds
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    results = asyncio.run(
-        TimedReplica(0, 0.5, [RESPONSE]).generate([GenerateRequest(str(n), [1], SPEC) for n in range(9)])
-    )
-    assert slept == [max(each.seconds for each in results)] == [0.5 * max(len(each.response_ids) for each in results)]
+    replica = TimedReplica(0, 0.5, [RESPONSE])
+
+    async def ask() -> list[EngineReport]:
+        first = await replica.generate([GenerateRequest(str(n), [1], SPEC) for n in range(9)], 10.0)
+        known = {name: len(part.response_ids) for name, part in first.parts.items()}
+        return [first, await replica.report(known, 1000.0)]
+
+    first, second = asyncio.run(ask())
+    assert {len(part.response_ids) for part in first.parts.values()} == {20} and slept[0] == 10.0
+    assert all(part.finish_reason is None for part in first.parts.values())
+    whole = [join_parts(part, second.parts[name]) for name, part in first.parts.items()]
+    assert sum(slept) == pytest.approx(0.5 * max(len(each.response_ids) for each in whole))
+    assert all(each.finish_reason == "stop" and each.response_ids[-2:] == [8, 9] for each in whole)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_prompts_need_room_beside_the_longest_response_of_their_own_set(models: 
     assert limits == [256 - 32, 256 - 100]
 
 
-CURRICULUM = {"function": "tests.data.test_curriculum:by_reward"}
+CURRICULUM = {"function": "tests.support.curricula:equal_shares"}
 MISTAKES: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([], {"data__path": None}, "data.path: required; give a JSONL or Parquet file, or several in data.sets"),
     ([{}, {}], {"data__path": "x.jsonl"}, "data.path: given together with data.sets"),

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.pace import Pace, pace_of, pace_problems
+from megarl.rollout.admission import Admission
 from tests.support.configs import config
 
 
@@ -90,3 +91,13 @@ def test_the_steps_up_to_the_next_publication_are_within_the_bound(
     following = next(n for n in range(done + 1, done + steps + 1) if pace.publishes_after(n))
     assert pace.steps_within_bound(done * updates) >= following
     assert following == done + steps
+
+
+@pytest.mark.parametrize("updates", [1, 2, 4])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("ahead", range(9))
+def test_generation_runs_ahead_if_more_than_a_step_may_start_at_once(updates: int, steps: int, ahead: int) -> None:
+    pace = Pace(updates, steps * updates, steps * updates - 1 + ahead)
+    admission = Admission(3, pace)
+    admission.set_version(0)
+    assert pace.runs_ahead is (len(admission.admit()) > 3)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from megarl.data import curriculum as module
-from megarl.data.curriculum import KEPT_GROUPS, Curriculum, Progress, SetProgress
+from megarl.data.curriculum import KEPT_GROUPS, Curriculum, SetProgress, TrainingProgress
 
 WEIGHTS = {"easy": 3.0, "hard": 1.0}
-SEEN: list[Progress] = []
+SEEN: list[TrainingProgress] = []
 
 
-def by_reward(progress: Progress, ready: float = 0.5) -> dict[str, float]:
+def by_reward(progress: TrainingProgress, ready: float = 0.5) -> dict[str, float]:
     """The easy set alone until its latest rewards reach `ready`."""
     SEEN.append(progress)
     latest = progress.sets["easy"].rewards[-2:]
@@ -29,7 +29,7 @@ def made(**kwargs: Any) -> Curriculum:
 
 def test_it_is_called_once_at_the_start_with_the_weights_of_the_config() -> None:
     curriculum = made()
-    assert [Progress(0, 0, {"easy": SetProgress(3.0), "hard": SetProgress(1.0)})] == SEEN
+    assert [TrainingProgress(0, 0, {"easy": SetProgress(3.0), "hard": SetProgress(1.0)})] == SEEN
     assert curriculum.first_weights == {"easy": 1.0, "hard": 0.0}
 
 
@@ -39,7 +39,7 @@ def test_it_sees_committed_groups_only_by_set_and_in_order() -> None:
         curriculum.finish(group, name, rewards)
     curriculum.commit([2, 1, 0])  # group 3 is finished and belongs to a later step
     progress = curriculum.progress(1, 8)
-    assert progress == Progress(1, 8, {"easy": SetProgress(3.0, 2, (0.5, 1.0)), "hard": SetProgress(1.0, 1)})
+    assert progress == TrainingProgress(1, 8, {"easy": SetProgress(3.0, 2, (0.5, 1.0)), "hard": SetProgress(1.0, 1)})
     assert curriculum.weights(progress) == {"easy": 1.0, "hard": 1.0}
     assert made(ready=0.76).weights(progress) == {"easy": 1.0, "hard": 0.0}
 
@@ -65,11 +65,11 @@ def test_a_resumed_one_sees_the_same_and_forgets_what_was_not_committed() -> Non
 NOT_CALLABLE = 3
 
 
-async def waits(progress: Progress) -> dict[str, float]:
+async def waits(progress: TrainingProgress) -> dict[str, float]:
     return {}
 
 
-def raises(progress: Progress) -> dict[str, float]:
+def raises(progress: TrainingProgress) -> dict[str, float]:
     raise KeyError("medium")
 
 

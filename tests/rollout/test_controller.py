@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import megarl.rollout.controller as controller_module
+from megarl.algorithms.filters import ShapingSpec
 from megarl.common.errors import BatchNotReady, NoReplicaLeft, RolloutError
 from megarl.config.schema import Config
-from megarl.queue.trajectory import Trajectory
+from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.controller import ATTEMPTS_FILE
@@ -197,12 +199,42 @@ def test_groups_without_signal_are_replaced_before_the_queue(tmp_path: Path, mon
             await controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0)
         counters = await controller.commit(0, trained=3, filtered=2, dropped_stale=0, failed=0)
         assert counters.settled == counters.admitted == GROUPS + 2
+        assert controller._source.committed == [([0, 1, 2, 3, 4], 1, GROUPS + 2)]
         await controller.set_version(1)
         batch = await controller.wait_batch(1, WAIT_S)
         assert batch.keys == keys_of(5, 6, 7) and batch.replaced == []
         assert batch.timings["rollout/groups_replaced"] == 0 and "rollout/replaced_tokens" not in batch.timings
 
     run(scenario)
+
+
+def test_what_has_signal_depends_on_the_limit_of_the_group_s_own_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = [{"name": "a", "path": "a"}, {"name": "b", "path": "b", "sampling": {"max_tokens": 7}}]
+    settings = config_of(
+        "model",
+        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
+        admission={"refill": True},
+        data={"path": None, "sets": sets},
+    )
+    local = local_controller(settings, tmp_path, monkeypatch)
+    local.controller._source.sets = {0: "a", 1: "b", 2: "a"}
+    asked = {}
+
+    def without_signal(group: Sequence[SampleTag], spec: ShapingSpec) -> bool:
+        asked[group[0].group_id] = spec.max_tokens
+        return False
+
+    monkeypatch.setattr(controller_module, "without_signal", without_signal)
+
+    async def scenario() -> None:
+        await local.controller.set_version(0)
+        await local.controller.wait_batch(0, WAIT_S)
+
+    run(scenario)
+    limit = settings.sampling.max_tokens
+    assert asked == {0: limit, 1: 7, 2: limit} and limit != 7
 
 
 def test_no_more_groups_are_replaced_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +257,12 @@ def test_a_batch_that_does_not_come_says_how_many_groups_were_replaced(
 
     async def scenario() -> None:
         await local.controller.set_version(0)
+        while (await local.controller.counters()).ready < GROUPS - 1:
+            await asyncio.sleep(0.01)
         with pytest.raises(
             RolloutError, match=r"in flight: \[3\], 3 groups without signal replaced \(admission.refill\)"
         ):
-            await local.controller.wait_batch(0, 0.5)
+            await local.controller.wait_batch(0, 0.1)
         await local.controller.shutdown()
 
     run(scenario)
@@ -272,6 +306,7 @@ def test_an_announced_version_may_arrive_before_every_engine_serves_it(local: Lo
     async def scenario() -> None:
         await local.controller.set_version(7)
         await local.controller.announce(8)
+        assert local.fleet.in_sync
         assert (await local.controller.wait_batch(0, WAIT_S)).keys == keys_of(0, 1, 2)
 
     run(scenario)

@@ -14,7 +14,7 @@ import pytest
 from megarl.common.errors import RolloutError
 from megarl.config.checks import check, evaluation_prompt_limit, prompt_limit
 from megarl.config.schema import Config
-from megarl.data.curriculum import Progress
+from megarl.data.curriculum import TrainingProgress
 from megarl.data.cursor import epoch_order
 from megarl.models.read_config import load_info
 from megarl.rollout.prompts import PromptSource
@@ -183,10 +183,10 @@ def test_weights_that_were_changed_between_two_starts_hold_for_the_groups_to_com
     assert {changed.dataset(group) for group in range(10, 60)} == {"small"}
 
 
-SEEN: list[Progress] = []
+SEEN: list[TrainingProgress] = []
 
 
-def by_reward(progress: Progress, seconds: float = 0.0) -> dict[str, float]:
+def by_reward(progress: TrainingProgress, seconds: float = 0.0) -> dict[str, float]:
     """The small set alone until a group of it has a reward."""
     SEEN.append(progress)
     time.sleep(seconds if progress.steps else 0.0)

@@ -52,12 +52,20 @@ def test_a_removed_replica_gets_nothing_and_may_come_back() -> None:
     router.remove(0)
     assert [router.assign("a", 1) for _ in range(3)] == [1, 1, 1]
     router.finish("a", 0, 4)
-    with pytest.raises(ValueError, match="last"):
-        router.remove(1)
     router.add(0)
     assert router.load == {0: 0, 1: 3} and router.assign("b", 1) == 0
     with pytest.raises(ValueError, match="already"):
         router.add(0)
+
+
+def test_without_a_replica_nothing_is_assigned() -> None:
+    router = Router([0])
+    router.assign("a", 4)
+    router.remove(0)
+    assert router.assign("a", 1) is None and router.assign("b", 1, number=3) is None and router.load == {}
+    router.finish("a", 0, 4)
+    router.add(0)
+    assert router.assign("a", 1) == 0 and router.load == {0: 1}
 
 
 @given(replicas=st.integers(1, 5), work=events)

@@ -21,6 +21,7 @@ from megarl.algorithms.losses import LossSpec
 from megarl.config.schema import Config
 from megarl.config.shaping import shaping_of
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan, sample_key
+from megarl.run import step
 from megarl.run.batch_metrics import record_batch
 from megarl.run.step import entropy_due, plan_step
 from megarl.telemetry.declarations import step_metrics
@@ -194,6 +195,21 @@ def test_overlong_samples_are_punished_below_the_limit_of_their_own_set() -> Non
         tags, config(algorithm={"overlong": overlong, "filter_zero_variance": False}, data=own), dp_size=1, version=0
     )
     assert [[sample.reward for sample in group] for group in plan.shaped.groups] == [[1.0, 1.0, 0.0], [1.0, 0.0, -1.0]]
+
+
+def test_samples_have_the_temperature_of_their_own_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step.parallel, "dp_rank", lambda: 0)
+    own = config(data=sets({}, {"sampling": {"temperature": 0.5}}))
+    rows = [
+        Trajectory(g, i, [1], [5], [-0.1], (VersionSpan(0, 0, 1),), "stop", float(i), dataset="ab"[g])
+        for g in range(2)
+        for i in range(2)
+    ]
+    plan = plan_step([row.tag for row in rows], own, dp_size=1, version=0)
+    samples = step._train_samples(plan, {row.key: row for row in rows}, own)
+    assert {key: sample.temperature for key, sample in samples.items()} == {
+        "0:0": 1.0, "0:1": 1.0, "1:0": 0.5, "1:1": 0.5,
+    }  # fmt: skip
 
 
 def test_each_data_set_has_metrics_if_there_are_several() -> None:

@@ -65,17 +65,23 @@ class FakeSource:
         self.finished: dict[int, list[float]] = {}
         self.committed: list[tuple[list[int], int, int]] = []  # groups, steps done, first group not admitted
         self.resumed_at: list[int] = []
+        self.sets: dict[int, str] = {}  # the data sets of groups, if there are several
 
     def draw(self, group_id: int) -> Any:
         def judge(text: str, ids: list[int], reason: str) -> RewardInput:
             return RewardInput("", text, ids, reason)
 
         return SimpleNamespace(
-            ids=[5] * (group_id + 1), reward_input=judge, answer="7", sampling=self.sampling, dataset="", reward=0
+            ids=[5] * (group_id + 1),
+            reward_input=judge,
+            answer="7",
+            sampling=self.sampling,
+            dataset=self.dataset(group_id),
+            reward=0,
         )
 
     def dataset(self, group_id: int) -> str:
-        return ""
+        return self.sets.get(group_id, "")
 
     def finish(self, group_id: int, rewards: Sequence[float]) -> None:
         self.finished[group_id] = list(rewards)
@@ -133,6 +139,7 @@ class FakeFleet:
     resets: int = 0
     joined: int = 0
     pinned: frozenset[int] = frozenset()
+    in_sync: bool = False
 
     async def generate(
         self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None, deadline: Any = None,
@@ -147,8 +154,12 @@ class FakeFleet:
     def take_load(self) -> EngineLoad:
         return EngineLoad(0.5, 3, 1)
 
+    async def begin_sync(self) -> None:
+        self.in_sync = True
+
     def admit_joining(self) -> None:
         self.joined += 1
+        self.in_sync = False
 
     def pin(self, count: int) -> frozenset[int]:
         self.pinned = frozenset(range(count))

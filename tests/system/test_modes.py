@@ -9,7 +9,7 @@ import pytest
 
 from megarl.queue.dump import read_batch
 from tests.support.run import step_records, tiny_config, train
-from tests.support.whole_runs import check_counters
+from tests.support.whole_runs import check_every_group_once
 
 pytestmark = pytest.mark.engine
 
@@ -33,7 +33,7 @@ def test_generation_runs_ahead_within_the_bound(
     config["telemetry"] = {"dump_batches": True}
     run = train(config)
     assert run.code == 0, run.output[-4000:]
-    check_counters(run, STEPS)
+    check_every_group_once(run, STEPS)
     records = step_records(run.directory)
     lags: list[int] = []
     for step in range(STEPS):

@@ -1,0 +1,97 @@
+"""The recipes' asynchronous sections, and their CPU-sized twins: other sizes, the same algorithm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.load import config_from_tree
+from megarl.config.old_logprobs import correction_of, recomputes_old_logprobs
+from megarl.config.pace import Pace, pace_of
+from megarl.config.schema import Config
+from tests.support.configs import with_changes
+from tests.support.recipe_twins import RECIPES, differing_keys, recipe, twin
+
+# What a twin may change, and nothing else: where things are, how many, how long, how long to wait for them, and what a
+# CPU (precision) and a random model (a reward that it varies) need.
+SIZES = {
+    "run.dir", "run.steps", "model.path", "model.shape",
+    "trainer.gpus", "trainer.gpus_per_node", "trainer.devices", "trainer.device_memory_gib", "trainer.precision",
+    "trainer.parallel.tensor", "trainer.parallel.expert", "trainer.optimizer.warmup_steps",
+    "algorithm.overlong.buffer_tokens", "batch.groups", "batch.samples_per_group", "sampling.max_tokens",
+    "data.path", "data.max_prompt_tokens", "reward.function", "reward.workers", "evaluation.sets",
+    "rollout.replicas", "rollout.tensor_parallel", "rollout.gpus_per_node", "rollout.devices",
+    "rollout.device_memory_gib", "rollout.max_num_seqs", "queue.storage_units",
+    "timeouts.collective_s", "timeouts.rpc_s", "timeouts.generate_s", "timeouts.weight_sync_s",
+    "timeouts.engine_start_s",
+}  # fmt: skip
+
+
+def config_of(tree: dict[str, Any]) -> Config:
+    return config_from_tree(tree)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_twin_differs_in_sizes_only(name: str, tmp_path: Path) -> None:
+    whole, small = recipe(name), twin(name, tmp_path)
+    assert differing_keys(whole, small) <= SIZES
+    assert {"batch.groups", "sampling.max_tokens", "trainer.gpus", "model.path"} <= differing_keys(whole, small)
+    of_recipe, of_twin = config_of(whole), config_of(small)
+    sets = [[each.model_copy(update={"path": None}) for each in of.evaluation.sets] for of in (of_recipe, of_twin)]
+    assert sets[0] == sets[1]
+    assert pace_of(of_twin) == pace_of(of_recipe)
+    assert correction_of(of_twin) == correction_of(of_recipe)
+    assert recomputes_old_logprobs(of_twin) == recomputes_old_logprobs(of_recipe)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_twin_keeps_every_kind_of_parallelism_and_of_penalty(name: str, tmp_path: Path) -> None:
+    """A size that is above 1 stays above 1, or the twin would not show what the recipe does."""
+    whole, small = config_of(recipe(name)), config_of(twin(name, tmp_path))
+    for size in ("tensor", "pipeline", "expert"):
+        of_recipe, of_twin = (getattr(each.trainer.parallel, size) for each in (whole, small))
+        assert (of_recipe > 1) == (of_twin > 1), size
+    assert (whole.algorithm.overlong.buffer_tokens > 0) == (small.algorithm.overlong.buffer_tokens > 0)
+
+
+def test_a_change_of_the_algorithm_would_be_seen() -> None:
+    whole = recipe("qwen3_30b_a3b_grpo_96x32")
+    for key in ("algorithm__clip_high", "admission__sync_interval", "trainer__mini_batches", "algorithm__kl__coef"):
+        changed = differing_keys(whole, with_changes(whole, {key: 7}))
+        assert changed == {key.replace("__", ".")} and not changed & SIZES
+
+
+@pytest.mark.parametrize(
+    ("name", "pace", "correction"),
+    [
+        ("qwen3_30b_a3b_grpo_96x32", Pace(1, 4, 5), "token_tis"),
+        ("qwen3_30b_a3b_grpo_80x48", Pace(1, 4, 5), "token_tis"),
+        ("qwen2_5_math_7b_dapo_4x4", Pace(1, 4, 5), None),
+        ("qwen2_5_math_7b_dapo_32x32", Pace(1, 4, 5), None),
+        ("qwen2_5_32b_grpo_64", Pace(1, 1, 4), "token_tis"),
+        ("qwen3_8b_gsm8k_8", Pace(1, 1, 1), "token_tis"),
+    ],
+)
+def test_how_far_each_recipe_runs_ahead(name: str, pace: Pace, correction: str | None) -> None:
+    """The first four are published with a sync after every 4 updates and half as many generated ahead."""
+    chosen = config_of(recipe(name))
+    assert pace_of(chosen) == pace
+    found = correction_of(chosen)
+    assert (found.kind if found else None) == correction
+    assert chosen.admission.refill is ("dapo" in name)
+    # Evaluations and checkpoints are at publications, where engines and trainer have the same weights.
+    for every in (chosen.evaluation.every, chosen.checkpoint.every):
+        assert every and every * pace.updates_per_step % pace.sync_interval == 0
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "dapo" in name])
+def test_the_settings_of_the_published_script_are_accepted(name: str) -> None:
+    """The DAPO recipes' headers name them."""
+    changes = {"run__steps": 200, "batch__groups": 128, "trainer__mini_batches": 4, "admission__sync_interval": 16}
+    assert pace_of(config_of(with_changes(recipe(name), changes))) == Pace(4, 16, 23)
+    assert all(
+        f"{key.replace('__', '.')}={value}" in RECIPES[name].read_text().partition("\nrun:")[0]
+        for key, value in changes.items()
+    )

@@ -1,0 +1,321 @@
+"""Requests in flight while replicas are replaced: they wait for one that is coming, and only then."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from megarl.common.errors import NoReplicaLeft, ReplicaFailed
+from megarl.config.schema import TimeoutsConfig
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.replacements import Replacements
+from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
+from tests.support.fake_replicas import FakeReplica, Method, ScriptedReplica, answered, requests
+
+LONG = SamplingSpec(10**9, 1.0, (2,))
+REFUSAL = "was left in the middle of a failed weight sync"
+
+
+class Starting:
+    """The restarts of a fleet: each gives what `new` has for its index as soon as `go` is set, or raises it."""
+
+    def __init__(self, new: dict[int, Any]) -> None:
+        self.new = new
+        self.begun: list[int] = []
+        self.go = asyncio.Event()
+
+    async def __call__(self, index: int, old: Any) -> Any:
+        self.begun.append(index)
+        await self.go.wait()
+        if isinstance(self.new[index], Exception):
+            raise self.new[index]
+        return self.new[index]
+
+
+def fleet_of(
+    replicas: dict[int, Any], restart: Any = None, *, sync_restarts: int = 1, bound_s: float | None = None
+) -> Fleet:
+    bound = {} if bound_s is None else {"weight_sync_s": bound_s / 4, "engine_start_s": bound_s / 2}
+    timeouts = TimeoutsConfig(generate_s=10, rpc_s=10, **bound)
+    return Fleet(replicas, timeouts, restart, report_interval_s=0.01, sync_restarts=sync_restarts)
+
+
+def endless(name: str) -> list[GenerateRequest]:
+    return [GenerateRequest(name, [1], LONG)]
+
+
+async def until(done: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not done():
+            await asyncio.sleep(0.001)
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def resettable(replica: Any) -> Any:
+    replica.reset = Method(lambda: asyncio.sleep(0))
+    return replica
+
+
+def refuse(*replicas: ScriptedReplica) -> None:
+    """What the leader of a failed sync has the replicas do."""
+    for replica in replicas:
+        replica.rounds, replica.outcome = 0, ReplicaFailed(replica.index, f"replica {replica.index} {REFUSAL}")
+
+
+def test_responses_in_flight_outlive_a_failed_sync_that_leaves_no_replica() -> None:
+    async def scenario() -> None:
+        old = {index: ScriptedReplica(index, 10**9, None) for index in (5, 6)}
+        new = {index: ScriptedReplica(index, 0, "stop", version=4) for index in (5, 6)}
+        restart = Starting(new)
+        fleet = fleet_of(old, restart)
+        groups = [asyncio.create_task(fleet.generate(name, endless(name))) for name in "ab"]
+        await until(lambda: all(len(each.reported) >= 3 for each in old.values()))
+        await fleet.begin_sync()
+        refuse(*old.values())
+        await until(lambda: not fleet.serving)
+        later = asyncio.create_task(fleet.generate("c", requests(3)))
+        restarting = asyncio.create_task(fleet.restart([5, 6]))
+        await until(lambda: restart.begun == [5, 6])
+        restart.go.set()
+        await restarting
+        await asyncio.sleep(0.02)
+        # The new engines have no weights yet.
+        assert not fleet.serving and not any(each.asked for each in new.values())
+        assert not any(task.done() for task in (*groups, later)) and set(fleet.lost) == {5, 6}
+        fleet.admit_joining()
+        assert fleet.serving == [5, 6] and not fleet.lost
+        known = dict.fromkeys("ab", 0)
+        for [result] in await asyncio.gather(*groups):
+            [sent] = [each for each in new[result.replica].asked if each.request_id == result.request_id]
+            known[result.request_id] = len(sent.prompt_ids) - 1
+            # What was reported is not sampled again.
+            assert result.response_ids == [*sent.prompt_ids[1:], result.replica] and result.lost_replicas >= 1
+            assert [span.version for span in result.versions] == [3, 4]
+        assert all(known.values())
+        assert all(result.response_ids == [result.replica] and not result.lost_replicas for result in await later)
+
+    run(scenario)
+
+
+def test_the_only_replica_serves_nothing_from_its_restart_to_its_weights() -> None:
+    async def scenario() -> None:
+        old, new = FakeReplica(0), FakeReplica(0)
+        restart = Starting({0: new})
+        fleet = fleet_of({0: old}, restart)
+        restarting = asyncio.create_task(fleet.restart([0]))
+        await until(lambda: restart.begun)
+        assert fleet.serving == []
+        waiting = asyncio.create_task(fleet.generate("g", requests(1)))
+        await asyncio.sleep(0.01)
+        restart.go.set()
+        await restarting
+        await asyncio.sleep(0.01)
+        assert fleet.serving == [] and not old.served and not new.served
+        fleet.admit_joining()
+        assert answered(await waiting) == ["0:1.0", "0:1.1"] and not old.served and len(new.served) == 1
+
+    run(scenario)
+
+
+async def lose_the_last(fleet: Fleet) -> list[asyncio.Task[list[GenerateResult]]]:
+    """Three groups of a fleet of one replica, 0, of which one waits for room; then the replica is lost."""
+    [replica] = fleet._replicas.values()
+    tasks = [asyncio.create_task(fleet.generate(name, endless(name))) for name in "xy"]
+    await until(lambda: len(replica.asked) == 2)
+    fleet._dispatcher._limits._limits[0] = 1.0  # type: ignore[union-attr]
+    tasks.append(asyncio.create_task(fleet.generate("z", endless("z"))))
+    await asyncio.sleep(0.01)
+    assert len(replica.asked) == 2
+    refuse(replica)
+    await until(lambda: not fleet.serving)
+    return tasks
+
+
+async def check_all_fail(tasks: list[asyncio.Task[list[GenerateResult]]], message: str) -> None:
+    for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5):
+        assert isinstance(result, NoReplicaLeft) and result.replica == 0
+        assert message in str(result)
+
+
+@pytest.mark.parametrize("why", ["no sync", "sync without restarts", "sync is over", "the trainer has restarted"])
+def test_if_no_replacement_is_coming_every_group_is_told_at_once(why: str) -> None:
+    async def scenario() -> None:
+        replica = ScriptedReplica(0, 10**9, None)
+        fleet = fleet_of({0: resettable(replica)}, sync_restarts=0 if why == "sync without restarts" else 1)
+        if why != "no sync":
+            await fleet.begin_sync()
+        if why == "sync is over":
+            fleet.admit_joining()
+        if why == "the trainer has restarted":
+            await fleet.reset()
+        await check_all_fail(await lose_the_last(fleet), f"replica 0 {REFUSAL}")
+
+    run(scenario)
+
+
+def test_a_sync_that_replaces_nothing_ends_the_wait() -> None:
+    async def scenario() -> None:
+        fleet = fleet_of({0: ScriptedReplica(0, 10**9, None)})
+        await fleet.begin_sync()
+        tasks = await lose_the_last(fleet)
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in tasks)
+        fleet.admit_joining()
+        await check_all_fail(tasks, REFUSAL)
+
+    run(scenario)
+
+
+def test_a_restart_that_fails_ends_the_wait_and_is_named() -> None:
+    async def scenario() -> None:
+        restart = Starting({0: ReplicaFailed(0, "waited 9 s for replica 0 to restart")})
+        fleet = fleet_of({0: ScriptedReplica(0, 10**9, None)}, restart)
+        restarting = asyncio.create_task(fleet.restart([0]))
+        await until(lambda: restart.begun)
+        waiting = asyncio.create_task(fleet.generate("x", endless("x")))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        restart.go.set()
+        with pytest.raises(ReplicaFailed, match="waited 9 s"):
+            await restarting
+        await check_all_fail([waiting], "waited 9 s for replica 0 to restart")
+
+    run(scenario)
+
+
+def test_the_wait_is_bounded() -> None:
+    async def scenario() -> None:
+        fleet = fleet_of({0: ScriptedReplica(0, 10**9, None)}, bound_s=0.1)
+        await fleet.begin_sync()
+        started = time.monotonic()
+        named = "1 responses waited 0 s (timeouts.weight_sync_s and engine_start_s) for a new replica after: replica 0"
+        await check_all_fail(await lose_the_last(fleet), named)
+        assert time.monotonic() - started >= 0.1
+
+    run(scenario)
+
+
+def test_the_wait_ends_at_the_deadline_of_the_group() -> None:
+    async def scenario() -> None:
+        replica = ScriptedReplica(0, 10**9, None)
+        fleet = fleet_of({0: replica})
+        await fleet.begin_sync()
+        deadline = GroupDeadline(time.monotonic() + 0.2, 0.2, "cut")
+        group = asyncio.create_task(fleet.generate("x", endless("x"), deadline=deadline))
+        await until(lambda: len(replica.reported) > 2)
+        refuse(replica)
+        await until(lambda: not fleet.serving)
+        [result] = await asyncio.wait_for(group, 5)
+        assert time.monotonic() >= deadline.at
+        assert result.cut and set(result.response_ids) == {0} and len(result.response_ids) >= 2
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "goes on"])
+def test_the_last_answer_of_a_replaced_replica_does_not_count_for_the_new_one(ends: bool) -> None:
+    class Late(ScriptedReplica):
+        asked_again, answer = asyncio.Event(), asyncio.Event()
+
+        async def _report(self, reported: dict[str, int], wait_s: float) -> Any:
+            if self.reported:
+                self.asked_again.set()
+                await self.answer.wait()
+            return await super()._report(reported, wait_s)
+
+    async def scenario() -> None:
+        old, new = Late(0, 1 if ends else 2, "stop"), ScriptedReplica(0, 3, None)
+        restart = Starting({0: new})
+        restart.go.set()
+        fleet = fleet_of({0: old}, restart)
+        late = asyncio.create_task(fleet.generate("late", requests(1)))
+        await old.asked_again.wait()
+        await fleet.restart([0])
+        fleet.admit_joining()
+        now = asyncio.create_task(fleet.generate("now", endless("now")))
+        await until(lambda: new.asked)
+        old.answer.set()
+        if ends:
+            assert [result.response_ids for result in await late] == [[0, 0]] * 2
+        else:
+            await until(lambda: len(new.asked) == 3)
+        assert fleet._dispatcher.load == {0: 1 if ends else 3}
+        late.cancel()
+        now.cancel()
+
+    run(scenario)
+
+
+def test_a_lost_replica_that_can_be_reset_serves_again_with_the_next_version() -> None:
+    async def scenario() -> None:
+        fleet = fleet_of({0: resettable(FakeReplica(0))})
+        fleet.lose(0, ReplicaFailed(0, "replica 0 was silent"))
+        await fleet.reset()
+        assert fleet.serving == []
+        fleet.admit_joining()
+        assert answered(await fleet.generate("g", requests(1))) == ["0:1.0", "0:1.1"] and not fleet.lost
+
+    run(scenario)
+
+
+def test_the_bound_covers_every_attempt_at_a_sync() -> None:
+    timeouts = TimeoutsConfig(weight_sync_s=10, engine_start_s=100)
+    assert [Replacements(timeouts, restarts).timeout_s for restarts in (0, 1, 2)] == [10, 120, 230]
+
+
+def test_a_joining_replica_whose_restart_fails_does_not_join() -> None:
+    replacements = Replacements(TimeoutsConfig(), 1)
+    with replacements.starting(3):
+        assert replacements.coming
+    assert replacements.coming
+    with pytest.raises(ReplicaFailed), replacements.starting(3):
+        raise ReplicaFailed(3, "no GPU is free")
+    assert not replacements.coming and replacements.take_joining() == []
+
+
+def test_a_lost_replica_that_lives_refuses_the_next_sync_so_that_it_is_replaced() -> None:
+    told: dict[int, str] = {}
+
+    def living(index: int) -> Any:
+        async def fail(reason: str) -> None:
+            told[index] = reason
+
+        replica: Any = FakeReplica(index)
+        replica.fail = Method(fail)
+        return replica
+
+    async def scenario() -> None:
+        starting = Starting({2: living(2)})
+        fleet = fleet_of({index: living(index) for index in range(3)}, starting)
+        fleet.lose(1, ReplicaFailed(1, "its report was late"))
+        restart = asyncio.create_task(fleet.restart([2]))
+        await until(lambda: starting.begun)
+        await fleet.begin_sync()
+        assert told == {1: "was lost: its report was late"}
+        starting.go.set()
+        await restart
+
+    run(scenario)
+
+
+def test_a_lost_replica_that_is_dead_does_not_hold_the_next_sync() -> None:
+    async def dead(reason: str) -> None:
+        raise ReplicaFailed(0, "it died")
+
+    async def scenario() -> None:
+        replica: Any = FakeReplica(0)
+        replica.fail = Method(dead)
+        fleet = fleet_of({0: replica})
+        fleet.lose(0, ReplicaFailed(0, "it died"))
+        await fleet.begin_sync()
+        assert list(fleet.lost) == [0]
+
+    run(scenario)

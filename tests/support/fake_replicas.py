@@ -1,0 +1,110 @@
+"""Replicas without processes, for tests of the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from megarl.config.schema import TimeoutsConfig
+from megarl.queue.trajectory import FinishReason, VersionSpan
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
+from megarl.rollout.response_parts import EngineReport, ResponsePart
+
+SPEC = SamplingSpec(4, 1.0, (2,))
+
+
+class Method:
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def remote(self, *args: Any) -> Any:
+        return asyncio.ensure_future(self.function(*args))
+
+
+class FakeReplica:
+    """Answers each request with one token, its index, after `delay_s`, or raises `fail`."""
+
+    def __init__(self, index: int, fail: Exception | None = None, delay_s: float = 0.0) -> None:
+        self.index, self.fail, self.delay_s = index, fail, delay_s
+        self.served: list[list[str]] = []
+        self.generate = Method(self._generate)
+
+    async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
+        await asyncio.sleep(self.delay_s)
+        if self.fail is not None:
+            raise self.fail
+        self.served.append([request.request_id for request in requests])
+        spans = (VersionSpan(3, 0, 1),)
+        part = ResponsePart([self.index], [-0.5], spans, "stop", 0.25)
+        return EngineReport({request.request_id: part for request in requests})
+
+
+def requests(group: int, n: int = 2) -> list[GenerateRequest]:
+    return [GenerateRequest(f"{group}.{i}", [1], SPEC) for i in range(n)]
+
+
+def answered(results: list[GenerateResult]) -> list[str]:
+    return [f"{result.replica}:{result.request_id}" for result in results]
+
+
+def fleet_of(
+    replicas: dict[int, Any],
+    new: FakeReplica | None = None,
+    *,
+    generate_s: float = 5.0,
+    rpc_s: float = 5.0,
+    interval_s: float = 5.0,
+    describe: Callable[[int], str] = str,
+) -> Fleet:
+    """A fleet whose restarts give `new`."""
+
+    async def restart(index: int, old: Any) -> Any:
+        assert old is replicas[index]
+        return new
+
+    timeouts = TimeoutsConfig(generate_s=generate_s, rpc_s=rpc_s)
+    return Fleet(replicas, timeouts, restart, describe, report_interval_s=interval_s)  # type: ignore[arg-type]
+
+
+class ScriptedReplica:
+    """Makes token `index` for its requests, one per report; `rounds` reports, then `outcome`, or silence.
+
+    When it is told to end requests, it gives two more tokens, or raises `refusal`.
+    """
+
+    def __init__(
+        self, index: int, rounds: int, outcome: Exception | FinishReason | None, version: int = 3,
+        refusal: Exception | None = None,
+    ) -> None:  # fmt: skip
+        self.index, self.rounds, self.outcome, self.version, self.refusal = index, rounds, outcome, version, refusal
+        self.asked: list[GenerateRequest] = []
+        self.reported: list[dict[str, int]] = []
+        self.ended: list[dict[str, int]] = []
+        self.generate, self.report, self.end = Method(self._generate), Method(self._report), Method(self._end)
+
+    async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
+        self.asked += requests
+        return await self._report({request.request_id: 0 for request in requests}, wait_s)
+
+    async def _report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
+        self.reported.append(reported)
+        await asyncio.sleep(0)
+        last = len(self.reported) > self.rounds
+        if last and self.outcome is None:
+            await asyncio.Event().wait()
+        if last and isinstance(self.outcome, Exception):
+            raise self.outcome
+        finish_reason: Any = self.outcome if last else None
+        spans = (VersionSpan(self.version, 0, 1),)
+        logprob = -0.1 * len(self.reported)
+        part = ResponsePart([self.index], [logprob], spans, finish_reason, seconds=len(self.reported))
+        return EngineReport(dict.fromkeys(reported, part))
+
+    async def _end(self, reported: dict[str, int]) -> EngineReport:
+        self.ended.append(reported)
+        if self.refusal is not None:
+            raise self.refusal
+        part = ResponsePart([7, 7], [-0.5, -0.5], (VersionSpan(self.version, 0, 2),), "abort")
+        return EngineReport(dict.fromkeys(reported, part))

@@ -1,0 +1,81 @@
+"""Every recipe's CPU-sized twin trains: the recipe's own file with other sizes (tests/support/recipe_twins.py)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import config_from_tree
+from megarl.config.old_logprobs import correction_of
+from megarl.config.pace import pace_of
+from megarl.config.schema import Config
+from megarl.queue.dump import read_batch
+from tests.support.recipe_twins import GROUPS, RANKS, RECIPES, SAMPLES, twin, write_model_and_data
+from tests.support.run import Run, train
+from tests.support.whole_runs import check_every_group_once
+
+pytestmark = pytest.mark.engine
+
+# The 80 : 48 recipe is the 96 : 32 one without tensor parallelism, and the 32 : 32 one is the 4 : 4 one with longer
+# responses.
+SLOW = ("qwen3_30b_a3b_grpo_80x48", "qwen2_5_math_7b_dapo_32x32")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RECIPES]
+)
+def test_twin_trains(name: str, tmp_path: Path) -> None:
+    tree = twin(name, tmp_path)
+    config = config_from_tree(tree)
+    write_model_and_data(name, tmp_path)
+    run = train(tree, "telemetry.dump_batches=true", ranks=RANKS)
+    assert run.code == 0, run.output[-4000:]
+    check_bound(run, config)
+    check_publications(run, config)
+    check_losses(run, config)
+    check_every_group_once(run, config.run.steps, GROUPS, SAMPLES)
+    if config.admission.refill:
+        check_refilled(run)
+
+
+def check_bound(run: Run, config: Config) -> None:
+    """Groups were generated ahead, and no token is older than the recipe allows."""
+    pace, lags = pace_of(config), []
+    for step, record in enumerate(run.metrics):
+        batch = read_batch(run.directory / "batches", step)
+        assert batch.version == step * pace.updates_per_step
+        newest = batch.version + pace.updates_per_step - 1  # the weights that its last update begins with
+        lags += [newest - row.oldest_version for row in batch.trajectories]
+        assert record["batch/staleness_max"] <= pace.max_staleness
+        assert all(span.version % pace.sync_interval == 0 for row in batch.trajectories for span in row.versions)
+    assert pace.sync_interval - 1 < max(lags) <= pace.max_staleness
+
+
+def check_publications(run: Run, config: Config) -> None:
+    pace = pace_of(config)
+    published = [record["sync/version"] for record in run.metrics if "sync/version" in record]
+    assert published == [
+        (step + 1) * pace.updates_per_step for step in range(config.run.steps) if pace.publishes_after(step + 1)
+    ]
+
+
+def check_losses(run: Run, config: Config) -> None:
+    """Every step updates the policy, by the recipe's loss: with its reference and its correction, or without."""
+    for record in run.metrics:
+        assert record["policy/updates"] == config.trainer.mini_batches
+        assert math.isfinite(record["policy/loss"]) and record["policy/grad_norm"] > 0
+        assert ("policy/kl_ref" in record) == (config.algorithm.kl.coef > 0)
+        assert ("correction/weight_mean" in record) == (correction_of(config) is not None)
+    # With one update per step a correction leaves the clip nothing to do; without, the ratio is to the engine's
+    # log-probs, which older weights gave.
+    ratio = max(record["policy/ratio_max"] for record in run.metrics)
+    assert ratio == pytest.approx(1.0, abs=1e-6) if correction_of(config) else ratio > 1.0001
+
+
+def check_refilled(run: Run) -> None:
+    """Every step trains its number of groups although about half of the problems have equal rewards."""
+    for record in run.metrics:
+        assert record["groups/trained"] == GROUPS and record["groups/filtered"] == record["rollout/groups_replaced"]
+    assert run.metrics[-1]["total/groups_filtered"] > 0, "nothing was replaced"
