@@ -238,6 +238,10 @@ class PoolClient:
         """Return the committed history of the rollout side as JSON content."""
         return self.call("state_dict", timeout_s=self.config.timeouts.rpc_s)
 
+    def saved(self, step: int) -> None:
+        """Report that the checkpoint of the first `step` steps is complete."""
+        self.call("saved", step, timeout_s=self.config.timeouts.rpc_s)
+
     def begin(self, state: dict[str, Any] | None) -> Counters:
         """Go back to a committed history (None: to its beginning). Every trainer calls this first."""
         timeouts = self.config.timeouts

@@ -256,6 +256,13 @@ class RolloutConfig(Section):
         description="Seconds between an engine's reports of the tokens of unfinished responses. If the engine is lost, "
         "another one continues them from there.",
     )
+    journal_s: float = Field(
+        30.0,
+        ge=0,
+        description="Seconds by which the journal of finished groups (`RUN_DIR/rollout.journal`) may be behind. A run "
+        "that resumes uses them again, as far as `admission.max_staleness` allows; 0 = off: it draws them again. "
+        "Without effect with `run.deterministic`.",
+    )
     back_pressure: bool = Field(
         True,
         description="Hold requests back from an engine whose KV cache is full; it would drop requests and compute them "

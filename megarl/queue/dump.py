@@ -21,8 +21,10 @@ from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT = "2"
-READABLE = ("1", FORMAT)  # files of format 1 have neither masks nor streams: all their response tokens are sampled
+FORMAT = "3"
+# Files of format 1 have neither masks nor streams: all their response tokens are sampled. Before format 3 no tokens of
+# lost updates were trained.
+READABLE = ("1", "2", FORMAT)
 _PART = re.compile(r"step_(\d{6,})\.(\d+)-of-(\d+)\.parquet")
 
 
@@ -127,7 +129,7 @@ def _parts(directory: Path) -> dict[int, dict[tuple[int, int], Path]]:
 def _schema() -> pa.Schema:
     import pyarrow as pa
 
-    span = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+    span = pa.struct([(name, pa.int64()) for name in ("version", "start", "end", "lost", "epoch")])
     component = pa.struct([("name", pa.string()), ("value", pa.float64())])
     return pa.schema(
         [
@@ -161,7 +163,7 @@ def _to_table(step: int, version: int, trajectories: Sequence[Trajectory]) -> pa
     rows = [
         {
             **{name: getattr(trajectory, name) for name in _PLAIN},
-            "versions": [{"version": s.version, "start": s.start, "end": s.end} for s in trajectory.versions],
+            "versions": [vars(span) for span in trajectory.versions],
             "reward_components": [
                 {"name": name, "value": value} for name, value in trajectory.reward_components.items()
             ],
@@ -199,7 +201,7 @@ def _read_part(path: Path, step: int) -> tuple[int, list[Trajectory]]:
     metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
     if metadata.get("megarl.format") not in READABLE:
         raise DumpError(
-            f"{path}: not a batch dump of format {' or '.join(READABLE)} (found {metadata.get('megarl.format')!r})"
+            f"{path}: not a batch dump of format {', '.join(READABLE)} (found {metadata.get('megarl.format')!r})"
         )
     if metadata["megarl.step"] != str(step):
         raise DumpError(f"{path}: holds step {metadata['megarl.step']}, its name says {step}")

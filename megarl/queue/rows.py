@@ -34,7 +34,7 @@ def encode(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, list[dict[st
         values.numpy()[:] = np.fromiter(chain.from_iterable(rows), dtype, count=len(values))
         return torch.nested.nested_tensor_from_jagged(values, offsets)
 
-    spans = [[n for s in t.versions for n in (s.version, s.start, s.end)] for t in trajectories]
+    spans = [[n for s in t.versions for n in (s.version, s.start, s.end, s.lost, s.epoch)] for t in trajectories]
     columns = {
         "prompt_ids": jagged([t.prompt_ids for t in trajectories], "int64"),
         "response_ids": jagged([t.response_ids for t in trajectories], "int64"),
@@ -65,7 +65,7 @@ def decode(data: TensorDict, tags: Sequence[dict[str, Any]]) -> list[Trajectory]
     trajectories = []
     for index, tag in enumerate(tags):
         flat = columns["versions"][index]
-        spans = tuple(VersionSpan(*flat[start : start + 3]) for start in range(0, len(flat), 3))
+        spans = tuple(VersionSpan(*flat[start : start + 5]) for start in range(0, len(flat), 5))
         trajectories.append(
             Trajectory(
                 group_id=tag["group_id"],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megarl.queue.trajectory import Trajectory
+from megarl.queue.trajectory import Trajectory, VersionSpan
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text. Special tokens are kept, because they are part of the model's output."""
@@ -43,7 +43,7 @@ def sample_record(step: int, trajectory: Trajectory, decode: Decode, reference: 
         "reward_components": {name: _finite(value) for name, value in trajectory.reward_components.items()},
         "finish_reason": trajectory.finish_reason,
         "response_tokens": len(trajectory.response_ids),
-        "versions": [asdict(span) for span in trajectory.versions],
+        "versions": [_span(span) for span in trajectory.versions],
         "status": trajectory.status,
         "failure": trajectory.failure,
     }
@@ -51,3 +51,8 @@ def sample_record(step: int, trajectory: Trajectory, decode: Decode, reference: 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _span(span: VersionSpan) -> dict[str, int]:
+    """Return a span; without `lost` and `epoch` if no updates of its weights were lost, as is the rule."""
+    return {name: value for name, value in asdict(span).items() if span.lost or name not in ("lost", "epoch")}

@@ -12,11 +12,26 @@ SampleStatus = Literal["ok", "failed"]
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Response tokens [start, end) were produced by weights of `version`."""
+    """Response tokens [start, end) were produced by weights of `version`.
+
+    `lost`: the number of the last updates of these weights that a resume has discarded, made in restart epoch `epoch`.
+    Both are 0 for weights of the history that is trained.
+    """
 
     version: int
     start: int
     end: int
+    lost: int = 0
+    epoch: int = 0
+
+    @property
+    def counts_as(self) -> int:
+        """The version of the history that is as many updates away from any later one as these weights are.
+
+        From weights with lost updates it is `lost` updates back to the history, and then forward from there. It may be
+        negative.
+        """
+        return self.version - 2 * self.lost
 
 
 @dataclass(frozen=True)
@@ -59,8 +74,8 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The version of the oldest sampled token, which defines the staleness; -1 if no token was sampled."""
-        return min((span.version for span in self.versions), default=-1)
+        """What the oldest sampled token counts as, which defines the staleness; -1 if no token was sampled."""
+        return min((span.counts_as for span in self.versions), default=-1)
 
     @property
     def tag(self) -> SampleTag:

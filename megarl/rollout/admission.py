@@ -11,6 +11,10 @@ started). Two rules keep the bound:
 - A step takes the oldest groups that have finished. It waits for older ones in flight, if what it would leave over is
   more than the steps up to their last step could take (`awaited`).
 
+After a resume, groups that were generated before (`keep`) start again with the tokens that they have. What these count
+as is their version at the start, so both rules hold for them: of the groups up to any version, no more are kept than
+the steps up to their last step can take.
+
 With synchronous training the groups that are admitted for step t are exactly [t * groups, (t + 1) * groups). `failed`
 groups count towards their step: they are not redrawn.
 
@@ -23,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from megarl.config.pace import Pace
@@ -49,6 +53,7 @@ class Admission:
         self._published: set[int] = set()  # versions that the engines serve, have served or are about to serve
         self._next_group = 0
         self._redraw: list[int] = []  # rolled back; admitted again before any new group
+        self._kept: dict[int, frozenset[int]] = {}  # versions of the tokens with which a kept group started
         self._in_flight: dict[int, int] = {}  # group -> version at which it was started
         self._started: Counter[int] = Counter()  # groups in flight by that version
         self._ready: dict[int, dict[int, bool]] = {}  # version of the oldest token -> group -> ok, as they finished
@@ -97,8 +102,12 @@ class Admission:
     @property
     def room(self) -> int:
         """The number of groups that may start now: those that steps within the bound, and the queue, can still take."""
+        return self._room_at(self.version)
+
+    def _room_at(self, version: int) -> int:
+        """The room for groups of `version`, if no group in flight or in the queue is of a later one."""
         waiting = len(self._in_flight) + self._ready_count
-        free = (self.steps_within_bound(self.version) - self._steps_taken) * self.groups - waiting
+        free = (self.steps_within_bound(version) - self._steps_taken) * self.groups - waiting
         if self.capacity is not None:
             free = min(free, self.capacity - waiting - self._taken_count)
         return max(0, free)
@@ -123,6 +132,33 @@ class Admission:
         self._in_flight.update(dict.fromkeys(redrawn + fresh, self.version))
         self._started[self.version] += len(redrawn) + len(fresh)
         return redrawn + fresh
+
+    def keep(self, kept: Mapping[int, Set[int]]) -> list[int]:
+        """Start groups that were generated before a resume, as far as the bound allows, oldest first; return them.
+
+        `kept`: the versions that the tokens of each group so far count as. A group whose end the history contains is
+        left out. Those that are kept are no new attempts. Raises ValueError before the first version is set, after
+        the first group has started, and for a version that is not yet set.
+        """
+        if self._base is None or self._in_flight or self._ready or self._taken:
+            raise ValueError("groups are kept after the first version is set and before any group starts")
+        oldest = {group: min(versions) for group, versions in kept.items() if versions}
+        if late := [group for group, version in oldest.items() if version > self.version]:
+            raise ValueError(f"group {late[0]} has only tokens after version {self.version}, at which the run resumes")
+        open_again = set(self._redraw)
+        for group in sorted(oldest, key=lambda each: (oldest[each], each)):
+            unsettled = group in open_again or group >= self._next_group
+            if unsettled and self._room_at(oldest[group]):
+                self._in_flight[group] = oldest[group]
+                self._started[oldest[group]] += 1
+                self._kept[group] = frozenset(kept[group])
+        # The groups before a kept one that were not admitted in this history are its next ones.
+        end = max(self._next_group, 1 + max(self._in_flight, default=-1))
+        self._redraw += range(self._next_group, end)
+        self._redraw = [group for group in self._redraw if group not in self._in_flight]
+        self._next_group = end
+        self._attempts = max(self._attempts, end - len(self._redraw))
+        return list(self._in_flight)
 
     def finish(self, group: int, ok: bool, versions: Iterable[int] = ()) -> None:
         """Record that `group` has been sampled, scored and queued. `ok` is False if it cannot be trained on.
@@ -153,12 +189,13 @@ class Admission:
         oldest = min(present, default=started)
         if oldest < started:
             raise ValueError(f"group {group} was started at version {started} and has a token of version {oldest}")
-        if unknown := present - self._published:
+        if unknown := present - self._published - self._kept.get(group, frozenset()):
             raise ValueError(
                 f"group {group} has tokens of version {max(unknown)}, which was never published; the last is "
                 f"{max(self._published)}"
             )
         del self._in_flight[group]
+        self._kept.pop(group, None)
         self._started[started] -= 1
         return oldest
 
@@ -287,7 +324,7 @@ class Admission:
         self._next_group = int(state["next_group"])
         self._redraw = list(state["unsettled"])
         self._in_flight, self._started, self._ready, self._taken = {}, Counter(), {}, {}
-        self._replaced, self._published = [], set()
+        self._replaced, self._published, self._kept = [], set(), {}
         self._attempts = max(attempts, self._attempts, int(state["attempts"]))
         self._base = None
 

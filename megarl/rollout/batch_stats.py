@@ -58,6 +58,7 @@ class BatchStats:
     skipped_prompts: int = 0
     continued: int = 0
     cut: int = 0
+    kept: int = 0  # groups that a resume has used again
     engine_seconds: float = 0.0
     replaced_rewards: list[float] = field(default_factory=list)  # the mean of each replaced group, unshaped
     replaced_tokens: int = 0
@@ -74,6 +75,7 @@ class BatchStats:
             "rollout/skipped_prompts": self.skipped_prompts,
             "rollout/continued": self.continued,
             "rollout/cut": self.cut,
+            "rollout/groups_kept": self.kept,
             "rollout/engine_seconds": self.engine_seconds,
             "rollout/replicas_alive": replicas_serving,
             "rollout/replicas_lost": replicas_lost,

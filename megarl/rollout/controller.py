@@ -45,9 +45,11 @@ from megarl.rollout.evaluations import Evaluations, FinishedEvaluation
 from megarl.rollout.failure_policy import FailurePolicy
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_runner import GroupRunner
+from megarl.rollout.journal import RolloutJournal
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import BatchReady, ReadyBatches
 from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec
+from megarl.rollout.retention import History
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class RolloutController:
         self._failures = self._failure_policy()
         self._engine_time = BusyClock()
         self._tasks = BackgroundTasks()
+        self._journal = RolloutJournal(self.config, self.run_dir)
 
     async def start(self) -> dict[str, float]:
         """Start queue and reward processes, load prompts and tokenizer, attach to the replicas.
@@ -137,6 +140,8 @@ class RolloutController:
         self._tasks.check()
         self._fleet.admit_joining()
         self._admission.set_version(version)
+        if self._journal.resuming:
+            await self._use_again(version)
         return await self.admit() if admit else self._admission.counters
 
     async def admit(self) -> Counters:
@@ -144,6 +149,21 @@ class RolloutController:
         self._tasks.check()
         self._start_groups()
         return self._admission.counters
+
+    async def _use_again(self, version: int) -> None:
+        """Start with the groups that had finished before the resume and that the bound allows; they need no engine."""
+        found = await self._journal.candidates(version, self._source)
+        started = self._admission.keep({group: each.counts_as for group, each in found.items()})
+        await self._journal.begin_epoch(version, len(started))
+        for group in started:
+            self._runner.stats.kept += 1
+            self._tasks.start(self._settle(group, found[group].rows()))
+        if self._journal.every_s:
+            self._tasks.start(self._journal.keep_up(self._history))
+
+    def _history(self) -> History:
+        """Return what is settled now."""
+        return History.of(self._admission.state_dict())
 
     def _start_groups(self) -> None:
         """Start every group that admission allows now."""
@@ -235,20 +255,26 @@ class RolloutController:
     async def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the committed history and what the order of the prompts depends on."""
         admission = self._admission.state_dict()
-        return {"admission": admission, "source": self._source.state_dict()}
+        self._journal.saving(admission["steps"], History.of(admission))
+        return {"admission": admission, "source": self._source.state_dict(), **self._journal.state_dict()}
+
+    async def saved(self, step: int) -> None:
+        """Note that the checkpoint of the first `step` steps is complete: the journal need not keep what it settles."""
+        await self._journal.saved(step, self._history())
 
     async def begin(self, state: dict[str, Any] | None) -> Counters:
         """Go back to a committed history (None: to its beginning), because the trainer has started or restarted.
 
-        Groups in flight, in the queue or taken by the previous trainer are dropped and counted as rolled back. An
-        engine that the previous trainer left in the middle of a weight sync is replaced. Raises ValueError if the
-        prompts are not the saved ones.
+        Groups in flight, in the queue or taken by the previous trainer are dropped. Those that had finished are used
+        again from the first `set_version` on, as far as the bound on staleness allows; the others count as rolled
+        back. An engine that the previous trainer left in the middle of a weight sync is replaced. Raises ValueError if
+        the prompts are not the saved ones.
         """
         await self._drop_everything()
         attempts = self._admission.attempts
-        journal = self.run_dir / ATTEMPTS_FILE
-        if journal.is_file():
-            attempts = max(attempts, int(json.loads(journal.read_text())["attempts"]))
+        counted = self.run_dir / ATTEMPTS_FILE
+        if counted.is_file():
+            attempts = max(attempts, int(json.loads(counted.read_text())["attempts"]))
         self._admission = self._new_admission()
         self._source.reset()
         if state is not None:
@@ -256,6 +282,7 @@ class RolloutController:
         self._admission.load_state_dict(state["admission"] if state else self._admission.state_dict(), attempts)
         # Prompts are skipped once per history: the number belongs to its first batch.
         self._runner.stats.skipped_prompts = 0 if state else self._source.skipped
+        await self._journal.begin(state, self._history())
         await self._fleet.reset()
         return self._admission.counters
 
@@ -295,7 +322,7 @@ class RolloutController:
         self._queue.close()
 
     async def _group(self, group_id: int) -> None:
-        """Run one prompt group; queue it, or replace it by another one if it has no signal.
+        """Run one prompt group to its end.
 
         Raises RolloutError if its failure ends the run.
         """
@@ -307,8 +334,14 @@ class RolloutController:
             if (end := self._failures.decide(group_id, error)) is not None:
                 raise end from error
             rows = self._runner.failed(group_id, str(error) or type(error).__name__)
+        else:
+            self._journal.note(rows, self._source)
+        await self._settle(group_id, rows)
+
+    async def _settle(self, group_id: int, rows: Sequence[Trajectory]) -> None:
+        """Queue a finished group, or replace it by another one if it has no signal."""
         self._source.finish(group_id, [row.reward for row in rows if row.status == "ok"])
-        versions = {span.version for row in rows for span in row.versions}
+        versions = {span.counts_as for row in rows for span in row.versions}
         if self._replaces(group_id, rows, versions):
             self._start_groups()
         else:

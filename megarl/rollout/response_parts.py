@@ -54,10 +54,10 @@ def join_parts(first: ResponsePart, second: ResponsePart) -> ResponsePart:
     offset = len(first.response_ids)
     spans = list(first.versions)
     for span in second.versions:
-        start, end = span.start + offset, span.end + offset
-        if spans and spans[-1].version == span.version and spans[-1].end == start:
-            start = spans.pop().start
-        spans.append(VersionSpan(span.version, start, end))
+        moved = replace(span, start=span.start + offset, end=span.end + offset)
+        if spans and spans[-1] == replace(moved, start=spans[-1].start, end=moved.start):
+            moved = replace(moved, start=spans.pop().start)
+        spans.append(moved)
     return ResponsePart(
         first.response_ids + second.response_ids,
         first.logprobs + second.logprobs,

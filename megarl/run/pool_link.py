@@ -67,6 +67,7 @@ class PoolLink:
         self._client: _Held[PoolClient] = _Held()  # on rank 0
         self._reader: _Held[QueueReader] = _Held()  # on leaders
         self._history: dict[str, Any] | None = None
+        self._saved: int | None = None
 
     def attach(self, launch: Future[SupervisorHandle] | None) -> None:
         """Wait for the pool, make it resume this run's history, and connect the leaders to the queue.
@@ -203,6 +204,12 @@ class PoolLink:
     def state_dict(self) -> dict[str, Any]:
         """Return the rollout side's committed history as JSON content. On rank 0."""
         return self._client.use(lambda pool: pool.state_dict()) or {}
+
+    def saved(self, step: int) -> None:
+        """Tell the controller that the checkpoint of `step` steps is complete. Not collective: only rank 0 acts."""
+        if step != self._saved:
+            self._client.use(lambda pool: pool.saved(step))
+            self._saved = step
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the history that `attach` makes the pool resume."""

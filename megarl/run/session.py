@@ -127,6 +127,8 @@ class Session:
         """Complete the save that is running in the background, and start one if it is due. Called between steps."""
         with self.recorder.phase("save"):
             self.checkpointer.poll()
+            if self.checkpointer.newest is not None:
+                self.pool.saved(self.checkpointer.newest)
         if self.checkpointer.due(steps_done):
             self.save(steps_done)
 

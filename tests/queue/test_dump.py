@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megarl.queue import rows
 from megarl.queue.dump import DumpError, read_batch, recorded_steps, write_batch
 from megarl.queue.sample_lines import choose_keys, sample_record
 from megarl.queue.trajectory import Trajectory, VersionSpan
@@ -125,6 +126,18 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_batch(tmp_path, 0, 0, [make(5, 5)])
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+
+
+def test_tokens_of_lost_updates_keep_their_origin_in_every_record(tmp_path):
+    """In the queue, in a recorded batch and in samples.jsonl; they count as older than any token of the history."""
+    row = make(1, 0, versions=(VersionSpan(3, 0, 1), VersionSpan(5, 1, 2, lost=2, epoch=4)))
+    assert row.tag.oldest_version == 1  # from version 5 two updates back to 3, which is as far from later ones as 1
+    assert rows.decode(*rows.encode([row, make(1, 1)])) == [row, make(1, 1)]
+    write_batch(tmp_path, 3, 3, [row])
+    assert read_batch(tmp_path, 3).trajectories == [row]
+    assert sample_record(3, row, decode, "5")["versions"][1] == {
+        "version": 5, "start": 1, "end": 2, "lost": 2, "epoch": 4,
+    }  # fmt: skip
 
 
 def decode(ids):

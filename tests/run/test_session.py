@@ -87,6 +87,9 @@ def test_a_checkpoint_is_saved_when_it_is_due(run: FakeRun) -> None:
     session.checkpoint(1)
     session.checkpoint(2)
     assert run.journal == ["poll the save", "poll the save", "save 2"]
+    assert session.pool.complete is None  # type: ignore[attr-defined]
+    session.checkpoint(3)
+    assert session.pool.complete == 2  # type: ignore[attr-defined]
 
 
 def test_a_stop_request_is_saved_at_the_step_where_all_agree(run: FakeRun) -> None:

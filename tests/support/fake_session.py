@@ -84,6 +84,7 @@ class FakePool(Part):
         super().__init__("rollout", run.journal)
         self._note, self._run = run.journal.append, run
         self._evaluating: FinishedEvaluation | None = None
+        self.complete: int | None = None  # the newest checkpoint that it was told of
 
     def attach(self, launch: object) -> None:
         self._note("attach")
@@ -124,6 +125,9 @@ class FakePool(Part):
 
     def commit(self, batch: StepBatch, plan: str) -> None:
         self._note(f"commit {batch.step}")
+
+    def saved(self, step: int) -> None:
+        self.complete = step
 
     def evaluate(self, version: int, label: str) -> list[str]:
         self._note(f"evaluate {label} of version {version}")

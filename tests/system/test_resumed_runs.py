@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ from tests.support.whole_runs import (
 )
 
 pytestmark = pytest.mark.engine
+
+ENDS = ("trained", "filtered", "dropped_stale", "failed")
 
 
 def test_killed_and_resumed_equals_unbroken(tmp_path: Path) -> None:
@@ -79,4 +82,34 @@ def test_killed_in_the_middle_equals_a_run_of_its_own(tmp_path: Path, precision:
     check_counters(resumed, 4)
     assert_same_run(unbroken, resumed)
     assert resumed.summary["eval_before"] == unbroken.summary["eval_before"]
+    assert_nothing_left(run_dir)
+
+
+@pytest.mark.slow
+def test_finished_groups_survive_the_death_of_every_process(tmp_path: Path) -> None:
+    """Generation runs ahead; after SIGKILL the run goes on from its journal, and every group ends once."""
+    changes = {
+        "run": {"deterministic": False},
+        "admission": {"mode": "async", "sync_interval": 1, "max_staleness": 3},
+        "rollout": {"journal_s": 0.2},
+        "checkpoint": {"every": 2},
+    }
+    config = config_of(tmp_path, steps=6, **changes)
+    run_dir = tmp_path / "run"
+    process = start_run(config)
+    try:
+        wait_for(lambda: metric_steps(run_dir) >= 3 and CheckpointDirectory(run_dir / "checkpoints").steps(), process)
+        time.sleep(0.5)
+    finally:
+        kill_everything(process, run_dir)
+    resumed = train(config)
+    assert resumed.code == 0, resumed.output[-4000:]
+    assert [record["step"] for record in resumed.metrics] == [1, 2, 3, 4, 5, 6]
+    totals = {name: resumed.metrics[-1][f"total/groups_{name}"] for name in ENDS}
+    assert sum(totals.values()) == 6 * config["batch"]["groups"]
+    assert sum(record["rollout/groups_kept"] for record in resumed.metrics) > 0
+    trained = [row.group_id for step in range(6) for row in read_batch(run_dir / "batches", step).trajectories]
+    assert set(Counter(trained).values()) == {config["batch"]["samples_per_group"]}, "a group is in two batches"
+    assert len(set(trained)) == 6 * config["batch"]["groups"]
+    assert all(record["batch/staleness_max"] <= 3 for record in resumed.metrics)
     assert_nothing_left(run_dir)

@@ -1,0 +1,188 @@
+"""The journal of the rollout side: finished groups on the disk, until no run could resume and use them again.
+
+Groups are written at most `rollout.journal_s` seconds after they have finished, by a task in the background. A trainer
+that begins anew resumes from a checkpoint (`begin`); when the version of its weights is known (`candidates`), groups
+that the checkpoint has not settled are used again, as far as the bound on staleness allows. A journal that cannot be
+written or read costs only these groups: they are drawn again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megarl.config.pace import pace_of
+from megarl.config.schema import Config
+from megarl.queue.trajectory import Trajectory
+from megarl.rollout.journal_file import JournalFile
+from megarl.rollout.journal_records import EpochRecord, encode_group, newest_version, read_head
+from megarl.rollout.kept_groups import KeptGroup, KeptGroups
+from megarl.rollout.lineage import INITIAL, Lineage, lineage_content, next_epoch, read_lineage
+from megarl.rollout.prompts import PromptSource
+from megarl.rollout.retention import History, Retention
+
+logger = logging.getLogger(__name__)
+
+JOURNAL_FILE = "rollout.journal"
+PENDING_BYTES = 8 << 20  # written at once if this much waits
+SLACK_BYTES = 64 << 20  # what the file may grow before it is searched for what can be removed
+
+
+class RolloutJournal:
+    """The controller's part for resuming: the lineage of the history, and the file of finished groups."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        # A deterministic run draws its groups again, in the order of an unbroken run.
+        self.every_s = 0.0 if config.run.deterministic else config.rollout.journal_s
+        self.resuming = False  # from `begin` to `begin_epoch`
+        self._pace, self._identity = pace_of(config), identity(config)
+        self._file = JournalFile(run_dir / JOURNAL_FILE)
+        self._lineage: Lineage = ()
+        self._resumed: tuple[Lineage, History] = INITIAL, History(-1, 0, frozenset())
+        self._kept = KeptGroups([])
+        self._retention: Retention | None = None
+        self._epoch = b""  # the record of the present epoch, until it is written
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._full = asyncio.Event()
+        self._live_bytes = 0  # after the last search for what can be removed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the lineage of the history, for the checkpoint."""
+        return {"lineage": lineage_content(self._lineage)}
+
+    async def begin(self, state: dict[str, Any] | None, settled: History) -> None:
+        """Read what was written; the run resumes from a checkpoint with `state` that has `settled` groups."""
+        await self.write()
+        self._epoch, self._pending, self._pending_bytes = b"", [], 0
+        resumed = INITIAL if state is None else read_lineage(state.get("lineage", ()))
+        self._resumed, self.resuming, self._retention = (resumed, settled), True, None
+        if not self.every_s:
+            return
+        try:
+            self._kept = await asyncio.to_thread(lambda: KeptGroups(self._file.read()))
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            logger.warning("%s cannot be read, its groups are drawn again: %r", self._file.path, error)
+            self._kept = KeptGroups([])
+            self._file.clear()
+
+    async def candidates(self, version: int, source: PromptSource) -> dict[int, KeptGroup]:
+        """Return the groups that a run could use which resumes at `version` with the prompts of `source`."""
+        return await asyncio.to_thread(self._candidates, version, source)
+
+    def _candidates(self, version: int, source: PromptSource) -> dict[int, KeptGroup]:
+        kept, (resumed, settled) = self._kept, self._resumed
+        kept.drop(lambda each: settled.settled(each.group))
+        changed = sorted({name for each in kept.groups.values() for name in each.epoch.changed(self._identity)})
+        if others := kept.drop(lambda each: bool(each.epoch.changed(self._identity))):
+            logger.warning("%d finished groups are drawn again: %s changed", others, ", ".join(changed))
+        kept.resume(resumed, version)
+        if others := kept.drop(lambda each: each.head["problem"] != _problem_of(source, each.group)):
+            logger.warning("%d finished groups are drawn again: they have other prompts now", others)
+        return kept.groups
+
+    async def begin_epoch(self, version: int, used: int) -> None:
+        """Begin the restart epoch of a run that resumes at `version`. `used`: how many groups it uses again."""
+        (resumed, settled), before = self._resumed, self._kept.lineage
+        self._lineage = next_epoch(resumed, version, before)
+        self._retention = Retention(self._pace, replace(settled, version=version))
+        self._kept, self.resuming = KeptGroups([]), False
+        if self.every_s:
+            logger.info("restart epoch %d: %d finished groups are used again", self._lineage[-1].number, used)
+            self._epoch = EpochRecord(self._lineage, self._identity).encode()
+            self._pending, self._pending_bytes = [], 0
+            await self.write()
+
+    def note(self, rows: Sequence[Trajectory], source: PromptSource) -> None:
+        """Take a finished group; it is written soon."""
+        if not self.every_s or self._retention is None:
+            return
+        group = rows[0].group_id
+        self._pending.append(encode_group(rows, problem(rows[0].prompt_ids, rows[0].dataset, source.reference(group))))
+        self._pending_bytes += len(self._pending[-1])
+        if self._pending_bytes > PENDING_BYTES:
+            self._full.set()
+
+    async def write(self) -> None:
+        """Write what waits. If that fails it is tried again later; what is too much to wait is left out."""
+        epoch, records = [self._epoch] if self._epoch else [], list(self._pending)
+        if not epoch and not records:
+            return
+        try:
+            await asyncio.to_thread(self._file.append, epoch + records)
+            self._epoch = b""
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", self._file.path, error)
+            if self._pending_bytes <= PENDING_BYTES:
+                return
+        del self._pending[: len(records)]
+        self._pending_bytes = sum(map(len, self._pending))
+
+    async def keep_up(self, now: Callable[[], History]) -> None:
+        """Write at intervals, and remove what has become useless whenever the file has doubled. Never ends.
+
+        `now()`: what the run has settled so far.
+        """
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._full.wait(), self.every_s)
+            self._full.clear()
+            await self.write()
+            if self._file.size > 2 * self._live_bytes + SLACK_BYTES:
+                await self._tidy(now())
+
+    def saving(self, step: int, now: History) -> None:
+        """Record that a checkpoint of the first `step` steps is about to be written."""
+        if self._retention is not None:
+            self._retention.saving(step, now)
+
+    async def saved(self, step: int, now: History) -> None:
+        """Record that the checkpoint of `step` is complete: what it has settled is removed."""
+        if self._retention is not None and self._retention.saved(step) and self.every_s:
+            await self._tidy(now)
+
+    async def _tidy(self, now: History) -> None:
+        retention = self._retention
+        assert retention is not None
+
+        def useful(record: bytes) -> bool:
+            head = read_head(record)
+            return head["kind"] != "group" or retention.keeps(head["group"], newest_version(head), now)
+
+        try:
+            await asyncio.to_thread(self._file.keep, useful)
+        except OSError as error:
+            logger.warning("%s cannot be shortened: %s", self._file.path, error)
+        self._live_bytes = self._file.size
+
+
+def identity(config: Config) -> dict[str, str]:
+    """Return digests of the settings on which a group's trajectories depend, by name."""
+    content = config.model_dump(mode="json")
+    chosen = {name: content[name] for name in ("data", "sampling", "reward")}
+    chosen |= {"model.path": content["model"]["path"], "run.seed": content["run"]["seed"]}
+    chosen["batch.samples_per_group"] = content["batch"]["samples_per_group"]
+    return {name: _digest(json.dumps(value, sort_keys=True).encode()) for name, value in chosen.items()}
+
+
+def problem(prompt_ids: Sequence[int], dataset: str, reference: str) -> str:
+    """Return a digest of a problem: its token ids, its data set and its reference answer."""
+    return _digest(array("q", prompt_ids).tobytes() + json.dumps([dataset, reference]).encode())
+
+
+def _problem_of(source: PromptSource, group: int) -> str:
+    drawn = source.draw(group)
+    return problem(drawn.ids, drawn.dataset, source.reference(group))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

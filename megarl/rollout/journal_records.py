@@ -1,0 +1,112 @@
+"""The records of the rollout journal: a JSON head, then arrays of numbers. Pure.
+
+A finished group is one record, with what its trajectories hold besides tokens in the head. Log-probs are float32, as in
+the queue. An `Epoch` record begins each restart epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.queue.trajectory import Trajectory, VersionSpan
+from megarl.rollout.lineage import Lineage, lineage_content, read_lineage
+
+_HEAD = struct.Struct("<I")  # bytes of the head
+_PLAIN = ("sample_index", "finish_reason", "reward", "reward_components", "status", "failure", "dataset")
+_ARRAYS = (("prompt_ids", "i"), ("response_ids", "i"), ("response_mask", "b"), ("rollout_logprobs", "f"))
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """The lineage of the groups that follow it, and what their trajectories depend on: digests by name."""
+
+    lineage: Lineage
+    identity: Mapping[str, str]
+
+    def encode(self) -> bytes:
+        """Return the record."""
+        head = {"kind": "epoch", "lineage": lineage_content(self.lineage), "identity": dict(self.identity)}
+        return _join(head, [])
+
+    @classmethod
+    def of(cls, head: Mapping[str, Any]) -> EpochRecord:
+        """Return the record with a head."""
+        return cls(read_lineage(head["lineage"]), head["identity"])
+
+    def changed(self, identity: Mapping[str, str]) -> list[str]:
+        """Return the names of the digests that differ, sorted."""
+        names = self.identity.keys() | identity.keys()
+        return sorted(name for name in names if self.identity.get(name) != identity.get(name))
+
+
+def encode_group(rows: Sequence[Trajectory], problem: str) -> bytes:
+    """Return the record of a finished group; `problem` identifies what was asked."""
+    arrays: list[array[Any]] = []
+    heads = []
+    for row in rows:
+        columns: list[array[Any]] = [array(kind, getattr(row, name)) for name, kind in _ARRAYS]
+        columns += [array("d", values) for values in row.streams.values()]
+        heads.append(
+            {name: getattr(row, name) for name in _PLAIN}
+            | {
+                "versions": [list(vars(span).values()) for span in row.versions],
+                "streams": list(row.streams),
+                "lengths": [len(column) for column in columns],
+            }
+        )
+        arrays += columns
+    head = {"kind": "group", "group": rows[0].group_id, "problem": problem, "rows": heads}
+    return _join(head, arrays)
+
+
+def read_head(record: bytes) -> dict[str, Any]:
+    """Return the head of a record."""
+    (length,) = _HEAD.unpack_from(record)
+    head: dict[str, Any] = json.loads(record[_HEAD.size : _HEAD.size + length])
+    return head
+
+
+def newest_version(head: Mapping[str, Any]) -> int:
+    """Return the highest version among the tokens of a group; -1 if it has none."""
+    return max((span.version for row in spans_of(head) for span in row), default=-1)
+
+
+def spans_of(head: Mapping[str, Any]) -> list[tuple[VersionSpan, ...]]:
+    """Return the version spans of each row of a group."""
+    return [tuple(VersionSpan(*span) for span in row["versions"]) for row in head["rows"]]
+
+
+def decode_group(record: bytes) -> list[Trajectory]:
+    """Return the trajectories of a group's record."""
+    head = read_head(record)
+    (length,) = _HEAD.unpack_from(record)
+    view, rows = memoryview(record)[_HEAD.size + length :], []
+    for content, versions in zip(head["rows"], spans_of(head), strict=True):
+        names = [name for name, _ in _ARRAYS] + content["streams"]
+        kinds = [kind for _, kind in _ARRAYS] + ["d"] * len(content["streams"])
+        columns: dict[str, Any] = {}
+        for name, kind, count in zip(names, kinds, content["lengths"], strict=True):
+            column: array[Any] = array(kind)
+            size = count * column.itemsize
+            column.frombytes(view[:size])
+            columns[name], view = column.tolist(), view[size:]
+        rows.append(
+            Trajectory(
+                group_id=head["group"],
+                versions=versions,
+                **{name: content[name] for name in _PLAIN},
+                **{name: columns[name] for name, _ in _ARRAYS},
+                streams={name: columns[name] for name in content["streams"]},
+            )
+        )
+    return rows
+
+
+def _join(head: Mapping[str, object], arrays: Sequence[array[Any]]) -> bytes:
+    text = json.dumps(head, separators=(",", ":")).encode()
+    return b"".join([_HEAD.pack(len(text)), text, *(each.tobytes() for each in arrays)])

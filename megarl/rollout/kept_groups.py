@@ -1,0 +1,77 @@
+"""The groups that a journal has kept over a restart, and which of them the resumed history can use. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.queue.trajectory import Trajectory, VersionSpan
+from megarl.rollout.journal_records import EpochRecord, decode_group, read_head, spans_of
+from megarl.rollout.lineage import Lineage, common_version, recount
+
+
+@dataclass
+class KeptGroup:
+    """A finished group. `epoch`: the one in which it was recorded; `common`: the last version that the histories share.
+
+    What its tokens count as is the truth, or less if a span was recorded with lost updates: the present history may
+    contain some of these.
+    """
+
+    record: bytes
+    head: Mapping[str, Any]
+    epoch: EpochRecord
+    common: int = 0
+
+    @property
+    def group(self) -> int:
+        """Its id."""
+        return int(self.head["group"])
+
+    def _recounted(self, spans: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
+        return recount(spans, self.common, self.epoch.lineage)
+
+    @property
+    def counts_as(self) -> set[int]:
+        """The versions of the present history that its tokens count as."""
+        return {span.counts_as for row in spans_of(self.head) for span in self._recounted(row)}
+
+    def rows(self) -> list[Trajectory]:
+        """Return its trajectories."""
+        return [replace(row, versions=self._recounted(row.versions)) for row in decode_group(self.record)]
+
+
+class KeptGroups:
+    """The groups of a journal, each as it was recorded last, and the lineage of the last epoch."""
+
+    def __init__(self, records: Iterable[bytes]) -> None:
+        """`records`: those of the journal in their order. Raises ValueError or KeyError for records of another kind."""
+        self.groups: dict[int, KeptGroup] = {}
+        self.lineage: Lineage = ()
+        epoch: EpochRecord | None = None
+        for record in records:
+            head = read_head(record)
+            if head["kind"] == "epoch":
+                epoch = EpochRecord.of(head)
+                self.lineage = epoch.lineage
+            elif epoch is None:
+                raise ValueError("a group was recorded before any epoch")
+            else:
+                self.groups[head["group"]] = KeptGroup(record, head, epoch)
+
+    def resume(self, resumed: Lineage, version: int) -> None:
+        """Keep the groups of histories that share something with `resumed`, which ends at `version`; recount them."""
+        for group, each in list(self.groups.items()):
+            common = common_version(each.epoch.lineage, resumed, version)
+            if common is None:
+                del self.groups[group]
+            else:
+                each.common = common
+
+    def drop(self, unfit: Callable[[KeptGroup], bool]) -> int:
+        """Remove groups that cannot be used; return their number."""
+        dropped = [group for group, each in self.groups.items() if unfit(each)]
+        for group in dropped:
+            del self.groups[group]
+        return len(dropped)

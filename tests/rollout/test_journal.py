@@ -1,0 +1,178 @@
+"""A controller that is killed, and the next one: finished groups are used again, each once, and only where they fit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.queue.trajectory import Trajectory
+from megarl.rollout.journal import JOURNAL_FILE
+from megarl.rollout.journal_file import JournalFile
+from megarl.rollout.journal_records import decode_group, read_head
+from tests.support.configs import config as config_of
+from tests.support.fake_rollout import LocalController, local_controller
+
+GROUPS, SAMPLES = 3, 2
+WAIT_S = 5.0
+
+
+def controller(directory: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> LocalController:
+    settings = {
+        "batch": {"groups": GROUPS, "samples_per_group": SAMPLES},
+        "admission": {"mode": "async", "sync_interval": 1, "max_staleness": 1},
+        "rollout": {"journal_s": 0.01},
+    }
+    return local_controller(config_of("model", **settings | sections), directory, monkeypatch)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def journalled(directory: Path) -> list[int]:
+    heads = [read_head(record) for record in JournalFile(directory / JOURNAL_FILE).read()]
+    return sorted(head["group"] for head in heads if head["kind"] == "group")
+
+
+async def first_attempt(local: LocalController, directory: Path) -> tuple[Any, dict[str, Trajectory]]:
+    """A checkpoint after one step; group 4 is unfinished and the others of the bound are finished when it is killed."""
+    local.fleet.held = {4}
+    await local.controller.begin(None)
+    await local.controller.set_version(0)
+    await local.controller.wait_batch(0, WAIT_S)
+    await local.controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0)
+    state = json.loads(json.dumps(await local.controller.state_dict()))
+    await local.controller.set_version(1)  # starts groups 6, 7 and 8
+    await until(lambda: journalled(directory) == [0, 1, 2, 3, 5, 6, 7, 8])
+    rows = dict(local.queue.rows)
+    await local.controller.shutdown()
+    return state, rows
+
+
+async def second_attempt(local: LocalController, state: Any) -> dict[int, list[Trajectory]]:
+    """Take the batches of two steps; the groups of them."""
+    await local.controller.begin(state)
+    counters = await local.controller.set_version(1)
+    assert counters.balanced and counters.rolled_back >= 0
+    taken: dict[int, list[Trajectory]] = {}
+    for step in (1, 2):
+        batch = await local.controller.wait_batch(step, WAIT_S)
+        for key in batch.keys:
+            row = local.queue.rows[key]
+            taken.setdefault(row.group_id, []).append(row)
+        await local.controller.commit(step, trained=3, filtered=0, dropped_stale=0, failed=0)
+    await local.controller.shutdown()
+    return taken
+
+
+@pytest.mark.parametrize("survives", [False, True])
+def test_finished_groups_are_used_again_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: bool
+) -> None:
+    """With the controller killed, or only the trainer. A marked token tells rows of before from rows drawn again."""
+
+    async def scenario() -> None:
+        first = controller(tmp_path, monkeypatch)
+        state, rows = await first_attempt(first, tmp_path)
+        assert {row.group_id for row in rows.values()} == {3, 5, 6, 7, 8}
+        second = first if survives else controller(tmp_path, monkeypatch)
+        second.fleet.held = set()
+        asked: list[int] = []
+        generate = second.fleet.generate
+
+        async def watched(prefix: int, requests: Any, **options: Any) -> Any:
+            asked.append(prefix)
+            return await generate(prefix, requests, **options)
+
+        second.fleet.generate = watched  # type: ignore[method-assign]
+        taken = await second_attempt(second, state)
+        assert sorted(taken) == [3, 4, 5, 6, 7, 8]
+        for group, own in taken.items():
+            if group != 4:
+                assert own == [row for row in rows.values() if row.group_id == group]
+        assert 4 in asked and not {3, 5, 6, 7, 8} & set(asked)
+
+    run(scenario)
+
+
+def test_settled_groups_leave_the_journal_when_a_checkpoint_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        local = controller(tmp_path, monkeypatch)
+        await first_attempt(local, tmp_path)
+        await local.controller.saved(1)
+        assert journalled(tmp_path) == [3, 5, 6, 7, 8]
+
+    run(scenario)
+
+
+def test_groups_of_lost_updates_are_marked_and_drawn_again_if_they_are_too_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Back to the beginning: tokens of version 1 have one lost update. Step 0 may train them, and step 1 no more."""
+
+    async def scenario() -> None:
+        await first_attempt(controller(tmp_path, monkeypatch), tmp_path)
+        local = controller(tmp_path, monkeypatch)
+        await local.controller.begin(None)
+        await local.controller.set_version(0)
+        batch = await local.controller.wait_batch(0, WAIT_S)
+        rows = [local.queue.rows[key] for key in batch.keys]
+        spans = {(row.group_id, span.version, span.lost, span.epoch) for row in rows for span in row.versions}
+        assert spans == {(6, 1, 1, 0), (7, 1, 1, 0), (8, 1, 1, 0)} and {row.oldest_version for row in rows} == {-1}
+        assert batch.timings["rollout/groups_kept"] >= 3
+        await local.controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0)
+        await local.controller.set_version(1)
+        assert (await local.controller.wait_batch(1, WAIT_S)).counters.balanced
+        await local.controller.shutdown()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("changed", ["sampling", "prompt", "lineage", "off"])
+def test_what_changed_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+    sections: dict[str, Any] = {
+        "sampling": {"sampling": {"max_tokens": 8, "temperature": 0.5}},
+        "off": {"rollout": {"journal_s": 0.0}},
+    }.get(changed, {})
+
+    async def scenario() -> None:
+        state, _ = await first_attempt(controller(tmp_path, monkeypatch), tmp_path)
+        local = controller(tmp_path, monkeypatch, **sections)
+        if changed == "prompt":
+            monkeypatch.setattr(local.controller._source, "reference", lambda group: "another answer")
+        if changed == "lineage":  # the checkpoint of another run
+            state["lineage"] = [[0, "another", 0]]
+        asked: set[int] = set()
+        generate = local.fleet.generate
+
+        async def watched(prefix: int, requests: Any, **options: Any) -> Any:
+            asked.add(prefix)
+            return await generate(prefix, requests, **options)
+
+        local.fleet.generate = watched  # type: ignore[method-assign]
+        taken = await second_attempt(local, state)
+        assert sorted(taken) == [3, 4, 5, 6, 7, 8] and asked >= set(taken)
+
+    run(scenario)
+
+
+def test_a_journal_that_cannot_be_read_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        JournalFile(tmp_path / JOURNAL_FILE).append([b"\x02\x00\x00\x00{}"])
+        await first_attempt(controller(tmp_path, monkeypatch), tmp_path)
+        records = JournalFile(tmp_path / JOURNAL_FILE).read()
+        assert read_head(records[0])["kind"] == "epoch" and decode_group(records[1])
+
+    run(scenario)

@@ -1,0 +1,59 @@
+"""The records of the journal hold a trajectory exactly."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.queue.trajectory import Trajectory, VersionSpan
+from megarl.rollout.journal_records import EpochRecord, decode_group, encode_group, newest_version, read_head
+from megarl.rollout.lineage import INITIAL, next_epoch
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> list[Trajectory]:
+    rows = []
+    for index in range(draw(st.integers(1, 3))):
+        ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=6))
+        logprobs = array("f", draw(st.lists(st.floats(-50, 0), min_size=len(ids), max_size=len(ids)))).tolist()
+        cut = draw(st.integers(0, len(ids)))
+        spans = (VersionSpan(3, 0, cut), VersionSpan(7, cut, len(ids), lost=2, epoch=1)) if ids else ()
+        streams = {"weights": [0.25 * token for token in range(len(ids))]} if draw(st.booleans()) else {}
+        failed = draw(st.booleans())
+        rows.append(
+            Trajectory(
+                5,
+                index,
+                [1, 2, 3],
+                ids,
+                logprobs,
+                spans,
+                "stop",
+                draw(st.floats(-2, 2)),
+                {"format": 0.1},
+                status="failed" if failed else "ok",
+                failure="aborted" if failed else "",
+                streams=streams,
+                response_mask=[token % 2 for token in range(len(ids))],
+                dataset=draw(st.sampled_from(["", "näme"])),
+            )
+        )
+    return rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=groups())
+def test_a_group_is_read_as_it_was_written(rows: list[Trajectory]) -> None:
+    record = encode_group(rows, "what was asked")
+    assert decode_group(record) == rows
+    head = read_head(record)
+    assert (head["group"], head["problem"]) == (5, "what was asked")
+    assert newest_version(head) == (7 if any(row.response_ids for row in rows) else -1)
+
+
+def test_an_epoch_is_read_as_it_was_written() -> None:
+    epoch = EpochRecord(next_epoch(INITIAL, 4), {"data": "a", "sampling": "b"})
+    assert EpochRecord.of(read_head(epoch.encode())) == epoch
+    assert epoch.changed({"data": "a", "sampling": "c", "reward": "d"}) == ["reward", "sampling"]
