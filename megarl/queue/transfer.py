@@ -177,7 +177,8 @@ class _Client:
         """Await a client coroutine from any event loop; raises TimeoutError that names the action `what`."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._client._loop)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self.timeout_s)
+            async with asyncio.timeout(self.timeout_s):
+                return await asyncio.wrap_future(future)
         except TimeoutError:
             raise TimeoutError(self._late(what)) from None
 

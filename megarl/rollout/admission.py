@@ -74,7 +74,9 @@ class Admission:
         if version < self.version:
             raise ValueError(f"weight version went back from {self.version} to {version}")
         self.version = version
-        self._published.add(version)
+        # No group in flight can have a token of an earlier version than the one at which it was started.
+        oldest = min(self._in_flight.values(), default=version)
+        self._published = {each for each in self._published if each >= oldest} | {version}
         if self._base is None:
             self._base = (version, self._steps_taken)
 
@@ -197,6 +199,8 @@ class Admission:
         del self._in_flight[group]
         self._kept.pop(group, None)
         self._started[started] -= 1
+        if not self._started[started]:
+            del self._started[started]
         return oldest
 
     def batch(self, step: int) -> tuple[list[int], list[int]] | None:

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from megarl.common.errors import RolloutError, clear_text
 
 logger = logging.getLogger(__name__)
+
+
+# A cancelled task ends in one or two turns of the event loop. A longer wait says that it ignores the cancellation.
+CANCEL_S = 10.0
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[None]], what: str) -> None:
+    """Cancel tasks and wait until they have ended. Raises RolloutError if some have not after `CANCEL_S` seconds."""
+    cancelled = list(tasks)
+    for task in cancelled:
+        task.cancel()
+    if not cancelled:
+        return
+    _, left = await asyncio.wait(cancelled, timeout=CANCEL_S)
+    if left:
+        raise RolloutError(f"{len(left)} {what} had not ended {CANCEL_S:.0f} s after they were cancelled")
 
 
 class BackgroundTasks:
@@ -32,10 +48,8 @@ class BackgroundTasks:
             raise self._failure
 
     async def drop(self) -> None:
-        """Cancel every task, wait until all have ended, and forget the failure."""
-        tasks = list(self._tasks)
-        self.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Cancel every task, wait until all have ended, and forget the failure. Raises as `cancel_all`."""
+        await cancel_all(self._tasks, "tasks of the rollout controller")
         self._failure = None
 
     def cancel(self) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from megarl.rollout.background import cancel_all
 from megarl.rollout.batch_stats import BusyClock
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_deadline import GroupDeadline
@@ -70,17 +71,14 @@ class Batcher:
         return await waiting.future
 
     async def cancel(self) -> None:
-        """Cancel every open call, and every `generate` that waits for one."""
+        """Cancel every open call, and every `generate` that waits for one. Raises as `cancel_all`."""
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             each.future.cancel()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks, "calls to engines")
 
     def _send(self) -> None:
         waiting, self._waiting, self._flush = self._waiting, [], None

@@ -126,7 +126,8 @@ class RolloutController:
     async def announce(self, version: int) -> None:
         """Record that engines are about to be given `version`: tokens of versions never announced end the run.
 
-        Until `set_version` or `begin`, requests that no replica can take wait for those that the sync restarts.
+        Until `set_version` or `begin`, requests that no replica can take wait for those that the sync restarts, if it
+        may be repeated (`weight_sync.restarts`).
         """
         self._tasks.check()
         self._admission.announce(version)
@@ -186,7 +187,8 @@ class RolloutController:
                 return batch
             self._tasks.changed.clear()
             try:
-                await asyncio.wait_for(self._tasks.changed.wait(), deadline - time.monotonic())
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._tasks.changed.wait()
             except TimeoutError:
                 groups, replaced = sorted(self._admission.in_flight), self._admission.counters.replaced
                 refilled = f", {replaced} groups without signal replaced (admission.refill)" if replaced else ""
@@ -213,11 +215,18 @@ class RolloutController:
         Raises ValueError if the numbers do not account for every group once.
         """
         self._tasks.check()
-        self._admission.commit(step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed)
+        admission = self._admission
+        admission.commit(step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed)
         batch = self._batches.pop(step)
         self._tasks.start(self._writer.clear(batch.keys))
-        await self._source.commit(sorted(batch.groups + batch.replaced), step + 1, lambda: self._admission.next_group)
-        counters = self._admission.counters
+
+        def next_group() -> int:
+            if self._admission is not admission:
+                raise RolloutError(f"the commit of step {step} was given up: another trainer has begun meanwhile")
+            return admission.next_group
+
+        await self._source.commit(sorted(batch.groups + batch.replaced), step + 1, next_group)
+        counters = admission.counters
         if not counters.balanced:
             raise RolloutError(f"group counters do not add up after step {step}: {counters}")
         self._start_groups()  # in the places of the queue that the step had
@@ -328,15 +337,28 @@ class RolloutController:
         """
         try:
             rows = await self._runner.run(group_id)
-            self._failures.succeeded()
         except Exception as error:
             logger.warning("group %d failed", group_id, exc_info=error)
             if (end := self._failures.decide(group_id, error)) is not None:
                 raise end from error
             rows = self._runner.failed(group_id, str(error) or type(error).__name__)
         else:
+            self._judge(group_id, rows)
             self._journal.note(rows, self._source)
         await self._settle(group_id, rows)
+
+    def _judge(self, group_id: int, rows: Sequence[Trajectory]) -> None:
+        """Tell the failure policy how a group has ended; one whose samples cannot be used has failed too.
+
+        Raises RolloutError if that ends the run.
+        """
+        if usable_samples(row.status for row in rows):
+            self._failures.succeeded()
+            return
+        reasons = [row.failure for row in rows if row.status != "ok"]
+        error = RolloutError(f"{len(reasons)} of {len(rows)} samples cannot be used; the first: {reasons[0]}")
+        if (end := self._failures.decide(group_id, error)) is not None:
+            raise end
 
     async def _settle(self, group_id: int, rows: Sequence[Trajectory]) -> None:
         """Queue a finished group, or replace it by another one if it has no signal."""

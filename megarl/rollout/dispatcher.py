@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Container, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megarl.common.errors import RolloutError
 from megarl.rollout.back_pressure import BackPressure
@@ -18,7 +18,10 @@ from megarl.rollout.routing import Router
 
 @dataclass(eq=False)
 class _Place:
+    """One that waits for room. `look`: set when it may have got some; only its owner clears it."""
+
     background: bool
+    look: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Dispatcher:
@@ -28,7 +31,6 @@ class Dispatcher:
         """`back_pressure`: whether requests are held back from replicas whose KV cache is full."""
         self._router = Router(replicas)
         self._limits = BackPressure() if back_pressure else None
-        self._room = asyncio.Event()  # set whenever a replica may have got room
         self._queue: list[_Place] = []  # of those that wait for it, in the order in which they came
         self.pins = Pins()
         self._peak = EngineLoad()
@@ -56,6 +58,7 @@ class Dispatcher:
         wait for room. `prefix` and `home`: see `Router.assign`. Raises RolloutError after `timeout_s`.
         """
         until = time.monotonic() + timeout_s
+        end = until if deadline is None else min(until, deadline.at)
         place = _Place(background)
         self._queue.append(place)
         try:
@@ -72,13 +75,13 @@ class Dispatcher:
                     raise RolloutError(
                         f"{samples} requests waited {timeout_s:.0f} s for room in a replica; requests in flight: {load}"
                     )
-                self._room.clear()
+                place.look.clear()
                 with contextlib.suppress(TimeoutError):
-                    wait_s = min(until, deadline.at if deadline is not None else until) - now
-                    await asyncio.wait_for(self._room.wait(), wait_s)
+                    async with asyncio.timeout(end - now):
+                        await place.look.wait()
         finally:
             self._queue.remove(place)
-            self._room.set()
+            self._wake_next()
 
     def open_to(self, background: bool) -> set[int]:
         """Return the replicas that serve training, or with `background` an evaluation beside it."""
@@ -102,9 +105,21 @@ class Dispatcher:
             return False
         return same[0] is place
 
+    def _wake_next(self) -> None:
+        """Let the first of either kind look again, because a replica may have got room; no other could be placed."""
+        for background in (False, True):
+            first = next((place for place in self._queue if place.background == background), None)
+            if first is not None:
+                first.look.set()
+
+    def _wake_all(self) -> None:
+        """Let all that wait look again: each of them may have no replica any more."""
+        for place in self._queue:
+            place.look.set()
+
     def pins_changed(self) -> None:
         """Let those that wait look again, because replicas were pinned or released."""
-        self._room.set()
+        self._wake_all()
 
     def reported(self, prefix: Hashable, replica: int, ended: int, load: EngineLoad) -> None:
         """Record a replica's report, in which `ended` responses ended."""
@@ -116,7 +131,7 @@ class Dispatcher:
     def finish(self, prefix: Hashable, replica: int, requests: int) -> None:
         """Record that a replica does not work on these requests any more."""
         self._router.finish(prefix, replica, requests)
-        self._room.set()
+        self._wake_next()
 
     def take_load(self) -> EngineLoad:
         """Return the peaks of all replicas since the last call, as far as they have reported."""
@@ -129,9 +144,9 @@ class Dispatcher:
         self.pins.forget(replica)
         if self._limits is not None:
             self._limits.forget(replica)
-        self._room.set()
+        self._wake_all()
 
     def add(self, replica: int) -> None:
         """Add a new or restarted replica, which is idle. Raises ValueError if it is there already."""
         self._router.add(replica)
-        self._room.set()
+        self._wake_all()

@@ -43,10 +43,11 @@ class EngineRequests:
         self._open: dict[str, _Open] = {}
 
     def start(self, requests: Sequence[GenerateRequest]) -> None:
-        """Begin to work on requests. Raises RequestFailed if one has the id of an open one."""
+        """Begin to work on requests. Raises RequestFailed, and begins none, if one has the id of an open one."""
         for request in requests:
             if request.request_id in self._open:
                 raise RequestFailed(f"replica {self._replica} works on request {request.request_id} already")
+        for request in requests:
             now = time.monotonic()
             task = asyncio.create_task(self._generate(request, now))
             self._open[request.request_id] = _Open(now, task)

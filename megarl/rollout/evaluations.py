@@ -95,7 +95,8 @@ class Evaluations:
                 return finished
             self._tasks.changed.clear()
             try:
-                await asyncio.wait_for(self._tasks.changed.wait(), deadline - time.monotonic())
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._tasks.changed.wait()
             except TimeoutError:
                 raise RolloutError(
                     f"the trainer waited {wait_s:.0f} s (timeouts.generate_s) for the evaluation {self._running!r} "

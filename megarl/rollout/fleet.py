@@ -134,7 +134,7 @@ class Fleet:
         otherwise give way to training. How long they may take is then the affair of whoever waits for the evaluation.
 
         Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica for them was lost and no other
-        one is coming, RolloutError if the group fails by its deadline.
+        one is coming, RolloutError if the group fails by its deadline or none has room within `timeouts.generate_s`.
         """
         responses = ResponsesSoFar(requests)
         timeout_s = math.inf if background else self._timeouts.generate_s
@@ -165,9 +165,7 @@ class Fleet:
                 logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, tokens, error)
         return responses.results()
 
-    async def _await_replica(
-        self, responses: ResponsesSoFar, deadline: GroupDeadline | None, background: bool
-    ) -> None:
+    async def _await_replica(self, responses: ResponsesSoFar, deadline: GroupDeadline | None, background: bool) -> None:
         """Wait until a replica serves such requests, or to the deadline.
 
         Raises NoReplicaLeft, with the reason of the last loss, as soon as no replica is coming, and if none has come
@@ -231,7 +229,9 @@ class Fleet:
                 left -= ended
                 if left and deadline is not None and time.monotonic() >= deadline.at:
                     report = await self.call(index, "end", responses.reported, timeout_s=self._timeouts.rpc_s)
-                    responses.add_last(report.parts)
+                    ended = responses.add_last(report.parts)
+                    self._dispatcher.reported(prefix, holder(), ended, report.load)
+                    left -= ended
                     return
                 call = ("report", responses.reported)
         finally:
@@ -251,12 +251,11 @@ class Fleet:
         """
         reference = getattr(self._replicas[index], method).remote(*args)
         try:
-            return await asyncio.wait_for(reference, timeout_s)
-        except TimeoutError:
-            raise self._late(index, method, timeout_s) from None
-        except asyncio.CancelledError:
-            raise
+            async with asyncio.timeout(timeout_s) as limit:
+                return await reference
         except Exception as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise self._late(index, method, timeout_s) from None
             raise as_rollout_error(index, method, error, self._describe(index)) from error
 
     def _late(self, index: int, method: str, waited_s: float) -> ReplicaFailed:
@@ -291,9 +290,11 @@ class Fleet:
     async def begin_sync(self) -> None:
         """Record that a weight sync is about to begin, which replaces the replicas that its failure leaves unusable.
 
-        A lost replica may be alive: its report was late. It is told to refuse the sync, so that it is replaced as well.
+        A lost replica may be alive: its report was late. It is told to refuse the sync, so that it is replaced as well,
+        unless a failed sync ends the run (`weight_sync.restarts` is 0): it then takes part, and serves no more.
         """
-        self._replacements.begin_sync()
+        if not self._replacements.begin_sync():
+            return
         await asyncio.gather(*(self._retire(index) for index in self.lost if not self._replacements.comes(index)))
 
     async def _retire(self, index: int) -> None:

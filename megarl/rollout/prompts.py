@@ -164,7 +164,8 @@ class PromptSource:
         progress = self._curriculum.progress(steps, next_group())
         bound = self.config.timeouts.rpc_s / 2
         try:
-            weights = await asyncio.wait_for(asyncio.to_thread(self._curriculum.weights, progress), bound)
+            async with asyncio.timeout(bound):
+                weights = await asyncio.to_thread(self._curriculum.weights, progress)
         except TimeoutError:
             raise RolloutError(
                 f"the commit of step {steps} waited {bound:.0f} s for data.curriculum {self._curriculum.path!r}; make "

@@ -36,9 +36,10 @@ class Replacements:
         """Tell whether replica `index` is being started or about to join."""
         return index in self._starting or index in self._joining
 
-    def begin_sync(self) -> None:
-        """Record that a weight sync is about to begin."""
+    def begin_sync(self) -> bool:
+        """Record that a weight sync is about to begin. Return whether it replaces replicas that refuse it."""
         self._in_sync = self._sync_restarts > 0
+        return self._in_sync
 
     def end_sync(self) -> None:
         """Record that no sync is under way: it is complete, or the trainer that made it has gone."""
@@ -70,4 +71,5 @@ class Replacements:
         """Wait for a change, to the time `until` (`time.monotonic`) at the latest."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), until - time.monotonic())
+            async with asyncio.timeout(until - time.monotonic()):
+                await self._changed.wait()

@@ -101,9 +101,13 @@ async def restart_replica(spec: ReplicaSpec, index: int, old: ActorHandle, timeo
                 raise ReplicaFailed(index, f"replica {index} did not die within {timeout_s:.0f} s") from None
             await asyncio.sleep(0.1)
     try:
-        await asyncio.wait_for(handle.start.remote(), deadline - time.monotonic())
-    except TimeoutError:
-        raise ReplicaFailed(index, f"waited {timeout_s:.0f} s for replica {index} to restart") from None
+        async with asyncio.timeout(deadline - time.monotonic()):
+            await handle.start.remote()
+    except BaseException as error:
+        ray.kill(handle)  # it holds the name, and on GPUs the memory, of the next attempt
+        if isinstance(error, TimeoutError):
+            raise ReplicaFailed(index, f"waited {timeout_s:.0f} s for replica {index} to restart") from None
+        raise
     return handle
 
 

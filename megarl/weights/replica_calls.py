@@ -254,7 +254,8 @@ class EngineCalls:
     def after_failure(self, failure: WeightSyncError) -> None:
         """Make the replicas that must be restarted refuse requests; resume the others with the version they have.
 
-        All at the same time: the trainer ranks wait for the outcome, and each replica that hangs takes EXTRA_WAIT_S.
+        All at the same time: the trainer ranks wait for the outcome, and a replica that hangs takes EXTRA_WAIT_S to
+        refuse requests, or `rpc_s` to resume.
         """
         for call in [BackgroundCall(self._release_replica, replica, failure) for replica in self._replicas]:
             call.result()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from megarl.common.errors import NoReplicaLeft, RolloutError
+from megarl.rollout import background
 from megarl.rollout.background import BackgroundTasks
 
 
@@ -91,6 +93,27 @@ def test_drop_waits_until_all_tasks_have_ended_and_forgets_the_failure() -> None
         await tasks.drop()
         assert ended == [1, 1, 1]
         tasks.check()
+
+    run(scenario)
+
+
+def test_a_task_that_ignores_its_cancellation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "CANCEL_S", 0.05)
+
+    async def scenario(tasks: BackgroundTasks) -> None:
+        go = asyncio.Event()
+
+        async def stubborn() -> None:
+            while not go.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await go.wait()
+
+        tasks.start(stubborn())
+        await asyncio.sleep(0)
+        with pytest.raises(RolloutError, match="1 tasks of the rollout controller had not ended 0 s after"):
+            await tasks.drop()
+        go.set()
+        await tasks.drop()
 
     run(scenario)
 

@@ -148,20 +148,28 @@ def test_a_failed_group_is_counted_and_the_others_are_trained(
 
 
 def test_a_group_whose_samples_all_fail_in_the_engine_is_failed(local: LocalController) -> None:
-    """Samples with a defect are not scored; a group needs two good ones."""
-    empty = local.fleet.generate
+    """Samples with a defect are not scored; a group needs two good ones. Such groups in a row end the run."""
+    bad, empty = {0, 1}, local.fleet.generate
 
     async def generate(prefix: int, requests: list, **options: Any) -> list:
         results = await empty(prefix, requests, **options)
+        if prefix not in bad:
+            return results
         return [type(r)(**{**vars(r), "logprobs": [float("nan")] * len(r.logprobs)}) for r in results]
 
     async def scenario() -> None:
         local.fleet.generate = generate  # type: ignore[method-assign]
         await local.controller.set_version(0)
         await local.controller.wait_batch(0, WAIT_S)
-        assert {row.failure for row in local.queue.rows.values()} == {"log-prob nan at response token 0"}
-        counters = await local.controller.commit(0, trained=0, filtered=0, dropped_stale=0, failed=GROUPS)
-        assert counters.balanced and counters.failed == GROUPS
+        nan = "log-prob nan at response token 0"
+        assert [row.failure for _, row in sorted(local.queue.rows.items())] == [nan] * 2 * SAMPLES + [""] * SAMPLES
+        bad.update(range(GROUPS, 3 * GROUPS))
+        counters = await local.controller.commit(0, trained=1, filtered=0, dropped_stale=0, failed=2)
+        assert counters.balanced and counters.failed == 2
+        await local.controller.set_version(1)
+        message = f"{GROUPS} prompt groups in a row failed .*{SAMPLES} of {SAMPLES} samples cannot be used; .*{nan}"
+        with pytest.raises(RolloutError, match=message):
+            await local.controller.wait_batch(1, WAIT_S)
 
     run(scenario)
 
@@ -367,6 +375,7 @@ def test_a_failure_that_ends_the_run_is_raised_by_every_call_until_begin(local: 
             lambda: controller.wait_batch(0, WAIT_S),
             lambda: controller.set_version(1),
             controller.admit,
+            lambda: controller.announce(1),
             lambda: controller.evaluate(0),
             lambda: controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0),
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,65 @@ def test_training_is_placed_before_an_evaluation_that_came_first() -> None:
             dispatcher.finish(done, 0, 1)
             await asyncio.sleep(0.01)
         assert order == ["early", "late", "evaluation"]
+
+    run(scenario)
+
+
+def test_room_that_comes_while_another_one_queues_up_is_used_at_once() -> None:
+    """In one turn of the event loop the first one looks, the replica becomes idle, and another one looks."""
+
+    async def scenario() -> None:
+        dispatcher = Dispatcher([0], back_pressure=True)
+        await busy(dispatcher, 0)
+        first = place(dispatcher, "first")
+        asyncio.get_running_loop().call_soon(dispatcher.finish, "first of 0", 0, 1)
+        second = place(dispatcher, "second")
+        assert await asyncio.wait_for(first, 1) == 0
+        dispatcher.finish("first", 0, 1)
+        assert await asyncio.wait_for(second, 1) == 0
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_whoever_is_cancelled_while_room_comes_does_not_take_it(turns: int) -> None:
+    async def scenario() -> None:
+        dispatcher = Dispatcher([0], back_pressure=True)
+        await busy(dispatcher, 0)
+        waiting = [place(dispatcher, f"{number}") for number in range(3)]
+        await asyncio.sleep(0.01)
+        dispatcher.reported("first of 0", 0, 0, FULL)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting, timeout=1)
+        assert all(task.cancelled() for task in waiting)
+        dispatcher.finish("first of 0", 0, 1)
+        assert await place(dispatcher, "next") == 0
+
+    run(scenario)
+
+
+def test_a_report_wakes_only_those_that_are_next() -> None:
+    async def scenario() -> None:
+        dispatcher = Dispatcher([0], back_pressure=True)
+        await busy(dispatcher, 0)
+        asked: list[int] = []
+        check = dispatcher._closed
+
+        def counted(waiting: Any, samples: int, begun: bool) -> Any:
+            asked.append(1)
+            return check(waiting, samples, begun)
+
+        tasks = [place(dispatcher, f"{number}", background=number % 2 == 1) for number in range(20)]
+        await asyncio.sleep(0.01)
+        dispatcher._closed = counted  # type: ignore[method-assign]
+        dispatcher.reported("first of 0", 0, 0, FULL)
+        await asyncio.sleep(0.01)
+        assert len(asked) == 2  # one of training, one of the evaluation
+        for task in tasks:
+            task.cancel()
 
     run(scenario)
 

@@ -153,7 +153,9 @@ def test_ids_are_unique_and_every_token_has_its_log_prob() -> None:
     async def run() -> None:
         engine, requests = await started("a")
         with pytest.raises(RequestFailed, match="works on request a already"):
-            requests.start([request("a")])
+            requests.start([request("b"), request("a")])
+        with pytest.raises(RequestFailed, match="b"):
+            await requests.report({"b": 0}, 0.0)  # it was not begun either
         engine.make("a", 7, None)
         assert math.isnan((await requests.report({"a": 0}, 0.0))["a"].logprobs[0])
         engine.output_processor.request_states["a-1"].detokenizer.output_token_ids.append(8)

@@ -84,6 +84,27 @@ def test_a_replaced_replica_serves_only_after_it_is_admitted() -> None:
     assert before[0].replica == 1 and after[0].replica == 0
 
 
+@pytest.mark.parametrize("turns", range(5))
+def test_a_call_that_is_cancelled_about_the_time_of_a_report_ends_at_once(turns: int) -> None:
+    """A report that arrives together with the cancellation must not let the call go on."""
+    replica = ScriptedReplica(5, 1000, "stop")
+
+    async def run() -> None:
+        call = asyncio.create_task(fleet_of({5: replica}, interval_s=0.01).generate("g", requests(0)))
+        while len(replica.reported) < 3:
+            await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        asked = len(replica.reported)
+        await asyncio.sleep(0.02)
+        assert len(replica.reported) <= asked + 1
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("end", [ReplicaFailed(5, "replica 5 is dead"), None], ids=["dead", "silent"])
 def test_the_next_replica_goes_on_from_the_tokens_that_a_lost_one_has_reported(end: Exception | None) -> None:
     first, second = ScriptedReplica(5, 2, end), ScriptedReplica(6, 1, "stop", version=4)

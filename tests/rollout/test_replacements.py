@@ -11,6 +11,7 @@ import pytest
 
 from megarl.common.errors import NoReplicaLeft, ReplicaFailed
 from megarl.config.schema import TimeoutsConfig
+from megarl.rollout import fleet as fleet_module
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.replacements import Replacements
@@ -306,8 +307,15 @@ def test_a_lost_replica_that_lives_refuses_the_next_sync_so_that_it_is_replaced(
     run(scenario)
 
 
-def test_a_lost_replica_that_is_dead_does_not_hold_the_next_sync() -> None:
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_lost_replica_that_is_dead_does_not_hold_the_next_sync(
+    silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "_RETIRE_S", 0.05)
+
     async def dead(reason: str) -> None:
+        if silent:
+            await asyncio.Event().wait()
         raise ReplicaFailed(0, "it died")
 
     async def scenario() -> None:
@@ -315,7 +323,19 @@ def test_a_lost_replica_that_is_dead_does_not_hold_the_next_sync() -> None:
         replica.fail = Method(dead)
         fleet = fleet_of({0: replica})
         fleet.lose(0, ReplicaFailed(0, "it died"))
-        await fleet.begin_sync()
+        await asyncio.wait_for(fleet.begin_sync(), 1)
         assert list(fleet.lost) == [0]
+
+    run(scenario)
+
+
+def test_a_lost_replica_takes_part_in_a_sync_that_would_not_replace_it() -> None:
+    """Its refusal would end the run, although the other replicas are healthy (`weight_sync.restarts: 0`)."""
+
+    async def scenario() -> None:
+        fleet = fleet_of({index: FakeReplica(index) for index in range(2)}, sync_restarts=0)  # without a method `fail`
+        fleet.lose(0, ReplicaFailed(0, "its report was late"))
+        await fleet.begin_sync()
+        assert fleet.serving == [1] and list(fleet.lost) == [0]
 
     run(scenario)

@@ -26,7 +26,9 @@ class AgentContext(Protocol):
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> GenerateResult:
         """Sample the model's continuation of `token_ids` with the sampling of the prompt's set.
 
-        Raises RolloutError if no replica is left or the answer takes longer than `timeouts.generate_s`.
+        A response goes on elsewhere if its replica is lost. Raises RequestFailed if an engine refuses the request, and
+        RolloutError if no replica is left, none has room within `timeouts.generate_s`, or its group is failed at its
+        deadline.
         """
         ...
 
