@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import ConfigError
+from megarl.config.datasets import HeldOutSet, held_out_sets
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config
@@ -168,15 +169,21 @@ def eval_config(options: argparse.Namespace) -> Config:
 
 
 def report_content(reports: Sequence[SetReport], config: Config) -> dict[str, Any]:
-    """Return what `--json` writes: the figures of every set with intervals, and the sampling parameters."""
+    """Return what `--json` writes: the figures of every set with intervals, and how it was sampled and scored."""
+    sets = {each.name: each for each in held_out_sets(config)}
     return {
         "model": str(config.model.path),
-        "reward": config.reward.function,
-        "max_tokens": config.sampling.max_tokens,
         "seed": config.run.seed,
-        "sampling": config.evaluation.sampling.model_dump(),
         "responses": str(responses_file(config)),
-        "sets": [report.to_dict() for report in reports],
+        "sets": [{**report.to_dict(), **_conditions(sets[report.name])} for report in reports],
+    }
+
+
+def _conditions(chosen: HeldOutSet) -> dict[str, Any]:
+    return {
+        "reward": chosen.reward.function,
+        "max_tokens": chosen.max_tokens,
+        "sampling": chosen.sampling.model_dump(),
     }
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from megarl.common.errors import ConfigError
+from megarl.config.datasets import train_sets
 from megarl.queue.dump import DumpError, read_batch, recorded_steps
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ def replay_steps(
     for step in steps:
         with timer.phase("queue"):
             batch = read_batch(batches, step)
+            _check_sets({tag.dataset for tag in batch.tags}, config, batches, step)
             plan = plan_step(batch.tags, config, dp_size=parallel.dp_size(), version=batch.version)
             if len(set(parallel.dp_all_gather_object(plan.hash))) != 1:
                 raise RuntimeError(f"the ranks read different batches of step {step} from {batches}; is it shared?")
@@ -162,6 +164,16 @@ def replay_steps(
         values = metrics.reduce() | timer.finish_step()
         if on_step is not None:
             on_step(step + 1, values)
+
+
+def _check_sets(found: set[str], config: Config, batches: Path, step: int) -> None:
+    """Raise DumpError unless the config has the data sets of a recorded batch: limits and temperatures are theirs."""
+    own = {each.name for each in train_sets(config)}
+    if other := sorted(found - own):
+        raise DumpError(
+            f"{batches}: step {step} has samples of data set {other[0]!r}, but the config has {sorted(own)} ('' is "
+            "that of data.path); replay with the data sections of the run that recorded the batches"
+        )
 
 
 def _run_rank(config: Config, batches: Path, steps: Sequence[int], checkpoint: Path | None, *, export: bool) -> int:

@@ -19,7 +19,7 @@ from megarl.config.concurrent_evaluation import evaluation_problems
 from megarl.config.datasets import (
     all_sets,
     data_problems,
-    held_out_sets,
+    longest_response,
     longest_training_response,
     reward_functions,
 )
@@ -100,12 +100,7 @@ def max_sequence_tokens(config: Config, info: ModelInfo) -> int:
         return config.rollout.max_model_len
     if config.data.max_prompt_tokens is None:
         return info.max_positions
-    return min(info.max_positions, config.data.max_prompt_tokens + longest_response(config))
-
-
-def longest_response(config: Config) -> int:
-    """Return the upper bound of response tokens in training and evaluation."""
-    return max([longest_training_response(config), *(each.max_tokens for each in held_out_sets(config))])
+    return min(info.max_positions, config.data.max_prompt_tokens + longest_response(config).tokens)
 
 
 @dataclass(frozen=True)
@@ -126,15 +121,18 @@ def prompt_limit(config: Config, info: ModelInfo, max_tokens: int | None = None)
     engine = evaluation_prompt_limit(config, info)
     if config.trainer.micro_batch_tokens == "auto":  # room for any sample
         return engine
-    trained = config.trainer.token_limit - (max_tokens or longest_training_response(config))
+    longest = longest_training_response(config)
+    trained = config.trainer.token_limit - (max_tokens or longest.tokens)
     if trained < engine.tokens:
-        return PromptLimit(trained, "trainer.micro_batch_tokens - sampling.max_tokens")
+        # The limit of one set may be that of the section or its own.
+        setting = longest.setting if max_tokens in (None, longest.tokens) else "sampling.max_tokens of the set"
+        return PromptLimit(trained, f"trainer.micro_batch_tokens - {setting}")
     return engine
 
 
 def evaluation_prompt_limit(config: Config, info: ModelInfo) -> PromptLimit:
     """Return the limit of held-out prompts: with a longest response they have to fit the engine, but no micro-batch."""
-    tokens = max_sequence_tokens(config, info) - longest_response(config)
+    tokens = max_sequence_tokens(config, info) - longest_response(config).tokens
     if config.rollout.max_model_len is not None:
         return PromptLimit(tokens, "rollout.max_model_len - the longest response")
     if config.data.max_prompt_tokens is not None:
@@ -295,7 +293,8 @@ def _shape(config: Config, info: ModelInfo) -> Iterator[str]:
 
 
 def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
-    prompt, response = config.data.max_prompt_tokens, longest_response(config)
+    prompt, longest = config.data.max_prompt_tokens, longest_response(config)
+    response = longest.tokens
     limit = config.rollout.max_model_len
     if limit is not None and limit > info.max_positions:
         yield (
@@ -304,7 +303,7 @@ def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
         )
     if response >= (limit or info.max_positions):
         yield (
-            f"sampling.max_tokens: responses of {response} tokens leave no room for a prompt in "
+            f"{longest.setting}: responses of {response} tokens leave no room for a prompt in "
             f"{'rollout.max_model_len' if limit else 'the model'}'s {limit or info.max_positions}; lower it"
         )
     elif prompt is not None and prompt + response > (limit or info.max_positions):
@@ -314,17 +313,17 @@ def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
         )
     if config.trainer.micro_batch_tokens == "auto":  # at least the longest sample
         return
-    longest = max_sequence_tokens(config, info)
+    sample = max_sequence_tokens(config, info)
     bounded = prompt is not None or limit is not None
-    if bounded and config.trainer.token_limit < longest:
+    if bounded and config.trainer.token_limit < sample:
         yield (
             f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} is less than the longest sample "
-            f"({longest} tokens); a sample is never split, so raise it to at least {longest}"
+            f"({sample} tokens); a sample is never split, so raise it to at least {sample}"
         )
     # Without a configured bound, the micro-batch limits the prompts, so it needs room for one.
     trained = longest_training_response(config)
-    if not bounded and config.trainer.token_limit <= trained:
+    if not bounded and config.trainer.token_limit <= trained.tokens:
         yield (
             f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} leaves no room for a prompt beside "
-            f"responses of {trained} tokens (sampling.max_tokens); raise it"
+            f"responses of {trained.tokens} tokens ({trained.setting}); raise it"
         )

@@ -96,11 +96,37 @@ def reward_functions(config: Config) -> dict[str, RewardConfig]:
     return found
 
 
-def longest_training_response(config: Config) -> int:
+@dataclass(frozen=True)
+class ResponseLimit:
+    """The longest allowed response in tokens, and the setting that it results from."""
+
+    tokens: int
+    setting: str
+
+
+def longest_training_response(config: Config) -> ResponseLimit:
     """Return the upper bound of the response tokens of any training sample."""
-    if not config.data.sets:
-        return config.sampling.max_tokens
-    return max(each.sampling.max_tokens for each in train_sets(config))
+    limits = []
+    for index, each in enumerate(config.data.sets):
+        if (own := each.sampling.max_tokens) is not None:
+            limits.append(ResponseLimit(own, f"data.sets.{index}.sampling.max_tokens"))
+    if len(limits) == len(config.data.sets) and limits:
+        return max(limits, key=lambda each: each.tokens)
+    limits.append(ResponseLimit(config.sampling.max_tokens, "sampling.max_tokens"))
+    return max(limits, key=lambda each: each.tokens)
+
+
+def longest_response(config: Config) -> ResponseLimit:
+    """Return the upper bound of response tokens in training and evaluation."""
+    limits = [longest_training_response(config)]
+    for index, each in enumerate(config.evaluation.sets):
+        if each.max_tokens is not None:
+            limits.append(ResponseLimit(each.max_tokens, f"evaluation.sets.{index}.max_tokens"))
+        elif config.evaluation.max_tokens is not None:
+            limits.append(ResponseLimit(config.evaluation.max_tokens, "evaluation.max_tokens"))
+        else:
+            limits.append(ResponseLimit(config.sampling.max_tokens, "sampling.max_tokens"))
+    return max(limits, key=lambda each: each.tokens)
 
 
 def response_limits(config: Config) -> dict[str, int]:

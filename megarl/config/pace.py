@@ -61,7 +61,7 @@ def pace_of(config: Config) -> Pace:
             "sync": 0,
             "one_step_off": updates,
             "stream": 0,
-            "async": math.ceil(_quota(config) * interval),
+            "async": _ahead(config, interval),
         }[config.admission.mode]
         bound = interval - 1 + ahead
     return Pace(updates, interval, bound)
@@ -90,12 +90,28 @@ def _sync_interval(config: Config) -> int:
         return section.trigger_parameter_sync_step
     if section.mode in ("sync", "one_step_off"):
         return updates
-    return math.ceil(DEFAULT_INTERVAL / updates) * updates
+    least = 2 if section.mode == "stream" else 1  # with one step per publication, stream would be sync
+    return max(math.ceil(DEFAULT_INTERVAL / updates), least) * updates
 
 
-def _quota(config: Config) -> float:
+def _ahead(config: Config, interval: int) -> int:
+    """Return the updates that `mode: async` adds to the bound: verl's quota, and by default at least one step."""
     quota = config.admission.staleness_threshold
-    return DEFAULT_QUOTA if quota is None else quota
+    if quota is None:
+        return max(math.ceil(DEFAULT_QUOTA * interval), config.trainer.mini_batches)
+    return math.ceil(quota * interval)
+
+
+def pace_notes(config: Config) -> Iterator[str]:
+    """Yield what a user should know about the section `admission` of a config that can run."""
+    pace, updates = pace_of(config), config.trainer.mini_batches
+    if config.admission.mode != "sync" and not pace.runs_ahead:
+        yield (
+            f"admission.mode: {config.admission.mode} generates nothing ahead, because a step makes {updates} updates "
+            f"and max_staleness is {pace.max_staleness}: generation and training take turns; for more, set "
+            f"admission.max_staleness to at least {2 * updates - 1}"
+            + (f" and admission.sync_interval to at least {2 * updates}" if config.admission.mode == "stream" else "")
+        )
 
 
 def pace_problems(config: Config) -> Iterator[str]:

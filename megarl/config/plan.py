@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 from megarl.common.errors import ConfigError
 from megarl.config import fit
-from megarl.config.checks import Device, check, detect_device, longest_response, max_sequence_tokens
+from megarl.config.checks import Device, check, detect_device, max_sequence_tokens
+from megarl.config.datasets import longest_response
 from megarl.config.hardware import local_gpus
 from megarl.config.memory import GIB, MIB, EngineMemory, Memory, engine_memory, trainer_memory
+from megarl.config.pace import pace_notes
 from megarl.config.parameters import model_parameters
 from megarl.config.pools import Pools, resolve_pools
 from megarl.config.schema import Config
@@ -103,7 +105,7 @@ def make_plan(config: Config, *, device: Device | None = None, files: bool = Tru
         samples_per_step=samples,
         samples_per_update=-(-batch.groups // config.trainer.mini_batches) * batch.samples_per_group,
         max_sequence_tokens=longest,
-        max_response_tokens=longest_response(config),
+        max_response_tokens=longest_response(config).tokens,
         most_tokens=fit.most_tokens(config, info, layout, gpu),
         trainer=trainer,
         engine=engine,
@@ -173,7 +175,7 @@ def _too_big(pool: str, memory: Memory) -> str:
 
 def _notes(config: Config, layout: Layout, trainer: Memory, engine: EngineMemory, cuda: bool) -> list[str]:
     """Return hints about a plan that can run but may be slow or is only partly checked."""
-    notes = []
+    notes = list(pace_notes(config))
     pools = resolve_pools(config)
     if layout.tensor > pools.trainer.gpus_per_node:
         notes.append(
@@ -188,7 +190,7 @@ def _notes(config: Config, layout: Layout, trainer: Memory, engine: EngineMemory
         )
     if engine.kv_tokens is not None and engine.memory.limit is not None:
         wanted = config.batch.groups * config.batch.samples_per_group / config.rollout.replicas
-        room = engine.kv_tokens / max(1, longest_response(config))
+        room = engine.kv_tokens / max(1, longest_response(config).tokens)
         if room < min(wanted, config.rollout.max_num_seqs):
             notes.append(
                 f"the KV cache holds about {room:.0f} full-length sequences per engine, for {wanted:.0f} samples "

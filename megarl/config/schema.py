@@ -297,15 +297,20 @@ class AdmissionConfig(Section):
         None,
         ge=1,
         description="Updates per publication of the weights, a multiple of `trainer.mini_batches`. Default: one step; "
-        "with stream and async 4, rounded up to whole steps.",
+        "with stream and async 4, rounded up to whole steps, with stream to at least two.",
     )
     max_staleness: int | None = Field(
         None,
         ge=0,
         description="The most updates between the weights of a trajectory's oldest token and the update that trains "
-        "it; at least sync_interval - 1, the default; with async half of `sync_interval` more.",
+        "it; at least sync_interval - 1, the default; with async half of `sync_interval` more, and at least one step.",
     )
-    trigger_parameter_sync_step: int | None = Field(None, ge=1, description="verl's name of `sync_interval`.")
+    trigger_parameter_sync_step: int | None = Field(
+        None,
+        ge=1,
+        description="verl's name of `sync_interval`. verl counts fetches: the number is the same if it makes one "
+        "update per fetch (`require_batches: 1`), else multiply it by the updates per fetch.",
+    )
     staleness_threshold: float | None = Field(
         None,
         ge=0,

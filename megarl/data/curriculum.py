@@ -1,8 +1,8 @@
 """The curriculum: a user's function that chooses the weights of the training sets from what the run has seen of them.
 
-It is called before the first group and after each step is committed, and its weights hold for the groups that have not
-been admitted yet. What it sees is part of the checkpoint, and so are the weights that it has returned (`mixture.py`):
-a resumed run draws the same groups without calling it again for the past.
+It is called whenever the run starts, for the weights of a history that begins, and after each step is committed; its
+weights hold for the groups that have not been admitted yet. What it sees is part of the checkpoint, and so are the
+weights that it has returned (`mixture.py`): a resumed run draws the same groups without asking it about the past.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The sets are interleaved evenly: after any number of groups at constant weights, the number of draws of each of K sets
 differs from its share by less than K. Group and set are computed from (seed, group id) alone, in exact arithmetic, so a
 group that is generated again gets the same prompt on any machine. When the weights change, they do so from a group id
-on; the list of these changes is the only state.
+on; the list of these changes, from the first group that is not settled, is the only state.
 """
 
 from __future__ import annotations
@@ -74,12 +74,18 @@ class Mixture:
             self._spans.pop()
         self._spans.append(self._span(start, checked, drawn))
 
+    def forget(self, group: int) -> None:
+        """Drop the changes that only groups before `group` need: these cannot be asked for any more."""
+        del self._spans[: bisect.bisect_right(self._spans, group, key=lambda each: each.start) - 1]
+
     def state_dict(self) -> dict[str, Any]:
-        """Return names, seed and every change of the weights, as JSON content."""
+        """Return names, seed and the changes of the weights that are not forgotten, as JSON content."""
+        first = self._spans[0]
         return {
             "names": list(self.names),
             "seed": self.seed,
             "spans": [{"start": each.start, "weights": list(each.weights)} for each in self._spans],
+            "drawn": list(first.drawn),  # before the first of them
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -91,7 +97,8 @@ class Mixture:
                     "with data.sets and run.seed of the saved run"
                 )
         first, *others = state["spans"]
-        self._spans = [self._span(0, tuple(first["weights"]), [0] * len(self.names))]
+        drawn = state.get("drawn", [0] * len(self.names))  # earlier releases kept every change
+        self._spans = [self._span(first["start"], tuple(first["weights"]), drawn)]
         for each in others:
             self.reweight(each["start"], dict(zip(self.names, each["weights"], strict=True)))
 

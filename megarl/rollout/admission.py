@@ -40,15 +40,19 @@ class Admission:
     `groups`: groups per step (>= 1). `pace`: the bound on staleness; versions count optimizer updates. `refill`: the
     most groups without signal that are replaced between two steps; 0 turns dynamic sampling off. `capacity`: the most
     groups in flight, in the queue and in steps that are not committed (>= `groups`); None: no bound besides `pace`'s.
+    `steps`: those of the run, after which nothing is trained; None: no end.
     """
 
-    def __init__(self, groups: int, pace: Pace, *, refill: int = 0, capacity: int | None = None) -> None:
+    def __init__(
+        self, groups: int, pace: Pace, *, refill: int = 0, capacity: int | None = None, steps: int | None = None
+    ) -> None:
         if groups < 1:
             raise ValueError(f"admission needs groups >= 1, got {groups}")
         self.groups = groups
         self.pace = pace
         self.refill = refill
         self.capacity = capacity
+        self.steps = steps
         self.version = -1
         self._published: set[int] = set()  # versions that the engines serve, have served or are about to serve
         self._next_group = 0
@@ -109,7 +113,10 @@ class Admission:
     def _room_at(self, version: int) -> int:
         """The room for groups of `version`, if no group in flight or in the queue is of a later one."""
         waiting = len(self._in_flight) + self._ready_count
-        free = (self.steps_within_bound(version) - self._steps_taken) * self.groups - waiting
+        end = self.steps_within_bound(version)
+        if self.steps is not None:
+            end = min(end, self.steps)
+        free = (end - self._steps_taken) * self.groups - waiting
         if self.capacity is not None:
             free = min(free, self.capacity - waiting - self._taken_count)
         return max(0, free)

@@ -225,7 +225,10 @@ class RolloutController:
                 raise RolloutError(f"the commit of step {step} was given up: another trainer has begun meanwhile")
             return admission.next_group
 
-        await self._source.commit(sorted(batch.groups + batch.replaced), step + 1, next_group)
+        def first_open() -> int:
+            return min(admission.unsettled, default=admission.next_group)
+
+        await self._source.commit(sorted(batch.groups + batch.replaced), step + 1, next_group, first_open)
         counters = admission.counters
         if not counters.balanced:
             raise RolloutError(f"group counters do not add up after step {step}: {counters}")
@@ -306,7 +309,11 @@ class RolloutController:
     def _new_admission(self) -> Admission:
         config = self.config
         return Admission(
-            config.batch.groups, pace_of(config), refill=refill_groups(config), capacity=capacity_groups(config)
+            config.batch.groups,
+            pace_of(config),
+            refill=refill_groups(config),
+            capacity=capacity_groups(config),
+            steps=config.run.steps,
         )
 
     def _failure_policy(self) -> FailurePolicy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,8 @@ class PromptSource:
         self._samplings = [SamplingSpec.training(each.chosen.sampling, self.stop_token_ids) for each in self._sets]
         self._weights = {each.chosen.name: each.chosen.weight for each in self._sets}
         self._curriculum = _curriculum(config, self._weights)
+        # Now, not when the first evaluation is due: a mistake in a set must not end a run that is under way.
+        self._held_out = [self._eval_set(each) for each in held_out_sets(config)]
         self.reset()
 
     def reset(self) -> None:
@@ -126,17 +128,20 @@ class PromptSource:
         return text
 
     def eval_sets(self) -> list[EvalSet]:
-        """Return the configured held-out sets, tokenized. Raises ValueError for a prompt that is too long."""
-        return [self._eval_set(each) for each in held_out_sets(self.config)]
+        """Return the configured held-out sets, tokenized, without records."""
+        return [replace(each, records=[]) for each in self._held_out]
 
     def _eval_set(self, chosen: HeldOutSet) -> EvalSet:
         limit = self._evaluation_limit
-        encoder = PromptEncoder(
-            self.tokenizer, limit.tokens, setting=limit.setting, template_kwargs=chosen.data.chat_template_kwargs
-        )
         problems = []
-        for prompt in load_prompts(chosen.path, chosen.data, chosen.limit):
-            problems.append(EvalProblem(encoder.encode(prompt), partial(_reward_input, prompt), prompt.answer))
+        try:
+            encoder = PromptEncoder(
+                self.tokenizer, limit.tokens, setting=limit.setting, template_kwargs=chosen.data.chat_template_kwargs
+            )
+            for prompt in load_prompts(chosen.path, chosen.data, chosen.limit):
+                problems.append(EvalProblem(encoder.encode(prompt), partial(_reward_input, prompt), prompt.answer))
+        except ValueError as error:
+            raise ValueError(f"{chosen.key} ({chosen.name}): {error}") from error
         return EvalSet(
             name=chosen.name,
             problems=problems,
@@ -152,10 +157,13 @@ class PromptSource:
         if self._curriculum is not None:
             self._curriculum.finish(group_id, self.dataset(group_id), rewards)
 
-    async def commit(self, groups: Iterable[int], steps: int, next_group: Callable[[], int]) -> None:
+    async def commit(
+        self, groups: Iterable[int], steps: int, next_group: Callable[[], int], first_open: Callable[[], int]
+    ) -> None:
         """Note that the end of `groups` is committed, and let the curriculum choose the weights of the groups to come.
 
-        `steps`: steps done; `next_group()`: the first group that has not been admitted. Raises ValueError if the
+        `steps`: steps done; `next_group()`: the first group that has not been admitted; `first_open()`: the first one
+        that is not settled, whose problem and those after it can be asked for again. Raises ValueError if the
         curriculum fails, and RolloutError if it takes longer than half of `timeouts.rpc_s`.
         """
         if self._curriculum is None:
@@ -172,6 +180,7 @@ class PromptSource:
                 "it faster, or raise timeouts.rpc_s"
             ) from None
         self._mixture.reweight(next_group(), weights)
+        self._mixture.forget(first_open())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the order of the prompts depends on; the position in it is the group id."""

@@ -6,6 +6,7 @@ because the run stops or fails, was never committed: its groups are drawn again 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import Future
@@ -14,12 +15,15 @@ from dataclasses import dataclass
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.run.channel import SLICE_S, BackgroundChannel
+from megarl.run.channel import SLICE_S, BackgroundChannel, ChannelClosed
+from megarl.run.failure import PeerFailedError
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 from megarl.run.step import StepPlan, plan_step
 from megarl.run.step_batch import StepBatch
 from megarl.trainer import parallel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,10 @@ class BatchSource:
         return PreparedBatch(batch, plan, rows, samples)
 
     def finish(self) -> None:
-        """End a preparation that is running. Bounded by `timeouts.shutdown_s`."""
-        self._end(self._config.timeouts.shutdown_s)
+        """End a preparation that is running. Bounded by `timeouts.shutdown_s`; one that goes on is logged."""
+        if (thread := self._end(self._config.timeouts.shutdown_s)) is not None:
+            waited = f"{self._config.timeouts.shutdown_s:.0f} s (timeouts.shutdown_s)"
+            logger.warning("waited %s for %s to end; it is left to the end of the process", waited, thread.name)
 
     def close(self) -> None:
         """Do the same after a failure: not collective, because the other ranks may not come.
@@ -95,11 +101,19 @@ class BatchSource:
         """
         self._end(2 * SLICE_S)
 
-    def _end(self, timeout_s: float) -> None:
-        if self._background is not None and self._next is not None:
-            self._background.close()
-            self._next.thread.join(timeout_s)
-            self._next = None
+    def _end(self, timeout_s: float) -> threading.Thread | None:
+        """Close the channel and wait for the thread; return it if it has not ended. Its failure is logged."""
+        preparation, self._next = self._next, None
+        if self._background is None or preparation is None:
+            return None
+        self._background.close()
+        preparation.thread.join(timeout_s)
+        if preparation.thread.is_alive():
+            return preparation.thread
+        error = preparation.future.exception()
+        if error is not None and not isinstance(error, ChannelClosed | PeerFailedError):
+            logger.warning("%s failed before it was ended: %r", preparation.thread.name, error)
+        return None
 
 
 class _Preparation:

@@ -14,7 +14,8 @@ GROUPS: dict[str, str] = {
     "correction": "Importance weights of the token losses, over every trained token, if there is a correction "
     "(`algorithm.correction`).",
     "mismatch": "Engine against trainer, before the first update of the step: log-probs of the same tokens, under the "
-    "same weights with `admission.mode: sync`, otherwise under weights that may be `rollout/version_lag` apart.",
+    "same weights with `admission.mode: sync`, otherwise under weights that may be `rollout/version_lag_max` updates "
+    "apart.",
     "sync": "Weight sync from trainer to engines.",
     "time": "Seconds of the step by phase; phases do not overlap and add up to `time/step`.",
     "perf": "Speed and memory.",

@@ -172,6 +172,17 @@ def transformers_greedy(model: Path, problems: list[str], max_tokens: int) -> di
 
 
 def test_report_content_says_how_it_was_sampled(model, heldout):
-    content = report_content([], config_of("--model", str(model), "--data", str(heldout)))
-    assert content["sampling"]["samples"] == 4 and content["max_tokens"] == 256 and content["sets"] == []
-    json.dumps(content)
+    """Each set by what is its own, whichever option or override gave it."""
+
+    async def respond(problem: str, index: int, mode: str, sample: int) -> ScoredResponse:
+        return ScoredResponse(1.0)
+
+    report = asyncio.run(evaluate_set("heldout", ["a", "b"], respond, samples=2, version=0))
+    config = config_of("--model", str(model), "--data", str(heldout))
+    (plain,) = json.loads(json.dumps(report_content([report], config)))["sets"]
+    assert (plain["sampling"]["samples"], plain["max_tokens"], plain["reward"]) == (4, 256, config.reward.function)
+    own = {"name": "heldout", "path": str(heldout), "max_tokens": 9, "sampling": {"temperature": 0.5},
+           "reward": {"function": "gsm8k"}}  # fmt: skip
+    overridden = config_of("--model", str(model), "--data", str(heldout), f"evaluation.sets={json.dumps([own])}")
+    (chosen,) = report_content([report], overridden)["sets"]
+    assert (chosen["sampling"]["temperature"], chosen["max_tokens"], chosen["reward"]) == (0.5, 9, "gsm8k")

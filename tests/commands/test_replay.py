@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.commands.cli import main
-from megarl.commands.replay import choose_steps, replay_config
+from megarl.commands.replay import choose_steps, replay_config, replay_steps
 from megarl.common.errors import ConfigError
 from megarl.config.load import to_yaml
 from megarl.queue.dump import DumpError, write_batch
@@ -137,6 +137,15 @@ def test_mistakes_end_with_one_message(recorded, arguments, message, capsys, mon
     assert main(["replay", *(argument.format(run=recorded) for argument in arguments)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("megarl: ") and "Traceback" not in error
+
+
+def test_batches_of_other_data_sets_are_refused_before_anything_is_trained(recorded, tmp_path):
+    config = replay_config(recorded, None, [])
+    [path] = [config.data.path]
+    sets = [{"name": "sums", "path": str(path)}]
+    other = replay_config(recorded, None, ["data.path=null", f"data.sets={json.dumps(sets)}"])
+    with pytest.raises(DumpError, match=r"step 0 has samples of data set '', but the config has \['sums'\]"):
+        replay_steps(None, other, recorded / "batches", [0])
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,14 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"rollout__engine_kwargs": {"block_sise": 16}}, "did you mean block_size"),
     ({"rollout__max_model_len": 4096}, "rollout.max_model_len: 4096 is more than the model's 512 positions"),
     ({"sampling__max_tokens": 512}, "sampling.max_tokens: responses of 512 tokens leave no room"),
+    (
+        {"evaluation__max_tokens": 512, "evaluation__sets": [{"name": "a", "path": "held.jsonl"}]},
+        "evaluation.max_tokens: responses of 512 tokens leave no room",
+    ),
+    (
+        {"evaluation__max_tokens": 4, "evaluation__sets": [{"name": "a", "path": "held.jsonl", "max_tokens": 512}]},
+        "evaluation.sets.0.max_tokens: responses of 512 tokens leave no room",
+    ),
     ({"data__max_prompt_tokens": 500}, "data.max_prompt_tokens: 500 + 32 response tokens exceed"),
     ({"trainer__micro_batch_tokens": 63}, "trainer.micro_batch_tokens: 63 is less than the longest sample (64"),
     (

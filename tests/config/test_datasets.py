@@ -72,7 +72,7 @@ def test_a_set_has_its_own_keys_and_the_rest_from_the_sections() -> None:
     assert (second.reward.function, second.reward.kwargs) == ("gsm8k", {"strict": False})
     assert (second.data.system_prompt, second.sampling.max_tokens) == ("Be brief.", 32)
     assert own_temperatures(config) == {"set0": 0.9, "set1": 0.6}
-    assert (response_limits(config), longest_training_response(config)) == ({"set0": 48, "set1": 32}, 48)
+    assert (response_limits(config), longest_training_response(config).tokens) == ({"set0": 48, "set1": 32}, 48)
     assert list(reward_functions(config)) == ["data.sets.0.reward", "data.sets.1.reward"]
 
 
@@ -91,7 +91,7 @@ def test_held_out_sets_inherit_from_data_reward_and_evaluation() -> None:
     )  # fmt: skip
     assert (aime.data.system_prompt, aime.data.chat_template_kwargs) == (None, {"enable_thinking": False})
     assert list(reward_functions(config)) == ["reward", "evaluation.sets.1.reward"]
-    assert longest_response(config) == 256
+    assert longest_response(config).tokens == 256
 
 
 def test_a_run_of_one_file_has_one_set_without_a_name() -> None:
@@ -134,7 +134,8 @@ MISTAKES: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([{}, {}], {"data__chat_template_kwargs": {"padding": True}}, "data.chat_template_kwargs.padding: set by megarl"),
     ([{}, {"sampling": {"max_tokens": 4}}], {"algorithm__overlong": {"buffer_tokens": 5}},
      "data.sets.1.sampling.max_tokens: 4 is less than algorithm.overlong.buffer_tokens=5"),
-    ([{}, {"sampling": {"max_tokens": 512}}], {}, "responses of 512 tokens leave no room"),
+    ([{}, {"sampling": {"max_tokens": 512}}], {},
+     "data.sets.1.sampling.max_tokens: responses of 512 tokens leave no room"),
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.pace import Pace, pace_of, pace_problems
+from megarl.config.pace import Pace, pace_notes, pace_of, pace_problems
 from megarl.rollout.admission import Admission
 from tests.support.configs import config
 
@@ -25,6 +25,10 @@ from tests.support.configs import config
         ({"mode": "stream", "sync_interval": 6}, 3, Pace(3, 6, 5)),
         ({"mode": "async"}, 1, Pace(1, 4, 5)),
         ({"mode": "async"}, 3, Pace(3, 6, 8)),
+        # Of so many updates per step, half of an interval is less than a step.
+        ({"mode": "async"}, 4, Pace(4, 4, 7)),
+        ({"mode": "async"}, 8, Pace(8, 8, 15)),
+        ({"mode": "stream"}, 4, Pace(4, 8, 7)),
         ({"mode": "async", "sync_interval": 2, "max_staleness": 7}, 1, Pace(1, 2, 7)),
         # verl's names; its quota s is relative to the updates per publication
         ({"mode": "async", "trigger_parameter_sync_step": 4, "staleness_threshold": 0.5}, 1, Pace(1, 4, 5)),
@@ -64,6 +68,29 @@ def test_contradictions_are_refused(section: dict[str, Any], updates: int, probl
     settings = config("model", trainer__mini_batches=updates, batch__groups=8, admission=section)
     [found] = pace_problems(settings)
     assert found.startswith(problem)
+
+
+@given(mode=st.sampled_from(["one_step_off", "stream", "async"]), updates=st.integers(1, 16))
+def test_by_default_every_mode_but_sync_runs_ahead(mode: str, updates: int) -> None:
+    settings = config("model", trainer__mini_batches=updates, batch__groups=16, admission={"mode": mode})
+    assert pace_of(settings).runs_ahead and list(pace_notes(settings)) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "updates", "least"),
+    [
+        ({"mode": "async", "staleness_threshold": 0.5}, 4, 7),
+        ({"mode": "async", "sync_interval": 1, "max_staleness": 0}, 1, 1),
+        ({"mode": "stream", "sync_interval": 2}, 2, 3),
+    ],
+)
+def test_a_mode_that_generates_nothing_ahead_is_noted_with_the_least_bound_that_does(
+    section: dict[str, Any], updates: int, least: int
+) -> None:
+    [note] = pace_notes(config("model", trainer__mini_batches=updates, batch__groups=8, admission=section))
+    assert f"admission.max_staleness to at least {least}" in note and "generates nothing ahead" in note
+    better = {**section, "mode": "async", "max_staleness": least, "staleness_threshold": None}
+    assert not list(pace_notes(config("model", trainer__mini_batches=updates, batch__groups=8, admission=better)))
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 0), (1, 0, 0), (2, 3, 4), (1, 4, 2)])

@@ -72,6 +72,37 @@ def test_changes_of_the_weights_keep_the_draws_in_order_and_survive_a_resume(
     assert resumed.state_dict() == mixed.state_dict()
 
 
+@given(st.lists(st.tuples(st.integers(1, 60), WEIGHTS.filter(lambda w: len(w) == 3)), max_size=5), SEEDS, st.data())
+def test_what_is_forgotten_changes_no_later_draw(
+    changes: list[tuple[int, list[float]]], seed: int, data: st.DataObject
+) -> None:
+    mixed, start = mixture([1, 1, 1], seed), 0
+    for length, weights in changes:
+        start += length
+        mixed.reweight(start, named(weights))
+    draws = [mixed.at(group) for group in range(start + 100)]
+    first = data.draw(st.integers(0, start + 50))
+    mixed.forget(first)
+    assert [mixed.at(group) for group in range(first, start + 100)] == draws[first:]
+    assert sum(span["start"] <= first for span in mixed.state_dict()["spans"]) == 1
+    resumed = mixture([1, 1, 1], seed)
+    resumed.load_state_dict(json.loads(json.dumps(mixed.state_dict())))
+    for each in (mixed, resumed):
+        each.reweight(start + 60, named([0.0, 1.0, 2.5]))
+    assert [resumed.at(group) for group in range(first, start + 99)] == [
+        mixed.at(group) for group in range(first, start + 99)
+    ]
+
+
+def test_a_state_of_before_anything_was_forgotten_is_read() -> None:
+    mixed = mixture([1, 2], 3)
+    state = mixed.state_dict()
+    del state["drawn"]
+    resumed = mixture([2, 1], 3)
+    resumed.load_state_dict(state)
+    assert [resumed.at(group) for group in range(30)] == [mixed.at(group) for group in range(30)]
+
+
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=3), SEEDS)
 def test_no_prompt_comes_twice_in_an_epoch_of_its_set(sizes: list[int], seed: int) -> None:
     mixed = mixture([1.0, 0.25, 3.0][: len(sizes)], seed)

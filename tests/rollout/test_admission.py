@@ -328,6 +328,29 @@ def test_staleness_admits_ahead() -> None:
     assert admission.admit() == [0, 1, 2, 3, 4, 5]
 
 
+@given(
+    groups=st.integers(1, 3), steps=st.integers(1, 9), ahead=st.integers(0, 6), refill=st.integers(0, 4), data=st.data()
+)
+def test_no_group_is_started_for_a_step_after_the_last(
+    groups: int, steps: int, ahead: int, refill: int, data: st.DataObject
+) -> None:
+    """And every step of the run still gets its groups, whatever the order in which they finish."""
+    admission = Admission(groups, Pace(1, 1, ahead), refill=refill, steps=steps)
+    for step in range(steps):
+        admission.set_version(step)
+        while (taken := admission.batch(step)) is None:
+            admission.admit()
+            group = data.draw(st.sampled_from(sorted(admission.in_flight)))
+            if not (data.draw(st.booleans()) and admission.replace(group, [step])):
+                admission.finish(group, True, [step])
+        replaced = len(admission.replaced(step))
+        admission.commit(step, trained=len(taken[0]), filtered=replaced, dropped_stale=0, failed=0)
+        assert admission.admit() == [] or step + 1 < steps
+    counters = admission.counters
+    assert counters.trained == groups * steps and counters.admitted == counters.trained + counters.filtered
+    assert not admission.in_flight and admission.room == 0
+
+
 def test_resume_redraws_unsettled_groups_under_their_ids() -> None:
     admission = Admission(2, Pace(max_staleness=1))
     admission.set_version(0)

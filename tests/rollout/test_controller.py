@@ -402,6 +402,31 @@ def test_a_queue_that_fails_ends_the_run(local: LocalController) -> None:
     run(scenario)
 
 
+def test_the_commit_of_a_trainer_that_has_gone_changes_nothing_for_the_next_one(local: LocalController) -> None:
+    """Its curriculum takes so long that the next trainer begins meanwhile."""
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> None:
+        begun.set()
+        await go.wait()
+
+    async def scenario() -> None:
+        source = local.controller._source
+        source.curriculum = slow  # type: ignore[attr-defined]
+        await local.controller.set_version(0)
+        await local.controller.wait_batch(0, WAIT_S)
+        old = asyncio.create_task(local.controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0))
+        await begun.wait()
+        await local.controller.begin(None)
+        go.set()
+        with pytest.raises(RolloutError, match="commit of step 0 was given up: another trainer has begun"):
+            await old
+        assert source.committed == []  # type: ignore[attr-defined]
+        assert (await local.controller.counters()).admitted == 0
+
+    run(scenario)
+
+
 def test_begin_drops_what_the_trainer_before_left_and_redraws_it(local: LocalController) -> None:
     controller = local.controller
 

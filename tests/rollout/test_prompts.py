@@ -152,6 +152,13 @@ def test_a_held_out_set_is_sampled_and_scored_its_own_way(model: Path, tmp_path:
     assert len(own.problems[0].prompt_ids) > len(plain.problems[0].prompt_ids)
 
 
+def test_a_mistake_in_a_held_out_set_is_found_at_the_start_and_names_it(model: Path, tmp_path: Path) -> None:
+    path = write_problems(tmp_path / "held.jsonl", 3)
+    sets = [{"name": "good", "path": path}, {"name": "bad", "path": path, "prompt_field": "questoin"}]
+    with pytest.raises(ValueError, match=r"evaluation\.sets\.1 \(bad\): .*questoin"):
+        PromptSource(config(tmp_path, model, evaluation={"sets": sets}))
+
+
 def test_a_variable_that_the_chat_template_lacks_names_the_set(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.sets\.0 \(small\): chat_template_kwargs: enable_thinkng"):
         PromptSource(several(tmp_path, model, {"chat_template_kwargs": {"enable_thinkng": False}}))
@@ -204,9 +211,9 @@ def test_a_curriculum_weighs_the_groups_to_come_and_a_resume_goes_on_with_it(mod
     assert {source.dataset(group) for group in range(40)} == {"small"}
     for group in range(8):
         source.finish(group, [float(group == 5)] * 2)
-    asyncio.run(source.commit(range(4), 1, lambda: 8))
+    asyncio.run(source.commit(range(4), 1, lambda: 8, lambda: 4))
     assert {source.dataset(group) for group in range(40)} == {"small"}
-    asyncio.run(source.commit(range(4, 8), 2, lambda: 12))
+    asyncio.run(source.commit(range(4, 8), 2, lambda: 12, lambda: 0))
     assert [(each.steps, each.next_group) for each in SEEN] == [(0, 0), (1, 8), (2, 12)]
     assert SEEN[-1].sets["small"].groups == 8 and SEEN[-1].sets["small"].rewards == (0.0,) * 5 + (1.0, 0.0, 0.0)
     assert {source.dataset(group) for group in range(12)} == {"small"}
@@ -216,8 +223,9 @@ def test_a_curriculum_weighs_the_groups_to_come_and_a_resume_goes_on_with_it(mod
     assert [resumed.draw(group) for group in range(32)] == [source.draw(group) for group in range(32)]
     for each in (source, resumed):
         each.finish(8, [0.5])
-        asyncio.run(each.commit([8], 3, lambda: 16))
+        asyncio.run(each.commit([8], 3, lambda: 16, lambda: 13))
     assert resumed.state_dict() == source.state_dict()
+    assert [span["start"] for span in source.state_dict()["mixture"]["spans"]] == [12]  # the first open group is 13
     source.reset()  # a run that begins again has seen nothing
     assert {source.dataset(group) for group in range(40)} == {"small"}
     assert source.state_dict() == with_curriculum(tmp_path, model).state_dict()
@@ -227,4 +235,4 @@ def test_a_curriculum_that_takes_too_long_is_named(model: Path, tmp_path: Path) 
     source = with_curriculum(tmp_path, model, seconds=1.0)
     source.finish(0, [1.0])
     with pytest.raises(RolloutError, match=r"commit of step 1 waited 0 s for data.curriculum .*by_reward"):
-        asyncio.run(source.commit([0], 1, lambda: 4))
+        asyncio.run(source.commit([0], 1, lambda: 4, lambda: 1))

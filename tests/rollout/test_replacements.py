@@ -308,9 +308,7 @@ def test_a_lost_replica_that_lives_refuses_the_next_sync_so_that_it_is_replaced(
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_lost_replica_that_is_dead_does_not_hold_the_next_sync(
-    silent: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_replica_that_is_dead_does_not_hold_the_next_sync(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "_RETIRE_S", 0.05)
 
     async def dead(reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -115,8 +116,26 @@ def test_a_stop_ends_the_wait_for_a_batch_that_nobody_will_train(make_run: Calla
     assert [line for line in run.journal if line.startswith("commit")] == ["commit 0", "commit 1"]
 
 
+def test_the_failure_of_a_batch_that_nobody_needs_is_logged(
+    make_run: Callable[..., FakeRun], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(3)
+    run.stop_after = {1: "SIGTERM"}
+
+    def taking(step: int) -> None:
+        if step == 1:
+            raise RolloutError("replica 0: out of memory")
+
+    run.taking = taking
+    session = run.build()
+    train(session)
+    with caplog.at_level(logging.WARNING):
+        session.finish()
+    assert "prepare-batch-1 failed before it was ended" in caplog.text and "out of memory" in caplog.text
+
+
 def test_a_preparation_that_does_not_end_delays_the_end_by_no_more_than_its_bound(
-    make_run: Callable[..., FakeRun],
+    make_run: Callable[..., FakeRun], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(3, timeouts__shutdown_s=0.1)
     run.stop_after = {1: "SIGTERM"}
@@ -125,7 +144,9 @@ def test_a_preparation_that_does_not_end_delays_the_end_by_no_more_than_its_boun
     session = run.build()
     train(session)
     started = time.monotonic()
-    session.finish()
+    with caplog.at_level(logging.WARNING):
+        session.finish()
+    assert "waited 0 s (timeouts.shutdown_s) for prepare-batch-1 to end" in caplog.text
     assert time.monotonic() - started < WAIT_S / 2 and not released.is_set()
     released.set()
     assert wait_for(lambda: not preparing())

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +66,7 @@ class FakeSource:
         self.committed: list[tuple[list[int], int, int]] = []  # groups, steps done, first group not admitted
         self.resumed_at: list[int] = []
         self.sets: dict[int, str] = {}  # the data sets of groups, if there are several
+        self.curriculum: Callable[[], Awaitable[None]] | None = None  # what a commit waits for
 
     def draw(self, group_id: int) -> Any:
         def judge(text: str, ids: list[int], reason: str) -> RewardInput:
@@ -86,7 +87,12 @@ class FakeSource:
     def finish(self, group_id: int, rewards: Sequence[float]) -> None:
         self.finished[group_id] = list(rewards)
 
-    async def commit(self, groups: Iterable[int], steps: int, next_group: Callable[[], int]) -> None:
+    async def commit(
+        self, groups: Iterable[int], steps: int, next_group: Callable[[], int], first_open: Callable[[], int]
+    ) -> None:
+        if self.curriculum is not None:
+            await self.curriculum()
+        assert first_open() <= next_group()
         self.committed.append((list(groups), steps, next_group()))
 
     def reset(self) -> None:
