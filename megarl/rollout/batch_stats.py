@@ -60,6 +60,7 @@ class BatchStats:
     cut: int = 0
     kept: int = 0  # groups that a resume has used again
     engine_seconds: float = 0.0
+    interval: float | None = None  # since the batch before was taken, in which the engines ran for `engine_seconds`
     replaced_rewards: list[float] = field(default_factory=list)  # the mean of each replaced group, unshaped
     replaced_tokens: int = 0
 
@@ -84,6 +85,8 @@ class BatchStats:
             "rollout/waiting_max": load.waiting,
             "reward/errors": sum(self.reward_errors.values()),
         }
+        if self.interval:
+            values["rollout/idle_ratio"] = max(0.0, 1.0 - self.engine_seconds / self.interval)
         if self.replaced_rewards:
             values |= {
                 "rollout/replaced_reward_mean": sum(self.replaced_rewards) / len(self.replaced_rewards),

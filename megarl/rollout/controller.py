@@ -74,6 +74,7 @@ class RolloutController:
         self._batches = ReadyBatches(self.config.batch.samples_per_group)
         self._failures = self._failure_policy()
         self._engine_time = BusyClock()
+        self._taken_at: float | None = None  # when the batch before was taken
         self._tasks = BackgroundTasks()
         self._journal = RolloutJournal(self.config, self.run_dir)
 
@@ -202,7 +203,9 @@ class RolloutController:
         if self._admission.batch(step) is None:
             return None
         stats, self._runner.stats = self._runner.stats, BatchStats()
-        stats.engine_seconds = self._engine_time.take(time.monotonic())
+        now = time.monotonic()
+        stats.engine_seconds = self._engine_time.take(now)
+        stats.interval, self._taken_at = now - self._taken_at if self._taken_at is not None else None, now
         fleet = self._fleet
         metrics = stats.metrics(
             replicas_serving=len(fleet.serving), replicas_lost=len(fleet.lost), load=fleet.take_load()
@@ -304,7 +307,7 @@ class RolloutController:
         await self._batcher.cancel()
         await self._writer.clear_all()
         self._batches.clear()
-        self._failures, self._runner.stats = self._failure_policy(), BatchStats()
+        self._failures, self._runner.stats, self._taken_at = self._failure_policy(), BatchStats(), None
 
     def _new_admission(self) -> Admission:
         config = self.config

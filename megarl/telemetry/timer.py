@@ -37,11 +37,11 @@ class PhaseTimer:
             self._stack.pop()
 
     def finish_step(self, engine_seconds: float = 0.0) -> dict[str, float]:
-        """Close the step, start the next one, and return the `time/*` metrics and `rollout/idle_ratio`.
+        """Close the step, start the next one, and return the `time/*` metrics.
 
-        `engine_seconds` is the wall time in which an engine ran for this step. Overhead is the time outside engine,
-        log-prob, update and sync time: queue, rewards, Ray, the loop itself. If engines run while the trainer works,
-        only the engine time for which the trainer waited is subtracted. Raises RuntimeError inside a phase.
+        `engine_seconds` is the wall time in which an engine ran since the batch before. Overhead is the time outside
+        engine, log-prob, update and sync time: queue, rewards, Ray, the loop itself. If engines run while the trainer
+        works, only the engine time for which the trainer waited is subtracted. Raises RuntimeError inside a phase.
         """
         if self._stack:
             raise RuntimeError(f"the step ends inside phase {self._stack[-1]!r}")
@@ -60,8 +60,6 @@ class PhaseTimer:
             "time/overhead_share": overhead / step if step else 0.0,
             "time/trainer_idle_ratio": took["generate"] / step if step else 0.0,
         }
-        if engine_seconds and step:
-            result["rollout/idle_ratio"] = max(0.0, 1.0 - engine_seconds / step)
         self._seconds, self._start = {}, now
         return result
 
