@@ -8,11 +8,12 @@ reward, the queue, Ray, and the way of every token between the processes. Stand-
 that answer after the time of their tokens, and a trainer that takes each batch, fetches its rows, commits it and
 publishes the next version. Groups have 16 samples of 256 to 500 tokens.
 
-The number of trajectories in flight is held by admission; the replicas' speed is such that `--rate` trajectories per
-second would finish if nothing else took time. So the load is the same for every number in flight. Rows:
+The number of trajectories in flight is held by admission, at most three steps above the number asked for; the replicas'
+speed is such that `--rate` trajectories per second would finish, with so many in flight, if nothing else took time. So
+the load is the same for every number in flight. Rows:
 
-- rate: finished trajectories per second / 1,000;
-- in flight: trajectories in flight, median over the steps / the number asked for;
+- rate: finished trajectories per second, with most in flight / 1,000;
+- in flight: trajectories in flight, median over the steps / the number asked for, the smaller of the two ratios;
 - cost: CPU time of controller, rewards, queue and Ray's own processes per trajectory, most / fewest in flight;
 - memory: private memory of controller, rewards and queue, last fifth of the trajectories / second fifth.
 """
@@ -156,18 +157,24 @@ class Meter:
 
 def config_of(options: argparse.Namespace, directory: Path, in_flight: int) -> dict[str, Any]:
     """Return the config of a run that keeps at least `in_flight` trajectories in flight."""
-    # Two steps more than asked for: one that is taken, and one that is ready or half of it.
-    steps = -(-in_flight // (options.groups * SAMPLES_PER_GROUP)) + 2
     return {
-        "run": {"dir": str(directory / f"run-{in_flight}"), "steps": 1},
+        "run": {"dir": str(directory / f"run-{in_flight}"), "steps": 10**9},
         "model": {"path": str(directory / "assets" / "model")},
         "batch": {"groups": options.groups, "samples_per_group": SAMPLES_PER_GROUP},
         "sampling": {"max_tokens": LONGEST},
         "data": {"path": str(directory / "assets" / "train.jsonl")},
         "reward": {"function": "math", "workers": options.reward_workers},
         "rollout": {"replicas": REPLICAS, "max_model_len": 2 * LONGEST},
-        "admission": {"mode": "async", "sync_interval": 1, "max_staleness": steps - 1},
+        "admission": {"mode": "async", "sync_interval": 1, "max_staleness": steps_ahead(options, in_flight) - 1},
     }
+
+
+def steps_ahead(options: argparse.Namespace, in_flight: int) -> int:
+    """Return the steps whose trajectories admission allows at once.
+
+    Two more than asked for: one that is taken, and one that is ready or half of it.
+    """
+    return -(-in_flight // (options.groups * SAMPLES_PER_GROUP)) + 2
 
 
 def responses(directory: Path) -> list[Response]:
@@ -197,7 +204,8 @@ def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajec
         config.model_dump_json(), str(config.run_dir), name, cuda=False, max_model_len=None, supervisor=None
     )
     # An answer to a group takes as long as the longest of its 16 samples, nearly LONGEST tokens.
-    seconds_per_token = in_flight / options.rate / LONGEST
+    allowed = steps_ahead(options, in_flight) * options.groups * SAMPLES_PER_GROUP
+    seconds_per_token = allowed / options.rate / LONGEST
     profile = None if options.profile is None else f"{options.profile}.{in_flight}"
     pool = Pool.start(spec, name, REPLICAS, seconds_per_token, responses(directory), str(ROOT), profile)
     reader = QueueReader.attach(name, namespace=name, timeout_s=60.0)
@@ -222,6 +230,7 @@ def rows_of(results: Sequence[Measured], machine: str) -> list[Row]:
 
     costs = {f"ms per trajectory, {each.wanted} in flight": by_part(each) for each in results}
     rates = {f"finished per second, {each.wanted} in flight": round(each.rate) for each in results}
+    numbers = {f"in flight, of {each.wanted}": round(each.in_flight) for each in results}
     memory: dict[str, Any] = {"trajectories measured": f"{len(most.memory_mib)} times over the run"}
     if most.memory_mib:
         ends = (most.memory_mib[0], most.memory_mib[-1])
@@ -235,7 +244,13 @@ def rows_of(results: Sequence[Measured], machine: str) -> list[Row]:
             True,
             rates | {"machine": machine},
         ),
-        Row(f"in flight / {most.wanted}", most.in_flight / most.wanted, 1.0, True),
+        Row(
+            "in flight / the number asked for",
+            min(each.in_flight / each.wanted for each in results),
+            1.0,
+            True,
+            numbers,
+        ),
         Row(f"cost, {most.wanted} / {fewest.wanted} in flight", most.cost / fewest.cost, COST, details=costs),
         Row("memory, last fifth / second fifth", most.growth, MEMORY, details=memory),
     ]

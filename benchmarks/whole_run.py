@@ -162,8 +162,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 class Window:
     """The steps of a run after its first `skipped` ones, from the end of the last skipped step to the end of the run.
 
-    `samples_per_s` and `tokens_per_s` (response tokens) count what was trained on. The other values are seconds per
-    step: its wall time, the trainer's wait for rollouts, its passes, the sync of weights, and the rest.
+    `samples_per_s` and `tokens_per_s` (response tokens of the loss) count what was trained on. The other values are
+    seconds per step: its wall time, the trainer's wait for rollouts, its passes, the sync of weights, and the rest.
     """
 
     steps: int
@@ -193,7 +193,7 @@ class Window:
         return cls(
             steps=steps,
             samples_per_s=total("batch/trained_samples") / seconds,
-            tokens_per_s=total("batch/response_tokens") / seconds,
+            tokens_per_s=total("batch/loss_tokens") / seconds,
             step_s=seconds / steps,
             wait_s=total("time/generate") / steps,
             train_s=total("time/logprobs", "time/update") / steps,

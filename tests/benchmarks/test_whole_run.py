@@ -65,7 +65,7 @@ def test_threads_and_children_are_pinned(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def record(end: float, **values: float) -> dict[str, float]:
-    return {"wall_time": end, "batch/trained_samples": 10, "batch/response_tokens": 100, **values}
+    return {"wall_time": end, "batch/trained_samples": 10, "batch/loss_tokens": 100, **values}
 
 
 def test_a_window_begins_at_the_end_of_the_last_skipped_step() -> None:

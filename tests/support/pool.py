@@ -25,7 +25,7 @@ def pool_config(directory: Path, model: Path | None = None, **sections: dict[str
     if model is None:
         model = make_tiny_model(directory / "model")
     fields: dict[str, dict[str, Any]] = {
-        "run": {"name": "test", "dir": directory / "run", "steps": 2},
+        "run": {"name": "test", "dir": directory / "run", "steps": 100},
         "model": {"path": model},
         "trainer": {"precision": "fp32"},
         "batch": {"groups": 4, "samples_per_group": 4},
