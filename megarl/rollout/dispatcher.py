@@ -73,9 +73,10 @@ class Dispatcher:
                         f"{samples} requests waited {timeout_s:.0f} s for room in a replica; requests in flight: {load}"
                     )
                 self._room.clear()
+                wait_s = min(until, deadline.at if deadline is not None else until) - now
                 with contextlib.suppress(TimeoutError):
-                    wait_s = min(until, deadline.at if deadline is not None else until) - now
-                    await asyncio.wait_for(self._room.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):  # not `wait_for`, as in `Fleet.call`
+                        await self._room.wait()
         finally:
             self._queue.remove(place)
             self._room.set()

@@ -165,9 +165,7 @@ class Fleet:
                 logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, tokens, error)
         return responses.results()
 
-    async def _await_replica(
-        self, responses: ResponsesSoFar, deadline: GroupDeadline | None, background: bool
-    ) -> None:
+    async def _await_replica(self, responses: ResponsesSoFar, deadline: GroupDeadline | None, background: bool) -> None:
         """Wait until a replica serves such requests, or to the deadline.
 
         Raises NoReplicaLeft, with the reason of the last loss, as soon as no replica is coming, and if none has come
@@ -251,7 +249,8 @@ class Fleet:
         """
         reference = getattr(self._replicas[index], method).remote(*args)
         try:
-            return await asyncio.wait_for(reference, timeout_s)
+            async with asyncio.timeout(timeout_s):  # `wait_for` of Python 3.11 loses a cancellation beside the answer
+                return await reference
         except TimeoutError:
             raise self._late(index, method, timeout_s) from None
         except asyncio.CancelledError:

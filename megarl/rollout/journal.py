@@ -134,7 +134,8 @@ class RolloutJournal:
         """
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._full.wait(), self.every_s)
+                async with asyncio.timeout(self.every_s):  # not `wait_for`, as in `Fleet.call`
+                    await self._full.wait()
             self._full.clear()
             await self.write()
             if self._file.size > 2 * self._live_bytes + SLACK_BYTES:

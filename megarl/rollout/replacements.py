@@ -70,4 +70,5 @@ class Replacements:
         """Wait for a change, to the time `until` (`time.monotonic`) at the latest."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), until - time.monotonic())
+            async with asyncio.timeout(until - time.monotonic()):  # not `wait_for`, as in `Fleet.call`
+                await self._changed.wait()
