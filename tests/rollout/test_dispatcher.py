@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megarl.common.errors import RolloutError
 from megarl.rollout.dispatcher import Dispatcher
 from megarl.rollout.engine_load import EngineLoad
 
@@ -140,20 +139,23 @@ def test_training_that_waits_does_not_hold_back_a_pinned_replica() -> None:
     run(scenario)
 
 
-def test_without_a_replica_for_training_it_waits_and_its_time_is_bounded() -> None:
-    """For instance while the only other replica is being replaced."""
+def test_whoever_has_no_replica_left_is_told_so_and_does_not_wait_for_room() -> None:
+    """Whether another replica is coming is for the fleet to know."""
 
     async def scenario() -> None:
-        dispatcher = Dispatcher([0, 1], back_pressure=False)
+        dispatcher = Dispatcher([0, 1], back_pressure=True)
         dispatcher.pins.pin([0, 1], 1)
-        dispatcher.remove(0)
-        with pytest.raises(RolloutError, match="waited 0 s for room"):
-            await place(dispatcher, "late", begun=True, timeout_s=0.05)
-        waiting = place(dispatcher, "waits", begun=True)
+        await busy(dispatcher, 0)
+        waiting = place(dispatcher, "waits for room")
         await asyncio.sleep(0.01)
         assert not waiting.done()
+        dispatcher.remove(0)
+        assert await waiting is None
+        assert dispatcher.open_to(background=False) == set() and dispatcher.open_to(background=True) == {1}
+        assert await place(dispatcher, "training", begun=True) is None
+        assert await place(dispatcher, "evaluation", background=True) == 1
         dispatcher.add(0)
-        assert await waiting == 0
+        assert await place(dispatcher, "training", begun=True) == 0
 
     run(scenario)
 

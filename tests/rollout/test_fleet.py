@@ -25,6 +25,38 @@ from tests.support.checkout import ROOT
 from tests.support.fake_replicas import FakeReplica, Method, ScriptedReplica, answered, fleet_of, requests
 
 
+@pytest.mark.parametrize("wait", ["for a report", "for room", "for a replacement"])
+def test_a_cancellation_counts_although_the_wait_ends_in_the_same_moment(wait: str) -> None:
+    """`asyncio.wait_for` of Python 3.11 would lose it, and a resume would wait for the end of the response."""
+    slow = ScriptedReplica(0, 10**9, None)
+
+    async def run() -> bool:
+        fleet, answer = fleet_of({0: slow}), asyncio.get_running_loop().create_future()
+        if wait == "for a report":
+            slow.report = Method(lambda reported, wait_s: answer)
+        elif wait == "for room":
+            fleet._dispatcher._limits.reported(0, EngineLoad(1.0, 1, 1), 0, 0)  # type: ignore[union-attr]
+            fleet._dispatcher._router.assign("busy", 9, 0)
+        else:
+            await fleet.begin_sync()
+            fleet.lose(0, ReplicaFailed(0, "gone"))
+        request = GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))
+        task = asyncio.create_task(fleet.generate("g", [request]))
+        await asyncio.sleep(0.02)
+        assert not task.done()
+        if wait == "for a report":
+            answer.set_result(EngineReport({"x": ResponsePart()}))
+        elif wait == "for room":
+            fleet._dispatcher.finish("busy", 0, 9)
+        else:
+            fleet._replacements.end_sync()
+        task.cancel()
+        await asyncio.wait([task], timeout=1)
+        return task.cancelled()
+
+    assert asyncio.run(run())
+
+
 def test_groups_are_spread_and_answers_keep_their_order() -> None:
     replicas = {i: FakeReplica(i, delay_s=0.01) for i in range(2)}
 
