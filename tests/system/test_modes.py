@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,21 @@ STEPS = 8
 
 
 @pytest.mark.parametrize(
-    ("section", "updates", "published", "bound"),
+    ("section", "updates", "published", "bound", "pin"),
     [
-        ({"mode": "one_step_off"}, 1, 1, 1),
-        ({"mode": "async", "sync_interval": 4, "max_staleness": 7}, 2, 4, 7),
+        ({"mode": "one_step_off"}, 1, 1, 1, 0),
+        ({"mode": "async", "sync_interval": 4, "max_staleness": 7}, 2, 4, 7, 1),
     ],
     ids=["one_step_off", "async"],
 )
 def test_generation_runs_ahead_within_the_bound(
-    tmp_path: Path, section: dict[str, Any], updates: int, published: int, bound: int
+    tmp_path: Path, section: dict[str, Any], updates: int, published: int, bound: int, pin: int
 ) -> None:
+    """It evaluates meanwhile; with `pin`, one of two replicas keeps its version for that."""
     config = tiny_config(tmp_path, steps=STEPS)
     config["admission"] = section
+    config["evaluation"] |= {"every": 2, "pin": pin}
+    config["rollout"]["replicas"] = 1 + pin
     config["trainer"]["mini_batches"] = updates
     config["telemetry"] = {"dump_batches": True}
     run = train(config)
@@ -47,6 +51,21 @@ def test_generation_runs_ahead_within_the_bound(
         version for version in range(updates, STEPS * updates + 1, updates) if version % published == 0
     ]
     assert records[-1]["total/groups_dropped_stale"] == 0
+    check_evaluations(run.directory, updates, every=2, pinned=pin > 0)
+
+
+def check_evaluations(run_dir: Path, updates: int, *, every: int, pinned: bool) -> None:
+    """Each is reported once, with the versions of its tokens; those of pinned replicas are of one version."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    reports = [line for line in lines if "eval/version" in line]
+    assert [report["eval/step"] for report in reports] == list(range(0, STEPS + 1, every))
+    for report in reports:
+        began, version = report["eval/step"], report["eval/version"]
+        oldest, newest = report["eval/oldest_version"], report["eval/newest_version"]
+        assert version == began * updates and report["step"] >= began
+        waited = pinned or began in (0, STEPS)
+        assert version <= oldest <= newest <= report["step"] * updates and (newest == version or not waited)
+    assert any(report["step"] > report["eval/step"] for report in reports), "the trainer waited for every evaluation"
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])
