@@ -164,8 +164,8 @@ class Fleet:
                 responses.interrupt()
                 if self._replicas[index] is replica:
                     self.lose(index, error)
-                count, tokens = len(responses.unfinished), responses.tokens
-                logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, tokens, error)
+                count, known = len(responses.unfinished), responses.tokens
+                logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, known, error)
         return responses.results()
 
     async def _await_replica(self, responses: ResponsesSoFar, deadline: GroupDeadline | None, background: bool) -> None:
