@@ -41,7 +41,7 @@ from megarl.rollout.batch_stats import BatchStats, BusyClock
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
-from megarl.rollout.evaluations import Evaluations, FinishedEvaluation
+from megarl.rollout.evaluator import Evaluator, FinishedEvaluation
 from megarl.rollout.failure_policy import FailurePolicy
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_progress import BegunResponse, Place
@@ -104,9 +104,7 @@ class RolloutController:
             config, SingleTurn(), self._source, self._batcher, self._rewards, partition=self.partition
         )
         self._runner.stats.skipped_prompts = self._source.skipped
-        self._evaluations = Evaluations(
-            config, self.run_dir, self._source, self._fleet, self._rewards.score, self._tasks
-        )
+        self._evaluations = Evaluator(config, self.run_dir, self._source, self._fleet, self._rewards.score, self._tasks)
         self._writer = await asyncio.to_thread(
             QueueWriter.attach, self.partition, namespace=self.spec.namespace, timeout_s=timeouts.queue_s
         )

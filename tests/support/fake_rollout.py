@@ -23,7 +23,7 @@ from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.controller import RolloutController
 from megarl.rollout.engine_load import EngineLoad
-from megarl.rollout.evaluations import Evaluations
+from megarl.rollout.evaluator import Evaluator
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.replica import ReplicaSpec
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
@@ -239,5 +239,5 @@ def local_controller(
     made._fleet, made._writer, made._queue, made._source, made._rewards = fleet, queue, queue, source, rewards
     made._batcher = batcher
     made._runner = GroupRunner(config, loop or SingleTurn(), source, batcher, rewards, partition="run.0")  # type: ignore[arg-type]
-    made._evaluations = Evaluations(config, directory, source, fleet, rewards.score, made._tasks)  # type: ignore[arg-type]
+    made._evaluations = Evaluator(config, directory, source, fleet, rewards.score, made._tasks)  # type: ignore[arg-type]
     return LocalController(made, fleet, queue, rewards)
