@@ -24,7 +24,7 @@ from megarl.rollout.actor_errors import as_rollout_error
 from megarl.rollout.controller import BatchReady
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
-from megarl.rollout.evaluations import FinishedEvaluation
+from megarl.rollout.evaluator import FinishedEvaluation
 from megarl.rollout.replica import replica_name
 
 if TYPE_CHECKING:

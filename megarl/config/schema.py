@@ -259,8 +259,9 @@ class RolloutConfig(Section):
     journal_s: float = Field(
         30.0,
         ge=0,
-        description="Seconds by which the journal of finished groups (`RUN_DIR/rollout.journal`) may be behind. A run "
-        "that resumes uses them again, as far as `admission.max_staleness` allows; 0 = off: it draws them again. "
+        description="Seconds by which the journal of generated tokens (`RUN_DIR/rollout.journal`) may be behind. A run "
+        "that resumes uses finished groups again and continues unfinished ones, as far as `admission.max_staleness` "
+        "allows; 0 = off: it draws them again. "
         "Without effect with `run.deterministic`.",
     )
     back_pressure: bool = Field(

@@ -143,11 +143,12 @@ class Admission:
         return redrawn + fresh
 
     def keep(self, kept: Mapping[int, Set[int]]) -> list[int]:
-        """Start groups that were generated before a resume, as far as the bound allows, oldest first; return them.
+        """Start groups that have tokens of before a resume, as far as the bound allows, oldest first; return them.
 
-        `kept`: the versions that the tokens of each group so far count as. A group whose end the history contains is
-        left out. Those that are kept are no new attempts. Raises ValueError before the first version is set, after
-        the first group has started, and for a version that is not yet set.
+        `kept`: the versions that the tokens of each group so far count as, by group; of equally old groups the first
+        ones are preferred. A group whose end the history contains is left out. Those that are kept are no new attempts.
+        Raises ValueError before the first version is set, after the first group has started, and for a version that is
+        not yet set.
         """
         if self._base is None or self._in_flight or self._ready or self._taken:
             raise ValueError("groups are kept after the first version is set and before any group starts")
@@ -155,7 +156,7 @@ class Admission:
         if late := [group for group, version in oldest.items() if version > self.version]:
             raise ValueError(f"group {late[0]} has only tokens after version {self.version}, at which the run resumes")
         open_again = set(self._redraw)
-        for group in sorted(oldest, key=lambda each: (oldest[each], each)):
+        for group in sorted(oldest, key=oldest.__getitem__):
             unsettled = group in open_again or group >= self._next_group
             if unsettled and self._room_at(oldest[group]):
                 self._in_flight[group] = oldest[group]

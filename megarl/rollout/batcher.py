@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass
 
 from megarl.rollout.background import cancel_all
@@ -15,6 +15,7 @@ from megarl.rollout.batch_stats import BusyClock
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.response_parts import ResponsePart
 
 
 @dataclass
@@ -23,6 +24,7 @@ class _Waiting:
     prefix: Hashable
     home: int | None
     deadline: GroupDeadline | None
+    tokens: MutableMapping[str, ResponsePart] | None
     future: asyncio.Future[GenerateResult]
 
 
@@ -57,14 +59,16 @@ class Batcher:
         prefix: Hashable = None,
         home: int | None = None,
         deadline: GroupDeadline | None = None,
+        tokens: MutableMapping[str, ResponsePart] | None = None,
     ) -> GenerateResult:
         """Return the response to one request. Raises what the pool raised for the call that carried the request.
 
         `prefix`: requests with the same prefix share a prompt and go to one replica; None shares nothing. `home`: a
-        number that alone determines the replica (see `Router.assign`). `deadline`: of the group that the prefix names.
+        number that alone determines the replica (see `Router.assign`). `deadline` and `tokens` (see
+        `Fleet.generate`): of the group that the prefix names.
         """
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(request, prefix, home, deadline, loop.create_future())
+        waiting = _Waiting(request, prefix, home, deadline, tokens, loop.create_future())
         self._waiting.append(waiting)
         if self._flush is None:
             self._flush = loop.call_soon(self._send)
@@ -120,7 +124,7 @@ class Batcher:
         try:
             requests = [each.request for each in together]
             results = await self._pool.generate(
-                prefix, requests, home=home, deadline=first.deadline, background=self._background
+                prefix, requests, home=home, deadline=first.deadline, background=self._background, tokens=first.tokens
             )
             seconds = max(result.seconds for result in results)
             return results

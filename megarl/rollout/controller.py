@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,10 @@ from megarl.rollout.batch_stats import BatchStats, BusyClock
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
-from megarl.rollout.evaluations import Evaluations, FinishedEvaluation
+from megarl.rollout.evaluator import Evaluator, FinishedEvaluation
 from megarl.rollout.failure_policy import FailurePolicy
 from megarl.rollout.fleet import Fleet
+from megarl.rollout.group_progress import BegunResponse, Place
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.journal import RolloutJournal
 from megarl.rollout.prompts import PromptSource
@@ -104,9 +105,7 @@ class RolloutController:
             config, SingleTurn(), self._source, self._batcher, self._rewards, partition=self.partition
         )
         self._runner.stats.skipped_prompts = self._source.skipped
-        self._evaluations = Evaluations(
-            config, self.run_dir, self._source, self._fleet, self._rewards.score, self._tasks
-        )
+        self._evaluations = Evaluator(config, self.run_dir, self._source, self._fleet, self._rewards.score, self._tasks)
         self._writer = await asyncio.to_thread(
             QueueWriter.attach, self.partition, namespace=self.spec.namespace, timeout_s=timeouts.queue_s
         )
@@ -153,15 +152,21 @@ class RolloutController:
         return self._admission.counters
 
     async def _use_again(self, version: int) -> None:
-        """Start with the groups that had finished before the resume and that the bound allows; they need no engine."""
+        """Start with the groups that had tokens before the resume and that the bound allows.
+
+        Finished ones need no engine; the others go on from their tokens, as after the loss of an engine.
+        """
         found = await self._journal.candidates(version, self._source)
-        started = self._admission.keep({group: each.counts_as for group, each in found.items()})
-        await self._journal.begin_epoch(version, len(started))
-        for group in started:
+        used = [found.groups[group] for group in self._admission.keep(found.versions())]
+        await self._journal.begin_epoch(version, used)
+        for each in used:
             self._runner.stats.kept += 1
-            self._tasks.start(self._settle(group, found[group].rows()))
+            if each.finished:
+                self._tasks.start(self._settle(each.group, each.rows()))
+            else:
+                self._tasks.start(self._group(each.group, each.begun()))
         if self._journal.every_s:
-            self._tasks.start(self._journal.keep_up(self._history))
+            self._tasks.start(self._journal.keep_up(self._history, self._runner.progress, self._source))
 
     def _history(self) -> History:
         """Return what is settled now."""
@@ -280,11 +285,12 @@ class RolloutController:
     async def begin(self, state: dict[str, Any] | None) -> Counters:
         """Go back to a committed history (None: to its beginning), because the trainer has started or restarted.
 
-        Groups in flight, in the queue or taken by the previous trainer are dropped. Those that had finished are used
+        Groups in flight, in the queue or taken by the previous trainer are dropped. Those that had tokens are used
         again from the first `set_version` on, as far as the bound on staleness allows; the others count as rolled
         back. An engine that the previous trainer left in the middle of a weight sync is replaced. Raises ValueError if
         the prompts are not the saved ones.
         """
+        self._journal.note_unfinished(self._runner.progress, self._source)
         await self._drop_everything()
         attempts = self._admission.attempts
         counted = self.run_dir / ATTEMPTS_FILE
@@ -340,13 +346,13 @@ class RolloutController:
         await asyncio.to_thread(self._rewards.close)
         self._queue.close()
 
-    async def _group(self, group_id: int) -> None:
-        """Run one prompt group to its end.
+    async def _group(self, group_id: int, begun: Mapping[Place, BegunResponse] | None = None) -> None:
+        """Run one prompt group to its end; `begun`: the responses of an attempt before, which are continued.
 
         Raises RolloutError if its failure ends the run.
         """
         try:
-            rows = await self._runner.run(group_id)
+            rows = await self._runner.run(group_id, begun)
         except Exception as error:
             logger.warning("group %d failed", group_id, exc_info=error)
             if (end := self._failures.decide(group_id, error)) is not None:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.replacements import Replacements
 from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.response_parts import ResponsePart
 from megarl.rollout.responses_so_far import ResponsesSoFar
 
 if TYPE_CHECKING:
@@ -127,16 +128,18 @@ class Fleet:
         home: int | None = None,
         deadline: GroupDeadline | None = None,
         background: bool = False,
+        tokens: MutableMapping[str, ResponsePart] | None = None,
     ) -> list[GenerateResult]:
         """Return responses in the order of `requests`. `prefix` and `home`: see `Router.assign`.
 
+        `tokens`: those that responses have already, by request id; they are continued, and it is kept up to date.
         `background`: they belong to an evaluation beside training, go to its pinned replicas if there are any, and
         otherwise give way to training. How long they may take is then the affair of whoever waits for the evaluation.
 
         Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica for them was lost and no other
         one is coming, RolloutError if the group fails by its deadline or none has room within `timeouts.generate_s`.
         """
-        responses = ResponsesSoFar(requests)
+        responses = ResponsesSoFar(requests, tokens)
         timeout_s = math.inf if background else self._timeouts.generate_s
         while responses.unfinished:
             if deadline is not None and time.monotonic() >= deadline.at:
@@ -161,8 +164,8 @@ class Fleet:
                 responses.interrupt()
                 if self._replicas[index] is replica:
                     self.lose(index, error)
-                count, tokens = len(responses.unfinished), responses.tokens
-                logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, tokens, error)
+                count, known = len(responses.unfinished), responses.tokens
+                logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, known, error)
         return responses.results()
 
     async def _await_replica(self, responses: ResponsesSoFar, deadline: GroupDeadline | None, background: bool) -> None:

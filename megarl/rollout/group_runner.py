@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megarl.common.errors import first_exception
@@ -18,6 +18,7 @@ from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.batch_stats import BatchStats
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.group_progress import BegunResponse, GroupProgress, Place
 from megarl.rollout.prompts import Drawn, PromptSource
 from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.to_trajectory import check_trajectory, defect, failed_trajectory
@@ -46,10 +47,21 @@ class GroupRunner:
         self.rewards = rewards
         self.partition = partition
         self.stats = BatchStats()
+        self.progress: dict[int, GroupProgress] = {}  # of the groups that are running
 
-    async def run(self, group_id: int) -> list[Trajectory]:
-        """Return the group's trajectories in sample order. Raises the exception of the first loop that fails."""
+    async def run(self, group_id: int, kept: Mapping[Place, BegunResponse] | None = None) -> list[Trajectory]:
+        """Return the group's trajectories in sample order. Raises the exception of the first loop that fails.
+
+        `kept`: responses of an attempt before, which are continued.
+        """
         prompt = self.source.draw(group_id)
+        self.progress[group_id] = GroupProgress(prompt.ids, prompt.dataset, kept)
+        try:
+            return await self._run(group_id, prompt)
+        finally:
+            self.progress.pop(group_id)
+
+    async def _run(self, group_id: int, prompt: Drawn) -> list[Trajectory]:
         deadline = GroupDeadline.of(self.config.rollout, time.monotonic())
         samples = range(self.config.batch.samples_per_group)
         try:
@@ -84,6 +96,7 @@ class SampleContext:
     ) -> None:
         self.prompt, self.group_id, self.sample_index = prompt, group_id, sample_index
         self._runner, self._deadline = runner, deadline
+        self._progress = runner.progress[group_id]
         self._turns = 0
         self.rng = random.Random(self._seed(0))
 
@@ -103,7 +116,10 @@ class SampleContext:
             seed=self._seed(turn),
         )
         home = self.group_id if self._runner.config.run.deterministic else None
-        result = await self._runner.batcher.generate(request, self.group_id, home, self._deadline)
+        self._progress.begin(request, (self.sample_index, turn))
+        result = await self._runner.batcher.generate(
+            request, self.group_id, home, self._deadline, self._progress.tokens
+        )
         stats = self._runner.stats  # read here, as in `judge`
         stats.generate_seconds.append(result.seconds)
         stats.continued += result.lost_replicas > 0

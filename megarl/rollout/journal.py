@@ -1,9 +1,10 @@
-"""The journal of the rollout side: finished groups on the disk, until no run could resume and use them again.
+"""The journal of the rollout side: generated tokens on the disk, until no run could resume and use them again.
 
-Groups are written at most `rollout.journal_s` seconds after they have finished, by a task in the background. A trainer
-that begins anew resumes from a checkpoint (`begin`); when the version of its weights is known (`candidates`), groups
-that the checkpoint has not settled are used again, as far as the bound on staleness allows. A journal that cannot be
-written or read costs only these groups: they are drawn again.
+At intervals of `rollout.journal_s` seconds a task in the background writes the groups that have finished, and what
+unfinished ones have so far if that has grown. A trainer that begins anew resumes from a checkpoint (`begin`); when the
+version of its weights is known (`candidates`), groups that the checkpoint has not settled are used again, as far as the
+bound on staleness allows: finished ones as they are, the others from the tokens that they have. A journal that cannot
+be written or read costs only these groups: they are drawn again.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import hashlib
 import json
 import logging
 import struct
+import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,10 @@ from typing import Any
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
+from megarl.rollout.group_progress import GroupProgress, size
 from megarl.rollout.journal_file import JournalFile
-from megarl.rollout.journal_records import EpochRecord, encode_group, newest_version, read_head
-from megarl.rollout.kept_groups import KeptGroup, KeptGroups
+from megarl.rollout.journal_records import EpochRecord, encode_group, encode_unfinished, newest_version, read_head
+from megarl.rollout.kept_groups import KeptGroup, KeptGroups, Superseded
 from megarl.rollout.lineage import INITIAL, Lineage, lineage_content, next_epoch, read_lineage
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.retention import History, Retention
@@ -38,7 +41,7 @@ SLACK_BYTES = 64 << 20  # what the file may grow before it is searched for what 
 
 
 class RolloutJournal:
-    """The controller's part for resuming: the lineage of the history, and the file of finished groups."""
+    """The controller's part for resuming: the lineage of the history, and the file of groups with tokens."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         # A deterministic run draws its groups again, in the order of an unbroken run.
@@ -53,6 +56,7 @@ class RolloutJournal:
         self._epoch = b""  # the record of the present epoch, until it is written
         self._pending: list[bytes] = []
         self._pending_bytes = 0
+        self._sizes: dict[int, int] = {}  # of unfinished groups, as they were written last
         self._full = asyncio.Event()
         self._live_bytes = 0  # after the last search for what can be removed
 
@@ -75,29 +79,34 @@ class RolloutJournal:
             self._kept = KeptGroups([])
             self._file.clear()
 
-    async def candidates(self, version: int, source: PromptSource) -> dict[int, KeptGroup]:
+    async def candidates(self, version: int, source: PromptSource) -> KeptGroups:
         """Return the groups that a run could use which resumes at `version` with the prompts of `source`."""
         return await asyncio.to_thread(self._candidates, version, source)
 
-    def _candidates(self, version: int, source: PromptSource) -> dict[int, KeptGroup]:
+    def _candidates(self, version: int, source: PromptSource) -> KeptGroups:
         kept, (resumed, settled) = self._kept, self._resumed
         kept.drop(lambda each: settled.settled(each.group))
         changed = sorted({name for each in kept.groups.values() for name in each.epoch.changed(self._identity)})
         if others := kept.drop(lambda each: bool(each.epoch.changed(self._identity))):
-            logger.warning("%d finished groups are drawn again: %s changed", others, ", ".join(changed))
+            logger.warning("%d kept groups are drawn again: %s changed", others, ", ".join(changed))
         kept.resume(resumed, version)
         if others := kept.drop(lambda each: each.head["problem"] != _problem_of(source, each.group)):
-            logger.warning("%d finished groups are drawn again: they have other prompts now", others)
-        return kept.groups
+            logger.warning("%d kept groups are drawn again: they have other prompts now", others)
+        return kept
 
-    async def begin_epoch(self, version: int, used: int) -> None:
-        """Begin the restart epoch of a run that resumes at `version`. `used`: how many groups it uses again."""
+    async def begin_epoch(self, version: int, used: Collection[KeptGroup]) -> None:
+        """Begin the restart epoch of a run that resumes at `version` and uses groups again."""
         (resumed, settled), before = self._resumed, self._kept.lineage
         self._lineage = next_epoch(resumed, version, before)
         self._retention = Retention(self._pace, replace(settled, version=version))
         self._kept, self.resuming = KeptGroups([]), False
         if self.every_s:
-            logger.info("restart epoch %d: %d finished groups are used again", self._lineage[-1].number, used)
+            unfinished = {each.group: size(each.begun()) for each in used if not each.finished}
+            logger.info(
+                "restart epoch %d: %d finished groups are used again, and %d unfinished ones are continued",
+                self._lineage[-1].number, len(used) - len(unfinished), len(unfinished),
+            )  # fmt: skip
+            self._sizes = unfinished
             self._epoch = EpochRecord(self._lineage, self._identity).encode()
             self._pending, self._pending_bytes = [], 0
             await self.write()
@@ -112,32 +121,62 @@ class RolloutJournal:
         if self._pending_bytes > PENDING_BYTES:
             self._full.set()
 
-    async def write(self) -> None:
-        """Write what waits. If that fails it is tried again later; what is too much to wait is left out."""
+    def note_unfinished(self, progress: Mapping[int, GroupProgress], source: PromptSource) -> None:
+        """Take what groups have that are about to be cancelled; it is written soon."""
+        if self.every_s and self._retention is not None:
+            # Before what waits: a group that ends while it is being cancelled has its last record there.
+            self._pending[:0] = self._grown(progress, source)()
+            self._pending_bytes = sum(map(len, self._pending))
+
+    def _grown(self, progress: Mapping[int, GroupProgress], source: PromptSource) -> Callable[[], list[bytes]]:
+        """Return what makes the records of those groups that have more than when they were written last."""
+        begun = {group: each.begun() for group, each in progress.items()}
+        sizes = {group: size(each) for group, each in begun.items()}
+        grown = [group for group in begun if sizes[group] > self._sizes.get(group, 0)]
+        asked = {
+            group: problem(progress[group].prompt_ids, progress[group].dataset, source.reference(group))
+            for group in grown
+        }
+        self._sizes = sizes
+        return lambda: [encode_unfinished(group, begun[group], asked[group]) for group in grown]
+
+    async def write(self, unfinished: Sequence[bytes] = ()) -> None:
+        """Write what waits, after records of `unfinished` groups.
+
+        If that fails it is tried again later; what is too much to wait is left out.
+        """
         epoch, records = [self._epoch] if self._epoch else [], list(self._pending)
-        if not epoch and not records:
+        if not epoch and not records and not unfinished:
             return
         try:
-            await asyncio.to_thread(self._file.append, epoch + records)
+            await asyncio.to_thread(self._file.append, [*epoch, *unfinished, *records])
             self._epoch = b""
         except OSError as error:
+            self._sizes = {}
             logger.warning("%s cannot be written: %s", self._file.path, error)
             if self._pending_bytes <= PENDING_BYTES:
                 return
         del self._pending[: len(records)]
         self._pending_bytes = sum(map(len, self._pending))
 
-    async def keep_up(self, now: Callable[[], History]) -> None:
+    async def keep_up(
+        self, now: Callable[[], History], progress: Mapping[int, GroupProgress], source: PromptSource
+    ) -> None:
         """Write at intervals, and remove what has become useless whenever the file has doubled. Never ends.
 
-        `now()`: what the run has settled so far.
+        `now()`: what the run has settled so far. `progress`: of the groups that are running at any time.
         """
+        next_at = time.monotonic() + self.every_s
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.every_s):
+                async with asyncio.timeout(next_at - time.monotonic()):
                     await self._full.wait()
+            unfinished: list[bytes] = []
+            if not self._full.is_set():  # else finished groups fill the memory before it is time
+                next_at = time.monotonic() + self.every_s
+                unfinished = await asyncio.to_thread(self._grown(progress, source))
             self._full.clear()
-            await self.write()
+            await self.write(unfinished)
             if self._file.size > 2 * self._live_bytes + SLACK_BYTES:
                 await self._tidy(now())
 
@@ -154,13 +193,20 @@ class RolloutJournal:
     async def _tidy(self, now: History) -> None:
         retention = self._retention
         assert retention is not None
+        superseded = Superseded()
 
         def useful(record: bytes) -> bool:
             head = read_head(record)
-            return head["kind"] != "group" or retention.keeps(head["group"], newest_version(head), now)
+            if head["kind"] == "epoch":
+                return True
+            return not superseded.later(head) and retention.keeps(head["group"], newest_version(head), now)
+
+        def tidy() -> None:
+            self._file.scan(lambda record: superseded.count(read_head(record)))
+            self._file.keep(useful)
 
         try:
-            await asyncio.to_thread(self._file.keep, useful)
+            await asyncio.to_thread(tidy)
         except OSError as error:
             logger.warning("%s cannot be shortened: %s", self._file.path, error)
         self._live_bytes = self._file.size

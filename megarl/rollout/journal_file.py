@@ -74,6 +74,14 @@ class JournalFile:
                 os.fsync(file.fileno())
             self.size += len(content)
 
+    def scan(self, visit: Callable[[bytes], None]) -> None:
+        """Show every complete record to `visit`, one at a time. Raises OSError if the file cannot be read."""
+        with self._lock:
+            if self.path.exists():
+                with self.path.open("rb") as file:
+                    for record in read_records(file):
+                        visit(record)
+
     def keep(self, chosen: Callable[[bytes], bool]) -> None:
         """Remove the records that are not `chosen`. Raises OSError if that fails; then all of them are still there."""
         with self._lock:

@@ -1,7 +1,8 @@
 """The records of the rollout journal: a JSON head, then arrays of numbers. Pure.
 
-A finished group is one record, with what its trajectories hold besides tokens in the head. Log-probs are float32, as in
-the queue. An `Epoch` record begins each restart epoch.
+A finished group is one record, with what its trajectories hold besides tokens in the head. So is an unfinished one,
+with the tokens that its responses have so far. Log-probs are float32, as in the queue. An `Epoch` record begins each
+restart epoch.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
+from megarl.rollout.group_progress import BegunResponse, Place
 from megarl.rollout.lineage import Lineage, lineage_content, read_lineage
+from megarl.rollout.response_parts import ResponsePart
 
 _HEAD = struct.Struct("<I")  # bytes of the head
 _PLAIN = ("sample_index", "finish_reason", "reward", "reward_components", "status", "failure", "dataset")
+_TOKENS = (("response_ids", "i"), ("logprobs", "f"))  # of an unfinished group
 _ARRAYS = (("prompt_ids", "i"), ("response_ids", "i"), ("response_mask", "b"), ("rollout_logprobs", "f"))
 
 
@@ -54,7 +58,7 @@ def encode_group(rows: Sequence[Trajectory], problem: str) -> bytes:
         heads.append(
             {name: getattr(row, name) for name in _PLAIN}
             | {
-                "versions": [list(vars(span).values()) for span in row.versions],
+                "versions": _span_content(row.versions),
                 "streams": list(row.streams),
                 "lengths": [len(column) for column in columns],
             }
@@ -62,6 +66,38 @@ def encode_group(rows: Sequence[Trajectory], problem: str) -> bytes:
         arrays += columns
     head = {"kind": "group", "group": rows[0].group_id, "problem": problem, "rows": heads}
     return _join(head, arrays)
+
+
+def encode_unfinished(group: int, begun: Mapping[Place, BegunResponse], problem: str) -> bytes:
+    """Return the record of the responses that a group has so far."""
+    heads = [
+        {
+            "place": place,
+            "prompt": each.prompt,
+            "finish_reason": each.tokens.finish_reason,
+            "versions": _span_content(each.tokens.versions),
+            "tokens": len(each.tokens.response_ids),
+        }
+        for place, each in begun.items()
+    ]
+    arrays = [array(kind, getattr(each.tokens, name)) for each in begun.values() for name, kind in _TOKENS]
+    return _join({"kind": "unfinished", "group": group, "problem": problem, "rows": heads}, arrays)
+
+
+def decode_unfinished(record: bytes) -> dict[Place, BegunResponse]:
+    """Return the responses of an unfinished group's record."""
+    head = read_head(record)
+    (length,) = _HEAD.unpack_from(record)
+    view, begun = memoryview(record)[_HEAD.size + length :], {}
+    for row, versions in zip(head["rows"], spans_of(head), strict=True):
+        columns: dict[str, Any] = {}
+        for name, kind in _TOKENS:
+            columns[name], view = _take(view, kind, row["tokens"])
+        sample, turn = row["place"]
+        begun[sample, turn] = BegunResponse(
+            row["prompt"], ResponsePart(**columns, versions=versions, finish_reason=row["finish_reason"])
+        )
+    return begun
 
 
 def read_head(record: bytes) -> dict[str, Any]:
@@ -91,10 +127,7 @@ def decode_group(record: bytes) -> list[Trajectory]:
         kinds = [kind for _, kind in _ARRAYS] + ["d"] * len(content["streams"])
         columns: dict[str, Any] = {}
         for name, kind, count in zip(names, kinds, content["lengths"], strict=True):
-            column: array[Any] = array(kind)
-            size = count * column.itemsize
-            column.frombytes(view[:size])
-            columns[name], view = column.tolist(), view[size:]
+            columns[name], view = _take(view, kind, count)
         rows.append(
             Trajectory(
                 group_id=head["group"],
@@ -105,6 +138,18 @@ def decode_group(record: bytes) -> list[Trajectory]:
             )
         )
     return rows
+
+
+def _take(view: memoryview, kind: str, count: int) -> tuple[list[Any], memoryview]:
+    """Return the numbers at the beginning of a record's arrays, and what follows them."""
+    column: array[Any] = array(kind)
+    size = count * column.itemsize
+    column.frombytes(view[:size])
+    return column.tolist(), view[size:]
+
+
+def _span_content(spans: Sequence[VersionSpan]) -> list[list[int]]:
+    return [list(vars(span).values()) for span in spans]
 
 
 def _join(head: Mapping[str, object], arrays: Sequence[array[Any]]) -> bytes:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rollout.journal_records import EpochRecord, decode_group, read_head, spans_of
+from megarl.rollout.group_progress import BegunResponse, Place
+from megarl.rollout.journal_records import EpochRecord, decode_group, decode_unfinished, read_head, spans_of
 from megarl.rollout.lineage import Lineage, common_version, recount
 
 
 @dataclass
 class KeptGroup:
-    """A finished group. `epoch`: the one in which it was recorded; `common`: the last version that the histories share.
+    """A group that has tokens. `epoch`: the one in which it was recorded.
+
+    `common`: the last version that the histories share.
 
     What its tokens count as is the truth, or less if a span was recorded with lost updates: the present history may
     contain some of these.
@@ -29,6 +33,11 @@ class KeptGroup:
         """Its id."""
         return int(self.head["group"])
 
+    @property
+    def finished(self) -> bool:
+        """Whether its trajectories are complete; else its responses are continued."""
+        return bool(self.head["kind"] == "group")
+
     def _recounted(self, spans: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
         return recount(spans, self.common, self.epoch.lineage)
 
@@ -38,8 +47,15 @@ class KeptGroup:
         return {span.counts_as for row in spans_of(self.head) for span in self._recounted(row)}
 
     def rows(self) -> list[Trajectory]:
-        """Return its trajectories."""
+        """Return the trajectories of a finished group."""
         return [replace(row, versions=self._recounted(row.versions)) for row in decode_group(self.record)]
+
+    def begun(self) -> dict[Place, BegunResponse]:
+        """Return the responses of an unfinished group."""
+        return {
+            place: replace(each, tokens=replace(each.tokens, versions=self._recounted(each.tokens.versions)))
+            for place, each in decode_unfinished(self.record).items()
+        }
 
 
 class KeptGroups:
@@ -69,9 +85,34 @@ class KeptGroups:
             else:
                 each.common = common
 
+    def versions(self) -> dict[int, set[int]]:
+        """Return the versions that the tokens of each group count as; finished groups come first, then by id."""
+        order = sorted(self.groups.values(), key=lambda each: (not each.finished, each.group))
+        return {each.group: each.counts_as for each in order}
+
     def drop(self, unfit: Callable[[KeptGroup], bool]) -> int:
         """Remove groups that cannot be used; return their number."""
         dropped = [group for group, each in self.groups.items() if unfit(each)]
         for group in dropped:
             del self.groups[group]
         return len(dropped)
+
+
+class Superseded:
+    """Tells which records of a journal are of no use because a later one is of the same group.
+
+    The records are shown in their order twice: first to `count`, then to `later`. Some may be added in between.
+    """
+
+    def __init__(self) -> None:
+        self._left: Counter[int] = Counter()
+
+    def count(self, head: Mapping[str, Any]) -> None:
+        """Take note of a record by its head."""
+        if head["kind"] != "epoch":
+            self._left[head["group"]] += 1
+
+    def later(self, head: Mapping[str, Any]) -> bool:
+        """Tell whether a later record is of the same group."""
+        self._left[head["group"]] -= 1
+        return self._left[head["group"]] > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.rollout.requests import GenerateRequest, GenerateResult
@@ -12,7 +12,6 @@ from megarl.rollout.response_parts import ResponsePart, continue_request, join_p
 @dataclass
 class _Response:
     request: GenerateRequest
-    tokens: ResponsePart
     replica: int = -1
     sent_at: int = 0  # tokens that it had when it was sent to `replica`
     lost_replicas: int = 0
@@ -26,10 +25,22 @@ class ResponsesSoFar:
     For each replica: `send`, any number of `add`, and `interrupt` if the replica does not finish them all.
     """
 
-    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
-        self._responses = {request.request_id: _Response(request, ResponsePart()) for request in requests}
+    def __init__(
+        self, requests: Sequence[GenerateRequest], tokens: MutableMapping[str, ResponsePart] | None = None
+    ) -> None:
+        """`tokens`: those that responses have already, by request id; it is kept up to date."""
+        self._responses = {request.request_id: _Response(request) for request in requests}
         if len(self._responses) != len(requests):
             raise ValueError("several requests of one call have the same id")
+        self._tokens: MutableMapping[str, ResponsePart] = {} if tokens is None else tokens
+        for request in requests:
+            self._begin(request)
+
+    def _begin(self, request: GenerateRequest) -> None:
+        begun = self._tokens.get(request.request_id, ResponsePart())
+        end = begun.finish_reason or tokens_end(request, begun)
+        # `seconds` are of an engine that has gone.
+        self._tokens[request.request_id] = replace(begun, finish_reason=end, seconds=0.0)
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -37,27 +48,27 @@ class ResponsesSoFar:
     @property
     def unfinished(self) -> list[str]:
         """Ids of the requests whose response has not ended, in the order of the requests."""
-        return [name for name, each in self._responses.items() if each.tokens.finish_reason is None]
+        return [name for name in self._responses if self._tokens[name].finish_reason is None]
 
     @property
     def tokens(self) -> int:
         """The number of tokens that the unfinished responses have."""
-        return sum(len(self._responses[name].tokens.response_ids) for name in self.unfinished)
+        return sum(len(self._tokens[name].response_ids) for name in self.unfinished)
 
     def send(self, replica: int) -> list[GenerateRequest]:
         """Return the requests that `replica` has to work on: each unfinished one, from its tokens so far."""
         sent = []
         for name in self.unfinished:
-            response = self._responses[name]
-            response.replica, response.sent_at = replica, len(response.tokens.response_ids)
-            sent.append(continue_request(response.request, response.tokens))
+            response, tokens = self._responses[name], self._tokens[name]
+            response.replica, response.sent_at = replica, len(tokens.response_ids)
+            sent.append(continue_request(response.request, tokens))
         return sent
 
     @property
     def reported(self) -> dict[str, int]:
         """The unfinished requests, and how many tokens of each its replica has reported."""
         responses = self._responses
-        return {name: len(responses[name].tokens.response_ids) - responses[name].sent_at for name in self.unfinished}
+        return {name: len(self._tokens[name].response_ids) - responses[name].sent_at for name in self.unfinished}
 
     def add(self, parts: Mapping[str, ResponsePart]) -> int:
         """Append reported tokens; return how many responses ended with them. Raises ValueError for one that had ended.
@@ -65,8 +76,7 @@ class ResponsesSoFar:
         A response that the engine dropped has ended.
         """
         for name, part in parts.items():
-            response = self._responses[name]
-            response.tokens = join_parts(response.tokens, part)
+            self._tokens[name] = join_parts(self._tokens[name], part)
         return sum(part.finish_reason is not None for part in parts.values())
 
     def add_last(self, parts: Mapping[str, ResponsePart]) -> int:
@@ -80,9 +90,8 @@ class ResponsesSoFar:
     def cut(self) -> None:
         """End the unfinished responses as they are, truncated."""
         for name in self.unfinished:
-            response = self._responses[name]
-            response.tokens = replace(response.tokens, finish_reason="length")
-            response.cut = True
+            self._tokens[name] = replace(self._tokens[name], finish_reason="length")
+            self._responses[name].cut = True
 
     def interrupt(self) -> None:
         """Record that the unfinished responses are no longer worked on.
@@ -90,19 +99,18 @@ class ResponsesSoFar:
         One whose tokens end it by themselves has ended; the engine did not live to say so.
         """
         for name in self.unfinished:
-            response = self._responses[name]
+            response, tokens = self._responses[name], self._tokens[name]
             response.lost_replicas += 1
-            response.lost_seconds += response.tokens.seconds
-            end = tokens_end(response.request, response.tokens)
-            response.tokens = replace(response.tokens, finish_reason=end, seconds=0.0)
+            response.lost_seconds += tokens.seconds
+            end = tokens_end(response.request, tokens)
+            self._tokens[name] = replace(tokens, finish_reason=end, seconds=0.0)
 
     def results(self) -> list[GenerateResult]:
         """Return the responses in the order of the requests. Raises ValueError if one has not ended."""
-        return [_result(response) for response in self._responses.values()]
+        return [_result(each, self._tokens[name]) for name, each in self._responses.items()]
 
 
-def _result(response: _Response) -> GenerateResult:
-    tokens = response.tokens
+def _result(response: _Response, tokens: ResponsePart) -> GenerateResult:
     if tokens.finish_reason is None:
         raise ValueError(f"the response to {response.request.request_id} has not ended")
     return GenerateResult(

@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.config.concurrent_evaluation import evaluates_beside_training
 from megarl.config.schema import Config
-from megarl.rollout.evaluations import FinishedEvaluation
+from megarl.rollout.evaluator import FinishedEvaluation
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 

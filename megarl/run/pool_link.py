@@ -23,7 +23,7 @@ from megarl.queue.dump import write_batch
 from megarl.queue.trajectory import Trajectory
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.devices import HeldDevices, own_device, refuse_overlap
-from megarl.rollout.evaluations import FinishedEvaluation
+from megarl.rollout.evaluator import FinishedEvaluation
 from megarl.rollout.ready_batches import BatchReady
 from megarl.run.channel import Channel, MainChannel
 from megarl.run.peers import Peers

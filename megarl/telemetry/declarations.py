@@ -139,7 +139,7 @@ _ROLLOUT = [
     Metric("rollout/running_max", "requests", "max", "Most requests in the batch of one engine.", True),
     Metric("rollout/waiting_max", "requests", "max", "Most requests without a place in an engine's batch.", True),
     Metric("rollout/cut", "responses", "sum", "Responses cut at their group's deadline.", True),
-    Metric("rollout/groups_kept", "groups", "sum", "Groups of before a resume that were used again.", True),
+    Metric("rollout/groups_kept", "groups", "sum", "Groups from before a resume, used again or continued.", True),
     Metric(
         "rollout/prefetch_seconds",
         "s",

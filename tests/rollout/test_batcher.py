@@ -13,6 +13,7 @@ from megarl.rollout.batch_stats import BusyClock
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
+from megarl.rollout.response_parts import ResponsePart
 
 SPEC = SamplingSpec(4, 1.0, (2,))
 
@@ -22,6 +23,7 @@ class FakePool:
         self.fail, self.delay_s = fail, delay_s
         self.calls: list[tuple[Hashable, list[str], int | None]] = []
         self.deadlines: list[Any] = []
+        self.tokens: list[Any] = []
 
     async def generate(
         self,
@@ -31,8 +33,10 @@ class FakePool:
         home: int | None,
         deadline: Any,
         background: bool,
+        tokens: Any,
     ) -> list[Any]:
         self.deadlines.append(deadline)
+        self.tokens.append(tokens)
         self.calls.append((prefix, [request.request_id for request in requests], home))
         await asyncio.sleep(self.delay_s)
         if self.fail is not None:
@@ -58,12 +62,16 @@ def test_one_call_for_each_prefix_and_answers_to_their_askers() -> None:
     asyncio.run(run())
 
 
-def test_the_deadline_of_a_group_goes_with_its_call() -> None:
+def test_the_deadline_and_the_tokens_of_a_group_go_with_its_call() -> None:
     async def run() -> None:
         pool, deadline = FakePool(), GroupDeadline(at=5.0, seconds=2.0, policy="cut")
+        tokens = {"a": ResponsePart([7], [-0.5])}
         batcher = Batcher(pool)  # type: ignore[arg-type]
-        await asyncio.gather(batcher.generate(request("a"), 1, None, deadline), batcher.generate(request("b"), 2))
+        await asyncio.gather(
+            batcher.generate(request("a"), 1, None, deadline, tokens), batcher.generate(request("b"), 2)
+        )
         assert pool.deadlines == [deadline, None]
+        assert pool.tokens[0] is tokens and pool.tokens[1] is None
 
     asyncio.run(run())
 

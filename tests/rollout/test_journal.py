@@ -1,4 +1,4 @@
-"""A controller that is killed, and the next one: finished groups are used again, each once, and only where they fit."""
+"""A controller that is killed, and the next one: groups are used again, each once, and only where they fit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from megarl.queue.trajectory import Trajectory
+from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.journal import JOURNAL_FILE
 from megarl.rollout.journal_file import JournalFile
 from megarl.rollout.journal_records import decode_group, read_head
+from megarl.rollout.requests import continuation_seed
 from tests.support.configs import config as config_of
 from tests.support.fake_rollout import LocalController, local_controller
 
@@ -101,6 +102,76 @@ def test_finished_groups_are_used_again_after_a_kill(
             if group != 4:
                 assert own == [row for row in rows.values() if row.group_id == group]
         assert 4 in asked and not {3, 5, 6, 7, 8} & set(asked)
+
+    run(scenario)
+
+
+def unfinished(directory: Path) -> list[int]:
+    heads = [read_head(record) for record in JournalFile(directory / JOURNAL_FILE).read()]
+    return [head["group"] for head in heads if head["kind"] == "unfinished"]
+
+
+@pytest.mark.parametrize("survives", [False, True])
+def test_an_unfinished_group_goes_on_from_the_tokens_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: bool
+) -> None:
+    """Group 4 has one token of its first response, of version 0; the rest is made with version 1."""
+
+    async def scenario() -> None:
+        first = controller(tmp_path, monkeypatch)
+        first.fleet.reports = 1
+        state, _ = await first_attempt(first, tmp_path)
+        await asyncio.sleep(0.1)
+        assert unfinished(tmp_path).count(4) == 1, "it was written again although it had not grown"
+        second = first if survives else controller(tmp_path, monkeypatch)
+        second.fleet.held = set()
+        before = {request.request_id[-3:]: request for request in first.fleet.sent[4]}
+        second.fleet.sent.clear()
+        taken = await second_attempt(second, state)
+        assert sorted(taken) == [3, 4, 5, 6, 7, 8] and list(second.fleet.sent) == [4]
+        begun, fresh = second.fleet.sent[4]
+        assert begun.prompt_ids == [*before["0-0"].prompt_ids, 8]
+        assert begun.sampling.max_tokens == before["0-0"].sampling.max_tokens - 1
+        assert before["0-0"].seed is not None and begun.seed == continuation_seed(before["0-0"].seed, 1)
+        assert (fresh.prompt_ids, fresh.seed) == (before["1-0"].prompt_ids, before["1-0"].seed)
+        continued, drawn = sorted(taken[4], key=lambda row: row.sample_index)
+        assert continued.response_ids == [8] + [9] * 6 and continued.rollout_logprobs == [-0.25] + [-0.5] * 6
+        assert continued.versions == (VersionSpan(0, 0, 1), VersionSpan(1, 1, 7))
+        assert drawn.response_ids == [9] * 5 and drawn.versions == (VersionSpan(1, 0, 5),)
+
+    run(scenario)
+
+
+def test_what_a_surviving_controller_has_cancelled_goes_on_although_it_was_never_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        local = controller(tmp_path, monkeypatch, rollout={"journal_s": 60.0})
+        local.fleet.held, local.fleet.reports = {4}, SAMPLES
+        await local.controller.begin(None)
+        await local.controller.set_version(0)
+        await local.controller.wait_batch(0, WAIT_S)
+        assert not (tmp_path / JOURNAL_FILE).read_bytes().count(b"unfinished")
+        local.fleet.held, before = set(), local.fleet.sent.pop(4)
+        await local.controller.begin(None)
+        await local.controller.set_version(0)
+        await until(lambda: 4 in local.fleet.sent)
+        assert [each.prompt_ids for each in local.fleet.sent[4]] == [[*each.prompt_ids, 8] for each in before]
+        await local.controller.shutdown()
+
+    run(scenario)
+
+
+def test_of_unfinished_groups_only_the_last_record_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        local = controller(tmp_path, monkeypatch)
+        local.fleet.reports = 1
+        await first_attempt(local, tmp_path)
+        file = JournalFile(tmp_path / JOURNAL_FILE)
+        [record] = [each for each in file.read() if read_head(each)["kind"] == "unfinished"]
+        file.append([record, record])
+        await local.controller.saved(1)
+        assert unfinished(tmp_path) == [4] and journalled(tmp_path) == [3, 5, 6, 7, 8]
 
     run(scenario)
 

@@ -42,7 +42,9 @@ def test_a_torn_end_costs_only_the_last_record(
 
 
 def test_records_are_removed_and_others_follow(tmp_path: Path) -> None:
-    journal = written(tmp_path)
+    journal, shown = written(tmp_path), list[bytes]()
+    journal.scan(shown.append)
+    assert shown == RECORDS
     journal.keep(lambda record: record != b"one")
     journal.append([b"four"])
     assert JournalFile(journal.path).read() == [*RECORDS[1:], b"four"]

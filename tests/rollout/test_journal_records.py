@@ -1,4 +1,4 @@
-"""The records of the journal hold a trajectory exactly."""
+"""The records of the journal hold trajectories and responses exactly."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rollout.journal_records import EpochRecord, decode_group, encode_group, newest_version, read_head
+from megarl.rollout.group_progress import BegunResponse, Place
+from megarl.rollout.journal_records import (
+    EpochRecord,
+    decode_group,
+    decode_unfinished,
+    encode_group,
+    encode_unfinished,
+    newest_version,
+    read_head,
+)
 from megarl.rollout.lineage import INITIAL, next_epoch
+from megarl.rollout.response_parts import ResponsePart
 
 
 @st.composite
@@ -51,6 +61,25 @@ def test_a_group_is_read_as_it_was_written(rows: list[Trajectory]) -> None:
     head = read_head(record)
     assert (head["group"], head["problem"]) == (5, "what was asked")
     assert newest_version(head) == (7 if any(row.response_ids for row in rows) else -1)
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> BegunResponse:
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=6))
+    logprobs = array("f", draw(st.lists(st.floats(-50, 0), min_size=len(ids), max_size=len(ids)))).tolist()
+    spans = (VersionSpan(3, 0, len(ids), lost=2, epoch=1),) if ids else ()
+    end = draw(st.sampled_from([None, "stop", "length"]))
+    return BegunResponse(draw(st.text(max_size=4)), ResponsePart(ids, logprobs, spans, end))
+
+
+@settings(max_examples=60, deadline=None)
+@given(begun=st.dictionaries(st.tuples(st.integers(0, 9), st.integers(0, 3)), responses(), max_size=4))
+def test_an_unfinished_group_is_read_as_it_was_written(begun: dict[Place, BegunResponse]) -> None:
+    record = encode_unfinished(5, begun, "what was asked")
+    assert decode_unfinished(record) == begun
+    head = read_head(record)
+    assert (head["kind"], head["group"], head["problem"]) == ("unfinished", 5, "what was asked")
+    assert newest_version(head) == (3 if any(each.tokens.response_ids for each in begun.values()) else -1)
 
 
 def test_an_epoch_is_read_as_it_was_written() -> None:

@@ -47,6 +47,31 @@ class Replica:
         return ResponsePart(new, [float(self.index)] * len(new), spans, end if tell_end else None, 1.0)
 
 
+def test_tokens_of_before_are_continued_and_kept_up_to_date() -> None:
+    """One whose tokens end it by themselves has ended, although nobody has said so."""
+    requests = [GenerateRequest(name, [42], SamplingSpec(LIMIT, 1.0, (STOP,)), 5) for name in "abc"]
+    spans = (VersionSpan(3, 0, 2, lost=1),)
+    tokens = {
+        "a": ResponsePart([1, 2], [-0.1, -0.2], spans, seconds=9.0),
+        "b": ResponsePart([3, STOP], [-0.1, -0.2], spans),
+    }
+    responses = ResponsesSoFar(requests, tokens)
+    assert responses.unfinished == ["a", "c"] and responses.tokens == 2
+    sent = responses.send(4)
+    assert [request.prompt_ids for request in sent] == [[42, 1, 2], [42]] and responses.reported == {"a": 0, "c": 0}
+    last = ResponsePart([STOP], [-0.3], (VersionSpan(7, 0, 1),), "stop", 1.0)
+    assert responses.add({"a": last, "c": last}) == 2
+    assert {name: part.response_ids for name, part in tokens.items()} == {
+        "a": [1, 2, STOP],
+        "b": [3, STOP],
+        "c": [STOP],
+    }
+    first, second, third = responses.results()
+    assert first.versions == (*spans, VersionSpan(7, 2, 3)) and first.logprobs == [-0.1, -0.2, -0.3]
+    assert (first.seconds, second.seconds, third.seconds) == (1.0, 0.0, 1.0)
+    assert second.finish_reason == "stop" and second.versions == spans
+
+
 @given(st.data())
 def test_any_sequence_of_replicas_gives_every_token_once(data: st.DataObject) -> None:
     """Each replica works and reports as it likes, and is lost at any point, also before it tells of an end."""

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from megarl.config.pace import Pace
 from megarl.data.cursor import Cursor
 from megarl.rollout.admission import Admission
+from megarl.run.evaluations import Evaluations
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 from megarl.run.session import Session
-from megarl.run.stateful import Stateful, collect, restore
+from megarl.run.stateful import collect, restore
 from tests.support.configs import config as config_of
 from tests.support.old_records import OLD_RECORD, ROLLOUT, SUMMARY, TOTALS
 
@@ -60,34 +61,40 @@ def test_a_record_without_a_part_is_refused() -> None:
         restore([Part("rollout"), Part("totals")], {"rollout": {}})
 
 
-def parts_of_a_run(run_dir: Path) -> tuple[PoolLink, Recorder, list[Stateful]]:
+def session_of(run_dir: Path) -> Any:
+    """A session with the parts that have a state, and without a policy."""
     config = config_of("model", run__dir=str(run_dir))
     peers: Any = SimpleNamespace(is_first=False, group=None)
     recorder = Recorder(config, peers, io.StringIO())
     pool = PoolLink(config, peers, recorder)
-    session: Any = SimpleNamespace(pool=pool, recorder=recorder)
+    evaluations = Evaluations(config, pool, recorder)
+    session: Any = SimpleNamespace(pool=pool, recorder=recorder, evaluations=evaluations)
     assert Session.parts.fget is not None
-    return pool, recorder, list(Session.parts.fget(session))
+    session.parts = list(Session.parts.fget(session))
+    return session
 
 
 def test_the_record_has_the_keys_of_its_format(tmp_path: Path) -> None:
     """Older checkpoints are read by these keys, and newer ones are read by older releases."""
-    _, _, parts = parts_of_a_run(tmp_path)
-    record = collect(parts)
-    assert list(record) == ["rollout", "summary", "totals", "files", "metrics"]
-    assert record.keys() == OLD_RECORD.keys() - {"format", "step", "version"}
+    record = collect(session_of(tmp_path).parts)
+    assert list(record) == ["rollout", "summary", "totals", "files", "metrics", "evaluations"]
+    assert record.keys() == OLD_RECORD.keys() - {"format", "step", "version"} | {"evaluations"}
     assert record["summary"].keys() == SUMMARY.keys() and record["totals"].keys() == TOTALS.keys()
 
 
 def test_a_record_of_the_first_format_is_restored(tmp_path: Path) -> None:
-    pool, recorder, parts = parts_of_a_run(tmp_path)
-    restore(parts, json.loads(json.dumps(OLD_RECORD)))
-    state = {part.key: part.state_dict() for part in parts}
+    """It says nothing about evaluations beside training: there were none."""
+    session = session_of(tmp_path)
+    session._cut_result_files = None
+    session.checkpointer = SimpleNamespace(restore=lambda cut: json.loads(json.dumps(OLD_RECORD)))
+    assert Session._resume(session) == 3 and session.version == 3
+    state = {part.key: part.state_dict() for part in session.parts}
+    assert state["evaluations"] == {}
     assert state["totals"] == TOTALS
     assert state["summary"]["wall_seconds"] >= 61.5
     assert state["summary"] | {"wall_seconds": 61.5} == SUMMARY
-    assert pool._history == ROLLOUT  # what `attach` gives to the controller
-    content = recorder.summary.as_dict("running")
+    assert session.pool._history == ROLLOUT  # what `attach` gives to the controller
+    content = session.recorder.summary.as_dict("running")
     assert content["eval_before"] == {"greedy": 0.25, "sampled": 0.5, "n": 8} and content["steps"] == 3
 
 

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +23,12 @@ from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.controller import RolloutController
 from megarl.rollout.engine_load import EngineLoad
-from megarl.rollout.evaluations import Evaluations
+from megarl.rollout.evaluator import Evaluator
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.replica import ReplicaSpec
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
+from megarl.rollout.response_parts import ResponsePart
+from megarl.rollout.responses_so_far import ResponsesSoFar
 
 VERSION = 4  # of the weights that the fake batcher serves
 ENGINE_S = 0.25
@@ -47,8 +49,9 @@ class FakeBatcher:
     deadlines: list[Any] = field(default_factory=list)
 
     async def generate(
-        self, request: GenerateRequest, prefix: Any = None, home: int | None = None, deadline: Any = None
-    ) -> GenerateResult:
+        self, request: GenerateRequest, prefix: Any = None, home: int | None = None, deadline: Any = None,
+        tokens: Any = None,
+    ) -> GenerateResult:  # fmt: skip
         self.asked.append((request, prefix, home))
         self.deadlines.append(deadline)
         return response(request)
@@ -131,8 +134,10 @@ class FakeRewards:
 
 @dataclass
 class FakeFleet:
-    """One replica. `failures`: the errors of requests by group; `held`: groups whose requests are never answered.
+    """One replica. `failures`: the errors of requests by group; `held`: groups whose responses never end.
 
+    One token is reported of the first `reports` responses of a group that is held. `sent`: what the replica was asked
+    by group.
     `version`: returns that of the weights which it serves.
     """
 
@@ -140,6 +145,8 @@ class FakeFleet:
 
     failures: dict[int, Exception] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
+    reports: int = 0
+    sent: dict[Any, list[GenerateRequest]] = field(default_factory=dict)
     serving: list[int] = field(default_factory=lambda: [0])
     lost: dict[int, Exception] = field(default_factory=dict)
     resets: int = 0
@@ -149,13 +156,23 @@ class FakeFleet:
 
     async def generate(
         self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None, deadline: Any = None,
-        background: bool = False,
+        background: bool = False, tokens: MutableMapping[str, ResponsePart] | None = None,
     ) -> list[GenerateResult]:  # fmt: skip
+        version, responses = self.version(), ResponsesSoFar(requests, tokens)
+        sent = responses.send(0)
+        self.sent.setdefault(prefix, []).extend(sent)
         if prefix in self.held:
+            span = (VersionSpan(version, 0, 1),)
+            responses.add({each.request_id: ResponsePart([8], [-0.25], span) for each in sent[: self.reports]})
             await asyncio.Event().wait()
         if prefix in self.failures:
             raise self.failures[prefix]
-        return [response(request, self.version()) for request in requests]
+        answers = [response(request, version) for request in sent]
+        responses.add(
+            {each.request_id: ResponsePart(each.response_ids, each.logprobs, each.versions, "stop", ENGINE_S)
+             for each in answers}
+        )  # fmt: skip
+        return [replace(each, replica=0) for each in responses.results()]
 
     def take_load(self) -> EngineLoad:
         return EngineLoad(0.5, 3, 1)
@@ -228,5 +245,5 @@ def local_controller(
     made._fleet, made._writer, made._queue, made._source, made._rewards = fleet, queue, queue, source, rewards
     made._batcher = batcher
     made._runner = GroupRunner(config, loop or SingleTurn(), source, batcher, rewards, partition="run.0")  # type: ignore[arg-type]
-    made._evaluations = Evaluations(config, directory, source, fleet, rewards.score, made._tasks)  # type: ignore[arg-type]
+    made._evaluations = Evaluator(config, directory, source, fleet, rewards.score, made._tasks)  # type: ignore[arg-type]
     return LocalController(made, fleet, queue, rewards)

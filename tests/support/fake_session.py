@@ -14,7 +14,7 @@ import pytest
 
 from megarl.common.run_files import ExitRecord
 from megarl.config.schema import Config
-from megarl.rollout.evaluations import FinishedEvaluation
+from megarl.rollout.evaluator import FinishedEvaluation
 from megarl.run import batches, loop, session
 from megarl.run.session import Session
 from megarl.run.step_batch import StepBatch

@@ -11,8 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from megarl.config.pace import Pace
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.admission import Admission
-from megarl.rollout.journal_records import EpochRecord, encode_group, newest_version, read_head
-from megarl.rollout.kept_groups import KeptGroups
+from megarl.rollout.group_progress import BegunResponse
+from megarl.rollout.journal_records import (
+    EpochRecord,
+    encode_group,
+    encode_unfinished,
+    newest_version,
+    read_head,
+    spans_of,
+)
+from megarl.rollout.kept_groups import KeptGroup, KeptGroups, Superseded
 from megarl.rollout.lineage import INITIAL, Lineage, next_epoch
 from megarl.rollout.response_parts import ResponsePart, join_parts
 from megarl.rollout.retention import History, Retention
@@ -67,6 +75,7 @@ class ResumeMachine(RuleBasedStateMachine):
         self.disk: list[bytes] = []  # the journal
         self.everything: list[bytes] = []  # as if nothing were ever removed from it
         self.pending: list[bytes] = []
+        self.written: dict[int, list[int]] = {}  # what the last record of each group has
         self.complete: list[Saved] = []
         self.begin(None)
 
@@ -94,7 +103,7 @@ class ResumeMachine(RuleBasedStateMachine):
         self.disk.append(record)
         self.everything.append(record)
         self.retention = Retention(self.pace, History(version, history.next_group, history.unsettled))
-        self.pending = []
+        self.pending, self.ended = [], {}
 
     @property
     def newest(self) -> Saved | None:
@@ -109,16 +118,29 @@ class ResumeMachine(RuleBasedStateMachine):
         kept = KeptGroups(self.disk)
         kept.drop(lambda each: history.settled(each.group))
         kept.resume(resumed, self.weights.versions[self.node])
-        started = self.admission.keep({group: each.counts_as for group, each in kept.groups.items()})
+        started = self.admission.keep(kept.versions())
         for group in started:
-            [row] = kept.groups[group].rows()
-            assert row.group_id == group and row.rollout_logprobs == [-0.5 * node for node in row.response_ids]
-            for span in row.versions:
-                for node in row.response_ids[span.start : span.end]:
-                    assert span.version == self.weights.versions[node]
-                    assert span.lost == self.weights.lost(node, self.node), "another number of lost updates"
-            self.finish_with(group, row)
+            each = kept.groups[group]
+            if each.finished:
+                [row] = each.rows()
+                assert row.group_id == group
+                tokens = ResponsePart(row.response_ids, row.rollout_logprobs, row.versions)
+                self.finish_with(group, row)
+            else:
+                tokens = self.tokens[group] = each.begun()[0, 0].tokens
+            self.check_kept(each, tokens)
         return started
+
+    def check_kept(self, group: KeptGroup, tokens: ResponsePart) -> None:
+        """The tokens are those that were written last, and no nearer to the history than they are said to be."""
+        assert tokens.response_ids == self.written[group.group], "tokens are sampled again"
+        assert tokens.logprobs == [-0.5 * node for node in tokens.response_ids]
+        for span, recorded in zip(tokens.versions, spans_of(group.head)[0], strict=True):
+            for node in tokens.response_ids[span.start : span.end]:
+                assert span.version == self.weights.versions[node]
+                lost = self.weights.lost(node, self.node)
+                assert lost <= span.lost, "a lost update is not counted"
+                assert lost == span.lost or recorded.lost, "another number of lost updates"
 
     def nothing_useful_was_removed(self, resumed: Lineage, history: History, started: list[int]) -> None:
         kept = KeptGroups(self.everything)
@@ -129,7 +151,7 @@ class ResumeMachine(RuleBasedStateMachine):
             assert self.newest is not None
             fresh.load_state_dict(self.newest.admission)
         fresh.set_version(self.weights.versions[self.node])
-        assert fresh.keep({group: each.counts_as for group, each in kept.groups.items()}) == started
+        assert fresh.keep(kept.versions()) == started
 
     def finish_with(self, group: int, row: Trajectory) -> None:
         self.nodes[group] = set(row.response_ids)
@@ -160,6 +182,7 @@ class ResumeMachine(RuleBasedStateMachine):
         part = self.tokens.pop(group)
         row = Trajectory(group, 0, [1], part.response_ids, part.logprobs, part.versions, "stop", 1.0)
         self.pending.append(encode_group([row], "problem"))
+        self.ended[group] = part.response_ids
         self.finish_with(group, row)
 
     @rule(count=st.integers(1, 4))
@@ -172,10 +195,18 @@ class ResumeMachine(RuleBasedStateMachine):
             self.write()
             self.train()
 
+    @rule()
     def write(self) -> None:
-        self.disk += self.pending
-        self.everything += self.pending
-        self.pending = []
+        """Finished groups, and what unfinished ones have."""
+        unfinished = [
+            encode_unfinished(group, {(0, 0): BegunResponse("prompt", part)}, "problem")
+            for group, part in self.tokens.items()
+        ]
+        for record in (*unfinished, *self.pending):
+            self.disk.append(record)
+            self.everything.append(record)
+        self.written |= {group: part.response_ids for group, part in self.tokens.items()} | self.ended
+        self.pending, self.ended = [], {}
 
     @rule()
     def train(self) -> None:
@@ -214,11 +245,14 @@ class ResumeMachine(RuleBasedStateMachine):
     @rule()
     def tidy(self) -> None:
         now = History.of(self.admission.state_dict())
-        heads = [read_head(record) for record in self.disk]
+        heads, superseded = [read_head(record) for record in self.disk], Superseded()
+        for head in heads:
+            superseded.count(head)
         self.disk = [
             record
             for record, head in zip(self.disk, heads, strict=True)
-            if head["kind"] == "epoch" or self.retention.keeps(head["group"], newest_version(head), now)
+            if head["kind"] == "epoch"
+            or (not superseded.later(head) and self.retention.keeps(head["group"], newest_version(head), now))
         ]
 
     @rule(data=st.data(), survives=st.booleans())
@@ -249,13 +283,14 @@ class ResumeMachine(RuleBasedStateMachine):
         assert self.admission.room or self.tokens or len(self.nodes) >= self.groups, "deadlock"
 
 
-def run_with_crashes(pace: Pace, groups: int, before: int, lost: int, left: int) -> int:
+def run_with_crashes(pace: Pace, groups: int, before: int, lost: int, left: int) -> tuple[int, int]:
     """A run that saves after `before` steps and is killed `lost` steps later, twice; then it goes back to its first
     checkpoint, and from there to the second one, which is of another history.
 
-    `left`: the groups in flight when it is killed that are not finished. Returns the number of groups used again.
+    `left`: the groups in flight when it is killed that are not finished. Returns the numbers of finished and of
+    unfinished groups that were used again.
     """
-    run, used = ResumeMachine(), 0
+    run, finished, unfinished = ResumeMachine(), 0, 0
     run.start(groups=groups, pace=pace, spare=None)
     for attempt in range(4):
         run.work(count=before)
@@ -267,13 +302,16 @@ def run_with_crashes(pace: Pace, groups: int, before: int, lost: int, left: int)
             run.tidy()
         run.work(count=lost)
         run.admit()
+        run.write()
+        run.generate()
         for group in sorted(run.tokens)[left:][::-1]:
             run.end(group)
         run.write()
+        run.tidy()
         run.resume(run.complete[0 if attempt == 2 else -1])
-        used += len(run.nodes)
+        finished, unfinished = finished + len(run.nodes), unfinished + len(run.tokens)
         run.admit()
         run.no_group_is_lost()
     run.work(count=4)
     run.no_group_is_lost()
-    return used
+    return finished, unfinished

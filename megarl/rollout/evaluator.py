@@ -48,7 +48,7 @@ class FinishedEvaluation:
     reports: list[SetReport]
 
 
-class Evaluations:
+class Evaluator:
     """Evaluates every configured set, greedy and sampled; writes the responses to RUN_DIR/eval_{label}.jsonl."""
 
     def __init__(
