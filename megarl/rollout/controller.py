@@ -123,6 +123,16 @@ class RolloutController:
             timeout_s=self.config.timeouts.engine_start_s,
         )
 
+    async def drain(self) -> None:
+        """Let all running responses end before a publication; what has not begun is held back.
+
+        Until `set_version` or `begin`. Raises RolloutError naming the replicas if that takes longer than
+        `timeouts.generate_s`; nothing is held back then.
+        """
+        self._tasks.check()
+        await self._fleet.drain(self.config.timeouts.generate_s)
+        self._tasks.check()
+
     async def announce(self, version: int) -> None:
         """Record that engines are about to be given `version`: tokens of versions never announced end the run.
 
@@ -327,6 +337,7 @@ class RolloutController:
         Raises RolloutError if its failure ends the run.
         """
         try:
+            await self._fleet.may_begin()  # the group's deadline counts from then
             rows = await self._runner.run(group_id)
             self._failures.succeeded()
         except Exception as error:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass
 
 from megarl.common.errors import RolloutError
 from megarl.rollout.back_pressure import BackPressure
+from megarl.rollout.drain import Hold
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.pins import Pins
@@ -24,8 +26,12 @@ class _Place:
 class Dispatcher:
     """A router, limits by back-pressure, pinned replicas, and the queue of those that are held back."""
 
-    def __init__(self, replicas: Iterable[int], back_pressure: bool) -> None:
-        """`back_pressure`: whether requests are held back from replicas whose KV cache is full."""
+    def __init__(self, replicas: Iterable[int], back_pressure: bool, hold: Hold | None = None) -> None:
+        """`back_pressure`: whether requests are held back from replicas whose KV cache is full.
+
+        `hold`: whether all requests are held back that have not begun; None: never.
+        """
+        self._hold = hold or Hold(math.inf)
         self._router = Router(replicas)
         self._limits = BackPressure() if back_pressure else None
         self._room = asyncio.Event()  # set whenever a replica may have got room
@@ -53,21 +59,26 @@ class Dispatcher:
 
         None if the deadline has come, and if no replica serves such requests (any more). Training comes before requests
         in the `background`; within each, whoever comes first is placed first. Requests that have been `begun` do not
-        wait for room. `prefix` and `home`: see `Router.assign`. Raises RolloutError after `timeout_s`.
+        wait for room, nor for the end of a hold. `prefix` and `home`: see `Router.assign`. Raises RolloutError after
+        `timeout_s`, which does not count while they are held back, or if the hold lasts too long.
         """
-        until = time.monotonic() + timeout_s
+        came = time.monotonic()
         place = _Place(background)
         self._queue.append(place)
         try:
             while True:
                 if not self.open_to(background):
                     return None
-                closed = self._closed(place, samples, begun)
+                held = not begun and self.holds_back(background)
+                closed = self._router.load if held else self._closed(place, samples, begun)
                 if (index := self._router.assign(prefix, samples, home, closed)) is not None:
                     return index
                 now, load = time.monotonic(), self._router.load
                 if deadline is not None and now >= deadline.at:
                     return None
+                until = self._hold.until if held else max(came, self._hold.ended_at) + timeout_s
+                if now >= until and held:
+                    raise self._hold.too_long(f"{samples} requests")
                 if now >= until:
                     raise RolloutError(
                         f"{samples} requests waited {timeout_s:.0f} s for room in a replica; requests in flight: {load}"
@@ -79,6 +90,10 @@ class Dispatcher:
         finally:
             self._queue.remove(place)
             self._room.set()
+
+    def holds_back(self, background: bool) -> bool:
+        """Tell whether requests that have not begun are held back now. Those of a pinned evaluation never are."""
+        return self._hold.active and not (background and self.pins.pinned)
 
     def open_to(self, background: bool) -> set[int]:
         """Return the replicas that serve training, or with `background` an evaluation beside it."""
@@ -102,8 +117,8 @@ class Dispatcher:
             return False
         return same[0] is place
 
-    def pins_changed(self) -> None:
-        """Let those that wait look again, because replicas were pinned or released."""
+    def look_again(self) -> None:
+        """Let those that wait look again, because replicas were pinned or released, or a hold has begun or ended."""
         self._room.set()
 
     def reported(self, prefix: Hashable, replica: int, ended: int, load: EngineLoad) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -367,6 +368,7 @@ def test_a_failure_that_ends_the_run_is_raised_by_every_call_until_begin(local: 
             lambda: controller.wait_batch(0, WAIT_S),
             lambda: controller.set_version(1),
             controller.admit,
+            controller.drain,
             lambda: controller.evaluate(0),
             lambda: controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0),
         ]
@@ -377,6 +379,42 @@ def test_a_failure_that_ends_the_run_is_raised_by_every_call_until_begin(local: 
         await controller.begin(None)
         await controller.set_version(0)
         assert (await controller.wait_batch(0, WAIT_S)).keys == keys_of(*range(GROUPS))
+
+    run(scenario)
+
+
+def test_groups_that_start_while_running_responses_end_have_their_whole_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts from when they may begin: otherwise the wait for a publication would cut responses to nothing."""
+    settings = config_of(
+        "model",
+        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
+        rollout={"group_deadline_s": 30.0, "partial_rollout": False},
+        timeouts={"generate_s": 77.0},
+    )
+    local = local_controller(settings, tmp_path, monkeypatch)
+    begins, deadlines = asyncio.Event(), []
+    answer = local.fleet.generate
+
+    async def may_begin() -> None:
+        await begins.wait()
+
+    async def generate(prefix: int, requests: list, *, deadline: Any, **options: Any) -> list:
+        deadlines.append(deadline.at)
+        return await answer(prefix, requests, **options)
+
+    async def scenario() -> None:
+        local.fleet.may_begin, local.fleet.generate = may_begin, generate  # type: ignore[method-assign]
+        await local.controller.drain()
+        assert local.fleet.drained == [77.0]
+        await local.controller.set_version(0)
+        await asyncio.sleep(0.05)
+        assert deadlines == [] and (await local.controller.counters()).in_flight == GROUPS
+        opened = time.monotonic()
+        begins.set()
+        await local.controller.wait_batch(0, WAIT_S)
+        assert len(deadlines) == GROUPS and min(deadlines) >= opened + 30.0
 
     run(scenario)
 

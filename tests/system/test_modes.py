@@ -17,19 +17,21 @@ STEPS = 8
 
 
 @pytest.mark.parametrize(
-    ("section", "updates", "published", "bound"),
+    ("section", "updates", "published", "bound", "partial"),
     [
-        ({"mode": "one_step_off"}, 1, 1, 1),
-        ({"mode": "async", "sync_interval": 4, "max_staleness": 7}, 2, 4, 7),
+        ({"mode": "one_step_off"}, 1, 1, 1, False),
+        ({"mode": "async", "sync_interval": 4, "max_staleness": 7}, 2, 4, 7, True),
     ],
     ids=["one_step_off", "async"],
 )
 def test_generation_runs_ahead_within_the_bound(
-    tmp_path: Path, section: dict[str, Any], updates: int, published: int, bound: int
+    tmp_path: Path, section: dict[str, Any], updates: int, published: int, bound: int, partial: bool
 ) -> None:
+    """With and without partial rollouts; without, each response is of one version."""
     config = tiny_config(tmp_path, steps=STEPS)
     config["admission"] = section
     config["trainer"]["mini_batches"] = updates
+    config["rollout"]["partial_rollout"] = partial
     config["telemetry"] = {"dump_batches": True}
     run = train(config)
     assert run.code == 0, run.output[-4000:]
@@ -42,11 +44,13 @@ def test_generation_runs_ahead_within_the_bound(
         # Its last update is the one in which a token is oldest.
         lags += [batch.version + updates - 1 - row.oldest_version for row in batch.trajectories]
         assert all(span.version % published == 0 for row in batch.trajectories for span in row.versions)
+        assert partial or all(len(row.versions) == 1 for row in batch.trajectories)
     assert updates - 1 < max(lags) <= bound, "nothing was generated ahead, or the bound is passed"
     assert [record["sync/version"] for record in records if "sync/version" in record] == [
         version for version in range(updates, STEPS * updates + 1, updates) if version % published == 0
     ]
     assert records[-1]["total/groups_dropped_stale"] == 0
+    assert (sum(record["time/drain"] for record in records) > 0) is not partial
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])
