@@ -50,6 +50,7 @@ from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import BatchReady, ReadyBatches
 from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec
 from megarl.rollout.retention import History
+from megarl.rollout.schedule import SCHEDULE_FILE, RecordedAdmission, ScheduleFile
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class RolloutController:
             os.chdir(cwd)
             sys.path.insert(0, cwd)
         spec.watch_supervisor()
+        self._schedule = ScheduleFile(self.run_dir / SCHEDULE_FILE)
         self._admission = self._new_admission()
         self._shaping = shaping_of(self.config)
         self._batches = ReadyBatches(self.config.batch.samples_per_group)
@@ -285,6 +287,7 @@ class RolloutController:
         counted = self.run_dir / ATTEMPTS_FILE
         if counted.is_file():
             attempts = max(attempts, int(json.loads(counted.read_text())["attempts"]))
+        self._schedule.close()  # a trainer that begins a new history has moved it aside
         self._admission = self._new_admission()
         self._source.reset()
         if state is not None:
@@ -306,9 +309,11 @@ class RolloutController:
 
     def _new_admission(self) -> Admission:
         config = self.config
-        return Admission(
-            config.batch.groups, pace_of(config), refill=refill_groups(config), capacity=capacity_groups(config)
-        )
+        groups, pace = config.batch.groups, pace_of(config)
+        refill, capacity = refill_groups(config), capacity_groups(config)
+        if config.telemetry.dump_batches:
+            return RecordedAdmission(groups, pace, refill=refill, capacity=capacity, record=self._schedule.write)
+        return Admission(groups, pace, refill=refill, capacity=capacity)
 
     def _failure_policy(self) -> FailurePolicy:
         return FailurePolicy(self.config.rollout.on_group_failure, self.config.batch.groups)

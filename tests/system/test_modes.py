@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from megarl.queue.dump import read_batch
-from tests.support.run import step_records, tiny_config, train
-from tests.support.whole_runs import check_every_group_once
+from megarl.rollout.schedule import SCHEDULE_FILE
+from megarl.rollout.schedule_replay import read_schedule, replay_schedule
+from tests.support.run import Run, step_records, tiny_config, train
+from tests.support.tensors import differing
+from tests.support.whole_runs import check_every_group_once, replay
 
 pytestmark = pytest.mark.engine
 
@@ -51,6 +54,18 @@ def test_generation_runs_ahead_within_the_bound(
     ]
     assert records[-1]["total/groups_dropped_stale"] == 0
     assert (sum(record["time/drain"] for record in records) > 0) is not partial
+    if partial:
+        check_replay(run, tmp_path / "replay")
+
+
+def check_replay(run: Run, out: Path) -> None:
+    """The schedule gives the batches again, and training on them the same weights, bit for bit."""
+    schedule = replay_schedule(read_schedule(run.directory / SCHEDULE_FILE))
+    for step in range(STEPS):
+        schedule[step].check(read_batch(run.directory / "batches", step))
+    assert list(schedule) == list(range(STEPS)) and all(each.dropped_stale == 0 for each in schedule.values())
+    replay(run, out, 2)
+    assert differing(run.directory / "hf", out / "hf") == []
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])
