@@ -152,6 +152,23 @@ def test_what_is_waited_for_too_long_is_named_and_nothing_stays_closed() -> None
     run(scenario)
 
 
+def test_a_begun_response_that_waits_for_a_replacement_is_waited_for() -> None:
+    """It would otherwise go on with other weights."""
+
+    async def scenario() -> None:
+        pool = Pool(1)
+        response = pool.call("a", 3)
+        await pool.turns(1)
+        old = pool.engines[0]
+        await pool.fleet.restart([0])  # the new one serves after the publication
+        await old.give_turns()
+        with pytest.raises(RolloutError, match=r"for 1 running requests to end .*: no replica: 1$"):
+            await pool.fleet.drain(0.05)
+        response.cancel()
+
+    run(scenario)
+
+
 def test_a_new_trainer_finds_it_open() -> None:
     """`Fleet.reset` is part of its `begin`; the one before died between drain and publication."""
 
