@@ -3,15 +3,18 @@
 
     python benchmarks/async_vs_sync.py [--json FILE] [--quick]
 
-Real runs (torchrun, vLLM, Ray) that differ in the section `admission` only. The trainer has one core and the engine
-another one, in all modes; controller, queue and rewards may use both. The model (benchmarks/length_model.py) ends most
-responses early and a few late; the run's own samples must have a 99th percentile of at least 10 times the median.
+Real runs (torchrun, vLLM, Ray) that differ in the sections `admission` and `rollout` only (`MODES`). The trainer has
+one core and the engine another one, in all modes; controller, queue and rewards may use both. The model
+(benchmarks/length_model.py) ends most responses early and a few late; the run's own samples must have a 99th
+percentile of at least 10 times the median.
 
 First the number of groups per step is chosen so that generation and training each take about half of a synchronous
 step. Then the modes run in turn, `--rounds` times; each mode's run of the median step time counts. Rates are response
 tokens trained per second, after `--skip` steps, in which engines warm up and queues fill. Rows:
 
 - async / sync: the speed-up;
+- async, whole responses / sync and / async: the same without partial rollouts (`rollout.partial_rollout: false`). Each
+  publication then waits until the responses that engines work on have ended, and what is below 1 is lost by that;
 - async / possible: the speed-up over (Tgen + Ttrain) / max(Tgen, Ttrain), with Tgen (the trainer's wait for rollouts)
   and Ttrain (its passes) of the synchronous runs. It would be 1 if the shorter one were hidden completely. It may be
   above 1, because an engine that never runs empty also generates faster;
@@ -44,14 +47,18 @@ CLASSES = (LengthClass(0.7, 12), LengthClass(0.2, 40), LengthClass(0.1, 200))
 SAMPLES_PER_GROUP = 8
 CALIBRATIONS = 4
 
-# The overrides of `admission` that are compared; the first two are in the bounds. Generation always goes on through a
-# publication here. When a key can switch that off, a row without it belongs here, to show what is lost.
-MODES: dict[str, dict[str, Any]] = {"sync": {"mode": "sync"}, "async": {"mode": "async"}}
+# The sections in which the modes differ. The first two are in the bounds; the third shows what is lost if generation
+# does not go on through a publication.
+MODES: dict[str, dict[str, dict[str, Any]]] = {
+    "sync": {"admission": {"mode": "sync"}},
+    "async": {"admission": {"mode": "async"}},
+    "async, whole responses": {"admission": {"mode": "async"}, "rollout": {"partial_rollout": False}},
+}
 
 
-def run_config(options: argparse.Namespace, directory: Path, groups: int, steps: int) -> dict[str, Any]:
-    """Return the config of a run without its section `admission`."""
-    return {
+def run_config(options: argparse.Namespace, directory: Path, mode: str, groups: int, steps: int) -> dict[str, Any]:
+    """Return the config of a run."""
+    config: dict[str, dict[str, Any]] = {
         "run": {"name": "async_vs_sync", "steps": steps, "export": False},
         "model": {"path": str(directory / "model")},
         "trainer": {
@@ -69,16 +76,16 @@ def run_config(options: argparse.Namespace, directory: Path, groups: int, steps:
         "rollout": {"max_num_seqs": options.max_num_seqs},
         "telemetry": {"samples_per_step": groups * SAMPLES_PER_GROUP, "tensorboard": False},
     }
+    return config | {name: config.get(name, {}) | fields for name, fields in MODES[mode].items()}
 
 
 def run_mode(
     mode: str, options: argparse.Namespace, directory: Path, groups: int, steps: int, skip: int
 ) -> tuple[Window, list[int]]:
     """Run one mode; return its window and the lengths of all its responses."""
-    run_dir = fresh(directory, mode)
-    config = run_config(options, directory, groups, steps)
+    run_dir = fresh(directory, mode.replace(", ", "-").replace(" ", "-"))
+    config = run_config(options, directory, mode, groups, steps)
     config["run"]["dir"] = str(run_dir)
-    config["admission"] = MODES[mode]
     window = Window.of(train(config, cores=Cores.one_each(), timeout_s=options.timeout), skip)
     print(f"{mode}, {groups} groups: {window.tokens_per_s:.0f} tokens/s, {window.details()['seconds per step']}")
     return window, response_lengths(run_dir)
@@ -136,6 +143,9 @@ def rows_of(windows: Mapping[str, Sequence[Window]], lengths: Sequence[int], gro
             bound = SHARE_OF_POSSIBLE if judged else None
             facts = {"possible": round(possible, 3)}
             rows.append(Row(f"{mode} / possible", speed_up / possible, bound, at_least=True, details=facts))
+            if not judged and "async" in chosen:
+                kept = window.tokens_per_s / chosen["async"].tokens_per_s
+                rows.append(Row(f"{mode} / async", kept, None, at_least=True))
     balance = {f"sync: {name}": value for name, value in sync.details().items()} | {"groups per step": groups}
     rows.append(Row("balance: longer / shorter of Tgen, Ttrain", imbalance(sync), BALANCE, details=balance))
     return [*rows, tail_row(lengths)]

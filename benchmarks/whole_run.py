@@ -163,7 +163,8 @@ class Window:
     """The steps of a run after its first `skipped` ones, from the end of the last skipped step to the end of the run.
 
     `samples_per_s` and `tokens_per_s` (response tokens of the loss) count what was trained on. The other values are
-    seconds per step: its wall time, the trainer's wait for rollouts, its passes, the sync of weights, and the rest.
+    seconds per step: its wall time, the trainer's wait for rollouts (for a batch, or for responses that end before a
+    publication), its passes, the sync of weights, and the rest.
     """
 
     steps: int
@@ -195,7 +196,7 @@ class Window:
             samples_per_s=total("batch/trained_samples") / seconds,
             tokens_per_s=total("batch/loss_tokens") / seconds,
             step_s=seconds / steps,
-            wait_s=total("time/generate") / steps,
+            wait_s=total("time/generate", "time/drain") / steps,
             train_s=total("time/logprobs", "time/update") / steps,
             sync_s=total("time/sync") / steps,
         )

@@ -189,6 +189,10 @@ class PoolClient:
         """Return the handles by which the weight sync calls the engines."""
         return PoolHandles(self)
 
+    def drain(self) -> None:
+        """Wait until all running responses have ended; what has not begun is held back until `set_version`."""
+        self.call("drain", timeout_s=self.config.timeouts.generate_s + CALL_MARGIN_S)
+
     def announce(self, version: int) -> None:
         """Report that engines are about to be given `version`, which their tokens may carry from now on."""
         self.call("announce", version, timeout_s=self.config.timeouts.rpc_s)

@@ -14,14 +14,17 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from megarl.common.errors import ConfigError
 from megarl.config.datasets import train_sets
+from megarl.config.pace import refill_groups
 from megarl.queue.dump import DumpError, read_batch, recorded_steps
+from megarl.rollout.schedule import SCHEDULE_FILE
+from megarl.rollout.schedule_replay import ScheduledBatch, ScheduleMismatch, read_schedule, replay_schedule
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config
@@ -64,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     """
     try:
         return _run(options)
-    except DumpError as error:
+    except (DumpError, ScheduleMismatch) as error:
         raise ConfigError([str(error)]) from None
 
 
@@ -77,7 +80,8 @@ def _run(options: argparse.Namespace) -> int:
     if world != config.trainer.gpus:
         raise ConfigError([_wrong_world(world, config.trainer.gpus, options.run_dir)])
     _refuse_inputs_inside(config.run_dir, options.run_dir, batches, options.checkpoint)
-    return _run_rank(config, batches, steps, options.checkpoint, export=options.export)
+    schedule = check_schedule(options.run_dir / SCHEDULE_FILE, steps)
+    return _run_rank(config, batches, steps, schedule, options.checkpoint, export=options.export)
 
 
 def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> Config:
@@ -131,17 +135,35 @@ def choose_steps(batches: Path, limit: int | None, first: int = 0) -> list[int]:
     return recorded[:limit]
 
 
+def check_schedule(path: Path, steps: Sequence[int]) -> dict[int, ScheduledBatch]:
+    """Replay the schedule of the run; return its batches by step, or nothing if none was recorded.
+
+    Raises ScheduleMismatch if the schedule is not what its events give, or has not all of `steps`.
+    """
+    if not path.is_file():
+        return {}
+    schedule = replay_schedule(read_schedule(path))
+    if missing := [step for step in steps if step not in schedule]:
+        raise ScheduleMismatch(
+            f"{path}: it does not contain step {missing[0]}, of which a batch was recorded. If that batch is of an "
+            f"attempt that a resume has discarded, replay fewer steps (--steps); else remove the schedule"
+        )
+    return schedule
+
+
 def replay_steps(
     policy: Policy,
     config: Config,
     batches: Path,
     steps: Sequence[int],
     on_step: Callable[[int, StepValues], None] | None = None,
+    schedule: Mapping[int, ScheduledBatch] | None = None,
 ) -> None:
     """Train `policy` on recorded steps, in order. Collective over the ranks of the layout.
 
     `on_step` gets the number of steps done (as in the run's own metrics) and each step's reduced metrics, on every
-    rank. RuntimeError if ranks read different batches.
+    rank. `schedule`: what the run has recorded of its batches. Raises RuntimeError if ranks read different batches, and
+    ScheduleMismatch if a batch is not that of the schedule.
     """
     from megarl.run.batch_metrics import record_batch
     from megarl.run.step import plan_step, train_step
@@ -152,9 +174,12 @@ def replay_steps(
     timer, metrics = PhaseTimer(), step_metrics()
     for step in steps:
         with timer.phase("queue"):
-            batch = read_batch(batches, step)
+            batch, replaced = read_batch(batches, step), []
             _check_sets({tag.dataset for tag in batch.tags}, config, batches, step)
-            plan = plan_step(batch.tags, config, dp_size=parallel.dp_size(), version=batch.version)
+            if schedule is not None and (scheduled := schedule.get(step)) is not None:
+                scheduled.check(batch)
+                replaced = scheduled.replaced if refill_groups(config) else []
+            plan = plan_step(batch.tags, config, dp_size=parallel.dp_size(), version=batch.version, replaced=replaced)
             if len(set(parallel.dp_all_gather_object(plan.hash))) != 1:
                 raise RuntimeError(f"the ranks read different batches of step {step} from {batches}; is it shared?")
             wanted = set(plan.keys_of(parallel.dp_rank()))
@@ -176,7 +201,15 @@ def _check_sets(found: set[str], config: Config, batches: Path, step: int) -> No
         )
 
 
-def _run_rank(config: Config, batches: Path, steps: Sequence[int], checkpoint: Path | None, *, export: bool) -> int:
+def _run_rank(
+    config: Config,
+    batches: Path,
+    steps: Sequence[int],
+    schedule: Mapping[int, ScheduledBatch],
+    checkpoint: Path | None,
+    *,
+    export: bool,
+) -> int:
     """Run the whole replay of one rank: process group, policy, steps, export."""
     from megarl.common.output import redirect_output
     from megarl.run.failure import FailureReport, set_aside
@@ -188,7 +221,7 @@ def _run_rank(config: Config, batches: Path, steps: Sequence[int], checkpoint: P
     if rank == 0:
         set_aside(config.run_dir)
     try:
-        _train(config, batches, steps, checkpoint, terminal, export=export)
+        _train(config, batches, steps, schedule, checkpoint, terminal, export=export)
     except Exception as error:
         failure.claim(error, terminal, log_file)
         terminal.flush()
@@ -198,7 +231,14 @@ def _run_rank(config: Config, batches: Path, steps: Sequence[int], checkpoint: P
 
 
 def _train(
-    config: Config, batches: Path, steps: Sequence[int], checkpoint: Path | None, terminal: TextIO, *, export: bool
+    config: Config,
+    batches: Path,
+    steps: Sequence[int],
+    schedule: Mapping[int, ScheduledBatch],
+    checkpoint: Path | None,
+    terminal: TextIO,
+    *,
+    export: bool,
 ) -> None:
     from megarl.common.processes import die_with_parent
 
@@ -230,7 +270,9 @@ def _train(
     try:
         if writer is not None:
             writer.progress.message(f"replaying {len(steps)} steps of {batches} on {layout.world_size} rank(s)")
-        replay_steps(policy, config, batches, steps, None if writer is None else writer.write)
+            if schedule:
+                writer.progress.message(f"the schedule of {len(schedule)} steps gives the recorded batches")
+        replay_steps(policy, config, batches, steps, None if writer is None else writer.write, schedule)
         if export:
             _export(policy, config)
         if writer is not None:

@@ -22,7 +22,9 @@ class TelemetryConfig(Section):
         description="Steps between measurements of the entropy, each in the first update of a step; 0 = never. "
         "With `algorithm.entropy_coef` above 0 every update computes it.",
     )
-    dump_batches: bool = Field(False, description="Record whole batches in `RUN_DIR/batches` for `megarl replay`.")
+    dump_batches: bool = Field(
+        False, description="Record whole batches in `RUN_DIR/batches`, and their schedule, for `megarl replay`."
+    )
 
 
 class CheckpointConfig(Section):

@@ -256,6 +256,11 @@ class RolloutConfig(Section):
         description="Seconds between an engine's reports of the tokens of unfinished responses. If the engine is lost, "
         "another one continues them from there.",
     )
+    partial_rollout: bool = Field(
+        True,
+        description="A publication pauses running responses, which go on with the new weights. false: it waits until "
+        "they have ended, so that each response is of one version, and new ones wait for it.",
+    )
     journal_s: float = Field(
         30.0,
         ge=0,

@@ -51,6 +51,7 @@ from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import BatchReady, ReadyBatches
 from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec
 from megarl.rollout.retention import History
+from megarl.rollout.schedule import SCHEDULE_FILE, RecordedAdmission, ScheduleFile
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class RolloutController:
             os.chdir(cwd)
             sys.path.insert(0, cwd)
         spec.watch_supervisor()
+        self._schedule = ScheduleFile(self.run_dir / SCHEDULE_FILE)
         self._admission = self._new_admission()
         self._shaping = shaping_of(self.config)
         self._batches = ReadyBatches(self.config.batch.samples_per_group)
@@ -122,6 +124,16 @@ class RolloutController:
             node_resource=ROLLOUT_RESOURCE,
             timeout_s=self.config.timeouts.engine_start_s,
         )
+
+    async def drain(self) -> None:
+        """Let all running responses end before a publication; what has not begun is held back.
+
+        Until `set_version` or `begin`. Raises RolloutError naming the replicas if that takes longer than
+        `timeouts.generate_s`; nothing is held back then.
+        """
+        self._tasks.check()
+        await self._fleet.drain(self.config.timeouts.generate_s)
+        self._tasks.check()
 
     async def announce(self, version: int) -> None:
         """Record that engines are about to be given `version`: tokens of versions never announced end the run.
@@ -296,6 +308,7 @@ class RolloutController:
         counted = self.run_dir / ATTEMPTS_FILE
         if counted.is_file():
             attempts = max(attempts, int(json.loads(counted.read_text())["attempts"]))
+        self._schedule.close()  # a trainer that begins a new history has moved it aside
         self._admission = self._new_admission()
         self._source.reset()
         if state is not None:
@@ -317,13 +330,12 @@ class RolloutController:
 
     def _new_admission(self) -> Admission:
         config = self.config
-        return Admission(
-            config.batch.groups,
-            pace_of(config),
-            refill=refill_groups(config),
-            capacity=capacity_groups(config),
-            steps=config.run.steps,
-        )
+        groups, pace, steps = config.batch.groups, pace_of(config), config.run.steps
+        refill, capacity = refill_groups(config), capacity_groups(config)
+        if config.telemetry.dump_batches:
+            record = self._schedule.write
+            return RecordedAdmission(groups, pace, refill=refill, capacity=capacity, steps=steps, record=record)
+        return Admission(groups, pace, refill=refill, capacity=capacity, steps=steps)
 
     def _failure_policy(self) -> FailurePolicy:
         return FailurePolicy(self.config.rollout.on_group_failure, self.config.batch.groups)
@@ -352,6 +364,7 @@ class RolloutController:
         Raises RolloutError if its failure ends the run.
         """
         try:
+            await self._fleet.may_begin()  # the group's deadline counts from then
             rows = await self._runner.run(group_id, begun)
         except Exception as error:
             logger.warning("group %d failed", group_id, exc_info=error)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from megarl.common.errors import RolloutError
 from megarl.rollout.back_pressure import BackPressure
+from megarl.rollout.drain import Hold
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.pins import Pins
@@ -27,8 +29,12 @@ class _Place:
 class Dispatcher:
     """A router, limits by back-pressure, pinned replicas, and the queue of those that are held back."""
 
-    def __init__(self, replicas: Iterable[int], back_pressure: bool) -> None:
-        """`back_pressure`: whether requests are held back from replicas whose KV cache is full."""
+    def __init__(self, replicas: Iterable[int], back_pressure: bool, hold: Hold | None = None) -> None:
+        """`back_pressure`: whether requests are held back from replicas whose KV cache is full.
+
+        `hold`: whether all requests are held back that have not begun; None: never.
+        """
+        self._hold = hold or Hold(math.inf)
         self._router = Router(replicas)
         self._limits = BackPressure() if back_pressure else None
         self._queue: list[_Place] = []  # of those that wait for it, in the order in which they came
@@ -55,33 +61,42 @@ class Dispatcher:
 
         None if the deadline has come, and if no replica serves such requests (any more). Training comes before requests
         in the `background`; within each, whoever comes first is placed first. Requests that have been `begun` do not
-        wait for room. `prefix` and `home`: see `Router.assign`. Raises RolloutError after `timeout_s`.
+        wait for room, nor for the end of a hold. `prefix` and `home`: see `Router.assign`. Raises RolloutError after
+        `timeout_s`, which does not count while they are held back, or if the hold lasts too long.
         """
-        until = time.monotonic() + timeout_s
-        end = until if deadline is None else min(until, deadline.at)
+        came = time.monotonic()
         place = _Place(background)
         self._queue.append(place)
         try:
             while True:
                 if not self.open_to(background):
                     return None
-                closed = self._closed(place, samples, begun)
+                held = not begun and self.holds_back(background)
+                closed = self._router.load if held else self._closed(place, samples, begun)
                 if (index := self._router.assign(prefix, samples, home, closed)) is not None:
                     return index
                 now, load = time.monotonic(), self._router.load
                 if deadline is not None and now >= deadline.at:
                     return None
+                until = self._hold.until if held else max(came, self._hold.ended_at) + timeout_s
+                if now >= until and held:
+                    raise self._hold.too_long(f"{samples} requests")
                 if now >= until:
                     raise RolloutError(
                         f"{samples} requests waited {timeout_s:.0f} s for room in a replica; requests in flight: {load}"
                     )
                 place.look.clear()
                 with contextlib.suppress(TimeoutError):
+                    end = until if deadline is None else min(until, deadline.at)
                     async with asyncio.timeout(end - now):
                         await place.look.wait()
         finally:
             self._queue.remove(place)
             self._wake_next()
+
+    def holds_back(self, background: bool) -> bool:
+        """Tell whether requests that have not begun are held back now. Those of a pinned evaluation never are."""
+        return self._hold.active and not (background and self.pins.pinned)
 
     def open_to(self, background: bool) -> set[int]:
         """Return the replicas that serve training, or with `background` an evaluation beside it."""
@@ -112,14 +127,13 @@ class Dispatcher:
             if first is not None:
                 first.look.set()
 
-    def _wake_all(self) -> None:
-        """Let all that wait look again: each of them may have no replica any more."""
+    def look_again(self) -> None:
+        """Let all that wait look again.
+
+        Call it when replicas were pinned or released, came or went, or a hold has begun or ended.
+        """
         for place in self._queue:
             place.look.set()
-
-    def pins_changed(self) -> None:
-        """Let those that wait look again, because replicas were pinned or released."""
-        self._wake_all()
 
     def reported(self, prefix: Hashable, replica: int, ended: int, load: EngineLoad) -> None:
         """Record a replica's report, in which `ended` responses ended."""
@@ -144,9 +158,9 @@ class Dispatcher:
         self.pins.forget(replica)
         if self._limits is not None:
             self._limits.forget(replica)
-        self._wake_all()
+        self.look_again()
 
     def add(self, replica: int) -> None:
         """Add a new or restarted replica, which is idle. Raises ValueError if it is there already."""
         self._router.add(replica)
-        self._wake_all()
+        self.look_again()

@@ -18,6 +18,7 @@ from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.actor_errors import as_rollout_error
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.dispatcher import Dispatcher
+from megarl.rollout.drain import Call, Hold, RunningCalls
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.replacements import Replacements
@@ -68,10 +69,13 @@ class Fleet:
         whether requests are held back from replicas whose KV cache is full. `sync_restarts`: see `Replacements`.
         """
         self._replicas = dict(replicas)
-        self._dispatcher = Dispatcher(self._replicas, back_pressure)
         self._timeouts, self._restart, self._describe = timeouts, restart, describe
         self._report_interval_s = report_interval_s
         self._replacements = Replacements(timeouts, sync_restarts)
+        # For as long as running responses may take to end, and then a weight sync with all its attempts.
+        self._hold = Hold(timeouts.generate_s + self._replacements.timeout_s)
+        self._dispatcher = Dispatcher(self._replicas, back_pressure, self._hold)
+        self._calls = RunningCalls()
         self.lost: dict[int, ReplicaFailed] = {}  # all that do not serve, the last one lost at the end
 
     @classmethod
@@ -139,7 +143,13 @@ class Fleet:
         Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica for them was lost and no other
         one is coming, RolloutError if the group fails by its deadline or none has room within `timeouts.generate_s`.
         """
-        responses = ResponsesSoFar(requests, tokens)
+        with self._calls.of(ResponsesSoFar(requests, tokens), background=background) as call:
+            await self._run(call, prefix, home, deadline)
+            return call.responses.results()
+
+    async def _run(self, call: Call, prefix: Hashable, home: int | None, deadline: GroupDeadline | None) -> None:
+        """Bring every response of a call to its end, on one replica after the other if some are lost."""
+        responses, background = call.responses, call.background
         timeout_s = math.inf if background else self._timeouts.generate_s
         while responses.unfinished:
             if deadline is not None and time.monotonic() >= deadline.at:
@@ -159,14 +169,15 @@ class Fleet:
                 continue  # to the deadline, or to the wait for a replica
             replica = self._replicas[index]
             try:
-                await self._serve(prefix, index, responses, deadline, timeout_s)
+                with call.served_by(index):
+                    await self._serve(prefix, index, responses, deadline, timeout_s)
             except ReplicaFailed as error:
                 responses.interrupt()
                 if self._replicas[index] is replica:
                     self.lose(index, error)
+                self._calls.changed()
                 count, known = len(responses.unfinished), responses.tokens
                 logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, known, error)
-        return responses.results()
 
     async def _await_replica(self, responses: ResponsesSoFar, deadline: GroupDeadline | None, background: bool) -> None:
         """Wait until a replica serves such requests, or to the deadline.
@@ -306,6 +317,29 @@ class Fleet:
         except RolloutError as error:
             logger.info("replica %d, which is lost, was not told so: %s", index, error)
 
+    async def drain(self, timeout_s: float) -> None:
+        """Hold back all requests that have not begun, and wait until those that have begun have ended.
+
+        They are held back until `admit_joining` or `reset`, and not after a failure. The requests of an evaluation with
+        pinned replicas, which a publication leaves out, are neither held back nor waited for. Raises RolloutError
+        naming the replicas and their numbers of requests after `timeout_s`.
+        """
+        self._hold.begin()
+        try:
+            await self._calls.end(timeout_s, lambda call: self._dispatcher.holds_back(call.background))
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        """Place what `drain` has held back."""
+        self._hold.end()
+        self._dispatcher.look_again()
+
+    async def may_begin(self) -> None:
+        """Wait until requests are not held back by `drain`. Raises RolloutError if that takes too long."""
+        await self._hold.wait("a prompt group")
+
     def admit_joining(self) -> None:
         """Let all replicas serve training, replaced ones too. Call it when a sync is complete.
 
@@ -316,7 +350,7 @@ class Fleet:
             self._dispatcher.add(index)
         self._replacements.end_sync()
         self._dispatcher.pins.published()
-        self._dispatcher.pins_changed()
+        self._let_go()
 
     def pin(self, count: int) -> frozenset[int]:
         """Let `count` replicas keep their weights and serve requests in the background only; return them.
@@ -328,7 +362,7 @@ class Fleet:
     def release(self) -> None:
         """End what `pin` began. A replica that has missed a version serves training after the next publication."""
         self._dispatcher.pins.release()
-        self._dispatcher.pins_changed()
+        self._dispatcher.look_again()
 
     def leave_out(self) -> frozenset[int]:
         """Return the replicas that the publication which now begins leaves out."""
@@ -340,6 +374,7 @@ class Fleet:
         Lost ones serve again after `admit_joining`.
         """
         self._replacements.end_sync()
+        self._let_go()
         broken = []
 
         async def reset_one(index: int) -> None:

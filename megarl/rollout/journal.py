@@ -48,6 +48,7 @@ class RolloutJournal:
         self.every_s = 0.0 if config.run.deterministic else config.rollout.journal_s
         self.resuming = False  # from `begin` to `begin_epoch`
         self._pace, self._identity = pace_of(config), identity(config)
+        self._continues = config.rollout.partial_rollout  # else each response is of one version
         self._file = JournalFile(run_dir / JOURNAL_FILE)
         self._lineage: Lineage = ()
         self._resumed: tuple[Lineage, History] = INITIAL, History(-1, 0, frozenset())
@@ -85,7 +86,7 @@ class RolloutJournal:
 
     def _candidates(self, version: int, source: PromptSource) -> KeptGroups:
         kept, (resumed, settled) = self._kept, self._resumed
-        kept.drop(lambda each: settled.settled(each.group))
+        kept.drop(lambda each: settled.settled(each.group) or not (each.finished or self._continues))
         changed = sorted({name for each in kept.groups.values() for name in each.epoch.changed(self._identity)})
         if others := kept.drop(lambda each: bool(each.epoch.changed(self._identity))):
             logger.warning("%d kept groups are drawn again: %s changed", others, ", ".join(changed))
@@ -130,7 +131,7 @@ class RolloutJournal:
 
     def _grown(self, progress: Mapping[int, GroupProgress], source: PromptSource) -> Callable[[], list[bytes]]:
         """Return what makes the records of those groups that have more than when they were written last."""
-        begun = {group: each.begun() for group, each in progress.items()}
+        begun = {group: each.begun() for group, each in progress.items()} if self._continues else {}
         sizes = {group: size(each) for group, each in begun.items()}
         grown = [group for group in begun if sizes[group] > self._sizes.get(group, 0)]
         asked = {

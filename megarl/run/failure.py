@@ -14,7 +14,7 @@ from megarl.common.run_files import ExitRecord, write_exit
 from megarl.telemetry.summary import RunSummary
 
 RESULTS = ("metrics.jsonl", "samples.jsonl", "summary.json", "error.txt", "tensorboard", "batches", "failed_batch",
-           "rolled_back.jsonl", "attempts.json", "rollout.journal", "checkpoints")  # fmt: skip
+           "rolled_back.jsonl", "attempts.json", "rollout.journal", "schedule.jsonl", "checkpoints")  # fmt: skip
 
 
 def set_aside(run_dir: Path) -> Path | None:

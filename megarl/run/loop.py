@@ -48,9 +48,13 @@ def train(session: Session) -> None:
 def publish(session: Session) -> None:
     """Send the policy's weights to every engine, which then serves their version. Collective.
 
-    Only those that are pinned for an evaluation keep their version.
+    Only those that are pinned for an evaluation keep their version. Without `rollout.partial_rollout` all responses
+    that engines work on end first.
     """
     version = session.version
+    if not session.config.rollout.partial_rollout:
+        with session.recorder.phase("drain", f"waiting for running responses before version {version}"):
+            session.pool.drain()
     session.pool.announce(version)
     with session.recorder.phase("sync", f"publishing version {version}"):
         session.recorder.sync(version, session.sender.publish(version, session.pool.leave_out()))

@@ -97,6 +97,10 @@ class PoolLink:
         """Return the handles that the weight sync calls the engines by, on rank 0; None elsewhere. Not collective."""
         return self._client.use(lambda pool: pool.engine_handles())
 
+    def drain(self) -> None:
+        """Wait until all running responses have ended; what has not begun is held back until `set_version`."""
+        self._ask(lambda pool: pool.drain())
+
     def announce(self, version: int) -> None:
         """Tell the controller that engines are about to be given `version`. Not collective: only rank 0 acts."""
         self._client.use(lambda pool: pool.announce(version))

@@ -231,13 +231,21 @@ _TIME = [
     Metric("time/queue", "s", "sum", "Time the trainer waited for tags and rows, and their way to the ranks.", True),
     Metric("time/logprobs", "s", "sum", "Old-policy and reference passes.", True),
     Metric("time/update", "s", "sum", "Forward, backward and optimizer.", True),
+    Metric(
+        "time/drain",
+        "s",
+        "sum",
+        "Time the trainer waited before a publication until running responses had ended; 0 with "
+        "`rollout.partial_rollout`.",
+        True,
+    ),
     Metric("time/sync", "s", "sum", "Weight sync.", True),
     Metric("time/eval", "s", "sum", "Evaluation; not part of `time/step`.", True),
     Metric("time/save", "s", "sum", "Time the loop waited for a save or an export.", True),
     Metric("time/other", "s", "sum", "Time outside all phases above.", True),
     Metric("time/overhead", "s", "sum", "`time/step` minus engine, log-prob, update and sync time.", True),
     Metric("time/overhead_share", "share", "last", "`time/overhead` over `time/step`.", True),
-    Metric("time/trainer_idle_ratio", "share", "last", "`time/generate` over `time/step`.", True),
+    Metric("time/trainer_idle_ratio", "share", "last", "`time/generate` and `time/drain` over `time/step`.", True),
     Metric("time/eta", "s", "last", "Estimated time to the end of the run.", True),
 ]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, get_args
 
-Phase = Literal["generate", "queue", "logprobs", "update", "sync", "eval", "save"]
+Phase = Literal["generate", "queue", "logprobs", "update", "drain", "sync", "eval", "save"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
@@ -41,7 +41,8 @@ class PhaseTimer:
 
         `engine_seconds` is the wall time in which an engine ran since the batch before. Overhead is the time outside
         engine, log-prob, update and sync time: queue, rewards, Ray, the loop itself. If engines run while the trainer
-        works, only the engine time for which the trainer waited is subtracted. Raises RuntimeError inside a phase.
+        works, only the engine time for which the trainer waited, for a batch or for running responses to end, is
+        subtracted. Raises RuntimeError inside a phase.
         """
         if self._stack:
             raise RuntimeError(f"the step ends inside phase {self._stack[-1]!r}")
@@ -50,7 +51,8 @@ class PhaseTimer:
         took = {name: self._seconds.get(name, 0.0) for name in PHASES}
         step = now - self._start - took["eval"]
         other = max(0.0, step - sum(took[name] for name in PHASES if name != "eval"))
-        engine = min(engine_seconds, took["generate"] + other)
+        waited = took["generate"] + took["drain"]
+        engine = min(engine_seconds, waited + other)
         overhead = max(0.0, step - engine - took["logprobs"] - took["update"] - took["sync"])
         result = {f"time/{name}": seconds for name, seconds in took.items()}
         result |= {
@@ -58,7 +60,7 @@ class PhaseTimer:
             "time/other": other,
             "time/overhead": overhead,
             "time/overhead_share": overhead / step if step else 0.0,
-            "time/trainer_idle_ratio": took["generate"] / step if step else 0.0,
+            "time/trainer_idle_ratio": waited / step if step else 0.0,
         }
         self._seconds, self._start = {}, now
         return result

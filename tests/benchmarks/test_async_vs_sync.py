@@ -77,14 +77,15 @@ def test_each_bound_can_be_missed() -> None:
 
 def test_a_mode_without_a_bound_is_only_shown() -> None:
     windows = {name: [window(100.0, 1.0, 1.0)] for name in ("sync", "async", "other")}
+    windows["other"] = [window(80.0, 1.0, 1.0)]
     rows = {row.name: row for row in rows_of(windows, lengths(), 16)}
     assert rows["other / sync"].bound is None and rows["other / sync"].ok and not rows["async / sync"].ok
+    assert rows["other / async"].ratio == 0.8 and rows["other / async"].bound is None
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_configs(mode: str) -> None:
     options = argparse.Namespace(max_tokens=512, max_num_seqs=256)
-    content = run_config(options, Path("/nowhere"), groups=16, steps=4)
-    assert "admission" not in content
-    config = Config.model_validate(content | {"admission": MODES[mode]})
+    config = Config.model_validate(run_config(options, Path("/nowhere"), mode, groups=16, steps=4))
     assert list(pace_problems(config)) == [] and pace_of(config).runs_ahead is (mode != "sync")
+    assert config.rollout.partial_rollout is (mode != "async, whole responses") and config.rollout.max_num_seqs == 256

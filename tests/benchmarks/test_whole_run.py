@@ -70,11 +70,11 @@ def record(end: float, **values: float) -> dict[str, float]:
 
 def test_a_window_begins_at_the_end_of_the_last_skipped_step() -> None:
     records = [record(100.0, **{"time/update": 50.0}), record(104.0, **{"time/generate": 1.0, "time/update": 2.0}),
-               record(106.0, **{"time/generate": 0.0, "time/logprobs": 1.0, "time/sync": 0.5})]  # fmt: skip
+               record(106.0, **{"time/drain": 0.5, "time/logprobs": 1.0, "time/sync": 0.5})]  # fmt: skip
     window = Window.of(records, 1)
-    assert window == Window(2, 20 / 6, 200 / 6, step_s=3.0, wait_s=0.5, train_s=1.5, sync_s=0.25)
-    assert window.rest_s == 0.75
-    assert "waiting for rollouts 0.500" in window.details()["seconds per step"]
+    assert window == Window(2, 20 / 6, 200 / 6, step_s=3.0, wait_s=0.75, train_s=1.5, sync_s=0.25)
+    assert window.rest_s == 0.5
+    assert "waiting for rollouts 0.750" in window.details()["seconds per step"]
 
 
 @pytest.mark.parametrize("skipped", [0, 2])

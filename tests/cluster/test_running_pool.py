@@ -206,6 +206,20 @@ def test_going_back_drops_what_is_in_flight_and_redraws_the_same_groups(pool: Te
     assert responses[0] == responses[1]
 
 
+def test_running_responses_end_before_a_publication_that_waits_for_them(pool: TestPool, reader: QueueReader) -> None:
+    """They have ended when `drain` returns; only their rewards may still be on the way. `begin` ends the hold."""
+    state = pool.client.state_dict()
+    step = state["admission"]["steps"]
+    for _ in range(2):
+        serve(pool, step)
+        pool.client.drain()
+        [replica] = pool.client.engine_handles().replicas()
+        replica.call("set_weight_version", str(step + 1), timeout_s=60)  # no token of it is in the batch
+        ready = pool.client.wait_batch(step, timeout_s=GONE_S)
+        check_rows(pool, reader.fetch(ready.keys), version=step)
+        pool.client.begin(state)
+
+
 def test_evaluation_repeats_and_keeps_every_answer(pool: TestPool) -> None:
     [first], [second] = pool.client.evaluate(4, "before"), pool.client.evaluate(4, "again")
     assert first == second

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from megarl.commands.cli import main
-from megarl.commands.replay import choose_steps, replay_config, replay_steps
+from megarl.commands.replay import check_schedule, choose_steps, replay_config, replay_steps
 from megarl.common.errors import ConfigError
 from megarl.config.load import to_yaml
-from megarl.queue.dump import DumpError, write_batch
+from megarl.config.pace import Pace
+from megarl.queue.dump import DumpError, read_batch, write_batch
+from megarl.rollout.schedule import SCHEDULE_FILE, Event, RecordedAdmission
+from megarl.rollout.schedule_replay import ScheduledBatch, ScheduleMismatch
 from tests.support.recorded_steps import GROUPS, SAMPLES, STEPS, make_batch
 from tests.support.rl_problem import make_config
 from tests.support.tensors import Tensors, read_hf
@@ -119,6 +122,55 @@ def test_steps_with_a_gap_or_none_are_refused(recorded, tmp_path):
     (tmp_path / "batches" / "step_000001.0-of-1.parquet").unlink()
     with pytest.raises(DumpError, match="step 1 is missing"):
         choose_steps(tmp_path / "batches", None)
+
+
+def schedule_of(steps: int) -> list[Event]:
+    """What the recorded run would have recorded, with groups of each version finishing in order."""
+    events: list[Event] = []
+    admission = RecordedAdmission(GROUPS, Pace(2, 2, 1), record=events.append)
+    admission.load_state_dict(admission.state_dict())
+    for step in range(steps):
+        admission.set_version(2 * step)
+        for group in admission.admit():
+            admission.finish(group, True, {2 * step})
+        admission.batch(step)
+    return events
+
+
+def write_schedule(run: Path, events: list[Event]) -> None:
+    (run / SCHEDULE_FILE).write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_a_recorded_schedule_is_replayed_first(recorded, tmp_path):
+    assert check_schedule(tmp_path / SCHEDULE_FILE, [0, 1]) == {}
+    events = schedule_of(2)
+    write_schedule(tmp_path, events)
+    schedule = check_schedule(tmp_path / SCHEDULE_FILE, [0, 1])
+    assert [batch.ok for batch in schedule.values()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for step, batch in schedule.items():
+        batch.check(read_batch(recorded / "batches", step))
+    with pytest.raises(ScheduleMismatch, match=r"does not contain step 2, .* \(--steps\)"):
+        check_schedule(tmp_path / SCHEDULE_FILE, [0, 1, 2])
+
+
+def test_a_batch_that_is_not_the_schedule_s_is_not_trained_on(recorded, tmp_path):
+    """Found when the batch is read, before the first step that is wrong."""
+    schedule = {0: ScheduledBatch(0, [0, 1, 2, 9], [], [], Pace(2, 2, 1))}
+    config = replay_config(recorded, tmp_path / "out", [])
+    with pytest.raises(ScheduleMismatch, match=r"step 0: the schedule has groups \[0, 1, 2, 9\], .* \[0, 1, 2, 3\]"):
+        replay_steps(None, config, recorded / "batches", [0], schedule=schedule)  # type: ignore[arg-type]
+
+
+def test_a_schedule_that_does_not_give_its_batches_is_one_message(recorded, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    run = tmp_path / "run"
+    shutil.copytree(recorded, run)
+    events = schedule_of(STEPS)
+    events[-1]["ok"][0] = 1
+    write_schedule(run, events)
+    assert main(["replay", "--run-dir", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert f"event {len(events)} of the schedule (batch): batch of step 2" in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.controller import ATTEMPTS_FILE
+from megarl.rollout.schedule import SCHEDULE_FILE
+from megarl.rollout.schedule_replay import read_schedule, replay_schedule
 from tests.support.configs import config as config_of
 from tests.support.fake_rollout import LocalController, local_controller
 
@@ -376,6 +379,7 @@ def test_a_failure_that_ends_the_run_is_raised_by_every_call_until_begin(local: 
             lambda: controller.set_version(1),
             controller.admit,
             lambda: controller.announce(1),
+            controller.drain,
             lambda: controller.evaluate(0),
             lambda: controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0),
         ]
@@ -388,6 +392,81 @@ def test_a_failure_that_ends_the_run_is_raised_by_every_call_until_begin(local: 
         assert (await controller.wait_batch(0, WAIT_S)).keys == keys_of(*range(GROUPS))
 
     run(scenario)
+
+
+def test_groups_that_start_while_running_responses_end_have_their_whole_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts from when they may begin: otherwise the wait for a publication would cut responses to nothing."""
+    settings = config_of(
+        "model",
+        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
+        rollout={"group_deadline_s": 30.0, "partial_rollout": False},
+        timeouts={"generate_s": 77.0},
+    )
+    local = local_controller(settings, tmp_path, monkeypatch)
+    begins, deadlines = asyncio.Event(), []
+    answer = local.fleet.generate
+
+    async def may_begin() -> None:
+        await begins.wait()
+
+    async def generate(prefix: int, requests: list, *, deadline: Any, **options: Any) -> list:
+        deadlines.append(deadline.at)
+        return await answer(prefix, requests, **options)
+
+    async def scenario() -> None:
+        local.fleet.may_begin, local.fleet.generate = may_begin, generate  # type: ignore[method-assign]
+        await local.controller.drain()
+        assert local.fleet.drained == [77.0]
+        await local.controller.set_version(0)
+        await asyncio.sleep(0.05)
+        assert deadlines == [] and (await local.controller.counters()).in_flight == GROUPS
+        opened = time.monotonic()
+        begins.set()
+        await local.controller.wait_batch(0, WAIT_S)
+        assert len(deadlines) == GROUPS and min(deadlines) >= opened + 30.0
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("dump", [True, False])
+def test_the_schedule_is_recorded_where_batches_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dump: bool
+) -> None:
+    """Over a restart of the trainer, whose second step replaces the one that the checkpoint does not hold."""
+    settings = config_of(
+        "model",
+        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
+        telemetry={"dump_batches": dump},
+        rollout={"journal_s": 0.0},  # the groups of the second step are drawn again
+    )
+    local = local_controller(settings, tmp_path, monkeypatch)
+    local.fleet.failures = {1: TimeoutError("late")}
+    controller, path = local.controller, tmp_path / SCHEDULE_FILE
+
+    async def step(number: int, failed: int) -> None:
+        await controller.set_version(number)
+        await controller.wait_batch(number, WAIT_S)
+        await controller.commit(number, trained=GROUPS - failed, filtered=0, dropped_stale=0, failed=failed)
+
+    async def scenario() -> None:
+        await controller.begin(None)
+        await step(0, 1)
+        state = await controller.state_dict()
+        await step(1, 0)
+        local.fleet.failures[4] = TimeoutError("late")
+        await controller.begin(state)
+        await step(1, 1)
+
+    run(scenario)
+    assert path.is_file() is dump
+    if dump:
+        found = replay_schedule(read_schedule(path))
+        assert {number: (batch.ok, batch.failed) for number, batch in found.items()} == {
+            0: ([0, 2], [1]),
+            1: ([3, 5], [4]),
+        }
 
 
 def test_a_queue_that_fails_ends_the_run(local: LocalController) -> None:

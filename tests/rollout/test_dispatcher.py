@@ -133,7 +133,7 @@ def test_training_that_waits_does_not_hold_back_a_pinned_replica() -> None:
         await asyncio.sleep(0.01)
         assert await place(dispatcher, "evaluation", background=True) == 1 and not held.done()
         dispatcher.pins.release()  # it has missed no version
-        dispatcher.pins_changed()
+        dispatcher.look_again()
         assert await held == 1
 
     run(scenario)

@@ -129,6 +129,19 @@ def test_versions_count_updates_and_are_published_at_the_configs_interval(make_r
     ]
 
 
+def test_without_partial_rollouts_running_responses_end_before_each_publication(
+    make_run: Callable[..., FakeRun],
+) -> None:
+    run = make_run(2, rollout__partial_rollout=False, admission={"mode": "one_step_off"})
+    kinds = ("drain", "announce", "publish", "set version")
+    found = [line for line in journal_of_training(run) if line.startswith(kinds)]
+    assert found == [
+        what
+        for version in range(3)
+        for what in ("drain", f"announce {version}", f"publish {version}", f"set version {version}")
+    ]
+
+
 def test_lost_replicas_get_the_weights_out_of_turn(make_run: Callable[..., FakeRun]) -> None:
     run = make_run(6, admission={"mode": "async", "sync_interval": 4, "max_staleness": 7}, evaluation__sets=[])
     run.timings = {1: {"rollout/replicas_lost": 1.0}}

@@ -75,6 +75,11 @@ class FakeClient:
             raise self._failure
         return BatchReady(step, list(ROWS), Counters(), {"rollout/replicas_alive": 2.0}, [0, 1, 2, 3], [41, 44])
 
+    def drain(self) -> None:
+        self._note("drain")
+        if self._failure is not None:
+            raise self._failure
+
     def announce(self, version: int) -> None:
         self._note(f"announce {version}")
 
@@ -241,6 +246,17 @@ def test_a_failure_of_the_controller_is_raised_on_every_rank(links: Links) -> No
     own, *others = links.run(lambda link: link.take_batch(0, VERSION))
     assert own is links.failure
     assert all(isinstance(each, PeerFailedError) and "no engine" in str(each) for each in others)
+
+
+def test_every_rank_waits_until_running_responses_have_ended(links: Links) -> None:
+    """The other ranks would otherwise wait in a collective of the weight sync, whose time-out is shorter."""
+    assert links.run(lambda link: link.drain()) == [None] * 4
+    assert links.journal.of(0)[3:] == ["drain"]
+    assert not any(what == "drain" for rank, what in links.journal.entries if rank)
+    links.failure = RolloutError("waited 1800 s for replica 0")
+    own, *others = links.run(lambda link: link.drain())
+    assert own is links.failure
+    assert all(isinstance(each, PeerFailedError) and "waited 1800 s" in str(each) for each in others)
 
 
 def test_each_replica_gets_its_own_rows(links: Links) -> None:

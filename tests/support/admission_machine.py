@@ -33,7 +33,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     )
     def start(self, groups: int, pace: Pace, first: int, refill: int, spare: int | None) -> None:
         capacity = None if spare is None else groups + spare
-        self.admission, self.pace = Admission(groups, pace, refill=refill, capacity=capacity), pace
+        self.admission, self.pace = self.make(groups, pace, refill, capacity), pace
         self.replaced: list[int] = []  # since the last step
         self.running: dict[int, int] = {}  # group -> version at its start
         self.oldest: dict[int, int] = {}  # of the groups that have finished
@@ -43,6 +43,9 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.published, self.step = -1, 0
         self.versions: list[int] = []  # all that were published
         self.publish()
+
+    def make(self, groups: int, pace: Pace, refill: int, capacity: int | None) -> Admission:
+        return Admission(groups, pace, refill=refill, capacity=capacity)
 
     def publish(self) -> None:
         self.published = self.updates
@@ -107,7 +110,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule()
     def resume(self) -> None:
         old = self.admission
-        state, fresh = old.state_dict(), Admission(old.groups, self.pace, refill=old.refill, capacity=old.capacity)
+        state, fresh = old.state_dict(), self.make(old.groups, self.pace, old.refill, old.capacity)
         fresh.load_state_dict(state)
         assert fresh.counters.admitted == fresh.counters.settled == len(self.ended)
         assert fresh.admit() == []  # the engines may have no weights yet

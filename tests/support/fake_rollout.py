@@ -153,6 +153,7 @@ class FakeFleet:
     joined: int = 0
     pinned: frozenset[int] = frozenset()
     in_sync: bool = False
+    drained: list[float] = field(default_factory=list)  # the bounds of all calls
 
     async def generate(
         self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None, deadline: Any = None,
@@ -176,6 +177,11 @@ class FakeFleet:
 
     def take_load(self) -> EngineLoad:
         return EngineLoad(0.5, 3, 1)
+
+    async def drain(self, timeout_s: float) -> None:
+        self.drained.append(timeout_s)
+
+    async def may_begin(self) -> None: ...
 
     async def begin_sync(self) -> None:
         self.in_sync = True

@@ -92,6 +92,9 @@ class FakePool(Part):
     def engine_handles(self) -> str:
         return "handles"
 
+    def drain(self) -> None:
+        self._note("drain")
+
     def announce(self, version: int) -> None:
         self._note(f"announce {version}")
 

@@ -16,10 +16,11 @@ import yaml
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.queue.dump import read_batch
 from megarl.telemetry.declarations import REGISTRY
+from tests.support.checkout import ROOT, environment, torchrun
 from tests.support.configs import with_sections
 from tests.support.leftovers import assert_nothing_left, survivors
 from tests.support.run import Run, start, step_records, tiny_config
-from tests.support.tensors import differing
+from tests.support.tensors import Tensors, differing, read_hf
 
 
 def config_of(
@@ -34,6 +35,22 @@ def config_of(
     config["telemetry"] = {"dump_batches": True}
     config["evaluation"]["every"] = 1
     return with_sections(config, sections)
+
+
+def replay(
+    run: Run, out: Path, ranks: int, *overrides: str, checkpoint: int | None = None, steps: int | None = None
+) -> Tensors:
+    """`megarl replay` of a run, from the start or from its checkpoint of a step; the exported policy."""
+    command = torchrun(ranks, "-m", "megarl", "replay", "--run-dir", str(run.directory), "--out", str(out), "--export")
+    command += [f"trainer.gpus={ranks}", *overrides]
+    if checkpoint is not None:
+        command += ["--checkpoint", str(run.directory / "checkpoints" / f"iter_{checkpoint:07d}")]
+    command += ["--steps", str(steps)] if steps is not None else []
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return read_hf(out / "hf")
 
 
 def start_run(config: dict[str, Any], *overrides: str, restarts: int = 0) -> subprocess.Popen[str]:

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from megarl.queue.dump import read_batch
-from tests.support.run import step_records, tiny_config, train
-from tests.support.whole_runs import check_every_group_once
+from megarl.rollout.schedule import SCHEDULE_FILE
+from megarl.rollout.schedule_replay import read_schedule, replay_schedule
+from tests.support.run import Run, step_records, tiny_config, train
+from tests.support.tensors import differing
+from tests.support.whole_runs import check_every_group_once, replay
 
 pytestmark = pytest.mark.engine
 
@@ -18,22 +21,26 @@ STEPS = 8
 
 
 @pytest.mark.parametrize(
-    ("section", "updates", "published", "bound", "pin"),
+    ("section", "updates", "published", "bound", "pin", "partial"),
     [
-        ({"mode": "one_step_off"}, 1, 1, 1, 0),
-        ({"mode": "async", "sync_interval": 4, "max_staleness": 7}, 2, 4, 7, 1),
+        ({"mode": "one_step_off"}, 1, 1, 1, 0, False),
+        ({"mode": "async", "sync_interval": 4, "max_staleness": 7}, 2, 4, 7, 1, True),
     ],
     ids=["one_step_off", "async"],
 )
 def test_generation_runs_ahead_within_the_bound(
-    tmp_path: Path, section: dict[str, Any], updates: int, published: int, bound: int, pin: int
+    tmp_path: Path, section: dict[str, Any], updates: int, published: int, bound: int, pin: int, partial: bool
 ) -> None:
-    """It evaluates meanwhile; with `pin`, one of two replicas keeps its version for that."""
+    """It evaluates meanwhile; with `pin`, one of two replicas keeps its version for that.
+
+    Without partial rollouts each response is of one version.
+    """
     config = tiny_config(tmp_path, steps=STEPS)
     config["admission"] = section
     config["evaluation"] |= {"every": 2, "pin": pin}
     config["rollout"]["replicas"] = 1 + pin
     config["trainer"]["mini_batches"] = updates
+    config["rollout"]["partial_rollout"] = partial
     config["telemetry"] = {"dump_batches": True}
     run = train(config)
     assert run.code == 0, run.output[-4000:]
@@ -46,12 +53,16 @@ def test_generation_runs_ahead_within_the_bound(
         # Its last update is the one in which a token is oldest.
         lags += [batch.version + updates - 1 - row.oldest_version for row in batch.trajectories]
         assert all(span.version % published == 0 for row in batch.trajectories for span in row.versions)
+        assert partial or all(len(row.versions) == 1 for row in batch.trajectories)
     assert updates - 1 < max(lags) <= bound, "nothing was generated ahead, or the bound is passed"
     assert [record["sync/version"] for record in records if "sync/version" in record] == [
         version for version in range(updates, STEPS * updates + 1, updates) if version % published == 0
     ]
     assert records[-1]["total/groups_dropped_stale"] == 0
     check_evaluations(run.directory, updates, every=2, pinned=pin > 0)
+    assert (sum(record["time/drain"] for record in records) > 0) is not partial
+    if partial:
+        check_replay(run, tmp_path / "replay")
 
 
 def check_evaluations(run_dir: Path, updates: int, *, every: int, pinned: bool) -> None:
@@ -66,6 +77,16 @@ def check_evaluations(run_dir: Path, updates: int, *, every: int, pinned: bool) 
         waited = pinned or began in (0, STEPS)
         assert version <= oldest <= newest <= report["step"] * updates and (newest == version or not waited)
     assert any(report["step"] > report["eval/step"] for report in reports), "the trainer waited for every evaluation"
+
+
+def check_replay(run: Run, out: Path) -> None:
+    """The schedule gives the batches again, and training on them the same weights, bit for bit."""
+    schedule = replay_schedule(read_schedule(run.directory / SCHEDULE_FILE))
+    for step in range(STEPS):
+        schedule[step].check(read_batch(run.directory / "batches", step))
+    assert list(schedule) == list(range(STEPS)) and all(each.dropped_stale == 0 for each in schedule.values())
+    replay(run, out, 2)
+    assert differing(run.directory / "hf", out / "hf") == []
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])

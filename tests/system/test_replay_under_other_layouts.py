@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.checkout import ROOT, environment, torchrun
 from tests.support.run import Run, train
 from tests.support.tensors import Tensors, read_hf
-from tests.support.whole_runs import config_of
+from tests.support.whole_runs import config_of, replay
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 DEVIATION = 1e-4  # ||difference|| / ||what the replayed steps have changed||, per tensor
 STEPS = 4
-
-
-def replay(run: Run, out: Path, ranks: int, checkpoint: int, *overrides: str, steps: int | None = None) -> Tensors:
-    """`megarl replay` from a checkpoint of the run under other overrides; the exported policy."""
-    path = run.directory / "checkpoints" / f"iter_{checkpoint:07d}"
-    command = torchrun(ranks, "-m", "megarl", "replay", "--run-dir", str(run.directory), "--out", str(out),
-                       "--checkpoint", str(path), "--export", f"trainer.gpus={ranks}")  # fmt: skip
-    command += [*overrides, *(["--steps", str(steps)] if steps is not None else [])]
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return read_hf(out / "hf")
 
 
 def run_of(directory: Path, parallel: dict[str, Any], family: str) -> Run:
@@ -54,11 +39,11 @@ def test_the_steps_after_the_resume_replay_the_unbroken_run(
     end = read_hf(run.directory / "hf")
     # What the two steps after the checkpoint change: its own weights are those of the first replayed step's start.
     same = [f"trainer.parallel.{key}={value}" for key, value in saved.items()]
-    assert_equal(replay(run, tmp_path / "same", 2, 2, *same), end)
-    middle = replay(run, tmp_path / "one", 2, 2, *same, steps=1)
+    assert_equal(replay(run, tmp_path / "same", 2, *same, checkpoint=2), end)
+    middle = replay(run, tmp_path / "one", 2, *same, checkpoint=2, steps=1)
     for number, (ranks, layout) in enumerate(layouts):
         overrides = [f"trainer.parallel.{key}={value}" for key, value in layout.items()]
-        got = replay(run, tmp_path / f"other{number}", ranks, 2, *overrides)
+        got = replay(run, tmp_path / f"other{number}", ranks, *overrides, checkpoint=2)
         for name, value in end.items():
             moved = float((value - middle[name]).norm())  # by the last step alone: less than the two have
             assert moved > 0 and float((got[name] - value).norm()) <= DEVIATION * moved, name

@@ -86,6 +86,16 @@ def test_engine_time_beyond_the_wait_hides_no_overhead(clock: Clock) -> None:
     assert timer.finish_step(engine_seconds=7.0)["time/overhead"] == pytest.approx(1.0)
 
 
+def test_the_wait_for_running_responses_is_idle_time_in_which_engines_run(clock: Clock) -> None:
+    timer = PhaseTimer(clock)
+    for name, seconds in (("generate", 1.0), ("update", 4.0), ("drain", 3.0), ("sync", 2.0)):
+        with timer.phase(name):  # type: ignore[arg-type]
+            clock.now += seconds
+    step = timer.finish_step(engine_seconds=7.0)
+    assert step["time/drain"] == 3.0 and step["time/overhead"] == 0.0
+    assert step["time/trainer_idle_ratio"] == pytest.approx(4 / 10)
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 50)), max_size=12), st.integers(0, 100))
 def test_phases_add_up(blocks: list[tuple[Phase, int]], engine: int) -> None:

@@ -1,0 +1,160 @@
+"""Replays a recorded schedule (`schedule.py`) through a fresh admission. Pure but for `read_schedule`.
+
+Admission depends on nothing but the events, so the same events must give the same groups and batches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megarl.config.pace import Pace
+from megarl.queue.dump import DumpedBatch
+from megarl.rollout.admission import Admission
+from megarl.rollout.schedule import Event
+
+
+class ScheduleMismatch(ValueError):  # noqa: N818
+    """A schedule is not what its own events give, or not that of the recorded batches; the message names the place."""
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """The groups that a step has taken: trainable ones and failed ones, and those that were replaced before it.
+
+    `pace`: that of the attempt of the run. `dropped_stale`: how many groups were too old; None if the step was not
+    committed.
+    """
+
+    step: int
+    ok: list[int]
+    failed: list[int]
+    replaced: list[int]
+    pace: Pace
+    dropped_stale: int | None = None
+
+    def check(self, batch: DumpedBatch) -> None:
+        """Raise ScheduleMismatch unless a recorded batch has these groups, and as many that are too old."""
+        found = {group: list(rows) for group, rows in groupby(batch.tags, key=lambda tag: tag.group_id)}
+        if (groups := sorted(found)) != (taken := sorted(self.ok + self.failed)):
+            raise ScheduleMismatch(f"step {self.step}: the schedule has groups {taken}, the recorded batch {groups}")
+        oldest = batch.version + self.pace.updates_per_step - 1 - self.pace.max_staleness
+        stale = [group for group in groups if any(not t.failed and t.oldest_version < oldest for t in found[group])]
+        if self.dropped_stale is not None and len(stale) != self.dropped_stale:
+            raise ScheduleMismatch(
+                f"step {self.step}: {self.dropped_stale} groups were dropped as stale, but {len(stale)} of the "
+                f"recorded batch are too old: {stale}"
+            )
+
+
+def read_schedule(path: Path) -> list[Event]:
+    """Return the events of a file; an incomplete last line, of a process that was killed, is left out.
+
+    Raises ScheduleMismatch naming the line that is not an event.
+    """
+    events: list[Event] = []
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = json.loads(line)
+            known = event["event"] in _EVENTS
+        except (ValueError, TypeError, KeyError):
+            known = False
+        if not known:
+            raise ScheduleMismatch(f"{path}, line {number}: no event of a schedule: {line[:80]!r}")
+        events.append(event)
+    return events
+
+
+def replay_schedule(events: Iterable[Event]) -> dict[int, ScheduledBatch]:
+    """Replay all attempts of a run; return the batches of the last history by step.
+
+    Raises ScheduleMismatch naming the first event, counted from 1 as the lines of the file, at which admission decides
+    something else than was recorded, or which it refuses.
+    """
+    replay = _Replay()
+    for number, event in enumerate(events, start=1):
+        try:
+            _EVENTS[event["event"]](replay, event)
+        except (ScheduleMismatch, ValueError, KeyError, TypeError) as error:
+            text = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ScheduleMismatch(f"event {number} of the schedule ({event['event']}): {text}") from error
+    return replay.batches
+
+
+class _Replay:
+    """An admission, and the batches that it has given so far."""
+
+    def __init__(self) -> None:
+        self.batches: dict[int, ScheduledBatch] = {}
+        self._current: Admission | None = None
+
+    @property
+    def admission(self) -> Admission:
+        if self._current is None:
+            raise ScheduleMismatch("no attempt of the run has begun")
+        return self._current
+
+    def begin(self, event: Event) -> None:
+        pace = Pace(**event["pace"])
+        self._current = Admission(
+            event["groups"], pace, refill=event["refill"], capacity=event["capacity"], steps=event["steps"]
+        )
+        self._current.load_state_dict(event["state"], event["attempts"])
+        steps = event["state"]["steps"]
+        self.batches = {step: batch for step, batch in self.batches.items() if step < steps}
+
+    def announce(self, event: Event) -> None:
+        self.admission.announce(event["version"])
+
+    def set_version(self, event: Event) -> None:
+        self.admission.set_version(event["version"])
+
+    def admit(self, event: Event) -> None:
+        _same("groups that start", event["groups"], self.admission.admit())
+
+    def keep(self, event: Event) -> None:
+        started = self.admission.keep({group: frozenset(versions) for group, versions in event["kept"]})
+        _same("groups that are used again", event["started"], started)
+
+    def finish(self, event: Event) -> None:
+        self.admission.finish(event["group"], event["ok"], event["versions"])
+
+    def replace(self, event: Event) -> None:
+        _same("whether the group is replaced", True, self.admission.replace(event["group"], event["versions"]))
+
+    def batch(self, event: Event) -> None:
+        step = event["step"]
+        taken = self.admission.batch(step)
+        _same(f"batch of step {step} (trainable, failed)", (event["ok"], event["failed"]), taken)
+        _same(f"groups replaced before step {step}", event["replaced"], self.admission.replaced(step))
+        pace = self.admission.pace
+        self.batches[step] = ScheduledBatch(step, event["ok"], event["failed"], event["replaced"], pace)
+
+    def commit(self, event: Event) -> None:
+        step, numbers = event["step"], {name: event[name] for name in _ENDS}
+        self.admission.commit(step, **numbers)
+        self.batches[step] = replace(self.batches[step], dropped_stale=numbers["dropped_stale"])
+
+
+_ENDS: Sequence[str] = ("trained", "filtered", "dropped_stale", "failed")
+_EVENTS = {
+    "begin": _Replay.begin,
+    "announce": _Replay.announce,
+    "set_version": _Replay.set_version,
+    "admit": _Replay.admit,
+    "keep": _Replay.keep,
+    "finish": _Replay.finish,
+    "replace": _Replay.replace,
+    "batch": _Replay.batch,
+    "commit": _Replay.commit,
+}
+
+
+def _same(what: str, recorded: Any, replayed: Any) -> None:
+    if recorded != replayed:
+        raise ScheduleMismatch(f"{what}: recorded {recorded}, replayed {replayed}")

@@ -1,0 +1,79 @@
+"""What admission was asked and what it decided, recorded as the events happen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.config.pace import Pace
+from megarl.rollout.admission import Admission
+from megarl.rollout.schedule import Event, RecordedAdmission, ScheduleFile
+from megarl.rollout.schedule_replay import ScheduleMismatch, read_schedule
+
+
+def test_events_are_recorded_in_their_order_and_only_if_they_change_something() -> None:
+    events: list[Event] = []
+    admission = RecordedAdmission(1, Pace(), refill=1, capacity=4, record=events.append)
+    admission.load_state_dict(admission.state_dict(), attempts=2)
+    admission.announce(0)
+    assert admission.admit() == [] and admission.batch(0) is None
+    admission.set_version(0)
+    assert admission.admit() == [0] and admission.replace(0, {0}) and admission.admit() == [1]
+    assert not admission.replace(1, {0})
+    with pytest.raises(ValueError, match="not in flight"):
+        admission.finish(0, True)
+    admission.finish(1, False, {0})
+    assert admission.batch(0) == admission.batch(0) == ([], [1])
+    with pytest.raises(ValueError, match="do not account"):
+        admission.commit(0, trained=1, filtered=0, dropped_stale=0, failed=0)
+    admission.commit(0, trained=0, filtered=1, dropped_stale=0, failed=1)
+    begin, *others = json.loads(json.dumps(events))
+    pace = {"updates_per_step": 1, "sync_interval": 1, "max_staleness": 0}
+    settings = {"groups": 1, "refill": 1, "capacity": 4, "steps": None, "pace": pace, "attempts": 2}
+    assert begin == {"event": "begin", **settings, "state": Admission(1, Pace()).state_dict()}
+    assert others == [
+        {"event": "announce", "version": 0},
+        {"event": "set_version", "version": 0},
+        {"event": "admit", "groups": [0]},
+        {"event": "replace", "group": 0, "versions": [0]},
+        {"event": "admit", "groups": [1]},
+        {"event": "finish", "group": 1, "ok": False, "versions": [0]},
+        {"event": "batch", "step": 0, "ok": [], "failed": [1], "replaced": [0]},
+        {"event": "commit", "step": 0, "trained": 0, "filtered": 1, "dropped_stale": 0, "failed": 1},
+    ]
+
+
+def test_groups_that_are_used_again_after_a_resume_are_recorded() -> None:
+    events: list[Event] = []
+    admission = RecordedAdmission(2, Pace(1, 1, 1), record=events.append)
+    admission.load_state_dict(admission.state_dict())
+    admission.set_version(3)
+    assert admission.keep({4: {2, 3}, 0: {3}}) == [4, 0]
+    assert events[-1] == {"event": "keep", "kept": [[4, [2, 3]], [0, [3]]], "started": [4, 0]}
+
+
+def test_a_file_that_a_killed_process_has_left_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.jsonl"
+    file = ScheduleFile(path)
+    file.write({"event": "announce", "version": 0})
+    assert [event["version"] for event in read_schedule(path)] == [0], "an event is in the file at once"
+    with path.open("a") as torn:
+        torn.write('{"event":"announce","ver')
+    assert [event["version"] for event in read_schedule(path)] == [0]
+    another = ScheduleFile(path)
+    another.write({"event": "announce", "version": 1})
+    another.close()
+    path.rename(tmp_path / "moved aside")
+    another.write({"event": "announce", "version": 2})
+    assert [event["version"] for event in read_schedule(tmp_path / "moved aside")] == [0, 1]
+    assert [event["version"] for event in read_schedule(path)] == [2]
+
+
+@pytest.mark.parametrize("line", ['{"event":"announce"', '{"event":"begun"}', "[1]", "{}", ""])
+def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "schedule.jsonl"
+    path.write_text('{"event":"announce","version":0}\n' + line + "\n")
+    with pytest.raises(ScheduleMismatch, match=r"schedule.jsonl, line 2: no event of a schedule"):
+        read_schedule(path)
