@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ import torch
 from megarl.common.errors import WeightSyncError
 from megarl.weights import replica_calls
 from megarl.weights.bucket_packer import BucketPacker
-from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket
+from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket, bucket_plan
+from megarl.weights.schedule import schedule
 from megarl.weights.sender import SyncSettings, WeightSender
-from tests.support.fake_engines import FakePool, FakeReplica, ListExporter, random_tensors
+from tests.support.fake_engines import FakePool, FakeReplica, ListExporter, ListGather, random_tensors
 
 SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport="gloo")
 
@@ -241,6 +243,23 @@ def test_a_sync_brings_the_same_bits_whatever_is_staged() -> None:
         assert sender._packer is not None
         assert len(sender._packer._buffers) == {0: 2, 3 * 8192: 3, 2**20: len(sender.plan.buckets)}[staging_bytes]
     assert received[0] == received[1] == received[2]
+
+
+def test_the_exporter_is_told_the_order_of_the_gathers() -> None:
+    """A rank sends from the same memory in each second gather of the exporter's list, so the order must be that one."""
+    exporter = ListExporter(random_tensors(), 0, lambda name: 1 if name > "layers.2" else 0)
+    sender = WeightSender(with_settings(staging_bytes=3 * 8192), exporter)
+    sender._plan = bucket_plan(exporter.manifest(), 8192, None)
+    with patch.object(exporter, "gathers", wraps=exporter.gathers) as gathers:
+        sender._lay_out_buckets(None)
+    told = [request.rows for request in gathers.call_args.args[0]]
+    order = [each.bucket for each in schedule(sender.plan, 3) if each.kind == "gather"]
+    assert order != sorted(order, key=lambda bucket: bucket.index)
+    assert [[rows.tensor for rows in each] for each in told] == [[p.tensor for p in b.pieces] for b in order]
+    for bucket, gather in zip(sender.plan.buckets, sender._gathers, strict=True):
+        assert (gather is None) == (bucket.owner == 1)
+        if isinstance(gather, ListGather):
+            assert [rows.tensor for rows in gather._request.rows] == [piece.tensor for piece in bucket.pieces]
 
 
 def assert_untouched(pool: FakePool) -> None:
