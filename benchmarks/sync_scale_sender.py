@@ -72,6 +72,7 @@ def one_sender(plan: BucketPlan, parts: dict[int, TensorPart]) -> Callable[[], N
     """Return a function that makes one sync on a sender, whose broadcasts do nothing, with a real store."""
     from megarl.models.gather import GlooWaiter, build_gathers
     from megarl.weights.bucket_packer import BucketPacker
+    from megarl.weights.schedule import schedule
     from megarl.weights.sending import Sending
     from megarl.weights.store import SyncStore
     from megarl.weights.transport import Group, GroupMembers
@@ -90,7 +91,7 @@ def one_sender(plan: BucketPlan, parts: dict[int, TensorPart]) -> Callable[[], N
     def sync() -> None:
         number = next(syncs)
         group.begin(number, len(plan.buckets), 60.0)
-        sending = Sending(group, plan, gathers, packer, 0, number)
+        sending = Sending(group, schedule(plan), gathers, packer, 0, number)
         sending.run()
         assert len(sending.digests) == len(plan.buckets)
         store.put_once(end_key(group.stage), {"status": "published"})

@@ -19,6 +19,7 @@ from megarl.common.errors import PeerTimeout
 from megarl.models.gather import GatherRequest
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import BucketPlan, TensorSpec, bucket_plan
+from megarl.weights.schedule import schedule
 from megarl.weights.sending import Sending
 from megarl.weights.store import SyncStore
 from megarl.weights.transport import Group, GroupMembers, await_members
@@ -74,7 +75,7 @@ def rows(where: Where, streams: Streams, occupied_s: float) -> list[Row]:
         gathers = [OwnRows(weights, request) for request in packer.requests()]
 
         def publish(version: int) -> tuple[float, dict[int, int]]:
-            sending = Sending(group, plan, gathers, packer, 0, version)
+            sending = Sending(group, schedule(plan), gathers, packer, 0, version)
             group.begin(version, len(plan.buckets), LIMIT_S)
             started = time.perf_counter()
             sending.run()

@@ -73,7 +73,8 @@ def check(config: Config, *, device: Device | None = None, files: bool = True) -
     problems += list(evaluation_problems(config)) + list(_deadlines(config)) + list(liveness_problems(config))
     problems += list(_checkpoint(config)) + list(_functions(config))
     problems += list(layout_checks.megatron_problems(config, device))
-    problems += list(engine_problems(config)) + list(_transport(config, device)) + list(launch_problems(config))
+    problems += list(engine_problems(config)) + list(_transport(config, device)) + list(_staging(config))
+    problems += list(launch_problems(config))
     try:
         resolve_pools(config)
     except ConfigError as error:
@@ -233,6 +234,16 @@ def _import_path(key: str, function: str, neither: str) -> Iterator[str]:
 def _transport(config: Config, device: Device) -> Iterator[str]:
     if config.weight_sync.transport == "nccl" and device == "cpu":
         yield "weight_sync.transport: nccl needs GPUs, and this run would have none; use auto or gloo"
+
+
+def _staging(config: Config) -> Iterator[str]:
+    given, bucket = config.weight_sync.staging_gib * 1024, config.weight_sync.bucket_mb
+    if 0 < given < 3 * bucket:
+        yield (
+            f"weight_sync.staging_gib: {config.weight_sync.staging_gib:g} GiB hold fewer than 3 buckets of {bucket:g} "
+            "MiB (weight_sync.bucket_mb), and 2 are used without it; raise it to at least "
+            f"{3 * bucket / 1024:g}, lower weight_sync.bucket_mb, or set 0"
+        )
 
 
 def launch_problems(config: Config) -> Iterator[str]:

@@ -111,7 +111,7 @@ def _stage_memory(
         kept = not cuda or config.reference.placement == "gpu"
         terms.append(Term("reference weights", _raw_weights(config, info, layout, stage),
                           "always" if kept else "log-probs"))  # fmt: skip
-    terms.append(Term("sync buckets", 3 * _bucket(config, info) + _largest_tensor(config, info), "sync"))
+    terms.append(Term("sync buckets", _built_buckets(config, info) + _largest_tensor(config, info)))
     if cuda:
         terms.append(Term("CUDA and NCCL", TRAINER_OVERHEAD, note="estimate"))
     return Memory(tuple(terms), limit)
@@ -124,10 +124,24 @@ def _raw_weights(config: Config, info: ModelInfo, layout: Layout, stage: int) ->
     return numel * bytes_per_element(config.trainer.precision)
 
 
+def _whole_model(config: Config, info: ModelInfo) -> int:
+    """Return the bytes that a sync sends."""
+    return model_parameters(info)[0] * bytes_per_element(config.trainer.precision)
+
+
 def _bucket(config: Config, info: ModelInfo) -> int:
     """Return the bytes of one sync bucket, at most those of the whole model."""
-    whole = model_parameters(info)[0] * bytes_per_element(config.trainer.precision)
-    return min(int(config.weight_sync.bucket_mb * MIB), whole)
+    return min(int(config.weight_sync.bucket_mb * MIB), _whole_model(config, info))
+
+
+def _built_buckets(config: Config, info: ModelInfo) -> int:
+    """Return the bytes of a trainer rank's buffers for its own buckets, and of the one for those of others.
+
+    They are kept between syncs, because all views of them are made once.
+    """
+    bucket = _bucket(config, info)
+    staged = min(int(config.weight_sync.staging_gib * GIB), _whole_model(config, info))
+    return max(2 * bucket, staged) + bucket
 
 
 def _largest_tensor(config: Config, info: ModelInfo) -> int:

@@ -340,6 +340,12 @@ class WeightSyncConfig(Section):
     """The transfer of weights from the trainer to the engines."""
 
     bucket_mb: float = Field(64.0, gt=0, description="Bucket size, MiB.")
+    staging_gib: float = Field(
+        0.0,
+        ge=0,
+        description="GPU memory (without GPUs: main memory) of each trainer rank for buckets that are built while the "
+        "engines still generate, GiB. 0: two buckets. With the size of the model, engines pause for the load only.",
+    )
     transport: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo without.")
     recompute_kv: bool = Field(True, description="Recompute KV caches of in-flight requests after a sync.")
     restarts: int = Field(

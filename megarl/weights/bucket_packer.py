@@ -15,6 +15,7 @@ import torch
 from megarl.models.gather import GatherRequest, Rows
 from megarl.weights.buckets import Bucket, BucketPlan, BucketSlice, TensorSpec
 from megarl.weights.digest import digest
+from megarl.weights.schedule import LEAST_BUFFERS
 
 
 @dataclass
@@ -31,20 +32,22 @@ class _Place:
 
 
 class BucketPacker:
-    """Builds the buckets of one trainer rank in two buffers, in turn. Kept between syncs."""
+    """Builds the buckets of one trainer rank in a ring of buffers. Kept between syncs."""
 
-    def __init__(self, plan: BucketPlan, rank: int, device: torch.device) -> None:
+    def __init__(self, plan: BucketPlan, rank: int, device: torch.device, buffers: int = LEAST_BUFFERS) -> None:
+        """`buffers`: the most in the ring, as in `schedule`; it has no more than this rank has buckets."""
         self._plan, self.device = plan, device
         own = [bucket for bucket in plan.buckets if bucket.owner == rank]
         others = [bucket.wire_bytes for bucket in plan.buckets if bucket.owner != rank]
-        size = max((bucket.wire_bytes for bucket in own), default=0)
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in own[:2]]
+        # Each is as large as the largest of its buckets, so together they are never larger than all buckets.
+        sizes = [max(bucket.wire_bytes for bucket in own[place::buffers]) for place in range(min(buffers, len(own)))]
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         self.scratch_B = torch.empty(max(others, default=0), dtype=torch.uint8, device=device)
         self._rows_B = torch.empty(self._rows_bytes(own), dtype=torch.uint8, device=device)
         self._places: dict[int, _Place] = {}
         self._targets: dict[int, list[torch.Tensor]] = {}
         for number, bucket in enumerate(own):
-            self._lay_out(bucket, self._buffers[number % 2])
+            self._lay_out(bucket, self._buffers[number % buffers])
 
     def requests(self) -> list[GatherRequest]:
         """Return for each bucket of the plan the rows that it is made of; those of own buckets have their targets."""

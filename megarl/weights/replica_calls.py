@@ -1,9 +1,10 @@
 """The leader's part of a weight sync: calls to the replicas, checks before a version is published, causes of failures.
 
-Order of one sync, over all replicas: pause -> start -> update (all buckets) -> compare every worker's digests with the
-senders' -> finish, which sets the version -> resume. After a failure between start and finish the replicas are never
-resumed, and must be restarted. A replica that keeps its version goes through the same calls, because all members take
-part in a broadcast; it drops what it receives, and keeps its KV cache and its label.
+Order of one sync, over all replicas: wait until the leader has staged its first buckets, while they generate -> pause
+-> start -> update (all buckets) -> compare every worker's digests with the senders' -> finish, which sets the version
+-> resume. After a failure between start and finish the replicas are never resumed, and must be restarted. A replica
+that keeps its version goes through the same calls, because all members take part in a broadcast; it drops what it
+receives, and keeps its KV cache and its label.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class SyncReport:
     pause_seconds: (
         float  # from the first call of `pause` (a replica stops before it answers) until the last one has resumed
     )
-    phases: dict[str, float] = field(default_factory=dict)  # seconds by the called method
+    phases: dict[str, float] = field(default_factory=dict)  # seconds by the called method; "stage": before all calls
     restarted: tuple[str, ...] = ()  # replicas that were restarted before the sync succeeded
 
 
@@ -82,6 +83,7 @@ class EngineCalls:
         self._recompute_kv = recompute_kv
         # The replicas of this generation: the pool may drop a dead replica, but the error must still name it.
         self._replicas: list[ReplicaHandle] = []
+        self._called = True  # whether the replicas may have been told of the current sync
 
     def members(self, generation: int, senders: Sequence[int], backend: str, sync_s: float) -> GroupMembers:
         """Return the members of a new generation. Asks every replica for its number of workers."""
@@ -116,11 +118,19 @@ class EngineCalls:
             raise self._not_reached(error, replicas) from error
 
     def publish(
-        self, group: Group, plan: BucketPlan, sync: int, version: int, timeout_s: float, keep: Collection[str] = ()
+        self,
+        group: Group,
+        plan: BucketPlan,
+        sync: int,
+        version: int,
+        timeout_s: float,
+        staged: threading.Event,
+        keep: Collection[str] = (),
     ) -> SyncReport:
         """Take all replicas through one sync, in which `group` has begun. Does not end the sync if it succeeds.
 
-        `keep`: the names of replicas that keep their weights and their version.
+        `staged`: set when the leader has staged its first buckets; until then the replicas generate. `keep`: the names
+        of replicas that keep their weights and their version.
 
         Raises:
             WeightSyncError: with the failed members and the replicas that must be restarted.
@@ -129,7 +139,7 @@ class EngineCalls:
         started = time.perf_counter()
         deadline = time.monotonic() + timeout_s
         phases: dict[str, float] = {}
-        phase = "pause"
+        phase, self._called = "stage", False
         info = {"sync": sync, "version": version, "layer_span": plan.layer_span, "plan_hash": plan.hash}
         release = _Release(group.aborted, group.post_abort)
 
@@ -146,6 +156,9 @@ class EngineCalls:
             return returned
 
         try:
+            _await_staged(staged, group, timeout_s)
+            phases[phase] = time.perf_counter() - started
+            phase, self._called = "pause", True
             pause_begun = time.monotonic()
             call("pause", self._recompute_kv, kept=(False,))
             phase = "start"
@@ -205,7 +218,9 @@ class EngineCalls:
     ) -> WeightSyncError:
         """Return the error with the members that failed, the replicas to restart, and the reasons."""
         group.post_abort(f"the sync failed during {phase}: {_brief(error)}")
-        answers = self._answers(group)
+        # Before its update no engine takes part in broadcasts: that it is silent then says nothing.
+        takers = group.names if phase in ("update", "finish", "resume") else group.names[: len(group.members.senders)]
+        answers = self._answers(group, takers)
         reports = self._failure_reports(group)
         if isinstance(error, DigestMismatch):
             cause = FailureCause(error.failed_members, (str(error),))
@@ -222,10 +237,14 @@ class EngineCalls:
                 for index, failure in failures.items()
                 if index not in reported
             ]
-            cause = find_cause(list(reports.values()), calls, answers, group.names)
+            cause = find_cause(list(reports.values()), calls, answers, takers)
         reasons, failed_members = cause.reasons or (str(error),), cause.failed_members
-        names = [replica.name for replica in replicas]
-        needs_restart = names_of(group.members, failed_members) if phase == "pause" else names
+        if phase == "stage":  # no replica was called: all go on with the weights they have
+            needs_restart = []
+        elif phase == "pause":
+            needs_restart = names_of(group.members, failed_members)
+        else:
+            needs_restart = [replica.name for replica in replicas]
         message = (
             f"weight sync of version {version} failed during {phase}: {'; '.join(reasons)}. "
             f"The version is not published; replicas to restart: {', '.join(needs_restart) or 'none'}"
@@ -233,10 +252,10 @@ class EngineCalls:
         logger.error("%s", message)
         return WeightSyncError(message, version=version, failed_members=failed_members, needs_restart=needs_restart)
 
-    def _answers(self, group: Group) -> list[Answer]:
-        """Return what the members were doing when the sync failed, of those that answer in time."""
-        workers = group.names[len(group.members.senders) :]
-        keys = [answer_key(group.stage, name) for name in (*self._trainers, *workers)]
+    def _answers(self, group: Group, takers: Sequence[str]) -> list[Answer]:
+        """Return what the trainer ranks and `takers` were doing when the sync failed, of those that answer in time."""
+        names = dict.fromkeys((*self._trainers, *takers))
+        keys = [answer_key(group.stage, name) for name in names]
         self._store.block_all(keys, ANSWER_S)
         found = [self._store.get(key) for key in keys]
         return [Answer.from_json(fields) for fields in found if fields is not None]
@@ -254,10 +273,11 @@ class EngineCalls:
     def after_failure(self, failure: WeightSyncError) -> None:
         """Make the replicas that must be restarted refuse requests; resume the others with the version they have.
 
-        All at the same time: the trainer ranks wait for the outcome, and a replica that hangs takes EXTRA_WAIT_S to
-        refuse requests, or `rpc_s` to resume.
+        If the sync failed before they were paused, they are left alone. All at the same time: the trainer ranks wait
+        for the outcome, and a replica that hangs takes EXTRA_WAIT_S to refuse requests, or `rpc_s` to resume.
         """
-        for call in [BackgroundCall(self._release_replica, replica, failure) for replica in self._replicas]:
+        replicas = self._replicas if self._called else []
+        for call in [BackgroundCall(self._release_replica, replica, failure) for replica in replicas]:
             call.result()
 
     def _release_replica(self, replica: ReplicaHandle, failure: WeightSyncError) -> None:
@@ -332,6 +352,24 @@ class _Release:
 
     aborted: Callable[[], bool]
     abort: Callable[[str], None]
+
+
+def _await_staged(staged: threading.Event, group: Group, timeout_s: float) -> None:
+    """Wait until the leader has staged its first buckets, for `timeout_s` seconds and EXTRA_WAIT_S.
+
+    The members' own deadlines come first: their errors name the rank that is missing.
+
+    Raises:
+        SyncAborted: a member has failed.
+        PeerTimeout: the leader's own thread does not come to a wait that could end.
+    """
+    wait_s = timeout_s + EXTRA_WAIT_S
+    deadline = time.monotonic() + wait_s
+    while not staged.wait(POLL_S):
+        if group.aborted():
+            raise SyncAborted(group.abort_reason or "")
+        if time.monotonic() > deadline:
+            raise PeerTimeout(f"{group.name} waited {wait_s:.1f} s for its own first buckets to be gathered")
 
 
 def _bound_call(replica: ReplicaHandle, method: str, args: tuple[object, ...], timeout_s: float) -> Callable[[], Any]:

@@ -2,8 +2,9 @@
 
 There are three roles, often in one process. Ranks that hold parts of tensors take part in gathers, ranks that own
 tensors also pack them into buckets and broadcast these (`sending.py`). The leader, rank 0, calls the engines in a
-second thread, through `replica_calls.py`, and sends the outcome to all ranks. If engines failed, the trainer ranks
-complete the gathers that are left, so that their groups stay in step and the sync can be repeated.
+second thread, through `replica_calls.py`, once it has staged its first buckets, and sends the outcome to all ranks. If
+engines failed, the trainer ranks complete the gathers that are left, so that their groups stay in step and the sync can
+be repeated.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import RELOAD_LAYER_SPAN, BucketPlan, ManifestEntry, bucket_plan
 from megarl.weights.handles import EngineHandles
 from megarl.weights.replica_calls import EngineCalls, SyncReport
+from megarl.weights.schedule import LEAST_BUFFERS, Order, schedule
 from megarl.weights.sending import RowGather, Sending
 from megarl.weights.store import SyncStore
 from megarl.weights.transport import Group, GroupMembers, await_members, end_forming, names_of
@@ -57,6 +59,7 @@ class SyncSettings:
     """The options of a sync; `_s` in seconds, `_bytes` in bytes. The defaults are those of the config."""
 
     bucket_bytes: int = int(_SYNC.bucket_mb * 2**20)
+    staging_bytes: int = int(_SYNC.staging_gib * 2**30)
     transport: str = _SYNC.transport
     recompute_kv: bool = _SYNC.recompute_kv
     sync_s: float = _TIMEOUTS.weight_sync_s
@@ -69,6 +72,7 @@ class SyncSettings:
         """Read the options from a config."""
         return cls(
             bucket_bytes=int(config.weight_sync.bucket_mb * 2**20),
+            staging_bytes=int(config.weight_sync.staging_gib * 2**30),
             transport=config.weight_sync.transport,
             recompute_kv=config.weight_sync.recompute_kv,
             sync_s=config.timeouts.weight_sync_s,
@@ -76,6 +80,11 @@ class SyncSettings:
             restart_s=config.timeouts.engine_start_s,
             restarts=config.weight_sync.restarts,
         )
+
+    @property
+    def buffers(self) -> int:
+        """The most buffers in which an owner builds its buckets, the same on all ranks."""
+        return max(LEAST_BUFFERS, self.staging_bytes // self.bucket_bytes)
 
     @property
     def backend(self) -> str:
@@ -101,6 +110,7 @@ class WeightSender:
         self._engines: EngineCalls | None = None
         self._group: Group | None = None
         self._packer: BucketPacker | None = None
+        self._order: Order = ()
         self._gathers: Sequence[RowGather | None] = ()
         self._generation = -1
         self._formed = False
@@ -176,13 +186,22 @@ class WeightSender:
         self._formed = False
 
     def _lay_out_buckets(self, layer_span: int | None) -> None:
-        """Make the plan, this rank's buffers and its part of every bucket's gather. `layer_span`: see `bucket_plan`."""
+        """Make the plan, the order of operations, this rank's buffers and its part of every bucket's gather.
+
+        `layer_span`: see `bucket_plan`.
+        """
         if layer_span != self.plan.layer_span:
             self._plan = bucket_plan(self.plan.specs, self.settings.bucket_bytes, layer_span)
         backend = self.settings.backend
         device = torch.device(BACKENDS[backend].device)
-        packer = BucketPacker(self.plan, self._rank, device)
-        self._gathers = self._exporter.gathers(packer.requests(), device)
+        packer = BucketPacker(self.plan, self._rank, device, self.settings.buffers)
+        self._order = schedule(self.plan, self.settings.buffers)
+        # The exporter is told the order of the gathers: in each second one a rank sends from the same memory.
+        requests = packer.requests()
+        gathered = [operation.bucket.index for operation in self._order if operation.kind == "gather"]
+        gathers = self._exporter.gathers([requests[index] for index in gathered], device)
+        by_bucket = dict(zip(gathered, gathers, strict=True))
+        self._gathers = [by_bucket[bucket.index] for bucket in self.plan.buckets]
         self._packer = packer if self._rank in self.plan.owners else None
 
     def _open_store(self) -> SyncStore:
@@ -299,10 +318,11 @@ class WeightSender:
         sync, self._sync = self._sync, self._sync + 1
         group, started, limit_s = self._group, time.perf_counter(), self.settings.sync_s
         group.begin(sync, len(self.plan.buckets), limit_s)
+        sending = Sending(group, self._order, self._gathers, self._packer, self._rank, version)
         engines = None
         if self._engines is not None:
-            engines = BackgroundCall(self._engines.publish, group, self.plan, sync, version, limit_s, keep)
-        sending = Sending(group, self.plan, self._gathers, self._packer, self._rank, version)
+            publish = self._engines.publish
+            engines = BackgroundCall(publish, group, self.plan, sync, version, limit_s, sending.staged, keep)
         error: Exception | None = None
         try:
             sending.run()

@@ -1,28 +1,34 @@
 """One trainer rank's part in a weight sync: it takes part in gathers, and in broadcasts if it owns tensors.
 
-Every rank walks the buckets in the plan's order on one thread. For bucket k the ranks that hold a part of its tensors
-gather them on its owner, G(k); then all senders and all engine workers broadcast it, B(k). So every rank begins its
-operations in the order G(0) B(0) G(1) B(1) ..., and leaves out those that it takes no part in.
+Every rank goes through the same order of operations (`schedule.py`) on one thread, and leaves out those that it takes
+no part in. In the gather of bucket k, G(k), the ranks that hold a part of its tensors bring them to its owner, which
+then adds the digest; in its broadcast, B(k), all senders and all engine workers take part. With two buffers and one
+owner the order is G(0) B(0) G(1) B(1) ...; with more buffers more gathers come before B(0), while the engines still
+generate. `Sending.staged` tells the leader when this rank has done its part in those: then the engines are paused.
 
-Why there can be no deadlock, however many queues the hardware has: consider the first operation X of this order that
+Why there can be no deadlock, however many queues the hardware has: consider the first operation X of the order that
 has not ended. Before a rank begins an operation it waits for nothing but earlier operations of the order, which have
-all ended; so all that take part in X have begun it, or will. On the device X can only be behind operations that the
-rank began before it (even if all streams share one queue, CUDA_DEVICE_MAX_CONNECTIONS=1), and these have ended too. So
-X runs, and ends. Copies and digests are in no circle: they wait for nobody.
+all ended; so all that take part in X have begun it, or will. This holds for the engines too, because the leader calls
+them as soon as it has come to the first broadcast, and so has ended what is staged. On the device X can only be behind
+operations that the rank began before it (even if all streams share one queue, CUDA_DEVICE_MAX_CONNECTIONS=1), and these
+have ended too. So X runs, and ends. Copies and digests are in no circle: they wait for nobody. The argument needs one
+total order, which order it is does not matter.
 
-Without this order there is a circle, e.g. if one thread gathers and another one broadcasts, with tensor parallel ranks
-0 and 1 that both own experts. Rank 1 sends its half of a layer's attention to rank 0; everything that rank 1 issues on
-the same stream, or hardware queue, now waits for that send. Its next broadcast is issued there. Rank 0 does not receive
-yet, because both its buffers are full; they are broadcast only after that broadcast of rank 1.
+Without such an order there is a circle, e.g. if one thread gathers and another one broadcasts, with tensor parallel
+ranks 0 and 1 that both own experts. Rank 1 sends its half of a layer's attention to rank 0; everything that rank 1
+issues on the same stream, or hardware queue, now waits for that send. Its next broadcast is issued there. Rank 0 does
+not receive yet, because all its buffers are full; they are broadcast only after that broadcast of rank 1.
 
-B(k) runs while G(k + 1) and the digest of bucket k + 1 do: an owner has two buffers, and waits for B(k) only when the
-buffer is needed again. Nothing is written into a buffer in flight: `BucketPacker.seal` reads the digest, which proves
-that the buffer was written, and the end of a broadcast is observed before the buffer is used again.
+B(k) runs while the gather that follows it in the order, and its digest, do. Only one broadcast runs then: those before
+B(k) are waited for when B(k) has begun. So the buffer of that gather is free, as `schedule` has arranged it. Nothing is
+written into a buffer in flight: `BucketPacker.seal` reads the digest, which proves that the buffer was written, and the
+end of a broadcast is observed before the buffer is used again.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,7 +38,8 @@ import torch
 
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted, WeightSyncError
 from megarl.weights.bucket_packer import BucketPacker
-from megarl.weights.buckets import Bucket, BucketPlan
+from megarl.weights.buckets import Bucket
+from megarl.weights.schedule import Order
 from megarl.weights.transport import POLL_S, Group, PendingBroadcast
 
 logger = logging.getLogger(__name__)
@@ -70,18 +77,22 @@ class Sending:
     def __init__(
         self,
         group: Group,
-        plan: BucketPlan,
+        order: Order,
         gathers: Sequence[RowGather | None],
         packer: BucketPacker | None,
         rank: int,
         version: int,
     ) -> None:
-        """`gathers`: one per bucket, None where this rank takes no part. `packer`: None on a rank that owns nothing."""
-        self._group, self._plan, self._gathers, self._packer = group, plan, gathers, packer
+        """`gathers`: one per bucket, None where this rank takes no part. `packer`: None on a rank that owns nothing.
+
+        `order`: of the operations, made for as many buffers as each owner's packer has.
+        """
+        self._group, self._order, self._gathers, self._packer = group, order, gathers, packer
         self._rank, self._version = rank, version
         self._posted: deque[tuple[int, RowGather]] = deque()  # gathers in which this rank sends, by bucket
         self._broadcasts: deque[tuple[Bucket, PendingBroadcast]] = deque()  # at most two
-        self._next = 0  # the first bucket whose gather has not been posted
+        self._next = 0  # the place in the order from which on no gather has been posted
+        self.staged = threading.Event()  # this rank has sealed its buckets that are gathered before all broadcasts
         self.digests: dict[int, int] = {}
         self.seconds = {"gather": 0.0, "digest": 0.0, "broadcast": 0.0}
 
@@ -94,10 +105,13 @@ class Sending:
                 failure was reported, and all members were released. So with every other exception.
         """
         try:
-            for bucket in self._plan.buckets:
-                self._begin_gather(bucket, self._check_gather)
-                if self._packer is not None:
-                    self._broadcast(bucket)
+            for place, operation in enumerate(self._order):
+                if operation.kind == "gather":
+                    self._begin_gather(place, self._check_gather)
+                    self._seal(operation.bucket)
+                else:
+                    self.staged.set()
+                    self._broadcast(operation.bucket)
             self._await_gathers(0, self._check_gather)
             while self._broadcasts:
                 self._await_broadcast()
@@ -123,38 +137,40 @@ class Sending:
                 raise PeerTimeout(f"{waited} for {peers} in {place}")
 
         self._await_gathers(0, check)
-        for bucket in self._plan.buckets[self._next :]:
-            self._begin_gather(bucket, check)
+        for place in range(self._next, len(self._order)):
+            if self._order[place].kind == "gather":
+                self._begin_gather(place, check)
         self._await_gathers(0, check)
 
-    def _begin_gather(self, bucket: Bucket, check: Check) -> None:
-        """Take part in the gather of a bucket. It has ended afterwards on the owner; other ranks may still send."""
-        gather = self._gathers[bucket.index]
+    def _begin_gather(self, place: int, check: Check) -> None:
+        """Take part in the gather at `place`. It has ended afterwards on the owner; other ranks may still send."""
+        bucket = self._order[place].bucket.index
+        gather = self._gathers[bucket]
         if gather is None:
-            self._next = bucket.index + 1
+            self._next = place + 1
             return
         start = time.perf_counter()
         if gather.owned:
-            self._group.progress.work(f"packing bucket {bucket.index + 1} of {len(self._plan.buckets)}")
-            self._post(bucket, gather)
+            self._group.progress.work(f"packing bucket {bucket + 1} of {len(self._gathers)}")
+            self._post(place, gather)
             gather.copy()
             self._await_gather(self._posted[-1], check)
             self._posted.pop()
             gather.finish()
         else:
             self._await_gathers(1, check)  # each second gather sends from the same memory
-            self._group.progress.work(f"packing its part of bucket {bucket.index + 1} of {len(self._plan.buckets)}")
+            self._group.progress.work(f"packing its part of bucket {bucket + 1} of {len(self._gathers)}")
             gather.copy()
-            self._post(bucket, gather)
+            self._post(place, gather)
         self.seconds["gather"] += time.perf_counter() - start
 
-    def _post(self, bucket: Bucket, gather: RowGather) -> None:
+    def _post(self, place: int, gather: RowGather) -> None:
         try:
             gather.post()
         except RuntimeError as error:
             raise self._group.broken(error) from error
-        self._next = bucket.index + 1
-        self._posted.append((bucket.index, gather))
+        self._next = place + 1
+        self._posted.append((self._order[place].bucket.index, gather))
 
     def _await_gathers(self, left: int, check: Check) -> None:
         """Wait until at most `left` of the gathers in which this rank sends have not ended."""
@@ -164,7 +180,7 @@ class Sending:
 
     def _await_gather(self, posted: tuple[int, RowGather], check: Check) -> None:
         bucket, gather = posted
-        place = f"the gather of bucket {bucket + 1} of {len(self._plan.buckets)}"
+        place = f"the gather of bucket {bucket + 1} of {len(self._gathers)}"
         self._group.progress.wait(place, lambda: _names(gather.unfinished_peers()))
         try:
             while not gather.done(POLL_S):
@@ -177,14 +193,19 @@ class Sending:
     def _check_gather(self, place: str, gather: RowGather) -> None:
         self._group.check(f"{', '.join(_names(gather.unfinished_peers()))} in {place}")
 
+    def _seal(self, bucket: Bucket) -> None:
+        """Complete a bucket that this rank owns, and has gathered."""
+        if self._packer is None or bucket.owner != self._rank:
+            return
+        start = time.perf_counter()
+        self.digests[bucket.index] = self._packer.seal(bucket, self._version)
+        self.seconds["digest"] += time.perf_counter() - start
+
     def _broadcast(self, bucket: Bucket) -> None:
-        """Begin the broadcast of a bucket, and end the one before it: the buffer of the next bucket is then free."""
-        assert self._packer is not None
-        mine = bucket.owner == self._rank
-        if mine:
-            start = time.perf_counter()
-            self.digests[bucket.index] = self._packer.seal(bucket, self._version)
-            self.seconds["digest"] += time.perf_counter() - start
+        """Begin the broadcast of a bucket, and end the one before it: the buffer of the next gather is then free."""
+        if self._packer is None:
+            return
+        if bucket.owner == self._rank:
             wire_B = self._packer.wire(bucket)
         else:
             # Members relay a broadcast from their buffers, and the scratch buffer holds one bucket at a time.

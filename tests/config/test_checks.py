@@ -217,6 +217,11 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"reward__function": "gsm9k"}, "neither gsm8k, math nor an import path"),
     ({"weight_sync__transport": "nccl"}, "weight_sync.transport: nccl needs GPUs"),
     (
+        {"weight_sync__staging_gib": 0.75, "weight_sync__bucket_mb": 512},
+        "weight_sync.staging_gib: 0.75 GiB hold fewer than 3 buckets of 512 MiB (weight_sync.bucket_mb), and 2 are "
+        "used without it; raise it to at least 1.5",
+    ),
+    (
         {"rollout__engine_kwargs": {"dtype": "half"}},
         "rollout.engine_kwargs.dtype: reserved; set rollout.dtype",
     ),

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from megarl.weights.bucket_packer import BucketPacker
-from megarl.weights.buckets import Bucket, BucketPlan
+from megarl.weights.buckets import Bucket
+from megarl.weights.schedule import LEAST_BUFFERS, Order
 from megarl.weights.transport import POLL_S, Group
 from tests.support.simulated_streams import WAIT_S, Device, on
 
@@ -32,20 +33,23 @@ class TwoThreadSending:
         self,
         device: Device,
         group: Group,
-        plan: BucketPlan,
+        order: Order,
         gathers: Sequence[Any],
         packer: BucketPacker | None,
         rank: int,
         version: int,
     ) -> None:
-        self._device, self._group, self._plan, self._gathers = device, group, plan, gathers
+        self._device, self._group, self._gathers = device, group, gathers
+        self._buckets = [each.bucket for each in order if each.kind == "broadcast"]
         self._packer, self._rank, self._version = packer, rank, version
         self._free: queue.Queue[None] = queue.Queue()
-        for _ in range(2):
+        for _ in range(LEAST_BUFFERS):
             self._free.put(None)
         self._packed: queue.Queue[Bucket] = queue.Queue()
         self._failure: list[BaseException] = []
         self.digests: dict[int, int] = {}
+        self.staged = threading.Event()
+        self.staged.set()  # it stages nothing: the engines are paused at once
 
     @torch.no_grad()
     def run(self) -> None:
@@ -53,7 +57,7 @@ class TwoThreadSending:
         if self._packer is not None:
             thread.start()
         try:
-            for bucket in self._plan.buckets:
+            for bucket in self._buckets:
                 self._gather(bucket)
             if self._packer is not None:
                 thread.join(LIMIT_S)
@@ -91,7 +95,7 @@ class TwoThreadSending:
     def _broadcast_all(self) -> None:
         try:
             with on(self._device), torch.no_grad():
-                for bucket in self._plan.buckets:
+                for bucket in self._buckets:
                     self._broadcast(bucket)
         except BaseException as error:
             self._failure.append(error)

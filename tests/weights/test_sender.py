@@ -6,15 +6,18 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from megarl.common.errors import WeightSyncError
+from megarl.weights import replica_calls
 from megarl.weights.bucket_packer import BucketPacker
-from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket
+from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket, bucket_plan
+from megarl.weights.schedule import schedule
 from megarl.weights.sender import SyncSettings, WeightSender
-from tests.support.fake_engines import FakePool, FakeReplica, ListExporter, random_tensors
+from tests.support.fake_engines import FakePool, FakeReplica, ListExporter, ListGather, random_tensors
 
 SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport="gloo")
 
@@ -198,6 +201,101 @@ def test_the_pause_is_measured_from_the_first_call_to_the_last_resume() -> None:
     pool.replicas()[0].on["pause"] = lambda: time.sleep(0.3)  # each may have stopped before its call returns
     report = sender.publish(1)
     assert 0.6 <= report.pause_seconds <= report.seconds
+
+
+@pytest.mark.parametrize("staging_bytes", [0, 4 * 8192, 2**20])
+def test_the_engines_generate_while_the_staged_buckets_are_gathered(staging_bytes: int) -> None:
+    """A gather takes 0.05 s per tensor. The engines are paused for those that come after the first broadcast only."""
+    pool = FakePool(1, 1)
+    sender, exporter = make_sender(pool, with_settings(staging_bytes=staging_bytes))
+    serving: list[bool] = []
+
+    def gather_slowly(tensor: int) -> None:
+        serving.append(all(replica.serving for replica in pool.replicas()))
+        time.sleep(0.05)
+
+    exporter.before_copy = gather_slowly
+    report = sender.publish(0)
+    assert_received(pool, exporter.tensors)
+    buckets = sender.plan.buckets
+    ahead = len(buckets) if staging_bytes == 2**20 else max(2, staging_bytes // 8192) - 1
+    staged = sum(len(bucket.pieces) for bucket in buckets[:ahead])
+    gather_s = 0.05 * len(serving)
+    assert len(buckets) > 5 and len(serving) == sum(len(bucket.pieces) for bucket in buckets) > 30
+    assert all(serving[:staged]) and report.phases["stage"] >= 0.05 * staged
+    if staging_bytes == 2**20:
+        assert report.pause_seconds < gather_s
+    else:
+        assert not any(serving[-5:]) and report.pause_seconds > 0.05 * 5
+
+
+def test_a_sync_brings_the_same_bits_whatever_is_staged() -> None:
+    received = []
+    for staging_bytes in (0, 3 * 8192, 2**20):
+        pool = FakePool(1, 2)
+        sender, exporter = make_sender(pool, with_settings(staging_bytes=staging_bytes))
+        for version in range(2):
+            exporter.tensors = random_tensors(seed=version)
+            sender.publish(version)
+        assert_received(pool, exporter.tensors)
+        loaders = [loader for replica in pool.replicas() for loader in replica.loaders]
+        received.append([{name: t.numpy().tobytes() for name, t in loader.tensors.items()} for loader in loaders])
+        assert sender._packer is not None
+        assert len(sender._packer._buffers) == {0: 2, 3 * 8192: 3, 2**20: len(sender.plan.buckets)}[staging_bytes]
+    assert received[0] == received[1] == received[2]
+
+
+def test_the_exporter_is_told_the_order_of_the_gathers() -> None:
+    """A rank sends from the same memory in each second gather of the exporter's list, so the order must be that one."""
+    exporter = ListExporter(random_tensors(), 0, lambda name: 1 if name > "layers.2" else 0)
+    sender = WeightSender(with_settings(staging_bytes=3 * 8192), exporter)
+    sender._plan = bucket_plan(exporter.manifest(), 8192, None)
+    with patch.object(exporter, "gathers", wraps=exporter.gathers) as gathers:
+        sender._lay_out_buckets(None)
+    told = [request.rows for request in gathers.call_args.args[0]]
+    order = [each.bucket for each in schedule(sender.plan, 3) if each.kind == "gather"]
+    assert order != sorted(order, key=lambda bucket: bucket.index)
+    assert [[rows.tensor for rows in each] for each in told] == [[p.tensor for p in b.pieces] for b in order]
+    for bucket, gather in zip(sender.plan.buckets, sender._gathers, strict=True):
+        assert (gather is None) == (bucket.owner == 1)
+        if isinstance(gather, ListGather):
+            assert [rows.tensor for rows in gather._request.rows] == [piece.tensor for piece in bucket.pieces]
+
+
+def assert_untouched(pool: FakePool) -> None:
+    """The last sync has called no replica: all serve version 0."""
+    for replica in pool.replicas():
+        assert replica.calls[-1] == "resume" and replica.calls.count("pause") == 1
+        assert replica.serving and replica.failed is None and replica.version == "0"
+
+
+def test_a_gather_that_fails_while_it_is_staged_leaves_all_engines_serving() -> None:
+    pool = FakePool(1, 1)
+    sender, exporter = make_sender(pool, with_settings(restarts=1))
+    sender.publish(0)
+
+    def broken(tensor: int) -> None:
+        raise RuntimeError("a gather failed")
+
+    exporter.before_copy = broken
+    with pytest.raises(RuntimeError, match="a gather failed"):
+        sender.publish(1)
+    assert_untouched(pool)
+    exporter.before_copy = lambda tensor: None
+    sender.publish(1)
+    assert not pool.restarted and [replica.version for replica in pool.replicas()] == ["1", "1"]
+
+
+def test_a_leader_that_stages_for_too_long_ends_the_sync_and_calls_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_calls, "EXTRA_WAIT_S", 0.5)
+    pool = FakePool(1, 1)
+    sender, exporter = make_sender(pool, with_settings(sync_s=1.0))
+    sender.publish(0)
+    exporter.before_copy = lambda tensor: time.sleep(3.0) if tensor == 0 else None
+    with pytest.raises(WeightSyncError, match=r"during stage: .*rank 0 waited 1\.5 s for its own first") as info:
+        sender.publish(1)
+    assert info.value.needs_restart == ()
+    assert_untouched(pool)
 
 
 def test_a_replayed_bucket_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,17 +35,41 @@ def test_all_ranks_learn_of_a_failed_engine_and_stay_in_step(world: Callable[[in
             assert result["failed_members"] == ("engine replica 1 worker 0",)
 
 
-@pytest.mark.parametrize(("how", "owners"), [("sleep", "one"), ("sleep", "stages"), ("stop", "stages")])
+@pytest.mark.parametrize(
+    ("how", "owners", "first", "staging_bytes", "staged"),
+    [
+        ("sleep", "one", 9, 0, False),
+        ("sleep", "stages", 9, 0, False),
+        ("stop", "stages", 9, 0, None),  # a process can be stopped before or after its last message
+        ("sleep", "one", 0, 0, True),
+        ("stop", "stages", 9, 2**20, True),
+    ],
+)
 def test_a_rank_that_hangs_in_a_gather_is_named_by_all_others_in_time(
-    world: Callable[[int], World], how: str, owners: str
+    world: Callable[[int], World], how: str, owners: str, first: int, staging_bytes: int, staged: bool | None
 ) -> None:
-    """With "one" owner rank 1 sends to nobody but rank 0; with "stages" the engines wait for rank 1 too."""
-    results = world(4).run("tests.support.ranks.weight_sync:publish_while_a_rank_hangs", how=how, owners=owners)
+    """With "one" owner rank 1 sends to nobody but rank 0; with "stages" the engines wait for rank 1 too.
+
+    If the leader hangs with it in a gather that is staged, no engine was paused, and all go on serving.
+    """
+    results = world(4).run(
+        "tests.support.ranks.weight_sync:publish_while_a_rank_hangs",
+        how=how,
+        owners=owners,
+        first=first,
+        staging_bytes=staging_bytes,
+    )
     for rank in (0, 2, 3):
         result = results[rank]
         assert result["failed_members"] == ("trainer rank 1",), result["error"]
         assert result["seconds"] < 5.0 + 3.0, "within the deadline of 5 s, and 3 s for the answers"
         assert re.search(r"trainer rank 0 waited \d+\.\d s for .*trainer rank 1", result["error"]), result["error"]
+    untouched = results[0]["pauses"] == [1, 1]
+    assert staged in (None, untouched)
+    assert results[0]["serving"] == [untouched, untouched]
+    assert all(
+        results[rank]["needs_restart"] == (() if untouched else ("replica 0", "replica 1")) for rank in (0, 2, 3)
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from megarl.models.export import HFExporter
 from megarl.weights import sender as sender_module
 from megarl.weights.backends import BACKENDS, BackendKind, Place
 from megarl.weights.digest import digest
+from megarl.weights.schedule import LEAST_BUFFERS
 from megarl.weights.sender import SyncSettings, WeightSender
 from tests.support.fake_engines import FakePool
 from tests.support.ranks.layouts import make_layout, use_layout
@@ -26,9 +27,17 @@ from tests.support.simulated_nccl import SimulatedNCCL
 from tests.support.simulated_streams import Device, on
 from tests.support.two_thread_sending import TwoThreadSending
 
+BUCKET_BYTES = 20_000
+
 
 def publish(
-    model: str, sizes: dict[str, int], *, single_queue: bool, old_way: bool = False, sync_s: float = 60.0
+    model: str,
+    sizes: dict[str, int],
+    *,
+    single_queue: bool,
+    buffers: int = LEAST_BUFFERS,
+    old_way: bool = False,
+    sync_s: float = 60.0,
 ) -> dict[str, Any]:
     """Publish two versions to two workers. Rank 0 checks that what arrives is what is in the files."""
     rank = torch.distributed.get_rank()
@@ -38,11 +47,19 @@ def publish(
         info, _, chunks = load(model, layout)
         exporter = HFExporter(chunks, info, torch.float32)
         pool = FakePool(2) if rank == 0 else None
-        settings = SyncSettings(bucket_bytes=20_000, sync_s=sync_s, rpc_s=30.0, restarts=0, transport="simulated")
+        settings = SyncSettings(
+            bucket_bytes=BUCKET_BYTES,
+            staging_bytes=buffers * BUCKET_BYTES,
+            sync_s=sync_s,
+            rpc_s=30.0,
+            restarts=0,
+            transport="simulated",
+        )
         sender = WeightSender(settings, exporter)
         sender.connect(pool)
         result["connected"] = sum(len(group.connected) for group in device_groups(device))
         result["senders"] = sender.plan.owners
+        result["buckets"] = [sum(b.owner == owner for b in sender.plan.buckets) for owner in sender.plan.owners]
         sending = TwoThreadSending.on(device) if old_way else sender_module.Sending
         start = time.monotonic()
         try:

@@ -121,25 +121,27 @@ def publish_while_an_engine_fails(restarts: int) -> dict[str, Any]:
     return result
 
 
-def publish_while_a_rank_hangs(how: str, owners: str) -> dict[str, Any]:
+def publish_while_a_rank_hangs(how: str, owners: str, first: int, staging_bytes: int) -> dict[str, Any]:
     """Rank 1 hangs in a gather: its thread sleeps ("sleep"), or its process is stopped ("stop").
 
-    All other ranks raise; then rank 1 goes on, and all groups are in step again.
+    `first`: the tensor in whose gather it hangs, or the first one after it. All other ranks raise; then rank 1 goes on,
+    and all groups are in step again.
     """
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     pids: list[int] = [0] * world
     torch.distributed.all_gather_object(pids, os.getpid())
     store = torch.distributed.distributed_c10d._get_default_store()
-    release = f"hang/{how}/{owners}"
+    release = f"hang/{how}/{owners}/{first}"
     pool = FakePool(1, 1) if rank == 0 else None
     exporter = GatheringExporter(random_tensors(), rank, lambda name: OWNERS[owners](name, world))
-    sender = WeightSender(SyncSettings(**{**SETTINGS.__dict__, "sync_s": 5.0}), exporter)
+    settings = SyncSettings(**{**SETTINGS.__dict__, "sync_s": 5.0, "staging_bytes": staging_bytes})
+    sender = WeightSender(settings, exporter)
     sender.connect(pool)
     sender.publish(0)
     hung: list[int] = []
 
     def before_copy(tensor: int) -> None:
-        if tensor < 9 or hung:
+        if tensor < first or hung:
             return
         hung.append(tensor)
         if how == "stop" and rank == 0:
@@ -155,7 +157,11 @@ def publish_while_a_rank_hangs(how: str, owners: str) -> dict[str, Any]:
         sender.publish(1)
     except WeightSyncError as error:
         result = {"error": str(error), "failed_members": tuple(error.failed_members)}
+        result["needs_restart"] = tuple(error.needs_restart)
     result["seconds"] = time.monotonic() - start
+    if pool is not None:
+        result["pauses"] = [replica.calls.count("pause") for replica in pool.replicas()]
+        result["serving"] = [replica.serving and replica.failed is None for replica in pool.replicas()]
     store.add(f"{release}/raised", 1)
     if rank == 0:
         while store.add(f"{release}/raised", 0) < world - 1:
