@@ -323,6 +323,28 @@ def test_an_announced_version_may_arrive_before_every_engine_serves_it(local: Lo
     run(scenario)
 
 
+def test_no_group_is_started_for_a_step_after_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers would only be in the way of the last evaluation."""
+    settings = config_of(
+        "model",
+        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
+        admission={"mode": "async", "sync_interval": 1, "max_staleness": 3},
+        run={"steps": 2},
+    )
+    local = local_controller(settings, tmp_path, monkeypatch)
+
+    async def scenario() -> None:
+        for step in range(2):
+            # The bound would allow more steps.
+            assert (await local.controller.set_version(step)).admitted == 2 * GROUPS
+            await local.controller.wait_batch(step, WAIT_S)
+            await local.controller.commit(step, trained=GROUPS, filtered=0, dropped_stale=0, failed=0)
+        counters = await local.controller.set_version(2)
+        assert (counters.admitted, counters.in_flight, counters.trained) == (2 * GROUPS, 0, 2 * GROUPS)
+
+    run(scenario)
+
+
 def test_places_that_a_commit_frees_in_the_queue_are_used_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,8 @@ class RecordingMachine(AdmissionMachine):
                 super().commit(step, dropped_stale=dropped_stale, **numbers)
 
         made = Noting(groups, pace, refill=refill, capacity=capacity, record=self.events.append)
-        made.load_state_dict(made.state_dict())
+        if not self.events:  # else the attempt begins with the state that the machine resumes
+            made.load_state_dict(made.state_dict())
         return made
 
     def teardown(self) -> None:
