@@ -1,4 +1,4 @@
-"""Shared, expensive things: torchrun worlds (one per size, kept for the whole session)."""
+"""Shared, expensive things: worlds of ranks (one per size, kept for the whole session)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 import hypothesis
 import pytest
 
-from tests.support.world import World
+from tests.support.world import Starter, World
 
 # Deadlines of single examples would fail at random on a busy machine.
 hypothesis.settings.register_profile("no deadline", deadline=None)
@@ -21,14 +21,16 @@ hypothesis.settings.load_profile("no deadline")
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], World]]:
-    """`world(2)` is the session's two-rank torchrun world; one that died is started anew."""
+    """`world(2)` is the session's world of two ranks; one that died is started anew."""
+    starter = Starter()
     worlds: dict[int, World] = {}
 
     def get(size: int) -> World:
         if size not in worlds or not worlds[size].alive:
-            worlds[size] = World(size)
+            worlds[size] = World(size, starter)
         return worlds[size]
 
     yield get
     for each in worlds.values():
         each.close()
+    starter.close()
