@@ -1,7 +1,8 @@
-"""Shared, expensive things: torchrun worlds (one per size, kept for the whole session)."""
+"""Shared, expensive things: worlds of ranks (one per size, kept for the whole session)."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -12,23 +13,54 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 import hypothesis
 import pytest
 
-from tests.support.world import World
+from tests.support.checkout import ROOT
+from tests.support.world import Starter, World
 
 # Deadlines of single examples would fail at random on a busy machine.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
+# The files of `make test` that take longest, longest first: one of them begun last would leave the other worker idle.
+LONG_FILES = (
+    "tests/cluster/test_running_pool.py",
+    "tests/weights/test_engine.py",
+    "tests/benchmarks/test_gpu_smoke.py",
+    "tests/trainer/test_layouts.py",
+    "tests/models/test_parity.py",
+    "tests/benchmarks/test_sync_scale.py",
+    "tests/trainer/test_policy.py",
+    "tests/checkpoint/save/test_checkpointer.py",
+    "tests/weights/test_sending.py",
+    "tests/models/test_export.py",
+    "tests/checkpoint/format/test_sharding.py",
+    "tests/checkpoint/convert/test_layouts.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first; each file's tests stay in order. xdist hands out files in this order."""
+    ranks = {ROOT / name: rank for rank, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """Take all imported modules out of garbage collection: vLLM collects after each model, 0.5 s each with them."""
+    gc.collect()
+    gc.freeze()
+
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], World]]:
-    """`world(2)` is the session's two-rank torchrun world; one that died is started anew."""
+    """`world(2)` is the session's world of two ranks; one that died is started anew."""
+    starter = Starter()
     worlds: dict[int, World] = {}
 
     def get(size: int) -> World:
         if size not in worlds or not worlds[size].alive:
-            worlds[size] = World(size)
+            worlds[size] = World(size, starter)
         return worlds[size]
 
     yield get
     for each in worlds.values():
         each.close()
+    starter.close()

@@ -1,42 +1,78 @@
-"""Long-lived torchrun worlds for tests: one per world size, given functions by import path.
+"""Long-lived worlds of ranks for tests: one per world size, given functions by import path.
 
-`World(4).run("tests.support.ranks.policy:broadcast", layout={"tensor": 2})` calls that function on every rank and
-returns the list of results in rank order. A rank's exception is raised here with its traceback. A silent rank is an
+`World(4, starter).run("tests.support.ranks.policy:broadcast", layout={"tensor": 2})` calls that function on every rank
+and returns the list of results in rank order. A rank's exception is raised here with its traceback. A silent rank is an
 error after `timeout` seconds, and the world is then killed (a world that failed is not reused).
+
+Ranks find each other as under torchrun: its environment variables, and a store that is not of a rank. But all ranks of
+a session are forked from one process, a `Starter`, because each would take 5 s to import torch and Megatron-Core.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import multiprocessing
 import pickle
 import secrets
-import signal
 import subprocess
+import sys
 import time
 from multiprocessing.connection import Connection, Listener, wait
-from pathlib import Path
 from typing import Any
 
 import psutil
+from torch.distributed import TCPStore
 
-from tests.support.checkout import ROOT, environment, torchrun
+from tests.support.checkout import ROOT, environment
 
-START_TIMEOUT_S = 120.0  # each rank imports torch and Megatron-Core
+IMPORT_TIMEOUT_S = 300.0  # the starter imports torch and Megatron-Core
+CONNECT_TIMEOUT_S = 120.0
+HOST = "127.0.0.1"
+
+
+class Starter:
+    """The process that forks ranks. It is usable at once; the first world waits for its imports."""
+
+    def __init__(self) -> None:
+        self._commands, theirs = multiprocessing.Pipe()
+        command = [sys.executable, "-m", "tests.support.world_worker", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, env=environment(), cwd=ROOT, start_new_session=True, pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+
+    def fork(self, ranks: list[dict[str, str]], address: Any, key: bytes) -> list[psutil.Process]:
+        """Return a new process for each dict of environment variables, which will connect to `address`."""
+        try:
+            self._commands.send((ranks, address, key))
+            if not self._commands.poll(IMPORT_TIMEOUT_S):
+                raise TimeoutError(f"the starter of ranks has not imported all modules in {IMPORT_TIMEOUT_S:.0f} s")
+            return [psutil.Process(pid) for pid in self._commands.recv()]
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError("the starter of ranks has ended: its error is in this test's output") from error
+
+    def close(self) -> None:
+        self._commands.close()
+        self._process.kill()
+        self._process.wait(timeout=30)
 
 
 class World:
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, starter: Starter) -> None:
         self.size = size
         key = secrets.token_bytes(16)
         # By default one rank may wait to be accepted; of eight at once, some would wait for ever.
-        listener = Listener(("127.0.0.1", 0), backlog=size, authkey=key)
-        listener._listener._socket.settimeout(START_TIMEOUT_S)  # type: ignore[attr-defined]
-        env = environment(MEGARL_TEST_WORLD_PORT=str(listener.address[1]), MEGARL_TEST_WORLD_KEY=key.hex())
-        command = torchrun(size, str(Path(__file__).with_name("world_worker.py")))
-        self.agent = subprocess.Popen(command, env=env, cwd=ROOT, start_new_session=True)
+        listener = Listener((HOST, 0), backlog=size, authkey=key)
+        listener._listener._socket.settimeout(CONNECT_TIMEOUT_S)  # type: ignore[attr-defined]
+        self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        common = {"MASTER_ADDR": HOST, "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                  "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}  # fmt: skip
+        ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+        self.processes: list[psutil.Process] = []
         self.connections: dict[int, Connection] = {}
         try:
+            self.processes = starter.fork(ranks, listener.address, key)
             for _ in range(size):
                 connection = listener.accept()
                 self.connections[connection.recv()] = connection
@@ -48,7 +84,7 @@ class World:
 
     @property
     def alive(self) -> bool:
-        return self.agent.poll() is None and len(self.connections) == self.size
+        return len(self.connections) == self.size and all(process.is_running() for process in self.processes)
 
     def run(self, target: str, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
         for connection in self.connections.values():
@@ -84,11 +120,11 @@ class World:
         for connection in self.connections.values():
             connection.close()
         self.connections = {}
-        if self.agent.poll() is None:
-            # Ranks die with the agent; what they have spawned themselves (Megatron's checkpoint manager) does not.
-            descendants = psutil.Process(self.agent.pid).children(recursive=True)
-            os.killpg(self.agent.pid, signal.SIGKILL)
-            for process in descendants:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        self.agent.wait(timeout=30)
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                # What a rank has spawned itself (Megatron's checkpoint manager) does not die with it.
+                for each in [*process.children(recursive=True), process]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.kill()
+        _, alive = psutil.wait_procs(self.processes, timeout=30)
+        assert not alive, f"ranks that were killed have not ended in 30 s: {alive}"
