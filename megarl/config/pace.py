@@ -1,4 +1,4 @@
-"""How far generation may run ahead of training: the numbers behind the modes of the `admission` section.
+"""The numbers behind the modes of the `admission` section: how far generation may run ahead of training.
 
 All numbers count optimizer updates. The version of the policy's weights is the number of updates made to them (of the
 versions since the start of the history, in the order of training). A step makes `trainer.mini_batches` updates.

@@ -285,7 +285,7 @@ class RolloutConfig(Section):
 
 
 class AdmissionConfig(Section):
-    """How far generation may run ahead of training. Numbers count optimizer updates (`megarl/config/pace.py`)."""
+    """Bounds on how far generation may run ahead of training, in optimizer updates (`megarl/config/pace.py`)."""
 
     mode: Literal["sync", "one_step_off", "stream", "async"] = Field(
         "sync",

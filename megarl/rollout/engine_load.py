@@ -1,4 +1,4 @@
-"""How busy an engine is, and whether it is alive: what vLLM's engine process says after each step.
+"""The load of an engine, and signs that it is alive, from what vLLM's engine process says after each step.
 
 The scheduler's numbers come with the step's tokens; nobody asks for them, and nothing is counted per token.
 """

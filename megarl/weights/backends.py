@@ -25,7 +25,7 @@ class Place:
 
 @dataclass(frozen=True)
 class BackendKind:
-    """How members communicate. `make` connects one member."""
+    """One way in which members communicate. `make` connects one member."""
 
     device: str  # the type of the device whose tensors are sent
     on_streams: bool  # operations run on streams of the device, not on the host

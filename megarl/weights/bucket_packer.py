@@ -19,7 +19,7 @@ from megarl.weights.digest import digest
 
 @dataclass
 class _Place:
-    """Where an own bucket is built.
+    """The place in which an own bucket is built.
 
     `gaps`: the bytes between pieces, which must be zero. `parts`: for a piece that begins or ends inside a row, the
     piece's place in the bucket and its elements in the buffer of whole rows that it is copied from.

@@ -51,7 +51,7 @@ class ModelLoader:
 
     @property
     def way(self) -> str:
-        """How the tensors of this sync are loaded, for the report."""
+        """The way in which the tensors of this sync are loaded, for the report."""
         if self.obstacle is not None:
             return f"layer-wise reload: {self.obstacle}"
         if self._copies.obstacle is not None:

@@ -43,7 +43,7 @@ class RowGather(Protocol):
 
     @property
     def owned(self) -> bool:
-        """Whether this rank receives the rows; else it sends."""
+        """True if this rank receives the rows; else it sends."""
 
     def copy(self) -> None:
         """Copy what this rank holds: into the targets, or into the messages that it sends."""

@@ -106,7 +106,7 @@ class Group:
 
     @property
     def abort_reason(self) -> str | None:
-        """Why the current stage was aborted, or None."""
+        """The reason why the current stage was aborted, or None."""
         return None if self._watch is None else self._watch.abort_reason
 
     def wait_end(self, timeout_s: float) -> dict[str, Any] | None:
@@ -207,7 +207,7 @@ class Group:
 
     @property
     def on_streams(self) -> bool:
-        """Whether operations run on streams, and their end is observed by polling."""
+        """True if operations run on streams, and their end is observed by polling."""
         return self._kind.on_streams
 
     def set_deadline(self, timeout_s: float) -> None:
@@ -227,7 +227,7 @@ class Group:
 
     @property
     def deadline(self) -> float:
-        """When all waits of the current stage end, by `time.monotonic`."""
+        """The time at which all waits of the current stage end, by `time.monotonic`."""
         return self._deadline
 
     def key(self, *parts: str | int | None) -> str:

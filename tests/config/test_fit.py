@@ -1,4 +1,4 @@
-"""What `auto` stands for: the cheapest recomputation, the largest micro-batch, with a tenth of the memory free."""
+"""The choices for `auto`: the cheapest recomputation, the largest micro-batch, with a tenth of the memory free."""
 
 from __future__ import annotations
 

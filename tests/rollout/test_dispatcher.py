@@ -1,4 +1,4 @@
-"""Who gets the next place: training before an evaluation, which a pinned replica serves alone."""
+"""The next place goes to training before an evaluation, which a pinned replica serves alone."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_training_that_waits_does_not_hold_back_a_pinned_replica() -> None:
 
 
 def test_without_a_replica_for_training_it_waits_and_its_time_is_bounded() -> None:
-    """For instance while the only other replica is being replaced."""
+    """This is so while the only other replica is being replaced."""
 
     async def scenario() -> None:
         dispatcher = Dispatcher([0, 1], back_pressure=False)

@@ -65,7 +65,7 @@ def resettable(replica: Any) -> Any:
 
 
 def refuse(*replicas: ScriptedReplica) -> None:
-    """What the leader of a failed sync has the replicas do."""
+    """Fail as the leader of a failed sync has the replicas do."""
     for replica in replicas:
         replica.rounds, replica.outcome = 0, ReplicaFailed(replica.index, f"replica {replica.index} {REFUSAL}")
 

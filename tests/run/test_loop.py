@@ -186,7 +186,7 @@ def test_an_evaluation_that_has_ended_is_recorded_after_the_step(make_run: Calla
 
 
 def test_a_resumed_run_begins_again_what_had_not_ended(make_run: Callable[..., FakeRun]) -> None:
-    """What a checkpoint does not name had ended, and is in the metrics up to it."""
+    """An evaluation that a checkpoint does not name had ended, and is in the metrics up to it."""
     run = make_run(5, **BESIDE)
     run.due = {3}
     journal_of_training(run)

@@ -1,4 +1,4 @@
-"""What a run writes about itself, on the rank that writes and on one that does not, and what a checkpoint keeps."""
+"""The files that a run writes about itself, on the rank that writes and on one that does not, and in a checkpoint."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_each_policy_for_truncated_samples(truncated: str, expected: list[tuple[
 
 
 def test_overlong_samples_are_punished() -> None:
-    """Of 8 tokens the last 4 are punished, linearly down to -2."""
+    """The last 4 of 8 tokens are punished, linearly down to -2."""
     tags = [tag(0, i, 1.0, tokens=tokens) for i, tokens in enumerate((4, 6, 8))]
     overlong = {"buffer_tokens": 4, "penalty": 2.0}
     got = shaped(tags, algorithm={"advantage": "dr_grpo", "overlong": overlong})
@@ -415,7 +415,7 @@ def test_the_updates_of_a_step(
 def test_a_correction_reports_its_weights_and_the_same_mismatch(
     world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], updates: int
 ) -> None:
-    """What the engine's log-probs differ by does not depend on who corrects for it."""
+    """The difference of the engine's log-probs does not depend on who corrects for it."""
     model_dir, samples = problem
     rows = [trajectory(sample) for sample in samples.values()]
 

@@ -33,7 +33,7 @@ class Trial:
 
     @property
     def key(self) -> Key:
-        """What the future depends on: groups in flight of one version are alike, queued ones but for their order."""
+        """The basis of the future: groups in flight of one version are alike, queued ones but for their order."""
         finished = tuple(self.oldest.values()), len(self.replaced), bool(self.training)
         return self.step, self.published, tuple(sorted(self.running.values())), *finished
 

@@ -1,4 +1,4 @@
-"""What tests of the real pool share: serving a version, checking rows against transformers, counting processes."""
+"""Helpers for tests of the real pool: serving a version, checking rows against transformers, counting processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GONE_S = 30.0
 
 
 def serve(pool: TestPool, version: int) -> None:
-    """What a weight sync ends with, here without new weights."""
+    """Do what a weight sync ends with, here without new weights."""
     for replica in pool.client.engine_handles().replicas():
         replica.call("set_weight_version", str(version), timeout_s=60)
     pool.client.set_version(version)

@@ -71,7 +71,7 @@ def test_the_memory_is_two_buckets_one_for_others_and_the_rows_of_one_split_piec
 
 
 def plan_of_tiny_tensors(count: int) -> tuple[ListExporter, BucketPlan]:
-    """As many tensors as Qwen3-30B-A3B has, of a few numbers each."""
+    """A plan of as many tensors as Qwen3-30B-A3B has, of a few numbers each."""
     exporter = ListExporter({f"t{number}": torch.full((8,), float(number)) for number in range(count)})
     return exporter, bucket_plan(exporter.manifest(), 64 * 1024)
 

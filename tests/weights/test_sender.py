@@ -371,8 +371,8 @@ def test_an_engine_that_never_joins_is_named() -> None:
     assert info.value.failed_members == ("engine replica 1 worker 0",) and info.value.needs_restart == ("replica 1",)
 
 
-def test_a_replica_caught_before_the_trainer_came_is_restarted() -> None:
-    """For example, the trainer was killed in the middle of a sync, and restarted."""
+def test_a_replica_that_was_in_a_failed_sync_before_the_trainer_came_is_restarted() -> None:
+    """The trainer was killed in the middle of a sync, for example, and restarted."""
     pool = FakePool(1, 1)
 
     def refuse() -> None:

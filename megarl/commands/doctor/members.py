@@ -1,4 +1,4 @@
-"""Who takes part in `megarl doctor --nodes`: rank, number of processes and meeting point, from torchrun or `srun`."""
+"""The members of `megarl doctor --nodes`: rank, number of processes and meeting point, from torchrun or `srun`."""
 
 from __future__ import annotations
 
