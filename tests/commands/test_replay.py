@@ -13,7 +13,7 @@ from megarl.commands.replay import choose_steps, replay_config
 from megarl.common.errors import ConfigError
 from megarl.config.load import to_yaml
 from megarl.queue.dump import DumpError, write_batch
-from tests.support.recorded_steps import GROUPS, SAMPLES, STEPS, make_batch
+from tests.support.recorded_steps import GROUPS, SAMPLES, STEPS, UPDATES, make_batch, version_of
 from tests.support.rl_problem import make_config
 from tests.support.tensors import Tensors, read_hf
 from tests.support.tiny import make_tiny_model
@@ -31,13 +31,13 @@ def recorded(tmp_path_factory) -> Path:
         batch__groups=GROUPS,
         batch__samples_per_group=SAMPLES,
         algorithm__kl__coef=0.0,
-        trainer__mini_batches=2,
+        trainer__mini_batches=UPDATES,
         telemetry__tensorboard=False,
     )
     (root / "run").mkdir()
     (root / "run" / "config.yaml").write_text(to_yaml(config))
     for step in range(STEPS):
-        write_batch(root / "run" / "batches", step, step, make_batch(step))
+        write_batch(root / "run" / "batches", step, version_of(step), make_batch(step))
     return root / "run"
 
 
