@@ -17,7 +17,7 @@ from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 
 
-class Evaluations:
+class RunEvaluations:
     """Starts evaluations and records their reports, as a `Stateful` part. Collective unless a method says otherwise."""
 
     key = "evaluations"

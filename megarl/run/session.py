@@ -22,10 +22,10 @@ from megarl.config.trainer_layout import trainer_layout
 from megarl.models.export import HFExporter, save_hf
 from megarl.models.read_config import load_info
 from megarl.run.batches import BatchSource
-from megarl.run.evaluations import Evaluations
 from megarl.run.peers import Peers
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
+from megarl.run.run_evaluations import RunEvaluations
 from megarl.run.stateful import Stateful, collect, restore
 from megarl.run.stop_vote import StopVote
 from megarl.trainer import parallel
@@ -37,7 +37,7 @@ class Session:
     """Holds the parts of a run on every rank, once `torch.distributed` is initialised; `close` ends the pool.
 
     `launch`: the supervisor that is being started, on rank 0 only. `first_step`: training steps done by the history
-    that this run resumes; 0 for a new run. `version`: the version of the policy's weights, in optimizer updates.
+    that this run resumes; 0 for a new run. `version`: the version of the policy's weights (`megarl/config/pace.py`).
     """
 
     def __init__(self, config: Config, launch: Future[SupervisorHandle] | None, terminal: TextIO) -> None:
@@ -55,7 +55,7 @@ class Session:
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
         self.pool = PoolLink(config, self.peers, self.recorder)
         self.batches = BatchSource(config, self.pool, self.recorder)
-        self.evaluations = Evaluations(config, self.pool, self.recorder)
+        self.evaluations = RunEvaluations(config, self.pool, self.recorder)
         self.sender = WeightSender(config, self._exporter)
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
         self._stop_vote = StopVote(config.run_dir, self.peers)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+# Parts that the records of earlier releases do not have, with the state that a run of theirs had.
+ADDED_LATER: Mapping[str, dict[str, Any]] = {"evaluations": {}}
+
 
 class Stateful(Protocol):
     """A part whose state is JSON, stored in the checkpoint's record under `key`."""
@@ -31,6 +34,9 @@ def collect(parts: Iterable[Stateful]) -> dict[str, Any]:
 
 
 def restore(parts: Iterable[Stateful], record: Mapping[str, Any]) -> None:
-    """Load the state of every part from a record that `collect` made. Raises KeyError if one is missing."""
+    """Load the state of every part from a record that `collect` made, in this release or an earlier one.
+
+    Raises KeyError if one is missing that every release has.
+    """
     for part in parts:
-        part.load_state_dict(record[part.key])
+        part.load_state_dict({**ADDED_LATER, **record}[part.key])

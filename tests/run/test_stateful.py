@@ -17,8 +17,9 @@ from megarl.data.cursor import Cursor
 from megarl.rollout.admission import Admission
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
+from megarl.run.run_evaluations import RunEvaluations
 from megarl.run.session import Session
-from megarl.run.stateful import Stateful, collect, restore
+from megarl.run.stateful import ADDED_LATER, Stateful, collect, restore
 from tests.support.configs import config as config_of
 from tests.support.old_records import OLD_RECORD, ROLLOUT, SUMMARY, TOTALS
 
@@ -65,7 +66,7 @@ def parts_of_a_run(run_dir: Path) -> tuple[PoolLink, Recorder, list[Stateful]]:
     peers: Any = SimpleNamespace(is_first=False, group=None)
     recorder = Recorder(config, peers, io.StringIO())
     pool = PoolLink(config, peers, recorder)
-    session: Any = SimpleNamespace(pool=pool, recorder=recorder)
+    session: Any = SimpleNamespace(pool=pool, recorder=recorder, evaluations=RunEvaluations(config, pool, recorder))
     assert Session.parts.fget is not None
     return pool, recorder, list(Session.parts.fget(session))
 
@@ -74,8 +75,8 @@ def test_the_record_has_the_keys_of_its_format(tmp_path: Path) -> None:
     """Older checkpoints are read by these keys, and newer ones are read by older releases."""
     _, _, parts = parts_of_a_run(tmp_path)
     record = collect(parts)
-    assert list(record) == ["rollout", "summary", "totals", "files", "metrics"]
-    assert record.keys() == OLD_RECORD.keys() - {"format", "step", "version"}
+    assert list(record) == ["rollout", "summary", "totals", "files", "metrics", "evaluations"]
+    assert record.keys() - ADDED_LATER.keys() == OLD_RECORD.keys() - {"format", "step", "version"}
     assert record["summary"].keys() == SUMMARY.keys() and record["totals"].keys() == TOTALS.keys()
 
 
@@ -83,7 +84,7 @@ def test_a_record_of_the_first_format_is_restored(tmp_path: Path) -> None:
     pool, recorder, parts = parts_of_a_run(tmp_path)
     restore(parts, json.loads(json.dumps(OLD_RECORD)))
     state = {part.key: part.state_dict() for part in parts}
-    assert state["totals"] == TOTALS
+    assert state["totals"] == TOTALS and state["evaluations"] == {}
     assert state["summary"]["wall_seconds"] >= 61.5
     assert state["summary"] | {"wall_seconds": 61.5} == SUMMARY
     assert pool._history == ROLLOUT  # what `attach` gives to the controller
@@ -98,4 +99,4 @@ def test_the_rollout_side_resumes_the_history_of_the_first_format() -> None:
     assert (counters.admitted, counters.trained, counters.failed, counters.balanced) == (12, 9, 1, True)
     admission.set_version(3)
     assert admission.admit() == [12, 13, 14, 15]
-    Cursor(32, seed=0).load_state_dict(ROLLOUT["source"])
+    Cursor(32, seed=0, shuffle=True).load_state_dict(ROLLOUT["source"])
