@@ -323,7 +323,7 @@ def test_the_trainer_failing_releases_the_engines() -> None:
 
 
 @pytest.mark.parametrize("where", ["load", "rpc"])
-def test_caught_replicas_are_restarted_and_the_sync_repeated(where: str) -> None:
+def test_replicas_of_a_failed_sync_are_restarted_and_the_sync_repeated(where: str) -> None:
     pool = FakePool(1, 1)
     sender, exporter = make_sender(pool, with_settings(restarts=1))
     sender.publish(0)
@@ -376,7 +376,7 @@ def test_a_replica_that_was_in_a_failed_sync_before_the_trainer_came_is_restarte
     pool = FakePool(1, 1)
 
     def refuse() -> None:
-        raise RuntimeError("caught in a failed weight sync, this replica must be restarted")
+        raise RuntimeError("this replica took part in a failed weight sync and must be restarted")
 
     pool.replicas()[1].on["init_weight_transfer"] = refuse
     sender, exporter = make_sender(pool, with_settings(restarts=1))
