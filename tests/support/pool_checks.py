@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,11 @@ def serve(pool: TestPool, version: int) -> None:
     for replica in pool.client.engine_handles().replicas():
         replica.call("set_weight_version", str(version), timeout_s=60)
     pool.client.set_version(version)
+
+
+def process_of(replica: Any) -> ProcessId:
+    """The process of a replica's actor."""
+    return ProcessId.of(replica.call("__ray_call__", lambda actor: os.getpid(), timeout_s=60))
 
 
 def generate(replica: Any, requests: Sequence[GenerateRequest]) -> list[ResponsePart]:
