@@ -3,6 +3,8 @@
 The reload calls each weight loader twice (once on meta tensors, to count elements), keeps all tensors of incomplete
 layers, and needs memory for a second copy of the layer. `in_place.py` tells when it can be avoided, and
 `recorded_copies.py` then spares the loaders too.
+
+Shapes: B bytes of a flat uint8 buffer; tensors without a suffix may have any shape.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ yet, because both its buffers are full; they are broadcast only after that broad
 B(k) runs while G(k + 1) and the digest of bucket k + 1 do: an owner has two buffers, and waits for B(k) only when the
 buffer is needed again. Nothing is written into a buffer in flight: `BucketPacker.seal` reads the digest, which proves
 that the buffer was written, and the end of a broadcast is observed before the buffer is used again.
+
+Shapes: B bytes of a flat uint8 buffer.
 """
 
 from __future__ import annotations
