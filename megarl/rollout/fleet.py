@@ -57,9 +57,9 @@ class Fleet:
         restart: Restart,
         describe: Callable[[int], str] = str,
         *,
-        report_interval_s: float = 5.0,
-        back_pressure: bool = True,
-        sync_restarts: int = 1,
+        report_interval_s: float,
+        back_pressure: bool,
+        sync_restarts: int,
     ) -> None:
         """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is.
 
@@ -165,9 +165,7 @@ class Fleet:
                 logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, tokens, error)
         return responses.results()
 
-    async def _await_replica(
-        self, responses: ResponsesSoFar, deadline: GroupDeadline | None, background: bool
-    ) -> None:
+    async def _await_replica(self, responses: ResponsesSoFar, deadline: GroupDeadline | None, background: bool) -> None:
         """Wait until a replica serves such requests, or to the deadline.
 
         Raises NoReplicaLeft, with the reason of the last loss, as soon as no replica is coming, and if none has come
@@ -243,7 +241,7 @@ class Fleet:
             return ReplicaFailed(index, f"replica {index} has been replaced")
         return self.lost.get(index)
 
-    async def call(self, index: int, method: str, *args: Any, timeout_s: float) -> Any:
+    async def call(self, index: int, method: str, *args: object, timeout_s: float) -> Any:
         """Call one method of one replica and return its result, whose type is the method's.
 
         Raises RequestFailed for a request that the engine refused, ReplicaFailed for any other failure and after
