@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the control plane can carry: controller, rewards and queue with stand-ins for engines and trainer.
+"""The load that the control plane can carry: controller, rewards and queue with stand-ins for engines and trainer.
 
     python benchmarks/control_plane.py [--json FILE] [--quick] [--profile FILE]
 

@@ -162,7 +162,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Step:
-    """What the trainer saw when it took a batch."""
+    """The numbers that the trainer saw when it took a batch."""
 
     finished: int  # trajectories taken so far, this batch included
     in_flight: int  # groups

@@ -19,7 +19,7 @@ NOT_MEASURED = "not measured: a quick run only shows that everything runs; its n
 
 @dataclass(frozen=True)
 class Row:
-    """One ratio. `bound` None: reported without a verdict; `at_least`: a lower bound instead of an upper one."""
+    """One ratio. `bound` None: reported without a result; `at_least`: a lower bound instead of an upper one."""
 
     name: str
     ratio: float
@@ -37,7 +37,7 @@ class Row:
         return self.ratio >= self.bound if self.at_least else self.ratio <= self.bound
 
     @property
-    def verdict(self) -> str:
+    def result(self) -> str:
         if self.bound is None and self.ok:
             return ""
         return "ok" if self.ok else "MISSED"
@@ -70,7 +70,7 @@ def table(rows: Sequence[Row], measured: bool) -> str:
     lines = [f"{'name':<{width}} {'ratio':>8}  {'bound':>7}"]
     for row in rows:
         bound = "" if row.bound is None else f"{'>=' if row.at_least else '<='} {row.bound:g}"
-        verdict = row.verdict if measured else ""
-        lines.append(f"{row.name:<{width}} {row.ratio:>8.3f}  {bound:>7}  {verdict}".rstrip())
+        result = row.result if measured else ""
+        lines.append(f"{row.name:<{width}} {row.ratio:>8.3f}  {bound:>7}  {result}".rstrip())
         lines += [f"    {name}: {value}" for name, value in row.details.items()]
     return "\n".join(lines if measured else [*lines, NOT_MEASURED])

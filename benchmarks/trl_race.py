@@ -52,7 +52,7 @@ RUN_LIMIT_S = 900.0
 
 @dataclass(frozen=True)
 class Layout:
-    """How megarl uses the two cores: trainer ranks, engines, and whether each side is pinned to a core of its own."""
+    """The use of the two cores by megarl: trainer ranks, engines, and whether each side has a core of its own."""
 
     ranks: int
     replicas: int

@@ -1,4 +1,4 @@
-"""What a CPU can test of `make setup-gpu`: its steps, the Dockerfile beside it, and a build without nvcc or headers."""
+"""`make setup-gpu` as far as a CPU can test it: its steps, the Dockerfile, and a build without nvcc or headers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_base_image_is_pinned_and_has_the_locked_python() -> None:
 
 
 def write_site(site: Path, release: str | None = "13.0") -> None:
-    """What requirements/gpu.lock installs of CUDA, as far as the build looks."""
+    """Write what requirements/gpu.lock installs of CUDA, as far as the build looks."""
     for header in ("cu13/include/cuda_runtime.h", "cudnn/include/cudnn.h", "nccl/include/nccl.h"):
         (site / "nvidia" / header).parent.mkdir(parents=True, exist_ok=True)
         (site / "nvidia" / header).touch()

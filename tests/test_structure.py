@@ -14,7 +14,7 @@ TESTS, PACKAGE = ROOT / "tests", ROOT / "megarl"
 
 
 def test_no_test_module_imports_another() -> None:
-    """What several of them need is in tests/support; fixtures are in conftests, which nobody imports."""
+    """Helpers of several of them are in tests/support; fixtures are in conftests, which nobody imports."""
     assert structure.forbidden_imports(TESTS) == []
 
 
@@ -38,6 +38,11 @@ def test_names_of_the_package_mean_one_thing() -> None:
     assert structure.repeated_class_names(PACKAGE) == []
     assert structure.repeated_module_names(PACKAGE) == []
     assert structure.loose_modules(PACKAGE) == []
+
+
+def test_docstrings_are_sentences_or_noun_phrases() -> None:
+    folders = ("benchmarks", "examples", "megarl", "tests", "tools")
+    assert structure.bare_clauses(ROOT / folder for folder in folders) == []
 
 
 # --- and that each of these can fail
@@ -143,3 +148,16 @@ def test_a_name_that_stands_twice_is_found(tmp_path: Path) -> None:
     assert structure.repeated_class_names(package) == ["Plan: one/plan.py, two/plan.py"]
     assert structure.repeated_module_names(package) == ["plan.py"]
     assert structure.loose_modules(package) == ["loose.py"]
+
+
+def test_a_docstring_that_is_a_bare_clause_is_found(tmp_path: Path) -> None:
+    write(tmp_path, {
+        "megarl/one.py": '"""What it does."""\nclass A:\n    """Of a run."""\n    def f(self):\n        """Whether."""',
+        "megarl/two.py": 'async def f():\n    """Until, say, it ends.\n\n    More.\n    """\ndef g():\n    """how"""',
+        "megarl/good.py": '"""Whatever it is."""\n"""What"""\nclass A:\n    """Asks."""\ndef f():\n    """Tell why."""',
+    })  # fmt: skip
+    found = [each.removeprefix(f"{tmp_path}/megarl/") for each in structure.bare_clauses([tmp_path / "megarl"])]
+    assert sorted(found) == [
+        "one.py:1: What it does.", "one.py:2: Of a run.", "one.py:4: Whether.",
+        "two.py:1: Until, say, it ends.", "two.py:6: how",
+    ]  # fmt: skip

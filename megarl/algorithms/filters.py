@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megarl.algorithms.advantages import (
@@ -89,8 +89,6 @@ class ShapedBatch:
     filtered_groups: int = 0  # zero variance
     failed_groups: int = 0  # fewer than two samples that did not fail
     masked_samples: int = 0
-    filtered_keys: list[str] = field(default_factory=list)  # samples of filtered groups
-    failed_keys: list[str] = field(default_factory=list)  # failed samples, and the remaining ones of failed groups
 
 
 def shape_group(alive: Sequence[JudgedSample], spec: ShapingSpec) -> list[tuple[float, bool]]:
@@ -135,18 +133,14 @@ def shape_batch(
         raise ValueError("two samples of the batch share a key")
     kept: list[list[ShapedSample]] = []
     counts = dict.fromkeys(("filtered_groups", "failed_groups"), 0)
-    filtered: list[str] = []
-    failed = [sample.key for group in groups for sample in group if sample.failed]
     for index, group in enumerate(groups):
         alive = [sample for sample in group if not sample.failed]
         if len(alive) < 2:
             counts["failed_groups"] += 1
-            failed += [sample.key for sample in alive]
             continue
         own = spec if limits is None else replace(spec, max_tokens=limits[index])
         if without_signal(alive, own):
             counts["filtered_groups"] += 1
-            filtered += [sample.key for sample in alive]
             continue
         shaped = shape_group(alive, own)
         (advantages,) = group_advantages([[reward for reward, _ in shaped]], spec.advantage)
@@ -160,7 +154,5 @@ def shape_batch(
         groups=kept,
         trained_groups=len(kept),
         masked_samples=sum(not sample.trained for group in kept for sample in group),
-        filtered_keys=filtered,
-        failed_keys=failed,
         **counts,
     )

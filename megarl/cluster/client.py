@@ -77,7 +77,7 @@ class ReplicaClient:
         self._actor = actor
         self._log = log
 
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+    def call(self, method: str, *args: object, timeout_s: float) -> Any:
         """Call one method of the replica and wait for its result, whose type is the method's.
 
         Raises ReplicaFailed, naming the replica, if it failed or died, and TimeoutError after `timeout_s`.
@@ -141,7 +141,7 @@ class PoolClient:
 
         return cls(handle, config, ray.get_actor(CONTROLLER, namespace=handle.namespace))
 
-    def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: object, timeout_s: float, **kwargs: object) -> Any:
         """Call one method of the controller and wait for its result, whose type is the method's.
 
         Raises RolloutError with the controller's own cause, or if it does not answer within `timeout_s`.

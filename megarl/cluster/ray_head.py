@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.common.byte_units import MIB
 from megarl.common.errors import SupervisorFailed
 from megarl.common.processes import descendants, sweep
 from megarl.config.pools import resolve_pools
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 TOKEN_FILE = "ray_token"
 # Environment variable with this node's address, set by the node's agent (megarl/cluster/nodes/agent.py).
 NODE_ADDRESS_VARIABLE = "MEGARL_NODE_ADDRESS"
-OBJECT_STORE_BYTES = 256 * 2**20
+OBJECT_STORE_BYTES = 256 * MIB
 ATTEMPT_S = 30
 MAX_ATTEMPTS = 5
 

@@ -132,7 +132,7 @@ class Supervisor:
         logging.shutdown()
         os._exit(1)
 
-    def _publish(self, **changes: Any) -> None:
+    def _publish(self, **changes: object) -> None:
         with self._lock:
             self._state.update(changes)
             self._state["children"] = [asdict(child) for child in self._children if is_alive(child)]

@@ -39,7 +39,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"megarl {version('megarl')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_plan(commands)
+    _add_doctor(commands)
+    _add_docs(commands)
+    launch.add_parser(commands)
+    standalone.add_parser(commands)
+    replay.add_parser(commands)
+    return parser
 
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan = commands.add_parser(
         "plan",
         help="check a config and print it resolved, with ranks, devices and memory; start nothing",
@@ -55,6 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     plan.set_defaults(run=_plan)
 
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="show what is installed, which device path a run would use and what is missing",
@@ -73,23 +84,21 @@ def build_parser() -> argparse.ArgumentParser:
         help="under srun or torchrun, one process per node or GPU: measure every path between the nodes instead",
     )
     doctor.add_argument("--interface", help="with --nodes: the network interface of a run, as launch.interface")
-    doctor.add_argument("--mib", type=float, default=64, help="with --nodes: size of a message (default: 64)")
-    doctor.add_argument("--timeout", type=float, default=120, help="with --nodes: seconds per path (default: 120)")
+    doctor.add_argument("--mib", type=float, default=64, help="with --nodes: MiB per message (default: %(default)s)")
+    doctor.add_argument("--timeout", type=float, default=120, help="with --nodes: s per path (default: %(default)s)")
     doctor.set_defaults(run=_doctor)
 
+
+def _add_docs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     docs = commands.add_parser(
         "docs",
         help="write docs/configuration.md and docs/metrics.md from the code",
         description="Write the two reference pages that are generated from the config classes and the metric "
         "declarations.",
     )
-    docs.add_argument("--out", type=Path, default=Path("docs"), help="directory (default: docs)")
+    docs.add_argument("--out", type=Path, default=Path("docs"), help="directory (default: %(default)s)")
     docs.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
     docs.set_defaults(run=_docs)
-    launch.add_parser(commands)
-    standalone.add_parser(commands)
-    replay.add_parser(commands)
-    return parser
 
 
 def _plan(options: argparse.Namespace) -> int:

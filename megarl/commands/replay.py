@@ -184,7 +184,7 @@ def replay_steps(
                 raise RuntimeError(f"the ranks read different batches of step {step} from {batches}; is it shared?")
             wanted = set(plan.keys_of(parallel.dp_rank()))
             rows = {row.key: row for row in batch.trajectories if row.key in wanted}
-        train_step(policy, plan, rows, config, timer, metrics)
+        train_step(policy, plan, rows, config, timer, metrics, step=step)
         record_batch(metrics, plan)
         values = metrics.reduce() | timer.finish_step()
         if on_step is not None:

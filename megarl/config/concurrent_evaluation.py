@@ -1,4 +1,4 @@
-"""Whether evaluations go on beside training, and what is wrong with the section `evaluation`."""
+"""Tells whether evaluations go on beside training, and lists what is wrong with the section `evaluation`."""
 
 from __future__ import annotations
 

@@ -15,6 +15,9 @@ from megarl.config.section import Passed, Section
 
 RowFormat = Literal["auto", "gsm8k", "problem_answer", "fields"]
 
+# The values with which a sampler draws from the whole distribution, as vLLM and transformers have them.
+NO_TOP_P, NO_TOP_K, NO_REPETITION_PENALTY = 1.0, -1, 1.0
+
 
 class SetRewardConfig(Section):
     """The reward function of one set; default: the section `reward`."""
@@ -102,9 +105,9 @@ class EvalSamplingConfig(Section):
     """Sampling of the `sampled` evaluation; `greedy` is temperature 0."""
 
     temperature: float = Field(1.0, gt=0, description="Temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling.")
-    top_k: int = Field(-1, ge=-1, description="Top-k; -1 = off.")
-    repetition_penalty: float = Field(1.0, gt=0, description="Repetition penalty.")
+    top_p: float = Field(NO_TOP_P, gt=0, le=1, description="Nucleus sampling.")
+    top_k: int = Field(NO_TOP_K, ge=-1, description="Top-k; -1 = off.")
+    repetition_penalty: float = Field(NO_REPETITION_PENALTY, gt=0, description="Repetition penalty.")
     samples: int = Field(1, ge=1, description="Responses per prompt; accuracy is their mean.")
 
 

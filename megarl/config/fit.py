@@ -55,16 +55,16 @@ def most_tokens(config: Config, info: ModelInfo, layout: Layout, device: Device)
 
     It is at least `trainer.micro_batch_tokens`. None if even that does not fit, or if the memory is unknown.
     """
-    now = config.trainer.token_limit
+    least = config.trainer.token_limit
 
     def fits(tokens: int) -> bool:
         return _fits(with_trainer(config, micro_batch_tokens=tokens), info, layout, device)
 
-    if device.limit is None or not fits(now):
+    if device.limit is None or not fits(least):
         return None
-    steps = range(-(-now // TOKENS_STEP) * TOKENS_STEP, MOST_TOKENS + 1, TOKENS_STEP)
+    steps = range(-(-least // TOKENS_STEP) * TOKENS_STEP, MOST_TOKENS + 1, TOKENS_STEP)
     passed = _first(len(steps), lambda index: not fits(steps[index]))
-    return steps[passed - 1] if passed else now
+    return steps[passed - 1] if passed else least
 
 
 def _cheapest(config: Config, info: ModelInfo, layout: Layout, device: Device) -> Recompute:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def local_gpus() -> tuple[Gpu, ...]:
         nvml.nvmlShutdown()
 
 
-def visible_gpus(nvml: Any, count: int, visible: str | None) -> tuple[Gpu, ...]:
+def visible_gpus(nvml: ctypes.CDLL, count: int, visible: str | None) -> tuple[Gpu, ...]:
     """Return those of `count` GPUs that CUDA_VISIBLE_DEVICES=`visible` leaves, by index, UUID or a UUID's beginning.
 
     As CUDA does, it ignores what follows the first entry that names no GPU. A part of a GPU (MIG) has its own memory.
@@ -58,7 +58,7 @@ def visible_gpus(nvml: Any, count: int, visible: str | None) -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def _named(nvml: Any, handles: list[ctypes.c_void_p | None], item: str) -> ctypes.c_void_p | None:
+def _named(nvml: ctypes.CDLL, handles: list[ctypes.c_void_p | None], item: str) -> ctypes.c_void_p | None:
     """Return the GPU that one entry of CUDA_VISIBLE_DEVICES names, or None."""
     if item.isdecimal():
         return handles[int(item)] if int(item) < len(handles) else None
@@ -70,18 +70,18 @@ def _named(nvml: Any, handles: list[ctypes.c_void_p | None], item: str) -> ctype
     return begin[0] if len(begin) == 1 else None
 
 
-def _handle(function: Any, key: object) -> ctypes.c_void_p | None:
+def _handle(function: Callable[..., int], key: object) -> ctypes.c_void_p | None:
     handle = ctypes.c_void_p()
     return handle if function(key, ctypes.byref(handle)) == 0 else None
 
 
-def _uuid(nvml: Any, handle: ctypes.c_void_p) -> str:
+def _uuid(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> str:
     uuid = ctypes.create_string_buffer(96)
     nvml.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(len(uuid)))
     return uuid.value.decode()
 
 
-def _gpu(nvml: Any, handle: ctypes.c_void_p) -> Gpu:
+def _gpu(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
     memory, name = _Memory(), ctypes.create_string_buffer(96)
     nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
     nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))

@@ -9,6 +9,8 @@ from pydantic import Field
 
 from megarl.config.section import Section
 
+STOP_MARGIN_S = 300  # for the step in progress, besides the time of a save, when a run has to end
+
 
 class TelemetryConfig(Section):
     """Outputs of a run besides `metrics.jsonl` and `summary.json`."""
@@ -100,7 +102,7 @@ class LaunchConfig(Section):
         None,
         ge=1,
         description="Seconds that the run has before the time limit, and after a SIGTERM, to end its step and save; "
-        "default `timeouts.save_s` + 300.",
+        f"default `timeouts.save_s` + {STOP_MARGIN_S}.",
     )
     requeue: bool = Field(True, description="Queue the job again if it was stopped by its time limit.")
     max_restarts: int = Field(0, ge=0, description="Times torchrun restarts the ranks after a failure.")

@@ -17,17 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.pace import Pace, capacity_groups
+from megarl.config.pace import capacity_groups
 from megarl.config.schema import Config
-
-
-def steps_without_room(pace: Pace) -> list[int]:
-    """Return the steps from one publication to the next that no group could be started for (1); none is right.
-
-    One such period stands for all: the bound and the versions grow alike from each to the next.
-    """
-    period = pace.sync_interval // pace.updates_per_step
-    return [step for step in range(period) if pace.steps_within_bound(0) <= step]
 
 
 def fits_queue(groups: int, capacity: int | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.common.byte_units import GIB, MIB
 from megarl.config import activations
 from megarl.config.parameters import (
     FP32,
@@ -17,8 +18,6 @@ from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
 
-GIB = 2**30
-MIB = 2**20
 # Estimates, to be replaced by measurements: CUDA context, cuBLAS workspaces, fragmentation, and the buffers of each
 # NCCL communicator, of which a trainer rank has up to ten; an engine has fewer, and CUDA graphs instead.
 TRAINER_OVERHEAD = 5 * GIB

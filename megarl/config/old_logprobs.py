@@ -1,4 +1,4 @@
-"""What `algorithm.correction` and `algorithm.old_logprobs` mean for a run, with `auto` resolved."""
+"""Resolves `auto` in `algorithm.correction` and `algorithm.old_logprobs`."""
 
 from __future__ import annotations
 

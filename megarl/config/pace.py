@@ -1,7 +1,8 @@
-"""How far generation may run ahead of training: the numbers behind the modes of the `admission` section.
+"""The numbers behind the modes of the `admission` section: how far generation may run ahead of training.
 
-All numbers count optimizer updates. The version of the policy's weights is the number of updates made to them (of the
-versions since the start of the history, in the order of training). A step makes `trainer.mini_batches` updates.
+All numbers count optimizer updates, and so does the version of the policy's weights: each step of the history has
+advanced it by `trainer.mini_batches`. A step advances it by that number even if it makes fewer updates, because all
+groups of the step were filtered, or all samples of a mini-batch masked.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megarl.config.schema import Config
+from megarl.config.schema import DEFAULT_INTERVAL, DEFAULT_QUOTA, Config
 
 
 @dataclass(frozen=True)
 class Pace:
     """The relation of generation to training.
 
-    `updates_per_step`: optimizer updates per step (>= 1). `sync_interval`: updates from one publication of the weights
-    to the next, a multiple of `updates_per_step`. `max_staleness`: the most updates between the weights of the oldest
-    token of a trajectory and the weights of the update that trains it.
+    `updates_per_step`: the most optimizer updates per step, by which a step advances the version (>= 1).
+    `sync_interval`: updates from one publication of the weights to the next, a multiple of `updates_per_step`.
+    `max_staleness`: the most updates between the weights of the oldest token of a trajectory and the weights of the
+    update that trains it.
     """
 
     updates_per_step: int = 1
@@ -76,10 +78,6 @@ def capacity_groups(config: Config) -> int | None:
     """Return the number of whole groups that the queue may hold; None if it has no bound of its own."""
     capacity = config.queue.capacity
     return None if capacity is None else capacity // config.batch.samples_per_group
-
-
-DEFAULT_INTERVAL = 4
-DEFAULT_QUOTA = 0.5
 
 
 def _sync_interval(config: Config) -> int:

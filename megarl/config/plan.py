@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
+from megarl.common.byte_units import GIB, MIB
 from megarl.common.errors import ConfigError
 from megarl.config import fit
 from megarl.config.checks import Device, check, detect_device, max_sequence_tokens
 from megarl.config.datasets import longest_response
 from megarl.config.hardware import local_gpus
-from megarl.config.memory import GIB, MIB, EngineMemory, Memory, engine_memory, trainer_memory
+from megarl.config.memory import EngineMemory, Memory, engine_memory, trainer_memory
 from megarl.config.pace import pace_notes
 from megarl.config.parameters import model_parameters
 from megarl.config.pools import Pools, resolve_pools

@@ -17,6 +17,8 @@ from megarl.config.section import Passed, Section
 
 # What the backward pass of the trainer computes again; a number: the first layers of each stage.
 Recompute = Literal["auto", "none", "selective", "full"] | Annotated[int, Field(ge=1)]
+# How far modes that publish less often than each step run ahead by default: `sync_interval`, `staleness_threshold`.
+DEFAULT_INTERVAL, DEFAULT_QUOTA = 4, 0.5
 
 
 class RunConfig(Section):
@@ -291,7 +293,7 @@ class RolloutConfig(Section):
 
 
 class AdmissionConfig(Section):
-    """How far generation may run ahead of training. Numbers count optimizer updates (`megarl/config/pace.py`)."""
+    """Bounds on how far generation may run ahead of training, in optimizer updates (`megarl/config/pace.py`)."""
 
     mode: Literal["sync", "one_step_off", "stream", "async"] = Field(
         "sync",
@@ -303,13 +305,14 @@ class AdmissionConfig(Section):
         None,
         ge=1,
         description="Updates per publication of the weights, a multiple of `trainer.mini_batches`. Default: one step; "
-        "with stream and async 4, rounded up to whole steps, with stream to at least two.",
+        f"with stream and async {DEFAULT_INTERVAL}, rounded up to whole steps, with stream to at least two.",
     )
     max_staleness: int | None = Field(
         None,
         ge=0,
         description="The most updates between the weights of a trajectory's oldest token and the update that trains "
-        "it; at least sync_interval - 1, the default; with async half of `sync_interval` more, and at least one step.",
+        f"it; at least sync_interval - 1, the default; with async {DEFAULT_QUOTA} * sync_interval more, rounded up, and "
+        "at least one step.",
     )
     trigger_parameter_sync_step: int | None = Field(
         None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ KEPT_GROUPS = 256  # per set, of the latest rewards that a curriculum sees
 
 @dataclass(frozen=True)
 class SetProgress:
-    """What a run has seen of one set.
+    """The progress of a run in one set.
 
     Attributes:
         weight: the weight in the config.
@@ -114,7 +114,8 @@ class Curriculum:
             self._rewards[name].extend(saved["rewards"])
 
 
-def _imported(path: str) -> Any:  # a function of the user's
+def _imported(path: str) -> Callable[..., Mapping[str, float]]:
+    """Return the user's function. Raises ValueError that says what it has to be."""
     module, _, attribute = path.partition(":")
     try:
         target = importlib.import_module(module)

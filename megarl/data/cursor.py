@@ -18,7 +18,7 @@ class Cursor:
     shuffle, so that it stays the same under other versions of Python and numpy.
     """
 
-    def __init__(self, n: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, n: int, seed: int, shuffle: bool) -> None:
         if n < 1:
             raise ValueError("a cursor needs at least one prompt")
         self.n = n

@@ -3,6 +3,8 @@
 The manifest is the same on every rank and in layer order. `stream` follows it; `gathers` brings any rows to their
 owner. Each rank takes part only in the gathers of its own shards. Besides the shards, `stream` holds at most one
 Hugging Face tensor in memory, and the peers' blocks of it that are not whole rows.
+
+Tensors may have any shape.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megarl.common.byte_units import MIB
 from megarl.models.gather import Gather, GatherRequest, GlooWaiter, Rows, TensorPart, build_gathers
 from megarl.models.gather_pairs import connect_pairs, pairs_of
 from megarl.models.info import ModelInfo
@@ -210,7 +213,7 @@ def save_hf(
             shutil.rmtree(old)
         else:
             os.replace(partial, out)
-        logger.info("%s: %d files, %.1f MiB", out, len(files), sum(t.nbytes for t in exporter.manifest()) / 2**20)
+        logger.info("%s: %d files, %.1f MiB", out, len(files), sum(t.nbytes for t in exporter.manifest()) / MIB)
     torch.distributed.barrier(group)
 
 

@@ -48,7 +48,7 @@ class GatherRequest:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What this rank holds of one Hugging Face tensor: source number `source` of a Megatron shard.
+    """This rank's part of one Hugging Face tensor: source number `source` of a Megatron shard.
 
     `group` is None where one rank has the whole tensor. `dtype` is that of the export.
     """
@@ -60,7 +60,7 @@ class TensorPart:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank receives the whole tensor: it is the first of its group."""
+        """True if this rank receives the whole tensor: it is the first of its group."""
         return self.shard.rank == 0
 
     def whole(self) -> torch.Tensor:
@@ -161,7 +161,7 @@ class _Route:
 
 @dataclass
 class _Program:
-    """What one rank does in a gather. `copies`: (target, source) pairs within this rank."""
+    """The operations of one rank in a gather. `copies`: (target, source) pairs within this rank."""
 
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     routes: dict[tuple[int, int], _Route] = field(default_factory=dict)

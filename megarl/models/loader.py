@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from megarl.common.byte_units import MIB
 from megarl.models.families import FAMILIES
 from megarl.models.info import ModelInfo
 from megarl.models.mapping import Entry
@@ -38,7 +39,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, hf_dir: 
             logger.warning("%s: %s", hf_dir, left_out_note(left_out, info))
         if info.tied and "lm_head.weight" in files.records:
             _check_redundant_head(shards, files)
-    logger.info("%s: %d parameters, %.1f MiB read", hf_dir, len(shards), size / 2**20)
+    logger.info("%s: %d parameters, %.1f MiB read", hf_dir, len(shards), size / MIB)
     return size
 
 

@@ -1,4 +1,7 @@
-"""Builds Megatron's TransformerConfig and this rank's GPTModel chunks from a model's shape and a layout."""
+"""Builds Megatron's TransformerConfig and this rank's GPTModel chunks from a model's shape and a layout.
+
+Shapes: F frequencies, one for each pair of rotated channels of a head.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megarl import platforms
 from megarl.models.info import LatentAttention, ModelInfo
 from megarl.models.layer_spec import block_spec, use_transformer_engine
 from megarl.models.layout import Layout
-from megarl.models.rope import attention_factor, inverse_frequencies
+from megarl.models.rope import attention_factor, inverse_frequencies, yarn_betas
 
 Precision = Literal["bf16", "fp32"]
 
@@ -167,6 +170,7 @@ def _platform_fields(initialize: bool) -> dict[str, Any]:
 def _latent_attention(info: ModelInfo, mla: LatentAttention) -> dict[str, Any]:
     """Return the fields of multi-head latent attention, which computes its own RoPE: plain or YaRN, no other kind."""
     yarn = info.rope_scaling or {"factor": 1.0}
+    beta_fast, beta_slow = yarn_betas(yarn)
     paired = yarn.get("mscale") and yarn.get("mscale_all_dim")
     return {
         "multi_latent_attention": True,
@@ -182,8 +186,8 @@ def _latent_attention(info: ModelInfo, mla: LatentAttention) -> dict[str, Any]:
         "rotary_base": info.rope_theta,
         "rotary_scaling_factor": float(yarn["factor"]),
         "original_max_position_embeddings": yarn.get("original_max_position_embeddings", info.max_positions),
-        "beta_fast": yarn.get("beta_fast") or 32,
-        "beta_slow": yarn.get("beta_slow") or 1,
+        "beta_fast": beta_fast,
+        "beta_slow": beta_slow,
         # 1 and 0 mean: YaRN's own factor on the rotated channels, and no factor on the products of queries and keys.
         "mscale": float(yarn["mscale"]) if paired else 1.0,
         "mscale_all_dim": float(yarn["mscale_all_dim"]) if paired else 0.0,

@@ -90,6 +90,11 @@ def inverse_frequencies(dim: int, theta: float, scaling: Mapping[str, Any] | Non
     return (1 - smooth_F) * frequencies_F / factor + smooth_F * frequencies_F
 
 
+def yarn_betas(scaling: Mapping[str, Any]) -> tuple[float, float]:
+    """Return YaRN's beta_fast and beta_slow, or their defaults: the rotations between which it blends two scalings."""
+    return scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
+
+
 def _yarn_kept(dim: int, theta: float, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Return for each frequency 1 where YaRN keeps it, 0 where YaRN interpolates it, a ramp between. fp32 [F]."""
     import torch
@@ -99,7 +104,7 @@ def _yarn_kept(dim: int, theta: float, scaling: Mapping[str, Any]) -> torch.Tens
     def channel(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = channel(scaling.get("beta_fast") or 32), channel(scaling.get("beta_slow") or 1)
+    low, high = (channel(value) for value in yarn_betas(scaling))
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

@@ -1,4 +1,7 @@
-"""Reads slices of the tensors of Hugging Face safetensors directories, and streams tensors into new files."""
+"""Reads slices of the tensors of Hugging Face safetensors directories, and streams tensors into new files.
+
+Shapes: B bytes of a tensor; tensors without a suffix may have any shape.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""This rank's Megatron parameters and buffers by canonical name, with mapping entries and tensor-parallel ranks."""
+"""This rank's Megatron parameters and buffers by canonical name, with mapping entries and tensor-parallel ranks.
+
+Their tensors may have any shape.
+"""
 
 from __future__ import annotations
 

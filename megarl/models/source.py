@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megarl.common.byte_units import GIB
+
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 HF_FILES = "hf"
 FORMAT_FILE = "metadata.json"  # Megatron-Core writes it after all shards
 COMMON_FILE = "common.pt"  # Megatron-Core's state that is not sharded
 SHARD_INDEX = ".metadata"  # the index of torch.distributed.checkpoint
-HF_SHARD_BYTES = 5 * 2**30  # largest weight file of an exported Hugging Face directory
+HF_SHARD_BYTES = 5 * GIB  # largest weight file of an exported Hugging Face directory
 
 
 def step_name(iteration: int | None) -> str:

@@ -1,4 +1,4 @@
-"""What a process with a GPU sets before Megatron-Core is imported: its device, and how torch allocates memory."""
+"""The settings of a process with a GPU before Megatron-Core is imported: its device, and how torch allocates memory."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """What the oldest sampled token counts as, which defines the staleness; -1 if no token was sampled."""
+        """The version that the oldest sampled token counts as and staleness is counted from; -1 if none was sampled."""
         return min((span.counts_as for span in self.versions), default=-1)
 
     @property

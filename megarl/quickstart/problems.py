@@ -32,7 +32,7 @@ class Addition:
 
     @property
     def has_carry(self) -> bool:
-        """Whether the sum of the ones is 10 or more."""
+        """True if the sum of the ones is 10 or more."""
         return self.a % 10 + self.b % 10 >= 10
 
     @property

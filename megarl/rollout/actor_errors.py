@@ -1,4 +1,4 @@
-"""What the failure of a call to a replica's actor says about the replica."""
+"""Tells from the failure of a call to a replica's actor what has happened to the replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many requests an engine gets at a time, by the room in its KV cache. Pure.
+"""The number of requests that an engine gets at a time, by the room in its KV cache. Pure.
 
 An engine whose cache is full throws requests out of its batch and computes them again later. Requests that wait outside
 can go to another engine instead. So each engine has a limit that follows the classic rule of congestion control:

@@ -1,4 +1,4 @@
-"""Which replica gets the next requests, and who waits until one has room: training first, an evaluation after it."""
+"""Chooses the replica of the next requests; until one has room they wait, those of an evaluation behind training's."""
 
 from __future__ import annotations
 

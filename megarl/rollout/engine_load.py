@@ -1,4 +1,4 @@
-"""How busy an engine is, and whether it is alive: what vLLM's engine process says after each step.
+"""The load of an engine, and signs that it is alive, from what vLLM's engine process says after each step.
 
 The scheduler's numbers come with the step's tokens; nobody asks for them, and nothing is counted per token.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -44,7 +44,7 @@ class EngineMonitor:
         self._heard = now()
         self._held: set[str] = set()
 
-    def record(self, scheduler_stats: SchedulerStats | None, *_: Any, **__: Any) -> None:
+    def record(self, scheduler_stats: SchedulerStats | None, *_: object, **__: object) -> None:
         """Take note of a step."""
         self._heard = self._now()
         if scheduler_stats is not None:

@@ -56,7 +56,7 @@ class EvalSet:
 
 @dataclass(frozen=True)
 class Share:
-    """What an evaluation beside training may take of the engines: so many requests at once, of a lower priority."""
+    """The share of an evaluation beside training: so many requests at once in the engines, of a lower priority."""
 
     at_once: asyncio.Semaphore
     priority: int

@@ -59,9 +59,9 @@ class Fleet:
         restart: Restart,
         describe: Callable[[int], str] = str,
         *,
-        report_interval_s: float = 5.0,
-        back_pressure: bool = True,
-        sync_restarts: int = 1,
+        report_interval_s: float,
+        back_pressure: bool,
+        sync_restarts: int,
     ) -> None:
         """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is.
 
@@ -257,7 +257,7 @@ class Fleet:
             return ReplicaFailed(index, f"replica {index} has been replaced")
         return self.lost.get(index)
 
-    async def call(self, index: int, method: str, *args: Any, timeout_s: float) -> Any:
+    async def call(self, index: int, method: str, *args: object, timeout_s: float) -> Any:
         """Call one method of one replica and return its result, whose type is the method's.
 
         Raises RequestFailed for a request that the engine refused, ReplicaFailed for any other failure and after

@@ -1,4 +1,4 @@
-"""Which replicas keep their weights for an evaluation, and which requests each replica gets meanwhile. Pure.
+"""The replicas that keep their weights for an evaluation, and the requests that each replica gets meanwhile. Pure.
 
 A pinned replica is left out of publications and works for the evaluation only. When the evaluation is over, it trains
 again: at once if it has missed no version, else after the next publication.

@@ -1,4 +1,4 @@
-"""Which replicas are being replaced, and who waits for one while none serves."""
+"""The replicas that are being replaced, and the requests that wait for one while none serves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Replacements:
 
     @property
     def coming(self) -> bool:
-        """Whether a replica may serve later without anything else happening before."""
+        """True if a replica may serve later without anything else happening before."""
         return bool(self._in_sync or self._starting or self._joining)
 
     def comes(self, index: int) -> bool:

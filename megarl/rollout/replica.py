@@ -127,7 +127,6 @@ class EngineReplica:
         self._monitor = EngineMonitor()
         self._requests: EngineRequests
         self._failed: str | None = None
-        self._served = 0
         self._has_weights = reads_weights(self.config)
         self._in_sync = False  # between the start of a weight sync (or of joining its group) and its end
         self._log_file = Path(spec.run_dir) / "logs" / f"replica-{index}.log"
@@ -204,7 +203,6 @@ class EngineReplica:
             if engine.errored:
                 raise failure from error
             raise RequestFailed(f"replica {self.index} refused a request: {_reason(error)}") from error
-        self._served += sum(part.finish_reason is not None for part in parts.values())
         return EngineReport(parts, self._monitor.take())
 
     async def pause(self, clear_cache: bool = True) -> None:
@@ -272,12 +270,6 @@ class EngineReplica:
     async def world_size(self) -> int:
         """Return the number of engine workers of this replica (its TP size)."""
         return self.config.rollout.tensor_parallel
-
-    async def health(self) -> dict[str, Any]:
-        """Return index, number of responses and pid. Raises ReplicaFailed if the engine is dead or not started."""
-        engine = self._check()
-        await self._guard(engine.check_health(), "health")
-        return {"replica": self.index, "served": self._served, "pid": os.getpid()}
 
     async def devices(self) -> HeldDevices:
         """Return the devices that this replica holds."""

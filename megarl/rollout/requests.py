@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from megarl.config.data_sections import EvalSamplingConfig
+from megarl.config.data_sections import NO_REPETITION_PENALTY, NO_TOP_K, NO_TOP_P, EvalSamplingConfig
 from megarl.config.schema import SamplingConfig
 from megarl.queue.trajectory import FinishReason, VersionSpan
 
@@ -17,9 +17,9 @@ class SamplingSpec:
     max_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...]
-    top_p: float = 1.0
-    top_k: int = -1
-    repetition_penalty: float = 1.0
+    top_p: float = NO_TOP_P
+    top_k: int = NO_TOP_K
+    repetition_penalty: float = NO_REPETITION_PENALTY
 
     @classmethod
     def training(cls, sampling: SamplingConfig, stop_token_ids: tuple[int, ...]) -> SamplingSpec:

@@ -35,7 +35,7 @@ class ResponsePart:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What an engine answers to a call about some requests: the tokens of each since the last report, by request id.
+    """An engine's answer to a call about some requests: the tokens of each since the last report, by request id.
 
     `load`: of the engine, since its last report on any requests.
     """

@@ -1,4 +1,4 @@
-"""Which finished groups the journal must keep, because a run that resumes could use them. Pure."""
+"""The finished groups that the journal must keep, because a run that resumes could use them. Pure."""
 
 from __future__ import annotations
 

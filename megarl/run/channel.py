@@ -1,4 +1,4 @@
-"""How the ranks agree on a batch: which collectives a thread may use for it, and how long it waits for the rollout.
+"""The ways in which the ranks agree on a batch: the collectives of a thread, and its waits for the rollout.
 
 A collective must be called in the same order on all ranks, and training calls those of its communicators all the time.
 So a thread that works beside training has process groups of its own.

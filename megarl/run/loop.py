@@ -27,7 +27,7 @@ def train(session: Session) -> None:
         prepared = session.batches.take(step, session.version)
         batch, plan = prepared.batch, prepared.plan
         with pool.keep_batch_on_failure(batch):
-            train_step(policy, plan, prepared.rows, config, recorder.timer, recorder.metrics)
+            train_step(policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step)
         recorder.samples(batch, prepared.samples)
         pool.commit(batch, plan)
         session.version += pace.updates_per_step
@@ -35,7 +35,7 @@ def train(session: Session) -> None:
             session.evaluations.finish(step + 1)  # so that the next one finds all replicas with the newest weights
         if pace.publishes_after(step + 1) or publishes_early(session, batch):
             publish(session)
-        recorder.step(batch, plan)
+        recorder.step(batch, plan, session.version)
         session.evaluations.collect(step + 1)
         if evaluation_due(session, step + 1) and step + 1 < config.run.steps:
             session.evaluations.evaluate(step + 1, session.version, f"step_{step + 1}")

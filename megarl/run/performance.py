@@ -9,12 +9,11 @@ import psutil
 import torch
 
 from megarl import platforms
+from megarl.common.byte_units import GIB, KIB
 from megarl.config.old_logprobs import recomputes_old_logprobs
 from megarl.config.parameters import model_parameters
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
-
-KIB, GIB = 2**10, 2**30
 
 # Peak bf16 TFLOP/s for dense matrices, from the vendor's data sheets. No MFU is reported for other devices.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "H20": 148.0, "B200": 2250.0}

@@ -183,10 +183,10 @@ class Recorder:
             record = sample_record(batch.step + 1, row, self._tokenizer.decode, reference)
             self._writer.sample(batch.step + 1, record)
 
-    def step(self, batch: StepBatch, plan: StepPlan) -> None:
-        """Close the step's clock and write its metrics. Collective."""
+    def step(self, batch: StepBatch, plan: StepPlan, version: int) -> None:
+        """Close the step's clock and write its metrics. Collective. `version`: that of the weights after the step."""
         assert self._performance is not None
-        self._evaluated.current = batch.version + self._config.trainer.mini_batches
+        self._evaluated.current = version
         record_batch(self.metrics, plan)
         self.metrics.update(batch.timings)
         values = self.metrics.reduce()

@@ -37,7 +37,7 @@ class Session:
     """Holds the parts of a run on every rank, once `torch.distributed` is initialised; `close` ends the pool.
 
     `launch`: the supervisor that is being started, on rank 0 only. `first_step`: training steps done by the history
-    that this run resumes; 0 for a new run. `version`: the version of the policy's weights, in optimizer updates.
+    that this run resumes; 0 for a new run. `version`: the version of the policy's weights (`megarl/config/pace.py`).
     """
 
     def __init__(self, config: Config, launch: Future[SupervisorHandle] | None, terminal: TextIO) -> None:

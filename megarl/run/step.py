@@ -3,7 +3,7 @@
 `plan_step` is pure: every rank computes the same plan from the same tags without communication, and the ranks compare
 its hash. `train_step` needs only a policy and this rank's rows; the training loop and `megarl replay` share it.
 
-Tensor suffixes: `_R` response tokens of one sample.
+Shapes: `_R` the response tokens of one sample.
 """
 
 from __future__ import annotations
@@ -139,12 +139,14 @@ def train_step(
     config: Config,
     timer: PhaseTimer,
     metrics: StepMetrics,
+    *,
+    step: int,
 ) -> None:
     """Compute the log-probs that are missing, then make one optimizer update per mini-batch. Collective.
 
-    `rows`: this DP rank's trajectories by key, at least those of `plan.keys_of(dp_rank)`. Records `policy/*`,
-    `correction/*`, `mismatch/*` and `reward/shaped_mean`. A step whose groups are all filtered makes no update and
-    records `policy/updates` 0. Raises NonFiniteError before any weight has changed.
+    `rows`: this DP rank's trajectories by key, at least those of `plan.keys_of(dp_rank)`. `step`: the number of steps
+    before this one. Records `policy/*`, `correction/*`, `mismatch/*` and `reward/shaped_mean`. A step whose groups are
+    all filtered makes no update and records `policy/updates` 0. Raises NonFiniteError before any weight has changed.
     """
     recomputes = recomputes_old_logprobs(config)
     samples = _train_samples(plan, rows, config)
@@ -169,7 +171,7 @@ def train_step(
                 mine,
                 counts,
                 another_follows=number + 1 < len(trained),
-                measure_entropy=number == 0 and entropy_due(config, plan.version),
+                measure_entropy=number == 0 and entropy_due(config, step),
             )
             if number == 0 and not recomputes:
                 record_mismatch(metrics, engine_against_trainer(values))
@@ -177,10 +179,10 @@ def train_step(
     metrics.record("policy/updates", len(trained))
 
 
-def entropy_due(config: Config, version: int) -> bool:
-    """Tell whether the step that updates the weights of `version` measures the entropy of its first mini-batch."""
+def entropy_due(config: Config, step: int) -> bool:
+    """Tell whether the step after `step` others of the history measures the entropy of its first mini-batch."""
     every = config.telemetry.entropy_every
-    return every > 0 and version // config.trainer.mini_batches % every == 0
+    return every > 0 and step % every == 0
 
 
 def _train_samples(plan: StepPlan, rows: Mapping[str, Trajectory], config: Config) -> dict[str, TrainSample]:

@@ -24,5 +24,5 @@ class StepBatch:
 
     @property
     def replicas_are_lost(self) -> bool:
-        """Whether replicas were lost that only a publication of the weights replaces."""
+        """True if replicas were lost that only a publication of the weights replaces."""
         return self.timings.get("rollout/replicas_lost", 0.0) > 0

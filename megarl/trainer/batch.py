@@ -87,7 +87,7 @@ class MicroBatch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to train on: the only sequence is the dummy."""
+        """True if there is nothing to train on: the only sequence is the dummy."""
         return not self.samples
 
     def padding_mask(self) -> Tensor | None:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class RowTerms(NamedTuple):
-    """What the gradient by a chunk of logits needs per row, besides the logits; floats are fp32.
+    """The values per row from which the gradient by a chunk of logits is computed; floats are fp32.
 
     It is that of g log p[target] + e H by x = logits / temperature: g (1[target] - p) - e p (log p + H).
     """
@@ -35,7 +35,7 @@ class RowTerms(NamedTuple):
 
 
 class _State:
-    """Whether this process can compile the passes; the first failure clears it."""
+    """The state of this process: `usable` until a first failure to compile the passes."""
 
     usable = True
 

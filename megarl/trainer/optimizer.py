@@ -124,7 +124,7 @@ def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel]) -
 
 
 def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Build the learning-rate schedule, which counts updates; a step has `trainer.mini_batches` of them.
+    """Build the learning-rate schedule, which counts updates, and `trainer.mini_batches` of them for each step.
 
     Step it before each update, so that the first update has lr / (length of the warm-up), not 0.
 

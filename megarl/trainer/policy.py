@@ -3,7 +3,8 @@
 The loss of a micro-batch is its share of the mini-batch's objective, by token weights that global counts determine. The
 shares add up, so no split into micro-batches, replicas or pipeline stages can change the gradient.
 
-Shapes: T tokens of a micro-batch, R response tokens, H hidden size, L lines (log-probs and, if requested, entropies).
+Shapes: T tokens of a micro-batch, R response tokens, H hidden size, L lines (log-probs and, if requested, entropies),
+K sum keys and M maximum keys of the loss statistics.
 """
 
 from __future__ import annotations

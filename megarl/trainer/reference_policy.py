@@ -1,4 +1,7 @@
-"""The frozen reference model, whose weights are on the device, or in host memory between its forward passes."""
+"""The frozen reference model, whose weights are on the device, or in host memory between its forward passes.
+
+Its tensors may have any shape.
+"""
 
 from __future__ import annotations
 

@@ -7,9 +7,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Protocol, cast
 
-from torch.distributed import PrefixStore, ProcessGroupGloo
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
+
+
+class Backend(Protocol):
+    """The methods of ProcessGroupGloo and ProcessGroupNCCL that a group calls. torch declares no type for all three."""
+
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work:
+        """Begin a broadcast from the rank in `options`."""
+
+    def abort(self) -> None:
+        """End all operations that are running."""
+
+    def shutdown(self) -> None:
+        """Leave the group."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +39,11 @@ class Place:
 
 @dataclass(frozen=True)
 class BackendKind:
-    """How members communicate. `make` connects one member."""
+    """One way in which members communicate. `make` connects one member."""
 
     device: str  # the type of the device whose tensors are sent
     on_streams: bool  # operations run on streams of the device, not on the host
-    make: Callable[[PrefixStore, Place], Any]  # a process group; torch declares no type for its backends' methods
+    make: Callable[[PrefixStore, Place], Backend]
 
 
 @contextmanager
@@ -51,18 +65,18 @@ def blocking_wait() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _make_gloo(store: PrefixStore, place: Place) -> ProcessGroupGloo:
-    return ProcessGroupGloo(store, place.rank, place.size, timeout=timedelta(seconds=place.connect_s))
+def _make_gloo(store: PrefixStore, place: Place) -> Backend:
+    return cast("Backend", ProcessGroupGloo(store, place.rank, place.size, timeout=timedelta(seconds=place.connect_s)))
 
 
-def _make_nccl(store: PrefixStore, place: Place) -> object:
+def _make_nccl(store: PrefixStore, place: Place) -> Backend:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     # NCCL's operations have the timeout of their group, whatever a single call asks for.
     options._timeout = timedelta(seconds=place.operation_s)
     with blocking_wait():
-        return ProcessGroupNCCL(store, place.rank, place.size, options)
+        return cast("Backend", ProcessGroupNCCL(store, place.rank, place.size, options))
 
 
 BACKENDS = {

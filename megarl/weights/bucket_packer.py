@@ -2,7 +2,8 @@
 
 All views of the buffers are made once per plan, so that a sync costs little host time per tensor.
 
-Shapes: B bytes of a flat uint8 buffer.
+Shapes: B bytes of a flat uint8 buffer, E elements of the rows that a piece touches; targets are [rows, ...] as the
+tensor itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megarl.weights.schedule import LEAST_BUFFERS
 
 @dataclass
 class _Place:
-    """Where an own bucket is built.
+    """The place in which an own bucket is built.
 
     `gaps`: the bytes between pieces, which must be zero. `parts`: for a piece that begins or ends inside a row, the
     piece's place in the bucket and its elements in the buffer of whole rows that it is copied from.
@@ -101,10 +102,10 @@ class BucketPacker:
             end = piece.offset + piece.nbytes
             target = buffer_B[piece.offset : end].view(dtype)
             if not _is_whole_rows(piece, spec):
-                rows_R = self._rows_B[: (rows.stop - rows.start) * _row_bytes(spec)].view(dtype)
+                rows_E = self._rows_B[: (rows.stop - rows.start) * _row_bytes(spec)].view(dtype)
                 skipped = (piece.start - rows.start * _row_bytes(spec)) // dtype.itemsize
-                place.parts.append((target, rows_R[skipped : skipped + target.numel()]))
-                target = rows_R
+                place.parts.append((target, rows_E[skipped : skipped + target.numel()]))
+                target = rows_E
             targets.append(target.view(shape))
         if bucket.nbytes > end:
             place.gaps.append(buffer_B[end : bucket.nbytes])

@@ -2,18 +2,19 @@
 
 An engine that starts with dummy weights has random numbers in every tensor. A tensor that no sync brings keeps them
 without an error: vLLM's loaders do not miss a name, and a fused weight counts as loaded after any of its parts.
-So the operations of the loaders are watched, and elements are counted.
+So the operations of the loaders are watched, and elements are counted. Tensors may have any shape.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -79,7 +80,7 @@ class LoadCoverage:
         """Return a context in which all writes of this thread are counted."""
         return _Watch(self)
 
-    def note(self, func: Any, args: Any) -> None:
+    def note(self, func: OpOverload, args: Sequence[Any]) -> None:
         """Count what an operation of the loaders writes with these arguments; of most operations that is nothing."""
         if func is torch.ops.aten.copy_.default:
             # A reload copies a weight that it left in place, such as a bias, onto itself.
@@ -131,7 +132,9 @@ class _Watch(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # loaders are not compiled; torch would wrap `__torch_dispatch__` in a context manager for that
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
         self._coverage.note(func, args)
         return func(*args, **kwargs) if kwargs else func(*args)
 

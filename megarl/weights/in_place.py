@@ -6,6 +6,8 @@ method, and each attention layer, process what was loaded; and it copies the res
 the loaders on the live tensors gives the same bits if and only if the live tensors still have that layout and the
 processing leaves the weights as they are. That is checked here, module by module, against the layout that vLLM recorded
 and a list of processing steps that were read in vLLM's source. What is not known to be safe is an obstacle.
+
+Tensors may have any shape.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The reload calls each weight loader twice (once on meta tensors, to count elements), keeps all tensors of incomplete
 layers, and needs memory for a second copy of the layer. `in_place.py` tells when it can be avoided, and
 `recorded_copies.py` then spares the loaders too.
+
+Shapes: B bytes of a flat uint8 buffer; tensors without a suffix may have any shape.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class ModelLoader:
 
     @property
     def way(self) -> str:
-        """How the tensors of this sync are loaded, for the report."""
+        """The way in which the tensors of this sync are loaded, for the report."""
         if self.obstacle is not None:
             return f"layer-wise reload: {self.obstacle}"
         if self._copies.obstacle is not None:

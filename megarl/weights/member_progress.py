@@ -1,4 +1,4 @@
-"""What one member of a weight sync is doing, kept in its process and sent to the leader only when a sync has failed."""
+"""The progress of one member of a weight sync, kept in its process and sent to the leader only after a failure."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ class Loader(Protocol):
 
     @property
     def way(self) -> str:
-        """How the tensors of this sync are loaded, for the report."""
+        """The way in which the tensors of this sync are loaded, for the report."""
 
     @property
     def obstacle(self) -> str | None:
-        """Why the tensors of this sync must come layer by layer; None if they may come mixed."""
+        """The reason why the tensors of this sync must come layer by layer; None if they may come mixed."""
 
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Load whole tensors, in the manifest's order. They may be views of a receive buffer."""

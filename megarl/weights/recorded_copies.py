@@ -7,18 +7,21 @@ backend `sharded_rdt` does; later syncs repeat the copies, in one call per bucke
 
 Only copies can be repeated. If a loader computes with a received tensor, looks at its values, keeps it, or changes a
 weight in another way, then nothing is repeated, and the loaders run in every sync; `obstacle` says why.
+
+Tensors may have any shape.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -157,7 +160,7 @@ class _Recorder(TorchDispatchMode):
         """`coverage`: counts all writes too. A second mode of its own would double the cost of each operation."""
         super().__init__()
         self._coverage = coverage
-        self._views: dict[Any, bool] = {}  # by operation
+        self._views: dict[OpOverload, bool] = {}  # by operation
         self.copies: dict[str, list[_Copy]] = {name: [] for name, _ in tensors}
         self.obstacle: str | None = None
         self._sources = sorted((*_span(tensor), name) for name, tensor in tensors if tensor.numel())
@@ -173,14 +176,16 @@ class _Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # loaders are not compiled; torch would wrap `__torch_dispatch__` in a context manager for that
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
         if (is_view := self._views.get(func)) is None:
             is_view = self._views[func] = func.is_view and not func._schema.is_mutable
         if not is_view:
             self._note(func, args, kwargs)
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _note(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         """Record an operation that may read or write memory, before it runs."""
         if func is torch.ops.aten.copy_.default and self._find(args[0]) is None:
             if (name := self._find(args[1])) is not None:
@@ -232,7 +237,7 @@ class _Recorder(TorchDispatchMode):
             self.refuse("a loader overwrites a received tensor with a constant")
 
 
-def _tensors(*containers: Any) -> Iterator[torch.Tensor]:
+def _tensors(*containers: object) -> Iterator[torch.Tensor]:
     return (each for each in tree_leaves(containers) if isinstance(each, torch.Tensor))
 
 

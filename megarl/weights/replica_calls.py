@@ -348,7 +348,7 @@ class EngineCalls:
 
 @dataclass(frozen=True)
 class _Release:
-    """How calls learn that a member has failed elsewhere, and release the members when a call fails."""
+    """Tells calls that a member has failed elsewhere, and releases the members when a call fails."""
 
     aborted: Callable[[], bool]
     abort: Callable[[str], None]

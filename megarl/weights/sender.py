@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import DistNetworkError, Store
 
+from megarl.common.byte_units import GIB, MIB
 from megarl.common.errors import PeerTimeout, SyncAborted, WeightSyncError
 from megarl.config.schema import Config, TimeoutsConfig, WeightSyncConfig
 from megarl.models.gather import GatherRequest
@@ -58,8 +59,8 @@ class Exporter(Protocol):
 class SyncSettings:
     """The options of a sync; `_s` in seconds, `_bytes` in bytes. The defaults are those of the config."""
 
-    bucket_bytes: int = int(_SYNC.bucket_mb * 2**20)
-    staging_bytes: int = int(_SYNC.staging_gib * 2**30)
+    bucket_bytes: int = int(_SYNC.bucket_mb * MIB)
+    staging_bytes: int = int(_SYNC.staging_gib * GIB)
     transport: str = _SYNC.transport
     recompute_kv: bool = _SYNC.recompute_kv
     sync_s: float = _TIMEOUTS.weight_sync_s
@@ -71,8 +72,8 @@ class SyncSettings:
     def from_config(cls, config: Config) -> SyncSettings:
         """Read the options from a config."""
         return cls(
-            bucket_bytes=int(config.weight_sync.bucket_mb * 2**20),
-            staging_bytes=int(config.weight_sync.staging_gib * 2**30),
+            bucket_bytes=int(config.weight_sync.bucket_mb * MIB),
+            staging_bytes=int(config.weight_sync.staging_gib * GIB),
             transport=config.weight_sync.transport,
             recompute_kv=config.weight_sync.recompute_kv,
             sync_s=config.timeouts.weight_sync_s,

@@ -23,6 +23,8 @@ B(k) runs while the gather that follows it in the order, and its digest, do. Onl
 B(k) are waited for when B(k) has begun. So the buffer of that gather is free, as `schedule` has arranged it. Nothing is
 written into a buffer in flight: `BucketPacker.seal` reads the digest, which proves that the buffer was written, and the
 end of a broadcast is observed before the buffer is used again.
+
+Shapes: B bytes of a flat uint8 buffer.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class RowGather(Protocol):
 
     @property
     def owned(self) -> bool:
-        """Whether this rank receives the rows; else it sends."""
+        """True if this rank receives the rows; else it sends."""
 
     def copy(self) -> None:
         """Copy what this rank holds: into the targets, or into the messages that it sends."""

@@ -6,11 +6,11 @@ import json
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
 from megarl.common.errors import PeerTimeout
+from megarl.common.json_values import JsonValue
 
 STORE_TIMEOUT_S = 30.0  # of one store request; the store answers immediately unless its owner has ended
 _POLL_S = 0.1
@@ -43,12 +43,12 @@ class SyncStore:
         self.requests += 1
         self._store.set(key, json.dumps(value))
 
-    def put_once(self, key: str, value: object) -> Any:
+    def put_once(self, key: str, value: object) -> JsonValue:
         """Set a key unless it is set already, atomically. Return the JSON value that it then has."""
         self.requests += 1
         return json.loads(self._store.compare_set(key, "", json.dumps(value)))
 
-    def get(self, key: str) -> Any | None:
+    def get(self, key: str) -> JsonValue | None:
         """Return the JSON value of a key, or None if the key is not set."""
         if not self.has([key]):
             return None
@@ -65,7 +65,7 @@ class SyncStore:
         self.requests += 1
         self._store.delete_key(key)
 
-    def block(self, key: str, timeout_s: float) -> Any | None:
+    def block(self, key: str, timeout_s: float) -> JsonValue | None:
         """Return the JSON value of a key, or None if it is not set within `timeout_s` seconds.
 
         The server answers when the key is set: nothing is polled. Raises RuntimeError if the connection is lost.
@@ -79,7 +79,7 @@ class SyncStore:
         finally:
             self._store.set_timeout(self._timeout)
 
-    def block_all(self, keys: Sequence[str], timeout_s: float) -> list[Any] | None:
+    def block_all(self, keys: Sequence[str], timeout_s: float) -> list[JsonValue] | None:
         """Return the JSON values of all keys, or None if one of them is not set within `timeout_s` seconds."""
         self.requests += 3
         try:
@@ -88,7 +88,7 @@ class SyncStore:
             return None
         return [json.loads(value) for value in self._store.multi_get(list(keys))]
 
-    def wait(self, key: str, timeout_s: float, what: str) -> Any:
+    def wait(self, key: str, timeout_s: float, what: str) -> JsonValue:
         """Poll until `key` is set, and return its JSON value. `what`: what is waited for, for the error.
 
         Signal handlers of Python run meanwhile, which they do not in the `block` methods. Raises PeerTimeout if the key

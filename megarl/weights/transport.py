@@ -4,6 +4,8 @@ The group is independent of torch's default group and exists for one *generation
 the remaining members form the next one. Its ranks are the sending trainer ranks first, then the workers of each replica
 in turn. A member keeps its progress to itself, and waits in a thread for the end of the sync (`watch.py`). A member
 that fails, or whose deadline passes, ends the sync for all. Every wait has a deadline.
+
+Tensors that are broadcast may have any shape.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 from torch.distributed import BroadcastOptions, Work
 
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
-from megarl.weights.backends import BACKENDS, Place
+from megarl.weights.backends import BACKENDS, Backend, Place
 from megarl.weights.member_progress import MemberProgress
 from megarl.weights.store import STORE_TIMEOUT_S, SyncStore
 from megarl.weights.watch import StageWatch, end_key
@@ -42,7 +44,7 @@ class GroupMembers:
     replicas: tuple[str, ...]
     workers: tuple[int, ...]  # the number per replica
     backend: str  # a key of BACKENDS: "nccl" or "gloo"
-    timeout_s: float = 600.0  # of one operation; that of NCCL's can only be set for all operations of a group
+    timeout_s: float  # of one operation; that of NCCL's can only be set for all operations of a group
 
     @property
     def names(self) -> list[str]:
@@ -92,7 +94,7 @@ class Group:
         self._kind = BACKENDS[members.backend]
         self.name = name or self.names[rank if rank is not None else 0]
         self.progress = MemberProgress(self.name)
-        self._backend: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL; torch declares no type for their methods
+        self._backend: Backend | None = None
         self._prefix = f"g{members.generation}"
         self._stage = f"{self._prefix}/join"
         self._connection: SyncStore | None = None
@@ -106,7 +108,7 @@ class Group:
 
     @property
     def abort_reason(self) -> str | None:
-        """Why the current stage was aborted, or None."""
+        """The reason why the current stage was aborted, or None."""
         return None if self._watch is None else self._watch.abort_reason
 
     def wait_end(self, timeout_s: float) -> dict[str, Any] | None:
@@ -181,7 +183,7 @@ class Group:
         if failure:
             raise failure[0]
 
-    def _make_backend(self, timeout_s: float) -> object:
+    def _make_backend(self, timeout_s: float) -> Backend:
         assert self.rank is not None
         store = self.store.prefixed(f"{self._prefix}/rendezvous")
         # Our own deadline, whose error names members, comes before the library's timeout.
@@ -207,7 +209,7 @@ class Group:
 
     @property
     def on_streams(self) -> bool:
-        """Whether operations run on streams, and their end is observed by polling."""
+        """True if operations run on streams, and their end is observed by polling."""
         return self._kind.on_streams
 
     def set_deadline(self, timeout_s: float) -> None:
@@ -227,7 +229,7 @@ class Group:
 
     @property
     def deadline(self) -> float:
-        """When all waits of the current stage end, by `time.monotonic`."""
+        """The time at which all waits of the current stage end, by `time.monotonic`."""
         return self._deadline
 
     def key(self, *parts: str | int | None) -> str:
@@ -246,6 +248,7 @@ class Group:
         if bucket is not None:
             self.progress.enter(bucket)
         try:
+            assert self._backend is not None  # connected
             work = self._backend.broadcast([tensor], options)
         except RuntimeError as error:
             raise self.broken(error, bucket) from error
@@ -271,7 +274,7 @@ class Group:
         if backend is not None:
             self._abort_backend(backend)
 
-    def _abort_backend(self, backend: Any) -> None:
+    def _abort_backend(self, backend: Backend) -> None:
         if self._kind.on_streams:
             backend.abort()
         _ABORTED.append(backend)

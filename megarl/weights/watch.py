@@ -38,7 +38,7 @@ class StageWatch:
 
     @property
     def abort_reason(self) -> str | None:
-        """Why the stage was aborted, or None."""
+        """The reason why the stage was aborted, or None."""
         return self._end.get("abort") if self._ended.is_set() else None
 
     def join(self, timeout_s: float = STORE_TIMEOUT_S) -> None:

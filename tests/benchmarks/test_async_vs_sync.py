@@ -1,4 +1,4 @@
-"""The benchmark of asynchronous training, without its runs: calibration, configs and verdicts."""
+"""The benchmark of asynchronous training, without its runs: calibration, configs and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the control plane: its stand-ins, its meter, its load and its verdicts."""
+"""The benchmark of the control plane: its stand-ins, its meter, its load and its results."""
 
 from __future__ import annotations
 

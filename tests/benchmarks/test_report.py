@@ -1,4 +1,4 @@
-"""The report of the benchmarks: verdicts, exit status, JSON, and a quick run that judges nothing."""
+"""The report of the benchmarks: results, exit status, JSON, and a quick run that judges nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.report import NOT_MEASURED, Row, add_options, finish
         (9.0, None, False, True), (math.nan, None, False, False), (math.inf, 1.0, True, False),
     ],
 )  # fmt: skip
-def test_verdicts(ratio: float, bound: float | None, at_least: bool, ok: bool) -> None:
+def test_results(ratio: float, bound: float | None, at_least: bool, ok: bool) -> None:
     assert Row("x", ratio, bound, at_least).ok is ok
 
 
@@ -42,7 +42,7 @@ def test_a_missed_bound_is_exit_status_1(tmp_path: Path, capsys: pytest.CaptureF
     ]
 
 
-def test_a_quick_run_has_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_run_has_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = parse("--quick", "--json", str(tmp_path / "rows.json"))
     assert finish([Row("bad", 2.0, 1.6), Row("good", 1.0, 1.6)], options) == 0
     out = capsys.readouterr().out

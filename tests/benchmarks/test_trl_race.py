@@ -1,4 +1,4 @@
-"""The race against TRL, without running: the best micro-batch, the verdicts, the same setting on both sides."""
+"""The race against TRL, without running: the best micro-batch, the results, the same setting on both sides."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from megarl.rollout.replica import replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.response_parts import ResponsePart
 from tests.support.pool import TestPool, start_pool
-from tests.support.pool_checks import check_rows, reference_logprobs, serve
+from tests.support.pool_checks import check_rows, process_of, reference_logprobs, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -41,7 +41,7 @@ def test_a_lost_replica_costs_no_group(tmp_path: Path) -> None:
     try:
         reader = QueueReader.attach(pool.handle.partition, namespace=pool.handle.namespace, timeout_s=60)
         replicas = pool.client.engine_handles().replicas()
-        victim = ProcessId.of(replicas[1].call("health", timeout_s=60)["pid"])
+        victim = process_of(replicas[1])
         for replica in replicas:
             replica.call("set_weight_version", "0", timeout_s=60)
         replicas[1].call("pause", True, timeout_s=60)  # so that it surely holds groups when it dies
@@ -53,16 +53,27 @@ def test_a_lost_replica_costs_no_group(tmp_path: Path) -> None:
         assert ready.timings["rollout/replicas_alive"] == 1 and ready.timings["rollout/replicas_lost"] == 1
         pool.client.commit(0, trained=8, filtered=0, dropped_stale=0, failed=0)
         pool.client.engine_handles().restart(["replica 1"], timeout_s=1200)
+        replicas = pool.client.engine_handles().replicas()
+        replicas[1].call("__ray_call__", count_started, timeout_s=60)
         serve(pool, 1)
         ready = pool.client.wait_batch(1)
         assert ready.timings["rollout/replicas_alive"] == 2 and ready.timings["rollout/replicas_lost"] == 0
-        replicas = pool.client.engine_handles().replicas()
-        served = [replica.call("health", timeout_s=60)["served"] for replica in replicas]
-        assert served[1] == 16
+        assert replicas[1].call("__ray_call__", lambda actor: len(actor.started), timeout_s=60) == 16
         reader.close()
-        check_that_reported_tokens_are_kept(pool, ProcessId.of(replicas[1].call("health", timeout_s=60)["pid"]))
+        check_that_reported_tokens_are_kept(pool, process_of(replicas[1]))
     finally:
         pool.close()
+
+
+def count_started(actor: Any) -> None:
+    """Have a replica's actor keep the requests that it starts as `started`."""
+    actor.started, start = [], actor._requests.start
+
+    def start_counted(requests: list[GenerateRequest]) -> None:
+        actor.started.extend(requests)
+        start(requests)
+
+    actor._requests.start = start_counted
 
 
 def check_that_reported_tokens_are_kept(pool: TestPool, victim: ProcessId) -> None:
@@ -84,7 +95,14 @@ def check_that_reported_tokens_are_kept(pool: TestPool, victim: ProcessId) -> No
             return answer
 
     async def run() -> list[GenerateResult]:
-        fleet = Watched(replicas, pool.config.timeouts, restart_replica, report_interval_s=0.1)  # type: ignore[arg-type]
+        fleet = Watched(
+            replicas,
+            pool.config.timeouts,
+            restart_replica,  # type: ignore[arg-type]
+            report_interval_s=0.1,
+            back_pressure=True,
+            sync_restarts=1,
+        )
         for index, version in ((0, "9"), (1, "8")):
             await fleet.call(index, "set_weight_version", version, timeout_s=60)
         results = await fleet.generate("kept", requests, home=1)

@@ -22,7 +22,7 @@ SETTINGS = SyncSettings(bucket_bytes=20_000, sync_s=120.0, rpc_s=120.0, restarts
 
 
 def weights_of(model: Path) -> dict[str, torch.Tensor]:
-    """As they are in the file, in the order of layers."""
+    """The weights as they are in the file, in the order of layers."""
     tensors = load_file(model / "model.safetensors")
     return dict(sorted(tensors.items(), key=lambda item: ("layers." in item[0], item[0])))
 

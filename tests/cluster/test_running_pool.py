@@ -22,7 +22,7 @@ import torch
 
 from megarl.cluster.handle import launch_supervisor, read_state
 from megarl.common.errors import BatchNotReady, ReplicaFailed, RequestFailed, RolloutError
-from megarl.common.processes import ProcessId, descendants, is_alive
+from megarl.common.processes import descendants, is_alive
 from megarl.data.cursor import Cursor
 from megarl.data.tokenize import load_tokenizer
 from megarl.queue.trajectory import VersionSpan
@@ -41,6 +41,7 @@ from tests.support.pool_checks import (
     command_of,
     everything,
     generate,
+    process_of,
     reference_logprobs,
     serve,
 )
@@ -51,6 +52,7 @@ pytestmark = pytest.mark.engine
 TEMPERATURE = 0.7
 MODEL_LEN = 64
 REFUSED_STEP, REFUSED_GROUP = 3, 13
+FIRST_VERSION = 10  # of step 0; each step makes one more
 PROBLEMS = 32
 
 
@@ -76,7 +78,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory, agent: subprocess.Popen[bytes
     directory = tmp_path_factory.mktemp("pool")
     path = write_problems(directory / "problems.jsonl", PROBLEMS)
     problems = path.read_text().splitlines()
-    refused = Cursor(PROBLEMS, seed=0).at(REFUSED_GROUP)[1]
+    refused = Cursor(PROBLEMS, seed=0, shuffle=True).at(REFUSED_GROUP)[1]
     problems[refused] = json.dumps({"problem": "1+" * MODEL_LEN + "1", "answer": str(MODEL_LEN + 1)})
     path.write_text("\n".join(problems) + "\n")
     running = start_pool(
@@ -103,7 +105,7 @@ def test_synchronous_steps(pool: TestPool, reader: QueueReader) -> None:
     assert held.owner == "replica 0" and held.devices == ()
     prompts = []
     for step in range(2):
-        serve(pool, step)
+        serve(pool, FIRST_VERSION + step)
         ready = client.wait_batch(step)
         assert client.wait_batch(step) == ready
         assert ready.counters.taken == batch.groups and ready.counters.balanced
@@ -113,7 +115,7 @@ def test_synchronous_steps(pool: TestPool, reader: QueueReader) -> None:
         ]
         rows = reader.fetch(ready.keys)
         prompts += [tuple(row.prompt_ids) for row in rows[:: batch.samples_per_group]]
-        check_rows(pool, rows, version=step)
+        check_rows(pool, rows, version=FIRST_VERSION + step)
         tags = reader.read_tags(ready.keys)
         assert [(tag.reward, tag.response_tokens) for tag in tags] == [(r.reward, len(r.response_ids)) for r in rows]
         assert ready.timings["rollout/engine_seconds"] > 0 and ready.timings["rollout/replicas_alive"] == 1
@@ -126,7 +128,7 @@ def test_synchronous_steps(pool: TestPool, reader: QueueReader) -> None:
 
 def test_rewards_judge_the_text_without_special_tokens(pool: TestPool, reader: QueueReader) -> None:
     decode = load_tokenizer(pool.config.model.path).decode
-    serve(pool, 2)
+    serve(pool, FIRST_VERSION + 2)
     ready = pool.client.wait_batch(2)
     for row in reader.fetch(ready.keys):
         text = decode(row.response_ids).replace("<|im_end|>", "").replace("<|im_start|>", "")
@@ -147,14 +149,13 @@ def test_a_request_that_the_engine_refuses_fails_its_call_and_leaves_the_replica
         generate(replica, [long])
     with pytest.raises(RequestFailed, match=r"^replica 0 refused a request"):
         generate(replica, [replace(short, request_id="beside"), long])
-    assert replica.call("health", timeout_s=60)["replica"] == 0
     assert 1 <= len(generate(replica, [short])[0].response_ids) <= 4
 
 
 def test_a_group_whose_request_is_refused_is_counted_as_failed(pool: TestPool, reader: QueueReader) -> None:
     """The other groups of the step are sampled by the same replica, and every group ends once."""
     batch = pool.config.batch
-    serve(pool, REFUSED_STEP)
+    serve(pool, FIRST_VERSION + REFUSED_STEP)
     ready = pool.client.wait_batch(REFUSED_STEP)
     rows = reader.fetch(ready.keys)
     failed = [row for row in rows if row.group_id == REFUSED_GROUP]
@@ -162,10 +163,11 @@ def test_a_group_whose_request_is_refused_is_counted_as_failed(pool: TestPool, r
     for row in failed:
         assert row.status == "failed" and row.failure.startswith("replica 0 refused a request: ")
         assert (row.prompt_ids, row.response_ids, row.rollout_logprobs, row.versions) == ([], [], [], ())
-    check_rows(pool, [row for row in rows if row.group_id != REFUSED_GROUP], version=REFUSED_STEP)
+    served = [row for row in rows if row.group_id != REFUSED_GROUP]
+    check_rows(pool, served, version=FIRST_VERSION + REFUSED_STEP)
     assert ready.timings["rollout/replicas_alive"] == 1 and ready.counters.balanced
     tags = reader.read_tags(ready.keys)
-    plan = plan_step(tags, pool.config, dp_size=1, version=REFUSED_STEP)
+    plan = plan_step(tags, pool.config, dp_size=1, version=FIRST_VERSION + REFUSED_STEP)
     metrics = step_metrics()
     record_batch(metrics, plan)
     values = metrics.reduce()
@@ -190,7 +192,7 @@ def test_going_back_drops_what_is_in_flight_and_redraws_the_same_groups(pool: Te
     assert state["admission"]["steps"] == 4
     responses = []
     for wait in (True, False):
-        serve(pool, 4)
+        serve(pool, FIRST_VERSION + 4)
         if wait:
             ready = pool.client.wait_batch(4)
         counters = pool.client.begin(state)
@@ -198,7 +200,7 @@ def test_going_back_drops_what_is_in_flight_and_redraws_the_same_groups(pool: Te
         wait_until(lambda: reader.read_tags() == [], 10, "the queue to be empty")
     assert counters.rolled_back == 2 * pool.config.batch.groups
     for _ in range(2):
-        serve(pool, 4)
+        serve(pool, FIRST_VERSION + 4)
         again = pool.client.wait_batch(4)
         assert again.keys == ready.keys and again.counters.rolled_back >= counters.rolled_back
         responses.append([row.response_ids for row in reader.fetch(again.keys)])
@@ -221,9 +223,10 @@ def test_running_responses_end_before_a_publication_that_waits_for_them(pool: Te
 
 
 def test_evaluation_repeats_and_keeps_every_answer(pool: TestPool) -> None:
-    [first], [second] = pool.client.evaluate(4, "before"), pool.client.evaluate(4, "again")
+    version = FIRST_VERSION + 4
+    [first], [second] = pool.client.evaluate(version, "before"), pool.client.evaluate(version, "again")
     assert first == second
-    assert (first.name, first.version, first.n) == ("held_out", 4, 8)
+    assert (first.name, first.version, first.n) == ("held_out", version, 8)
     assert first.greedy.mean.value != first.sampled.mean.value
     records = [json.loads(line) for line in (pool.config.run_dir / "eval_before.jsonl").read_text().splitlines()]
     assert len(records) == 16 and {record["mode"] for record in records} == {"greedy", "sampled"}
@@ -291,7 +294,7 @@ def test_the_supervisor_lives_in_a_session_of_its_own(pool: TestPool) -> None:
 
 def test_a_killed_engine_actor_fails_its_calls_by_name_and_takes_its_engine_along(pool: TestPool) -> None:
     [replica] = pool.client.engine_handles().replicas()
-    actor = ProcessId.of(replica.call("health", timeout_s=60)["pid"])
+    actor = process_of(replica)
     [engine] = [each for each in descendants(actor.pid) if "EngineCore" in command_of(each)]
     replica.call("pause", True, timeout_s=60)
     serve_error: list[BaseException] = []
@@ -302,7 +305,7 @@ def test_a_killed_engine_actor_fails_its_calls_by_name_and_takes_its_engine_alon
         except RolloutError as error:
             serve_error.append(error)
 
-    pool.client.set_version(4)
+    pool.client.set_version(FIRST_VERSION + 4)
     thread = threading.Thread(target=wait)
     thread.start()
     time.sleep(0.5)
@@ -312,7 +315,7 @@ def test_a_killed_engine_actor_fails_its_calls_by_name_and_takes_its_engine_alon
     [error] = serve_error
     assert isinstance(error, ReplicaFailed) and "replica 0 died" in str(error) and "replica-0.log" in str(error)
     with pytest.raises(ReplicaFailed, match="replica 0"):
-        replica.call("health", timeout_s=60)
+        replica.call("devices", timeout_s=60)
 
 
 @pytest.mark.slow  # one more engine start
@@ -321,7 +324,6 @@ def test_a_restarted_replica_works_again(pool: TestPool) -> None:
     handles.restart(["replica 0"], timeout_s=1200)
     [replica] = handles.replicas()
     request = GenerateRequest("fresh", [1, 2, 3], SamplingSpec(4, 0.0, (2,)))
-    assert replica.call("health", timeout_s=60)["replica"] == 0
     assert 1 <= len(generate(replica, [request])[0].response_ids) <= 4
 
 

@@ -154,7 +154,7 @@ def test_a_real_engine_end_to_end(model, heldout, tmp_path):
 
 
 def transformers_greedy(model: Path, problems: list[str], max_tokens: int) -> dict[int, str]:
-    """What the checkpoint itself answers."""
+    """The answers of the checkpoint itself."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

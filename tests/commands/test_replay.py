@@ -16,7 +16,7 @@ from megarl.config.pace import Pace
 from megarl.queue.dump import DumpError, read_batch, write_batch
 from megarl.rollout.schedule import SCHEDULE_FILE, Event, RecordedAdmission
 from megarl.rollout.schedule_replay import ScheduledBatch, ScheduleMismatch
-from tests.support.recorded_steps import GROUPS, SAMPLES, STEPS, make_batch
+from tests.support.recorded_steps import GROUPS, SAMPLES, STEPS, UPDATES, make_batch, version_of
 from tests.support.rl_problem import make_config
 from tests.support.tensors import Tensors, read_hf
 from tests.support.tiny import make_tiny_model
@@ -34,13 +34,13 @@ def recorded(tmp_path_factory) -> Path:
         batch__groups=GROUPS,
         batch__samples_per_group=SAMPLES,
         algorithm__kl__coef=0.0,
-        trainer__mini_batches=2,
+        trainer__mini_batches=UPDATES,
         telemetry__tensorboard=False,
     )
     (root / "run").mkdir()
     (root / "run" / "config.yaml").write_text(to_yaml(config))
     for step in range(STEPS):
-        write_batch(root / "run" / "batches", step, step, make_batch(step))
+        write_batch(root / "run" / "batches", step, version_of(step), make_batch(step))
     return root / "run"
 
 

@@ -1,4 +1,4 @@
-"""What `auto` stands for: the cheapest recomputation, the largest micro-batch, with a tenth of the memory free."""
+"""The choices for `auto`: the cheapest recomputation, the largest micro-batch, with a tenth of the memory free."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.common.byte_units import GIB
 from megarl.common.errors import ConfigError
 from megarl.config import fit
 from megarl.config.load import config_from_tree
 from megarl.config.megatron_defaults import transformer_fields
-from megarl.config.memory import GIB, trainer_memory
+from megarl.config.memory import trainer_memory
 from megarl.config.plan import RunPlan, make_plan
 from megarl.config.schema import Config
 from megarl.models.layout import Layout

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.liveness import fits_queue, liveness_problems, steps_without_room
+from megarl.config.liveness import fits_queue, liveness_problems
 from megarl.config.pace import Pace
+from tests.support.admission_states import steps_without_room
 from tests.support.configs import config
 
 

@@ -1,4 +1,4 @@
-"""Which correction a config asks for, and whether it costs a log-prob pass."""
+"""The correction that a config asks for, and its cost in log-prob passes."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_impossible_paces_do_not_exist(numbers: tuple[int, int, int]) -> None:
 
 @given(updates=st.integers(1, 5), steps=st.integers(1, 5), more=st.integers(0, 9), made=st.integers(0, 50))
 def test_the_bound_by_its_definition(updates: int, steps: int, more: int, made: int) -> None:
-    """Of the steps within the bound, the last update of the last one has the bound's staleness or less."""
+    """The last update of the last step within the bound has the bound's staleness or less."""
     pace = Pace(updates, updates * steps, updates * steps - 1 + more)
     count = pace.steps_within_bound(made)
     assert count * updates - 1 - made <= pace.max_staleness < (count + 1) * updates - 1 - made

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.common.byte_units import GIB
 from megarl.common.errors import ConfigError
 from megarl.config.activations import in_flight_chunks
-from megarl.config.memory import GIB
 from megarl.config.parameters import chunk_layers, chunk_parameters, model_parameters
 from megarl.config.plan import RunPlan, make_plan
 from megarl.config.plan_tables import print_dry_run

@@ -98,7 +98,7 @@ def test_refusals(changes: dict[str, Any], told: str) -> None:
 def test_invariants(
     trainer: int, per_node: int | None, replicas: int, tensor: int, rollout_per_node: int | None, nodes: str
 ) -> None:
-    """What is accepted holds exactly the GPUs asked for, disjoint where nodes are shared, engines whole."""
+    """An accepted config holds exactly the GPUs asked for, disjoint where nodes are shared, engines whole."""
     try:
         found = pools(
             trainer={"gpus": trainer, "gpus_per_node": per_node},

@@ -21,7 +21,7 @@ def test_a_resumed_run_draws_the_same(n: int, seed: int, drawn: int, shuffle: bo
 
 @given(st.integers(1, 200), st.integers(0, 2**63))
 def test_every_epoch_holds_every_prompt_once(n: int, seed: int) -> None:
-    cursor = Cursor(n, seed)
+    cursor = Cursor(n, seed, shuffle=True)
     for epoch in range(3):
         draws = [cursor.at(epoch * n + k) for k in range(n)]
         assert {e for e, _ in draws} == {epoch}
@@ -62,4 +62,4 @@ def test_a_foreign_state_is_refused(n: int, seed: int, shuffle: bool) -> None:
 
 def test_no_prompts() -> None:
     with pytest.raises(ValueError, match="at least one"):
-        Cursor(0, 1)
+        Cursor(0, 1, shuffle=True)

@@ -106,7 +106,7 @@ def test_a_state_of_before_anything_was_forgotten_is_read() -> None:
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=3), SEEDS)
 def test_no_prompt_comes_twice_in_an_epoch_of_its_set(sizes: list[int], seed: int) -> None:
     mixed = mixture([1.0, 0.25, 3.0][: len(sizes)], seed)
-    cursors = [Cursor(size, seed + index) for index, size in enumerate(sizes)]
+    cursors = [Cursor(size, seed + index, shuffle=True) for index, size in enumerate(sizes)]
     drawn = Counter((index, *cursors[index].at(draw)) for index, draw in (mixed.at(group) for group in range(GROUPS)))
     assert max(drawn.values()) == 1
 

@@ -58,7 +58,7 @@ def judged_by(broken: str):
 
 
 @pytest.mark.parametrize(("broken", "errors"), [("none", 0), ("long", 3), ("all", 6)])
-def test_failures_reach_metrics_line_and_verdict(broken: str, errors: int):
+def test_failures_reach_metrics_line_and_message(broken: str, errors: int):
     report = asyncio.run(evaluate_set("dev", ["easy", "long"], judged_by(broken), samples=2, version=0))
     metrics = report.metrics()
     assert (metrics["eval/dev/reward_errors"], metrics["eval/dev/failed_generations"]) == (errors, 0)

@@ -38,7 +38,7 @@ class StandInGroups:
 
     @staticmethod
     def parts(groups: list[tuple[tuple[int, ...], bool]], rank: int) -> list[Any]:
-        """What `rank` holds: two tensors of each of its groups, in an order of its own, and one that it has whole."""
+        """The parts of `rank`: two tensors of each of its groups, in an order of its own, and one that it has whole."""
         mine = [
             SimpleNamespace(
                 group=SimpleNamespace(ranks=ranks),

@@ -87,7 +87,7 @@ def test_both_rope_keys_may_say_the_same() -> None:
 
 
 def _old_style(config: dict[str, Any]) -> dict[str, Any]:
-    """As published before transformers 5: its keys renamed since."""
+    """The config as published before transformers 5: its keys renamed since."""
     rope = config.get("rope_parameters", {})
     old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
     old |= {"rope_theta": rope["rope_theta"], "torch_dtype": config["dtype"], "rope_scaling": None}

@@ -1,4 +1,4 @@
-"""What a rank with a GPU sets, and in which order, on a machine without one."""
+"""The settings of a rank with a GPU, and their order, on a machine without one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.checkout import environment
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is given to torch's allocator, with no variable of the user set."""
+    """The settings that torch's allocator gets, with no variable of the user set."""
     for name in cuda.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     given: list[str] = []

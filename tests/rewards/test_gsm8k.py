@@ -1,4 +1,4 @@
-"""Which number a GSM8K response gives, and that it is compared exactly."""
+"""The number that a GSM8K response gives is found, and compared exactly."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_a_reference_that_cannot_be_read_is_an_error() -> None:
 
 
 def test_outside_the_main_thread() -> None:
-    """Where math-verify's own time-out raises."""
+    """math-verify's own time-out raises there."""
     scores: list[float] = []
     thread = threading.Thread(
         target=lambda: scores.append(math(RewardInput("", r"\boxed{\frac{6}{2}}", answer="3")).score)

@@ -1,4 +1,4 @@
-"""How user functions are found and adapted."""
+"""User functions are found and adapted."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.liveness import fits_queue, steps_without_room
+from megarl.config.liveness import fits_queue
 from megarl.config.pace import Pace
 from megarl.rollout.admission import Admission, usable_samples
 from tests.support.admission_machine import AdmissionMachine
-from tests.support.admission_states import explore
+from tests.support.admission_states import explore, steps_without_room
 
 SYNC = Pace()
 

@@ -1,4 +1,4 @@
-"""What the controller measures of a batch: busy time of the engine, and metrics that are declared."""
+"""The controller's measurements of a batch: busy time of the engine, and metrics that are declared."""
 
 from __future__ import annotations
 

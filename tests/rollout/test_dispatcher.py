@@ -1,4 +1,4 @@
-"""Who gets the next place: training before an evaluation, which a pinned replica serves alone."""
+"""The next place goes to training before an evaluation, which a pinned replica serves alone."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from megarl.rollout.requests import GenerateRequest, SamplingSpec
 
 
 class State:
-    """What vLLM's RequestState has of a request."""
+    """The fields of vLLM's RequestState that are read."""
 
     def __init__(self) -> None:
         self.detokenizer = SimpleNamespace(output_token_ids=[])

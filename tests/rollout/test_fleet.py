@@ -368,7 +368,7 @@ def test_errors_of_an_actor_call_are_told_apart() -> None:
     ],
 )
 def test_the_text_of_an_error_is_the_replicas_own_and_not_the_traceback(cause: Exception, message: str) -> None:
-    """What Ray raises is an instance of the cause's type too, but its text is the traceback of the remote call."""
+    """Ray's exception is an instance of the cause's type too, but its text is the traceback of the remote call."""
     raised = RayTaskError("generate", "Traceback (most recent call last): ...", cause, pid=1, ip="host", actor_id="a")
     dual = raised.as_instanceof_cause()
     assert isinstance(dual, type(cause)) and str(dual) != str(cause)
@@ -423,7 +423,7 @@ def test_reset_replaces_what_cannot_serve() -> None:
 
 
 def replicas_of_the_config_are_read(source: str) -> bool:
-    """Whether the code has an expression that ends in `rollout.replicas`."""
+    """True if the code has an expression that ends in `rollout.replicas`."""
     return any(
         isinstance(node, ast.Attribute) and node.attr == "replicas" and ast.unparse(node.value).endswith("rollout")
         for node in ast.walk(ast.parse(source))

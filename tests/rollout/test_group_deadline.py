@@ -1,4 +1,4 @@
-"""When a prompt group has to end, by the config."""
+"""The time by which a prompt group has to end, by the config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replicas keep their weights, in every order of evaluations, publications and losses."""
+"""The right replicas keep their weights, in every order of evaluations, publications and losses."""
 
 from __future__ import annotations
 

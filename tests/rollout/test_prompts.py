@@ -1,4 +1,4 @@
-"""Which prompts a run takes: every one that is drawn fits, with its response, where it has to go."""
+"""The prompts of a run: every one that is drawn fits, with its response, where it has to go."""
 
 from __future__ import annotations
 

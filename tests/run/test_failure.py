@@ -1,4 +1,4 @@
-"""What a failed run leaves behind for those who ask how it ended."""
+"""The files that a failed run leaves for those who ask how it ended."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_the_order_of_a_run(make_run: Callable[..., FakeRun]) -> None:
         "publish 1",
         "record sync of version 1",
         "set version 1",
-        "record step 0 of plan for version 0",
+        "record step 0 of plan for version 0, which made version 1",
         "poll the save",
         "admit",
         "take batch 1 for version 1",
@@ -66,7 +66,7 @@ def test_the_order_of_a_run(make_run: Callable[..., FakeRun]) -> None:
         "publish 2",
         "record sync of version 2",
         "set version 2",
-        "record step 1 of plan for version 1",
+        "record step 1 of plan for version 1, which made version 2",
         "poll the save",
         "save 2",
         "evaluate after of version 2",
@@ -195,11 +195,11 @@ def test_an_evaluation_that_has_ended_is_recorded_after_the_step(make_run: Calla
     run.evaluated = True
     journal = journal_of_training(run)
     record = journal.index("record step_2 at 2 (now 3) of version 2: ['report of version 2']")
-    assert journal[record - 1] == "record step 2 of plan for version 2"
+    assert journal[record - 1] == "record step 2 of plan for version 2, which made version 3"
 
 
 def test_a_resumed_run_begins_again_what_had_not_ended(make_run: Callable[..., FakeRun]) -> None:
-    """What a checkpoint does not name had ended, and is in the metrics up to it."""
+    """An evaluation that a checkpoint does not name had ended, and is in the metrics up to it."""
     run = make_run(5, **BESIDE)
     run.due = {3}
     journal_of_training(run)

@@ -1,4 +1,4 @@
-"""What is refused before a run begins, and which config its parts get."""
+"""The mistakes that are refused before a run begins, and the config that its parts get."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.common.byte_units import GIB
 from megarl.models.read_config import load_info
-from megarl.run.performance import GIB, Performance
+from megarl.run.performance import Performance
 from tests.support.configs import config
 from tests.support.ranks.performance import HELD_B
 from tests.support.tiny import make_tiny_model

@@ -1,4 +1,4 @@
-"""What a run writes about itself, on the rank that writes and on one that does not, and what a checkpoint keeps."""
+"""The files that a run writes about itself, on the rank that writes and on one that does not, and in a checkpoint."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def take_step(recorder: Recorder, config: Config, step: int = 0, rows: list[Traj
     plan = plan_step(batch.tags, config, dp_size=1, version=0)
     with recorder.phase("update"):
         recorder.metrics.record("policy/updates", 1)
-    recorder.step(batch, plan)
+    recorder.step(batch, plan, version=1)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

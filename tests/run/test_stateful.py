@@ -105,4 +105,4 @@ def test_the_rollout_side_resumes_the_history_of_the_first_format() -> None:
     assert (counters.admitted, counters.trained, counters.failed, counters.balanced) == (12, 9, 1, True)
     admission.set_version(3)
     assert admission.admit() == [12, 13, 14, 15]
-    Cursor(32, seed=0).load_state_dict(ROLLOUT["source"])
+    Cursor(32, seed=0, shuffle=True).load_state_dict(ROLLOUT["source"])

@@ -1,1 +1,1 @@
-"""What several test modules need, or what the processes import that tests start."""
+"""Helpers of several test modules, and modules for the processes that tests start."""

@@ -6,9 +6,19 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from megarl.config.pace import Pace
 from megarl.rollout.admission import Admission
 
 Key = tuple[object, ...]
+
+
+def steps_without_room(pace: Pace) -> list[int]:
+    """Return the steps from one publication to the next that no group could be started for; none is right.
+
+    One such period stands for all: the bound and the versions grow alike from each to the next.
+    """
+    period = pace.sync_interval // pace.updates_per_step
+    return [step for step in range(period) if pace.steps_within_bound(0) <= step]
 
 
 @dataclass
@@ -33,7 +43,7 @@ class Trial:
 
     @property
     def key(self) -> Key:
-        """What the future depends on: groups in flight of one version are alike, queued ones but for their order."""
+        """The basis of the future: groups in flight of one version are alike, queued ones but for their order."""
         finished = tuple(self.oldest.values()), len(self.replaced), bool(self.training)
         return self.step, self.published, tuple(sorted(self.running.values())), *finished
 

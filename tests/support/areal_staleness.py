@@ -1,4 +1,4 @@
-"""What AReaL's `StalenessManager` answers to the events of small runs, and those runs.
+"""The answers of AReaL's `StalenessManager` to the events of small runs, and those runs.
 
 The answers of areal 1.0.4 are recorded in `excerpts/areal_staleness.json`. To ask it again, which also happens in the
 tests of admission wherever it can be found:

@@ -75,7 +75,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def wait_for_lock(out: Path) -> None:
-    """Until killed workers have let go of the output (they die with their parent, a moment later)."""
+    """Wait until killed workers have let go of the output (they die with their parent, a moment later)."""
     import fcntl
 
     path = out.with_name(f".{out.name}.converting") / "lock"

@@ -15,7 +15,7 @@ class EngineWorker:
     weight_transfer_engine: Any
 
     def loaded(self) -> str:
-        """How the last sync was loaded."""
+        """The way in which the last sync was loaded."""
         return str(self.weight_transfer_engine.loader.way)
 
     def force_reload(self, on: bool) -> None:

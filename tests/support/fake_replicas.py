@@ -65,7 +65,15 @@ def fleet_of(
         return new
 
     timeouts = TimeoutsConfig(generate_s=generate_s, rpc_s=rpc_s)
-    return Fleet(replicas, timeouts, restart, describe, report_interval_s=interval_s)  # type: ignore[arg-type]
+    return Fleet(
+        replicas,
+        timeouts,
+        restart,  # type: ignore[arg-type]
+        describe,
+        report_interval_s=interval_s,
+        back_pressure=True,
+        sync_restarts=1,
+    )
 
 
 class ScriptedReplica:

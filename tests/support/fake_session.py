@@ -57,8 +57,8 @@ class FakeRecorder:
     def samples(self, batch: StepBatch, samples: Sequence[str]) -> None:
         self._note(f"write {', '.join(samples)}")
 
-    def step(self, batch: StepBatch, plan: str) -> None:
-        self._note(f"record step {batch.step} of {plan}")
+    def step(self, batch: StepBatch, plan: str, version: int) -> None:
+        self._note(f"record step {batch.step} of {plan}, which made version {version}")
 
     def evaluation(
         self, steps_done: int, version: int, label: str, reports: Sequence[str], *, now: int | None = None
@@ -249,7 +249,7 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     def plan_step(tags: object, config: Config, *, dp_size: int, version: int, replaced: object) -> str:
         return f"plan for version {version}"
 
-    def train_step(policy: object, plan: str, *rest: object) -> None:
+    def train_step(policy: object, plan: str, *rest: object, step: int) -> None:
         note(f"train {plan}")
         run.train()
 

@@ -25,7 +25,7 @@ _run = subprocess.run
 
 
 def run(command: list[str], *, timeout: float, env: dict[str, str], **options: Any) -> Any:
-    """As `subprocess.run` of a step."""
+    """Run a step as `subprocess.run` would."""
     if command[command.index("--in-process") + 1] in STARTED:
         return _run(command, timeout=timeout, env=env, **options)
     log = Path(command[command.index("--json") + 1]).with_suffix(".log")

@@ -1,4 +1,4 @@
-"""What the log-prob head computes, compiled and not. As a program it compares both; arguments: dtype, with_entropy.
+"""The results of the log-prob head, compiled and not. As a program it compares both; arguments: dtype, with_entropy.
 
 The program is a process of its own because torch.compile does nothing in one where the CPU platform is active or
 TORCHDYNAMO_DISABLE was set, as it is by the engines of other tests.

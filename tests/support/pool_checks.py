@@ -1,8 +1,9 @@
-"""What tests of the real pool share: serving a version, checking rows against transformers, counting processes."""
+"""Helpers for tests of the real pool: serving a version, checking rows against transformers, counting processes."""
 
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,10 +22,15 @@ GONE_S = 30.0
 
 
 def serve(pool: TestPool, version: int) -> None:
-    """What a weight sync ends with, here without new weights."""
+    """Do what a weight sync ends with, here without new weights."""
     for replica in pool.client.engine_handles().replicas():
         replica.call("set_weight_version", str(version), timeout_s=60)
     pool.client.set_version(version)
+
+
+def process_of(replica: Any) -> ProcessId:
+    """The process of a replica's actor."""
+    return ProcessId.of(replica.call("__ray_call__", lambda actor: os.getpid(), timeout_s=60))
 
 
 def generate(replica: Any, requests: Sequence[GenerateRequest]) -> list[ResponsePart]:

@@ -9,6 +9,12 @@ import torch
 from megarl.queue.trajectory import Trajectory, VersionSpan
 
 STEPS, GROUPS, SAMPLES = 3, 4, 3
+UPDATES = 2  # mini-batches of a step
+
+
+def version_of(step: int) -> int:
+    """Return the version of the weights that a step of the run updates."""
+    return step * UPDATES
 
 
 def make_batch(step: int) -> list[Trajectory]:
@@ -28,7 +34,7 @@ def make_batch(step: int) -> list[Trajectory]:
                     prompt_ids=prompt,
                     response_ids=[draw.randrange(5, 90) for _ in range(length)],
                     rollout_logprobs=logprobs,
-                    versions=(VersionSpan(step, 0, length),),
+                    versions=(VersionSpan(version_of(step), 0, length),),
                     finish_reason="length" if index == 2 else "stop",
                     reward=float(index == group % SAMPLES),
                     status="failed" if failed else "ok",

@@ -20,7 +20,7 @@ def make_checkpoint(directory: CheckpointDirectory, step: int, content: bytes = 
 
 
 def verify(path: Path) -> list[str]:
-    """What is wrong with the files of a checkpoint."""
+    """Problems with the files of a checkpoint."""
     try:
         manifest = Manifest.read(path)
     except DamagedCheckpointError as error:

@@ -92,7 +92,7 @@ class SimulatedNCCL(ProcessGroup):
         """Operations that have not started never will; see `Device.close`."""
 
     def shutdown(self) -> None:
-        """As `abort`."""
+        """Do what `abort` does."""
 
     def getBackendName(self) -> str:
         return "simulated"

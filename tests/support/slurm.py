@@ -58,7 +58,7 @@ class Slurm:
         return {**os.environ, "SLURM_CONF": str(self.conf)}
 
     def open(self, timeout_s: float = 60.0) -> None:
-        """Until all nodes are idle."""
+        """Wait until all nodes are idle."""
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "state").mkdir()
         controller, *ports = free_ports(1 + self.count)

@@ -1,4 +1,4 @@
-"""What a weight sync costs the server of its store: the real requests of many members, against a server process.
+"""The cost of a weight sync for the server of its store: the real requests of many members, against a server process.
 
 `measure((members, buckets))` lets members take part in syncs whose broadcasts do nothing, and returns the requests and
 the CPU seconds of the server per sync.
@@ -61,7 +61,7 @@ NOTHING = BackendKind("cpu", on_streams=True, make=lambda store, place: NoTransf
 
 
 def measure(*sizes: tuple[int, int], syncs: int = 3) -> list[Traffic]:
-    """For each (members, buckets): mean requests and least CPU time of the syncs of one sender and the other members.
+    """Return for each (members, buckets) mean requests and least CPU time of syncs of one sender and the others.
 
     Syncs of all sizes alternate, so that other load concerns all; it only adds CPU time. Forming groups does not count.
     """
@@ -135,7 +135,7 @@ class _Syncs:
 
 
 def _take_part(group: Group, sync: int, buckets: int) -> None:
-    """As receiver.py and sending.py do: broadcasts, and one report."""
+    """Do what receiver.py and sending.py do: broadcasts, and one report."""
     group.begin(sync, buckets, LIMIT_S)
     for bucket in range(buckets):
         group.broadcast(torch.empty(0), 0, bucket).wait()

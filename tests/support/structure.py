@@ -1,20 +1,24 @@
-"""Rules for the tree of tests: which module lies where, and what it may import."""
+"""Rules for the tree of tests (which module lies where, and what it may import), for names and for docstrings."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # Folders that belong to no folder of megarl/.
 OWN_FOLDERS = frozenset({"benchmarks", "jobs", "support", "system"})
+# A docstring that begins with one of these is a clause without a sentence around it ("Whether x is y.").
+CLAUSE_WORDS = frozenset(
+    {"as", "how", "of", "until", "what", "when", "where", "whether", "which", "who", "whose", "why"}
+)
 _TARGET = re.compile(r"\w+(?:\.\w+)+:\w+")
 
 
 def forbidden_imports(root: Path) -> list[str]:
-    """Where test modules or conftests are imported, or named by a string for another process to import them."""
+    """Places where test modules or conftests are imported, or named by a string for another process to import them."""
     return [
         f"{path.relative_to(root)}:{line}: imports {name}"
         for path in sorted(root.rglob("*.py"))
@@ -102,3 +106,15 @@ def repeated_module_names(package: Path) -> list[str]:
 def loose_modules(package: Path) -> list[str]:
     """Modules of the package that belong to no layer."""
     return sorted(path.name for path in package.glob("*.py") if path.name not in {"__init__.py", "__main__.py"})
+
+
+def bare_clauses(folders: Iterable[Path]) -> list[str]:
+    """Docstrings that begin as a question or an aside does: they are no sentences, and no plain noun phrases."""
+    found = []
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node) or ""
+                if text.partition(" ")[0].strip(",.:;").lower() in CLAUSE_WORDS:
+                    found.append(f"{path}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}")
+    return found

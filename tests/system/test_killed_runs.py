@@ -60,7 +60,7 @@ def test_every_fault_point_of_a_save(unbroken: Run, tmp_path: Path, monkeypatch:
     marks.mkdir()
     monkeypatch.setenv("MEGARL_KILL_AT", ",".join(POINTS))
     monkeypatch.setenv("MEGARL_KILL_MARKS", str(marks))
-    # `never` is a wish for the first start: the restarts go on.
+    # `never` holds for the first start only: the restarts resume.
     wanted = {"every": 1, "resume": "never"}
     config = config_of(tmp_path, unbroken.directory.parent / "model", steps=STEPS, checkpoint=wanted)
     run = finish(start_run(config, restarts=len(POINTS)), tmp_path / "run")

@@ -27,7 +27,7 @@ ON_POLICY_MEAN, ON_POLICY_MAX = 1e-5, 1e-4
 
 
 def check_finished(run: Run, steps: int, samples: int) -> None:
-    """What every good run must show: exact counters, log-probs that agree on every token, a complete summary."""
+    """Check what every good run must show: exact counters, log-probs that agree on every token, a complete summary."""
     assert run.code == 0, run.output[-4000:]
     summary = run.summary
     assert summary["exit"] == "finished" and summary["steps"] == steps
@@ -140,7 +140,7 @@ def check_replay(run: Run, first_model: Path) -> None:
 
 
 def check_engine_logprobs(run: Run, first_model: Path) -> None:
-    """What vLLM recorded at each set's temperature is what plain transformers says, and no near miss passes for it."""
+    """Check that vLLM's log-probs at each set's temperature are those of plain transformers, and no near miss is."""
     model = AutoModelForCausalLM.from_pretrained(first_model, dtype=torch.float32)
     first, second = (read_batch(run.directory / "batches", step) for step in (0, 1))
     mean, largest = engine_gap(model, first, TEMPERATURES)
@@ -294,7 +294,7 @@ def wait_for_end_or_replacement(run_dir: Path, process: subprocess.Popen[str], t
 
 
 def wait_for_steps(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 240.0) -> None:
-    """Until a step has been trained: groups of the next are then in flight."""
+    """Wait until a step has been trained: groups of the next are then in flight."""
     deadline = time.monotonic() + timeout_s
     path = run_dir / "metrics.jsonl"
     while not (path.is_file() and path.read_text().count("\n")):

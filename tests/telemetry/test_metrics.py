@@ -97,7 +97,7 @@ def test_what_depends_on_the_clock_is_marked() -> None:
 
 
 def test_the_loss_statistics_are_declared() -> None:
-    """What the trainer's update returns goes in under `policy/`."""
+    """The values that the trainer's update returns go in under `policy/`."""
     from megarl.algorithms.stats import LossStats
 
     raw_moments = {"ratio_squared", "pearson"}  # not metrics by themselves

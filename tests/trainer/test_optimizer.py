@@ -1,4 +1,4 @@
-"""What the policy's wrappers and modules are set to by default."""
+"""The defaults of the policy's wrappers and modules."""
 
 from __future__ import annotations
 

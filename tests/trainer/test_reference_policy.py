@@ -1,4 +1,4 @@
-"""Where the reference model's weights are, inside and outside a pass."""
+"""The place of the reference model's weights, inside and outside a pass."""
 
 from __future__ import annotations
 

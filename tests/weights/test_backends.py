@@ -1,4 +1,4 @@
-"""How the group of an accelerator is made, without one."""
+"""The group of an accelerator is made as it must be, without an accelerator."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_variable_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NeverConnects:
-    """As ncclCommInitRank when a member has died after it said that it was ready."""
+    """Waits as ncclCommInitRank does when a member has died after it said that it was ready."""
 
     def __init__(self) -> None:
         self.aborted = self.shut_down = False

@@ -82,7 +82,7 @@ def test_a_ring_of_buffers_is_as_large_as_its_buckets_and_never_larger_than_all_
 
 
 def plan_of_tiny_tensors(count: int) -> tuple[ListExporter, BucketPlan]:
-    """As many tensors as Qwen3-30B-A3B has, of a few numbers each."""
+    """A plan of as many tensors as Qwen3-30B-A3B has, of a few numbers each."""
     exporter = ListExporter({f"t{number}": torch.full((8,), float(number)) for number in range(count)})
     return exporter, bucket_plan(exporter.manifest(), 64 * 1024)
 

@@ -41,7 +41,7 @@ class Setup:
         self.sender.connect(LivePool(self.replica))
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
-        """As they are in the files, in the order of layers."""
+        """The weights as they are in the files, in the order of layers."""
         tensors = load_file(self.models[version] / "model.safetensors")
         return dict(sorted(tensors.items(), key=lambda item: ("layers." in item[0], item[0])))
 
@@ -97,7 +97,7 @@ def test_after_a_sync_the_engine_is_the_new_model(engine: Setup) -> None:
 
 @on("dense", "dense TP2")
 def test_an_engine_can_keep_its_version(engine: Setup) -> None:
-    """What it had begun goes on with the same weights, and it takes the next version as if nothing had been."""
+    """Requests that it had begun go on with the same weights, and it takes the next version as if nothing had been."""
     engine.publish(1)
     futures = [engine.replica.generate(p, f"kept-{i}", max_tokens=400) for i, p in enumerate(PROMPTS)]
     time.sleep(0.4)

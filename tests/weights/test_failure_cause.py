@@ -1,4 +1,4 @@
-"""Which members caused a failure, from reports and answers alone."""
+"""The members that caused a failure are named, from reports and answers alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is not known to be the same in place as by a reload is an obstacle."""
+"""A step that is not known to be the same in place as by a reload is an obstacle."""
 
 from __future__ import annotations
 

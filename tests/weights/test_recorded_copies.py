@@ -1,4 +1,4 @@
-"""What is repeated is what the loaders did; what cannot be repeated runs the loaders every time."""
+"""Repeated copies do what the loaders did; where nothing can be repeated, the loaders run every time."""
 
 from __future__ import annotations
 

@@ -421,7 +421,7 @@ def test_the_trainer_failing_releases_the_engines() -> None:
 
 
 @pytest.mark.parametrize("where", ["load", "rpc"])
-def test_caught_replicas_are_restarted_and_the_sync_repeated(where: str) -> None:
+def test_replicas_of_a_failed_sync_are_restarted_and_the_sync_repeated(where: str) -> None:
     pool = FakePool(1, 1)
     sender, exporter = make_sender(pool, with_settings(restarts=1))
     sender.publish(0)
@@ -469,12 +469,12 @@ def test_an_engine_that_never_joins_is_named() -> None:
     assert info.value.failed_members == ("engine replica 1 worker 0",) and info.value.needs_restart == ("replica 1",)
 
 
-def test_a_replica_caught_before_the_trainer_came_is_restarted() -> None:
-    """For example, the trainer was killed in the middle of a sync, and restarted."""
+def test_a_replica_that_was_in_a_failed_sync_before_the_trainer_came_is_restarted() -> None:
+    """The trainer was killed in the middle of a sync, for example, and restarted."""
     pool = FakePool(1, 1)
 
     def refuse() -> None:
-        raise RuntimeError("caught in a failed weight sync, this replica must be restarted")
+        raise RuntimeError("this replica took part in a failed weight sync and must be restarted")
 
     pool.replicas()[1].on["init_weight_transfer"] = refuse
     sender, exporter = make_sender(pool, with_settings(restarts=1))

@@ -53,7 +53,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_member_whose_connection_fails_or_hangs_aborts_what_it_made(server: SyncStore, backend: FakeBackend) -> None:
-    members = GroupMembers(0, (0,), (), (), "fake")
+    members = GroupMembers(0, (0,), (), (), "fake", 60.0)
     group: Any = Group(server.connection(), members, 0)
 
     def lead() -> None:

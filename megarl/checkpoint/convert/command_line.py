@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from megarl.common.byte_units import GIB
 from megarl.common.errors import ConversionError
 from megarl.models.source import HF_SHARD_BYTES
 
@@ -97,7 +98,7 @@ def _export_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         type=_gigabytes,
         default=HF_SHARD_BYTES,
         metavar="N",
-        help=f"largest file in GB (default: {HF_SHARD_BYTES // 2**30} GiB)",
+        help=f"largest file in GB (default: {HF_SHARD_BYTES // GIB} GiB)",
     )
     parser.add_argument(
         "--check-digests", action="store_true", help="first check all files against the manifest (reads them twice)"

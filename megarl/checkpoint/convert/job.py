@@ -18,9 +18,10 @@ from megarl.checkpoint.convert.target import Output
 from megarl.checkpoint.convert.workers import Report, run_units
 from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.os_errors import from_os_error
+from megarl.common.byte_units import MIB
 from megarl.common.errors import ConversionError
 
-RESERVE = 64 * 2**20  # bytes for index, configs, tokenizer, file system overhead
+RESERVE = 64 * MIB  # bytes for index, configs, tokenizer, file system overhead
 R = TypeVar("R")  # the result of a unit, a JSON value
 
 

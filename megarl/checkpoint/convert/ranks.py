@@ -10,9 +10,10 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from megarl.common.errors import ConversionError
+from megarl.common.json_values import JsonValue
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -53,7 +54,7 @@ class Ranks:
         answer: T = self._run(name, work if self.rank == 0 else _nothing, share=True)[1]
         return answer
 
-    def _run(self, name: str, work: Callable[[], T], *, share: bool = False) -> tuple[T, Any]:
+    def _run(self, name: str, work: Callable[[], T], *, share: bool = False) -> tuple[T, JsonValue]:
         """Return what `work` returned here and, with `share`, on rank 0 (a JSON value)."""
         failure: Exception | None = None
         result: T | None = None
@@ -62,14 +63,14 @@ class Ranks:
         except Exception as error:
             failure = error
         self._stage += 1
-        firsts: Any = result
+        firsts: JsonValue = result
         if self._store is not None:
             firsts = self._meet(self._store, name, failure, result if share else None)
         if failure is not None:
             raise failure
         return cast("T", result), firsts
 
-    def _meet(self, store: Store, name: str, failure: Exception | None, result: object) -> Any:
+    def _meet(self, store: Store, name: str, failure: Exception | None, result: object) -> JsonValue:
         """Exchange the outcomes of a stage; return rank 0's result, a JSON value."""
         keys = [f"{self._prefix}/{self._stage}/{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], json.dumps([str(failure) if failure is not None else None, result]))

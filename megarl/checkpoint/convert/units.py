@@ -8,8 +8,10 @@ from typing import Generic, TypeVar
 
 import torch
 
-ITEM_BYTES = 128 * 2**20  # largest size of an item; limits the memory of a worker
-UNIT_BYTES = (32 * 2**20, 1024 * 2**20)  # smallest and largest size of a unit
+from megarl.common.byte_units import MIB
+
+ITEM_BYTES = 128 * MIB  # largest size of an item; limits the memory of a worker
+UNIT_BYTES = (32 * MIB, 1024 * MIB)  # smallest and largest size of a unit
 UNITS = 48  # number of units, if their size is within these limits
 
 T = TypeVar("T")

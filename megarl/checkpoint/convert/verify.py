@@ -31,7 +31,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether all tensors of both models are equal; parts that were left out do not count."""
+        """True if all tensors of both models are equal; parts that were left out do not count."""
         return not (self.differing or self.mismatched or self.missing or self.unexpected)
 
     def render(self) -> str:

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.mapping import apply_factories
 
 from megarl.checkpoint.format.keys import is_model_key, problems_of, resolve, stored_tensors
 from megarl.checkpoint.format.sharding import model_sharded_state_dict
+from megarl.common.byte_units import MIB
 from megarl.models.info import ModelInfo
 from megarl.models.loader import load_hf_weights
 from megarl.models.shards import table
@@ -49,7 +50,7 @@ def load_megatron_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, pa
     except CheckpointingException as error:
         raise ValueError(f"{step}: {error}") from error
     size = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
-    logger.info("%s: %.1f MiB of parameters filled", step, size / 2**20)
+    logger.info("%s: %.1f MiB of parameters filled", step, size / MIB)
     return size
 
 

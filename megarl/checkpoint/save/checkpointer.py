@@ -45,7 +45,7 @@ from megarl.common.timeouts import GRACE_S
 from megarl.config.load import to_yaml
 from megarl.config.schema import Config
 from megarl.models.export import copy_side_files
-from megarl.models.source import HF_FILES, hf_files
+from megarl.models.source import COMMON_FILE, FORMAT_FILE, HF_FILES, SHARD_INDEX, hf_files
 from megarl.trainer.policy import Policy
 from megarl.weights.sender import reachable_address
 from megarl.weights.store import SyncStore
@@ -53,9 +53,6 @@ from megarl.weights.store import SyncStore
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-COMMON_FILE = "common.pt"  # this and the next two names are Megatron-Core's and torch's
-METADATA_FILE = "metadata.json"
-TORCH_METADATA = ".metadata"
 FORMAT = 1
 # For manifest, rename and retention, after the time by which every rank must have written. Peers wait twice as long.
 FINISH_S = GRACE_S / 2
@@ -253,7 +250,7 @@ class Checkpointer:
         self._copy_hf_files(partial / HF_FILES)
         (partial / STATE_FILE).write_text(json.dumps(pending.record, indent=1) + "\n")
         (partial / CONFIG_FILE).write_text(to_yaml(self.config))
-        small = [partial / name for name in (COMMON_FILE, METADATA_FILE, TORCH_METADATA, STATE_FILE, CONFIG_FILE)]
+        small = [partial / name for name in (COMMON_FILE, FORMAT_FILE, SHARD_INDEX, STATE_FILE, CONFIG_FILE)]
         for path in (*small, *(partial / HF_FILES).iterdir()):
             with path.open("rb") as file:
                 os.fsync(file.fileno())

@@ -110,17 +110,17 @@ def identity(config: Config, info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def contradictions(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def contradictions(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
     """Return the reasons why this run cannot resume from a checkpoint with identity `saved`; [] if it can."""
     problems = [
-        f"model: {key} is {now['model'].get(key)!r}, the checkpoint has {saved['model'].get(key)!r}"
-        for key in sorted(saved["model"].keys() | now["model"].keys())
-        if _plain(saved["model"].get(key)) != _plain(now["model"].get(key))
+        f"model: {key} is {present['model'].get(key)!r}, the checkpoint has {saved['model'].get(key)!r}"
+        for key in sorted(saved["model"].keys() | present["model"].keys())
+        if _plain(saved["model"].get(key)) != _plain(present["model"].get(key))
     ]
-    if saved["tokenizer"] != now["tokenizer"]:
+    if saved["tokenizer"] != present["tokenizer"]:
         problems.append("tokenizer: its files differ from those of the saved run")
-    if saved["prompts"] != now["prompts"]:
-        problems.append(_changed_prompts(saved["prompts"], now["prompts"]))
+    if saved["prompts"] != present["prompts"]:
+        problems.append(_changed_prompts(saved["prompts"], present["prompts"]))
     return problems
 
 

@@ -12,7 +12,7 @@ from megarl.common.errors import ConfigError
 from megarl.config.hardware import local_gpus
 from megarl.config.schema import Config
 
-QUERY_S = 60
+QUERY_S = 60  # for SLURM's answer to a query
 
 
 @dataclass(frozen=True)

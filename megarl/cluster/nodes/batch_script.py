@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.cluster.nodes.node_commands import ENTRY, node_command, torchrun_command, torchrun_environment
-from megarl.cluster.nodes.topology import STOP_MARGIN_S, NodePlan, Topology, make_topology, stop_seconds
+from megarl.cluster.nodes.topology import NodePlan, Topology, make_topology, stop_seconds
 from megarl.cluster.ray_head import TRAINER_SHARE, RayShare, rollout_share
+from megarl.config.job_sections import STOP_MARGIN_S
 from megarl.config.schema import Config, TimeoutsConfig
 
 CONFIGS = Path("examples/rl/configs")

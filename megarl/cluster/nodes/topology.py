@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.config.job_sections import STOP_MARGIN_S
 from megarl.config.pools import Pools, resolve_pools
 from megarl.config.schema import Config
-
-STOP_MARGIN_S = 300
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from megarl.commands.doctor.paths import (
 )
 from megarl.common.errors import ConfigError
 
-GRACE_S = 15.0  # for a member to notice its own deadline and to report
+REPORT_S = 15.0  # for a member to notice its own deadline and to report
 _PROBE = "megarl.commands.doctor.path_probe"
 
 
@@ -70,7 +70,7 @@ def try_nodes(
     for number, path in enumerate(paths):
         own = _try(member, members, path, f"path-{number}", mib, timeout_s)
         store.set(f"outcome-{number}-{member.rank}", own.to_text())
-        texts = _collect(store, f"outcome-{number}", member.size, timeout_s + GRACE_S)
+        texts = _collect(store, f"outcome-{number}", member.size, timeout_s + REPORT_S)
         results.append(PathResult(path, tuple(Outcome.from_text(text) for text in texts)))
     if member.rank == 0:
         write(to_json(members, results) if as_json else render_paths(members, results))

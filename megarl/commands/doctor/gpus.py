@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from megarl.commands.doctor.installed import installed_version
 from megarl.commands.doctor.report import Finding
+from megarl.common.byte_units import GIB
 from megarl.config.hardware import local_gpus
 
-GIB = 2**30
 # The oldest driver branch that runs programs of a CUDA major version (NVIDIA, "CUDA Compatibility", table 1).
 OLDEST_DRIVER = {11: "450", 12: "525", 13: "580"}
 

@@ -26,7 +26,7 @@ _SHOW_CUDNN = (
 
 @dataclass(frozen=True)
 class Part:
-    """What one kind of process imports: `code` is Python, `module` the package without which there is no such part."""
+    """The imports of one kind of process: `code` is Python, `module` the package without which it does not exist."""
 
     what: str
     code: str
@@ -58,7 +58,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class ImportOutcome:
-    """How an import ended: exit status (negative: the signal; None: no end within `TIMEOUT_S`) and its output."""
+    """The end of an import: exit status (negative: the signal; None: no end within `TIMEOUT_S`) and its output."""
 
     status: int | None
     stdout: str

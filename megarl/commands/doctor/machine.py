@@ -12,8 +12,8 @@ import psutil
 
 from megarl.cluster.nodes.network import interface_of, own_address
 from megarl.commands.doctor.report import Finding
+from megarl.common.byte_units import GIB
 
-GIB = 2**30
 MIN_OPEN_FILES = 4096
 MIN_SHM = 1 * GIB
 MIN_MEMORY = 6 * GIB

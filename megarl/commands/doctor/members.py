@@ -1,4 +1,4 @@
-"""Who takes part in `megarl doctor --nodes`: rank, number of processes and meeting point, from torchrun or `srun`."""
+"""The members of `megarl doctor --nodes`: rank, number of processes and meeting point, from torchrun or `srun`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megarl.cluster.nodes.allocation import QUERY_S
 from megarl.common.errors import ConfigError
 
-QUERY_S = 60
 FIRST_PORT, PORTS = 20000, 10000  # of a SLURM step, outside Linux's range for clients (32768 and up)
 
 

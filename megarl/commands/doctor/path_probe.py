@@ -23,6 +23,8 @@ from functools import partial
 import torch
 from torch import distributed
 
+from megarl.common.byte_units import MIB
+
 REPEATS = 3
 
 
@@ -84,7 +86,7 @@ def main(arguments: list[str]) -> None:
     distributed.init_process_group(
         backend, store=distributed.PrefixStore(prefix, store), rank=int(rank), world_size=int(size), timeout=timeout
     )
-    message_N = torch.ones(int(float(mib) * 2**20) // 4, device=where)
+    message_N = torch.ones(int(float(mib) * MIB) // 4, device=where)
     first = torch.ones(1, device=where)
     distributed.all_reduce(first)
     if first.item() != float(size):

@@ -39,7 +39,7 @@ _FIXES = (
 
 @dataclass(frozen=True)
 class MemberFacts:
-    """What a process says of itself. `route`: the interface of its route to the first node, or the one asked for."""
+    """A process's report on itself. `route`: the interface of its route to the first node, or the one asked for."""
 
     host: str
     interfaces: Mapping[str, str]
@@ -60,7 +60,7 @@ class PathToTry:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw of one path.
+    """One rank's observations on one path.
 
     `gb_per_second`: per operation, in 10**9 bytes of payload per second. `stage`: the operation that was reached.
     `error`: None if all of it succeeded. `log`: what the backend wrote.

@@ -1,4 +1,4 @@
-"""What a conversion may write over: never its source, never what is not known to it."""
+"""A conversion never writes over its source, nor over files that are not known to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved comes back: bit for bit in the same layout, to the layouts' own rounding in any other."""
+"""A load gives what was saved: bit for bit in the same layout, to the layouts' own rounding in any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what it must have in common with the run."""
+"""The checkpoint from which a run goes on, and what it must have in common with the run."""
 
 from __future__ import annotations
 

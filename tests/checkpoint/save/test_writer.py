@@ -1,4 +1,4 @@
-"""How a save leaves the device: pinned and unordered from a GPU, plainly from a CPU."""
+"""The way of a save off the device: pinned and unordered from a GPU, plainly from a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nodes tell each other through the run directory."""
+"""The messages that nodes leave for each other in the run directory."""
 
 from __future__ import annotations
 

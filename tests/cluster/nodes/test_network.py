@@ -1,4 +1,4 @@
-"""Which of its addresses a node gives to the others."""
+"""The one of its addresses that a node gives to the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before the start and after the end of a launch, without the job between."""
+"""The start and the end of a launch, without the job between."""
 
 from __future__ import annotations
 

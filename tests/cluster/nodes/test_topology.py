@@ -1,4 +1,4 @@
-"""Which node runs what."""
+"""The assignment of the job's parts to nodes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 
 def beside_training(layout: dict[str, Any]) -> dict[str, Any]:
-    """What a thread gets from its channel, while the main thread reduces over the training groups all the time."""
+    """Return what a thread gets from its channel while the main thread reduces over the training groups."""
     rank, bounds, done = torch.distributed.get_rank(), [], threading.Event()
 
     def ask(bound_s: float | None) -> str:

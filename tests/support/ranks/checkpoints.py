@@ -1,4 +1,4 @@
-"""What one rank of a test world does with converted checkpoints: save, load, export, convert."""
+"""The work of one rank of a test world with converted checkpoints: save, load, export, convert."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def build(model_dir: str, layout: Layout, precision: str = "fp32") -> tuple[Mode
 
 
 def _places(state: Any) -> Places:
-    """Where each key's local pieces are: (global shape, offset, local shape, dtype, is it written by this
+    """The places of each key's local pieces: (global shape, offset, local shape, dtype, is it written by this
     rank, may it be padded)."""
     apply_factories(state)
     places: Places = {}
@@ -139,7 +139,7 @@ def policy_digest(model_dir: str, layout: dict[str, Any]) -> list[tuple[str, str
 
 
 def convert_on_ranks(arguments: list[str], attempt: str, failing_rank: int | None = None) -> tuple[int, str, str]:
-    """What `torchrun convert.py ...` does on this rank; `attempt` tells runs in one world apart."""
+    """Do what `torchrun convert.py ...` does on this rank; `attempt` tells runs in one world apart."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), "its disk")

@@ -1,4 +1,4 @@
-"""What one rank sets on the modules and wrappers of a policy by default, without the GPU that profits from it."""
+"""The defaults that one rank sets on modules and wrappers of a policy, without the GPU that profits from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank of a test world holds when the trainer is really built: bytes, by kind."""
+"""The memory of one rank of a test world when the trainer is really built: bytes, by kind."""
 
 from __future__ import annotations
 

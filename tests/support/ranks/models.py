@@ -1,4 +1,4 @@
-"""What one rank of a test world does with a model: load, packed forward, log-probs, export."""
+"""The work of one rank of a test world with a model: load, packed forward, log-probs, export."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def load_with_wrong_buffers(model_dir: str, what: str) -> None:
 
 
 def shard_attributes(model_dir: str, initialize: bool) -> dict[str, tuple[Any, ...]]:
-    """What Megatron's gradient norm and reductions read off each parameter, under TP 2 + SP."""
+    """The attributes of each parameter that Megatron's gradient norm and reductions read, under TP 2 + SP."""
     layout = make_layout(tensor=2, sequence=True)
     names = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
     with use_layout(layout):

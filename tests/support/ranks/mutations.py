@@ -193,7 +193,7 @@ MUTATIONS = [
 def mutated_logprobs(
     model_dir: str, batch: list[list[list[int]]], mutation: str, **sizes: Any
 ) -> list[torch.Tensor] | None:
-    """As `models.logprobs`, with one rule broken."""
+    """Return what `models.logprobs` does, with one rule broken."""
     chosen = next(each for each in MUTATIONS if each.name == mutation)
 
     def load_info(path: str) -> ModelInfo:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import psutil
 import torch
 
-from megarl.run.performance import GIB, peak_memory_gib
+from megarl.common.byte_units import GIB
+from megarl.run.performance import peak_memory_gib
 
 HELD_B = 300 * 2**20
 

@@ -1,4 +1,4 @@
-"""What one rank of a test world does with a policy: updates and log-probs under a layout, and numbers back."""
+"""The work of one rank of a test world with a policy: updates and log-probs under a layout, and numbers back."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer.policy import Policy
 from tests.support.ranks.layouts import make_layout
 from tests.support.ranks.policy import built_policy, exported
-from tests.support.recorded_steps import make_batch
+from tests.support.recorded_steps import make_batch, version_of
 
 
 def _timeless(values: dict[str, float]) -> dict[str, float]:
@@ -46,8 +46,8 @@ def train_in_memory(run_dir: Path, steps: int) -> dict[str, Any]:
         timer, metrics, collected = PhaseTimer(), step_metrics(), []
         for step in range(steps):
             rows = {row.key: row for row in make_batch(step)}
-            plan = plan_step([row.tag for row in rows.values()], policy.config, dp_size=1, version=step)
-            train_step(policy, plan, rows, policy.config, timer, metrics)
+            plan = plan_step([row.tag for row in rows.values()], policy.config, dp_size=1, version=version_of(step))
+            train_step(policy, plan, rows, policy.config, timer, metrics, step=step)
             record_batch(metrics, plan)
             collected.append(_timeless(metrics.reduce() | timer.finish_step()))
         return {"weights": exported(policy), "metrics": collected}

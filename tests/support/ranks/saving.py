@@ -1,4 +1,4 @@
-"""What one rank of a test world does: train, save in the background while training goes on, load, train on."""
+"""The work of one rank of a test world: train, save in the background while training goes on, load, train on."""
 
 from __future__ import annotations
 

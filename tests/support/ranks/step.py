@@ -54,7 +54,7 @@ def stepped(model_dir: Path, rows: list[Trajectory], **changes: Any) -> dict[str
         policy.update, policy.optimizer.step = recorded_update, recorded_step
         by_key, metrics = {row.key: row for row in rows}, step_metrics()
         plan = plan_step([row.tag for row in rows], policy.config, dp_size=parallel.dp_size(), version=0)
-        train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics)
+        train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics, step=0)
         return {
             "updates": updates,
             "gradients": gradients[0],

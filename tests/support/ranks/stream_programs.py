@@ -77,7 +77,7 @@ def unordered_groups(device: Device, first: SimulatedNCCL, second: SimulatedNCCL
 
 
 def unordered_waits(device: Device, first: SimulatedNCCL, second: SimulatedNCCL) -> str:
-    """As `unordered_groups`, and the default stream waits for each operation."""
+    """Do what `unordered_groups` does; the default stream waits for each operation."""
     order = (first, second) if torch.distributed.get_rank() == 0 else (second, first)
     for group in order:
         broadcast(group, torch.zeros(2)).wait()

@@ -1,4 +1,4 @@
-"""What one rank of a test world does in a sync: exporters with gathers, several senders, failures."""
+"""The work of one rank of a test world in a sync: exporters with gathers, several senders, failures."""
 
 from __future__ import annotations
 
