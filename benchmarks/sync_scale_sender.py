@@ -72,7 +72,7 @@ def one_sender(plan: BucketPlan, parts: dict[int, TensorPart]) -> Callable[[], N
     """Return a function that makes one sync on a sender, whose broadcasts do nothing, with a real store."""
     from megarl.models.gather import GlooWaiter, build_gathers
     from megarl.weights.bucket_packer import BucketPacker
-    from megarl.weights.schedule import schedule
+    from megarl.weights.operation_order import schedule
     from megarl.weights.sending import Sending
     from megarl.weights.store import SyncStore
     from megarl.weights.transport import Group, GroupMembers

@@ -19,7 +19,7 @@ from megarl.common.errors import PeerTimeout
 from megarl.models.gather import GatherRequest
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import BucketPlan, TensorSpec, bucket_plan
-from megarl.weights.schedule import schedule
+from megarl.weights.operation_order import schedule
 from megarl.weights.sending import Sending
 from megarl.weights.store import SyncStore
 from megarl.weights.transport import Group, GroupMembers, await_members

@@ -311,8 +311,8 @@ class AdmissionConfig(Section):
         None,
         ge=0,
         description="The most updates between the weights of a trajectory's oldest token and the update that trains "
-        f"it; at least sync_interval - 1, the default; with async {DEFAULT_QUOTA} * sync_interval more, rounded up, and "
-        "at least one step.",
+        f"it; at least sync_interval - 1, the default; with async {DEFAULT_QUOTA} * sync_interval more, rounded up, "
+        "and at least one step.",
     )
     trigger_parameter_sync_step: int | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""What a publication without partial rollouts needs: running responses end first, and nothing begins meanwhile.
+"""The drain before a publication without partial rollouts: running responses end first, and nothing begins meanwhile.
 
 A call of the fleet is running from the time when a replica works on it, or from its first reported token if no replica
 does because one was lost. Calls that are not running are held back until the publication is over.
@@ -31,7 +31,7 @@ class Hold:
 
     @property
     def active(self) -> bool:
-        """Whether anything is held back."""
+        """True if anything is held back."""
         return self._began_at is not None
 
     @property
@@ -81,7 +81,7 @@ class Call:
 
     @property
     def running(self) -> bool:
-        """Whether it has begun and not ended, so that other weights now would give its responses two versions."""
+        """True if it has begun and not ended, so that other weights now would give its responses two versions."""
         return bool(self.responses.unfinished) and (self.replica is not None or self.responses.tokens > 0)
 
     @contextlib.contextmanager

@@ -35,7 +35,7 @@ class KeptGroup:
 
     @property
     def finished(self) -> bool:
-        """Whether its trajectories are complete; else its responses are continued."""
+        """True if its trajectories are complete; else its responses are continued."""
         return bool(self.head["kind"] == "group")
 
     def _recounted(self, spans: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:

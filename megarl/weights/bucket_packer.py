@@ -16,7 +16,7 @@ import torch
 from megarl.models.gather import GatherRequest, Rows
 from megarl.weights.buckets import Bucket, BucketPlan, BucketSlice, TensorSpec
 from megarl.weights.digest import digest
-from megarl.weights.schedule import LEAST_BUFFERS
+from megarl.weights.operation_order import LEAST_BUFFERS
 
 
 @dataclass

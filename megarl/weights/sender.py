@@ -30,8 +30,8 @@ from megarl.weights.background_call import BackgroundCall
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import RELOAD_LAYER_SPAN, BucketPlan, ManifestEntry, bucket_plan
 from megarl.weights.handles import EngineHandles
+from megarl.weights.operation_order import LEAST_BUFFERS, Order, schedule
 from megarl.weights.replica_calls import EngineCalls, SyncReport
-from megarl.weights.schedule import LEAST_BUFFERS, Order, schedule
 from megarl.weights.sending import RowGather, Sending
 from megarl.weights.store import SyncStore
 from megarl.weights.transport import Group, GroupMembers, await_members, end_forming, names_of

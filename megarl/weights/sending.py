@@ -1,9 +1,9 @@
 """One trainer rank's part in a weight sync: it takes part in gathers, and in broadcasts if it owns tensors.
 
-Every rank goes through the same order of operations (`schedule.py`) on one thread, and leaves out those that it takes
-no part in. In the gather of bucket k, G(k), the ranks that hold a part of its tensors bring them to its owner, which
-then adds the digest; in its broadcast, B(k), all senders and all engine workers take part. With two buffers and one
-owner the order is G(0) B(0) G(1) B(1) ...; with more buffers more gathers come before B(0), while the engines still
+Every rank goes through the same order of operations (`operation_order.py`) on one thread, and leaves out those that it
+takes no part in. In the gather of bucket k, G(k), the ranks that hold a part of its tensors bring them to its owner,
+which then adds the digest; in its broadcast, B(k), all senders and all engine workers take part. With two buffers and
+one owner the order is G(0) B(0) G(1) B(1) ...; with more buffers more gathers come before B(0), while the engines still
 generate. `Sending.staged` tells the leader when this rank has done its part in those: then the engines are paused.
 
 Why there can be no deadlock, however many queues the hardware has: consider the first operation X of the order that
@@ -41,7 +41,7 @@ import torch
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted, WeightSyncError
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import Bucket
-from megarl.weights.schedule import Order
+from megarl.weights.operation_order import Order
 from megarl.weights.transport import POLL_S, Group, PendingBroadcast
 
 logger = logging.getLogger(__name__)

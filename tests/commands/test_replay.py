@@ -125,7 +125,7 @@ def test_steps_with_a_gap_or_none_are_refused(recorded, tmp_path):
 
 
 def schedule_of(steps: int) -> list[Event]:
-    """What the recorded run would have recorded, with groups of each version finishing in order."""
+    """Return what the recorded run would have recorded, with groups of each version finishing in order."""
     events: list[Event] = []
     admission = RecordedAdmission(GROUPS, Pace(2, 2, 1), record=events.append)
     admission.load_state_dict(admission.state_dict())

@@ -140,7 +140,7 @@ def test_training_that_waits_does_not_hold_back_a_pinned_replica() -> None:
 
 
 def test_whoever_has_no_replica_left_is_told_so_and_does_not_wait_for_room() -> None:
-    """Whether another replica is coming is for the fleet to know."""
+    """The fleet knows whether another one is coming."""
 
     async def scenario() -> None:
         dispatcher = Dispatcher([0, 1], back_pressure=True)

@@ -37,7 +37,15 @@ class Pool:
             self.engines[index] = VersionedEngine(index)
             return self.engines[index]
 
-        self.fleet = Fleet(dict(self.engines), timeouts, restart, back_pressure=False, sync_restarts=0)  # type: ignore[arg-type]
+        replicas: dict[int, object] = dict(self.engines)
+        self.fleet = Fleet(
+            replicas,  # type: ignore[arg-type]
+            timeouts,
+            restart,  # type: ignore[arg-type]
+            report_interval_s=5.0,
+            back_pressure=False,
+            sync_restarts=0,
+        )
         self.version = 0
 
     def call(self, group: str, *lengths: int, background: bool = False) -> asyncio.Task[Results]:

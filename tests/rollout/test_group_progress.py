@@ -1,4 +1,4 @@
-"""What is kept of a group in progress, over any number of attempts."""
+"""The state that is kept of a group in progress, over any number of attempts."""
 
 from __future__ import annotations
 

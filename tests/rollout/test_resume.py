@@ -93,7 +93,7 @@ def continues_as_new(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def takes_the_first_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several records of a group, the tidying keeps the first."""
+    """The tidying keeps the first of several records of a group."""
     monkeypatch.setattr(kept_groups.Superseded, "later", lambda self, head: _first(self, head["group"]))
 
 

@@ -1,4 +1,4 @@
-"""What admission was asked and what it decided, recorded as the events happen."""
+"""The questions to admission and its decisions, recorded as the events happen."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import Bucket
-from megarl.weights.schedule import LEAST_BUFFERS, Order
+from megarl.weights.operation_order import LEAST_BUFFERS, Order
 from megarl.weights.transport import POLL_S, Group
 from tests.support.simulated_streams import WAIT_S, Device, on
 

@@ -63,7 +63,7 @@ def test_engines_that_were_not_called_are_no_cause_of_a_failure(engine_calls: Ca
     The engines are silent because they generate. Rank 2 is the cause, and no engine must be restarted, or is called.
     """
     replicas = [Replica("replica 0", lambda _: None), Replica("replica 1", lambda _: None)]
-    members = GroupMembers(0, (0, 1), ("replica 0", "replica 1"), (1, 1), "gloo")
+    members = GroupMembers(0, (0, 1), ("replica 0", "replica 1"), (1, 1), "gloo", timeout_s=60.0)
     answers = [
         Answer("trainer rank 0", "the gather of bucket 1 of 2", ("trainer rank 2",), seconds=5.0, expired=True),
         Answer("trainer rank 1", "the broadcast of bucket 1", bucket=0, entered=1, seconds=4.0),

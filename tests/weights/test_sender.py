@@ -15,7 +15,7 @@ from megarl.common.errors import WeightSyncError
 from megarl.weights import replica_calls
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket, bucket_plan
-from megarl.weights.schedule import schedule
+from megarl.weights.operation_order import schedule
 from megarl.weights.sender import SyncSettings, WeightSender
 from tests.support.fake_engines import FakePool, FakeReplica, ListExporter, ListGather, random_tensors
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megarl.common.errors import SyncAborted
 from megarl.weights.buckets import Bucket, BucketPlan, TensorSpec, bucket_plan
 from megarl.weights.member_progress import MemberProgress
-from megarl.weights.schedule import schedule
+from megarl.weights.operation_order import schedule
 from megarl.weights.sending import Sending
 from tests.support.tiny import make_tiny_model
 from tests.support.world import World

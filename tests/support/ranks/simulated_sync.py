@@ -18,7 +18,7 @@ from megarl.models.export import HFExporter
 from megarl.weights import sender as sender_module
 from megarl.weights.backends import BACKENDS, BackendKind, Place
 from megarl.weights.digest import digest
-from megarl.weights.schedule import LEAST_BUFFERS
+from megarl.weights.operation_order import LEAST_BUFFERS
 from megarl.weights.sender import SyncSettings, WeightSender
 from tests.support.fake_engines import FakePool
 from tests.support.ranks.layouts import make_layout, use_layout

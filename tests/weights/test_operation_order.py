@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.weights.buckets import Bucket, BucketPlan, TensorSpec, bucket_plan
-from megarl.weights.schedule import schedule
+from megarl.weights.operation_order import schedule
 
 BUCKET_BYTES = 80  # at most 64 bytes of payload
 
