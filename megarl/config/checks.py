@@ -6,6 +6,7 @@ Every check yields its problems as `key: what is wrong; how to fix it`. Nothing 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -242,7 +243,7 @@ def _staging(config: Config) -> Iterator[str]:
         yield (
             f"weight_sync.staging_gib: {config.weight_sync.staging_gib:g} GiB hold fewer than 3 buckets of {bucket:g} "
             "MiB (weight_sync.bucket_mb), and 2 are used without it; raise it to at least "
-            f"{3 * bucket / 1024:g}, lower weight_sync.bucket_mb, or set 0"
+            f"{math.ceil(3 * bucket / 1024 * 1000) / 1000}, lower weight_sync.bucket_mb, or set 0"
         )
 
 

@@ -29,6 +29,8 @@ def evaluation_problems(config: Config) -> Iterator[str]:
         yield from (f"evaluation.concurrent: {reason}; remove one of them" for reason in _needs_one_version(config))
     if not section.pin or any(pace_problems(config)):
         return
+    if not section.every:
+        yield "evaluation.pin: without evaluation.every no evaluation runs beside training; set it, or remove pin"
     if section.pin >= config.rollout.replicas:
         yield (
             f"evaluation.pin: {section.pin} of rollout.replicas={config.rollout.replicas} leaves none for training; "

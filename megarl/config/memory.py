@@ -110,7 +110,8 @@ def _stage_memory(
         kept = not cuda or config.reference.placement == "gpu"
         terms.append(Term("reference weights", _raw_weights(config, info, layout, stage),
                           "always" if kept else "log-probs"))  # fmt: skip
-    terms.append(Term("sync buckets", _built_buckets(config, info) + _largest_tensor(config, info)))
+    terms.append(Term("sync buckets", _built_buckets(config, info)))
+    terms.append(Term("largest tensor", _largest_tensor(config, info), "sync"))
     if cuda:
         terms.append(Term("CUDA and NCCL", TRAINER_OVERHEAD, note="estimate"))
     return Memory(tuple(terms), limit)
@@ -134,17 +135,18 @@ def _bucket(config: Config, info: ModelInfo) -> int:
 
 
 def _built_buckets(config: Config, info: ModelInfo) -> int:
-    """Return the bytes of a trainer rank's buffers for its own buckets, and of the one for those of others.
+    """Return the bytes of a trainer rank's buffers for buckets, which are kept between syncs.
 
-    They are kept between syncs, because all views of them are made once.
+    They are the ring of its own buckets, one buffer for those of others, and two more: the messages of gathers, and the
+    whole rows of a piece that is cut inside a row.
     """
     bucket = _bucket(config, info)
     staged = min(int(config.weight_sync.staging_gib * GIB), _whole_model(config, info))
-    return max(2 * bucket, staged) + bucket
+    return max(2 * bucket, staged) + 3 * bucket
 
 
 def _largest_tensor(config: Config, info: ModelInfo) -> int:
-    """Return the bytes of the largest Hugging Face tensor, which a sync gathers as a whole."""
+    """Return the bytes of the largest Hugging Face tensor, which an export gathers as a whole."""
     widest = max(info.vocab_size, info.ffn, info.heads * info.head_dim)
     return widest * info.hidden * bytes_per_element(config.trainer.precision)
 

@@ -109,6 +109,7 @@ def pace_notes(config: Config) -> Iterator[str]:
             f"and max_staleness is {pace.max_staleness}: generation and training take turns; for more, set "
             f"admission.max_staleness to at least {2 * updates - 1}"
             + (f" and admission.sync_interval to at least {2 * updates}" if config.admission.mode == "stream" else "")
+            + (", and remove staleness_threshold" if config.admission.staleness_threshold is not None else "")
         )
 
 

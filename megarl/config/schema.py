@@ -311,7 +311,8 @@ class AdmissionConfig(Section):
         None,
         ge=0,
         description="The most updates between the weights of a trajectory's oldest token and the update that trains "
-        f"it; at least sync_interval - 1, the default; with async {DEFAULT_QUOTA} * sync_interval more, rounded up, "
+        "it; at least sync_interval - 1, the default; with one_step_off one step more; with async "
+        f"{DEFAULT_QUOTA} * sync_interval more, rounded up, "
         "and at least one step.",
     )
     trigger_parameter_sync_step: int | None = Field(
@@ -342,12 +343,15 @@ class AdmissionConfig(Section):
 class WeightSyncConfig(Section):
     """The transfer of weights from the trainer to the engines."""
 
-    bucket_mb: float = Field(64.0, gt=0, description="Bucket size, MiB.")
+    bucket_mb: float = Field(64.0, gt=0, le=2**20, description="Bucket size, MiB.")
     staging_gib: float = Field(
         0.0,
         ge=0,
-        description="GPU memory (without GPUs: main memory) of each trainer rank for buckets that are built while the "
-        "engines still generate, GiB. 0: two buckets. With the size of the model, engines pause for the load only.",
+        le=2**20,
+        description="Memory (with `transport` nccl that of the GPU) of each trainer rank that sends, for buckets that "
+        "are built while the engines still generate, GiB. 0: two buckets. With a little more than the size of its "
+        "tensors, engines pause for the broadcasts and the load only. No effect on what engines lose in synchronous "
+        "training and without `rollout.partial_rollout`, where they generate nothing meanwhile.",
     )
     transport: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo without.")
     recompute_kv: bool = Field(True, description="Recompute KV caches of in-flight requests after a sync.")

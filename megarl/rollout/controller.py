@@ -47,6 +47,7 @@ from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_progress import BegunResponse, Place
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.journal import RolloutJournal
+from megarl.rollout.kept_groups import KeptGroup
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import BatchReady, ReadyBatches
 from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec
@@ -56,6 +57,7 @@ from megarl.rollout.schedule import SCHEDULE_FILE, RecordedAdmission, ScheduleFi
 logger = logging.getLogger(__name__)
 
 ATTEMPTS_FILE = "attempts.json"
+_LOOK_S = 0.5  # between two looks at failures while a drain waits
 
 
 class RolloutController:
@@ -80,6 +82,7 @@ class RolloutController:
         self._taken_at: float | None = None  # when the batch before was taken
         self._tasks = BackgroundTasks()
         self._journal = RolloutJournal(self.config, self.run_dir)
+        self._decoding = asyncio.Semaphore(4)
 
     async def start(self) -> dict[str, float]:
         """Start queue and reward processes, load prompts and tokenizer, attach to the replicas.
@@ -132,8 +135,14 @@ class RolloutController:
         `timeouts.generate_s`; nothing is held back then.
         """
         self._tasks.check()
-        await self._fleet.drain(self.config.timeouts.generate_s)
-        self._tasks.check()
+        ending = asyncio.ensure_future(self._fleet.drain(self.config.timeouts.generate_s))
+        try:
+            while not ending.done():
+                await asyncio.wait({ending}, timeout=_LOOK_S)
+                self._tasks.check()
+        finally:
+            ending.cancel()
+        ending.result()
 
     async def announce(self, version: int) -> None:
         """Record that engines are about to be given `version`: tokens of versions never announced end the run.
@@ -168,17 +177,30 @@ class RolloutController:
 
         Finished ones need no engine; the others go on from their tokens, as after the loss of an engine.
         """
+        admission = self._admission
         found = await self._journal.candidates(version, self._source)
-        used = [found.groups[group] for group in self._admission.keep(found.versions())]
+        self._check_present(admission, f"the use of kept groups from version {version} on")
+        used = [found.groups[group] for group in admission.keep(found.versions())]
         await self._journal.begin_epoch(version, used)
+        self._check_present(admission, f"the use of kept groups from version {version} on")
         for each in used:
             self._runner.stats.kept += 1
             if each.finished:
-                self._tasks.start(self._settle(each.group, each.rows()))
+                self._tasks.start(self._settle_kept(each))
             else:
                 self._tasks.start(self._group(each.group, each.begun()))
         if self._journal.every_s:
             self._tasks.start(self._journal.keep_up(self._history, self._runner.progress, self._source))
+
+    async def _settle_kept(self, kept: KeptGroup) -> None:
+        """Settle a finished group of before the resume. A few are decoded at a time: they may be large."""
+        async with self._decoding:
+            await self._settle(kept.group, await asyncio.to_thread(kept.rows))
+
+    def _check_present(self, admission: Admission, what: str) -> None:
+        """Raise RolloutError if a trainer has begun since `admission` was the present one."""
+        if self._admission is not admission:
+            raise RolloutError(f"{what} was given up: another trainer has begun meanwhile")
 
     def _history(self) -> History:
         """Return what is settled now."""
@@ -241,8 +263,7 @@ class RolloutController:
         self._tasks.start(self._writer.clear(batch.keys))
 
         def next_group() -> int:
-            if self._admission is not admission:
-                raise RolloutError(f"the commit of step {step} was given up: another trainer has begun meanwhile")
+            self._check_present(admission, f"the commit of step {step}")
             return admission.next_group
 
         def first_open() -> int:
@@ -292,7 +313,7 @@ class RolloutController:
 
     async def saved(self, step: int) -> None:
         """Note that the checkpoint of the first `step` steps is complete: the journal need not keep what it settles."""
-        await self._journal.saved(step, self._history())
+        self._journal.saved(step)
 
     async def begin(self, state: dict[str, Any] | None) -> Counters:
         """Go back to a committed history (None: to its beginning), because the trainer has started or restarted.

@@ -36,6 +36,7 @@ from megarl.rollout.retention import History, Retention
 logger = logging.getLogger(__name__)
 
 JOURNAL_FILE = "rollout.journal"
+FORMAT = 1  # of the records; those of another one are not read
 PENDING_BYTES = 8 << 20  # written at once if this much waits
 SLACK_BYTES = 64 << 20  # what the file may grow before it is searched for what can be removed
 
@@ -59,6 +60,7 @@ class RolloutJournal:
         self._pending_bytes = 0
         self._sizes: dict[int, int] = {}  # of unfinished groups, as they were written last
         self._full = asyncio.Event()
+        self._settled = False  # a checkpoint is complete, and what it has settled was not looked for yet
         self._live_bytes = 0  # after the last search for what can be removed
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,7 +69,10 @@ class RolloutJournal:
 
     async def begin(self, state: dict[str, Any] | None, settled: History) -> None:
         """Read what was written; the run resumes from a checkpoint with `state` that has `settled` groups."""
-        await self.write()
+        if self._file.moved:  # with all results of an attempt that has no checkpoint: its groups are drawn again
+            self._file.clear()
+        else:
+            await self.write()
         self._epoch, self._pending, self._pending_bytes = b"", [], 0
         resumed = INITIAL if state is None else read_lineage(state.get("lineage", ()))
         self._resumed, self.resuming, self._retention = (resumed, settled), True, None
@@ -163,7 +168,9 @@ class RolloutJournal:
     async def keep_up(
         self, now: Callable[[], History], progress: Mapping[int, GroupProgress], source: PromptSource
     ) -> None:
-        """Write at intervals, and remove what has become useless whenever the file has doubled. Never ends.
+        """Write at intervals, and remove what has become useless. Never ends.
+
+        That is looked for after a checkpoint, and whenever the file has doubled.
 
         `now()`: what the run has settled so far. `progress`: of the groups that are running at any time.
         """
@@ -178,7 +185,8 @@ class RolloutJournal:
                 unfinished = await asyncio.to_thread(self._grown(progress, source))
             self._full.clear()
             await self.write(unfinished)
-            if self._file.size > 2 * self._live_bytes + SLACK_BYTES:
+            if self._settled or self._file.size > 2 * self._live_bytes + SLACK_BYTES:
+                self._settled = False
                 await self._tidy(now())
 
     def saving(self, step: int, now: History) -> None:
@@ -186,10 +194,10 @@ class RolloutJournal:
         if self._retention is not None:
             self._retention.saving(step, now)
 
-    async def saved(self, step: int, now: History) -> None:
-        """Record that the checkpoint of `step` is complete: what it has settled is removed."""
-        if self._retention is not None and self._retention.saved(step) and self.every_s:
-            await self._tidy(now)
+    def saved(self, step: int) -> None:
+        """Record that the checkpoint of `step` is complete: what it has settled is soon removed."""
+        if self._retention is not None and self._retention.saved(step):
+            self._settled = True
 
     async def _tidy(self, now: History) -> None:
         retention = self._retention
@@ -202,12 +210,8 @@ class RolloutJournal:
                 return True
             return not superseded.later(head) and retention.keeps(head["group"], newest_version(head), now)
 
-        def tidy() -> None:
-            self._file.scan(lambda record: superseded.count(read_head(record)))
-            self._file.keep(useful)
-
         try:
-            await asyncio.to_thread(tidy)
+            await asyncio.to_thread(self._file.tidy, lambda record: superseded.count(read_head(record)), useful)
         except OSError as error:
             logger.warning("%s cannot be shortened: %s", self._file.path, error)
         self._live_bytes = self._file.size
@@ -218,6 +222,7 @@ def identity(config: Config) -> dict[str, str]:
     content = config.model_dump(mode="json")
     chosen = {name: content[name] for name in ("data", "sampling", "reward")}
     chosen |= {"model.path": content["model"]["path"], "run.seed": content["run"]["seed"]}
+    chosen["format of the journal"] = FORMAT
     chosen["batch.samples_per_group"] = content["batch"]["samples_per_group"]
     return {name: _digest(json.dumps(value, sort_keys=True).encode()) for name, value in chosen.items()}
 

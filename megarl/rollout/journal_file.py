@@ -42,7 +42,7 @@ class JournalFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0  # bytes of complete records
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def read(self) -> list[bytes]:
         """Return all complete records; [] if there is no file. Raises OSError if it cannot be read."""
@@ -68,11 +68,24 @@ class JournalFile:
             content = b"".join(map(framed, records))
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
+                # The file may have been moved aside, and this is a new one.
+                self.size = min(self.size, os.fstat(file.fileno()).st_size)
                 file.truncate(self.size)  # removes what is incomplete
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             self.size += len(content)
+
+    @property
+    def moved(self) -> bool:
+        """True if records were written, and the file is gone."""
+        return self.size > 0 and not self.path.exists()
+
+    def tidy(self, visit: Callable[[bytes], None], chosen: Callable[[bytes], bool]) -> None:
+        """Do `scan`, then `keep`, with nothing in between."""
+        with self._lock:
+            self.scan(visit)
+            self.keep(chosen)
 
     def scan(self, visit: Callable[[bytes], None]) -> None:
         """Show every complete record to `visit`, one at a time. Raises OSError if the file cannot be read."""

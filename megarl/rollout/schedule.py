@@ -8,6 +8,7 @@ it, only the steps of that history still count.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -100,19 +101,27 @@ class ScheduleFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: TextIO | None = None
+        self._broken = False
 
     def write(self, event: Event) -> None:
         """Append an event. Raises OSError if that fails, which ends the run as a batch does that cannot be dumped."""
+        if self._broken:
+            raise OSError(f"{self.path}: an earlier event could not be written")
         if self._file is None:
             _cut_incomplete_line(self.path)
             self._file = self.path.open("a", encoding="utf-8", buffering=1)
-        self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
+        try:
+            self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
+        except OSError:
+            self._broken = True  # a later line must not follow a torn one
+            raise
 
     def close(self) -> None:
         """Close the file; the next event opens it again, or a new one if it was moved aside meanwhile."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file, self._broken = self._file, None, False
+        if file is not None:
+            with contextlib.suppress(OSError):  # of a line that has failed already
+                file.close()
 
 
 def _cut_incomplete_line(path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from megarl.models.gather import GatherRequest, Rows
 from megarl.weights.buckets import Bucket, BucketPlan, BucketSlice, TensorSpec
 from megarl.weights.digest import digest
-from megarl.weights.operation_order import LEAST_BUFFERS
+from megarl.weights.operation_order import LEAST_BUFFERS, ring_sizes
 
 
 @dataclass
@@ -39,9 +39,8 @@ class BucketPacker:
         """`buffers`: the most in the ring, as in `schedule`; it has no more than this rank has buckets."""
         self._plan, self.device = plan, device
         own = [bucket for bucket in plan.buckets if bucket.owner == rank]
+        sizes = ring_sizes([bucket.wire_bytes for bucket in own], buffers)
         others = [bucket.wire_bytes for bucket in plan.buckets if bucket.owner != rank]
-        # Each is as large as the largest of its buckets, so together they are never larger than all buckets.
-        sizes = [max(bucket.wire_bytes for bucket in own[place::buffers]) for place in range(min(buffers, len(own)))]
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         self.scratch_B = torch.empty(max(others, default=0), dtype=torch.uint8, device=device)
         self._rows_B = torch.empty(self._rows_bytes(own), dtype=torch.uint8, device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ def find_cause(
     calls: Iterable[FailedCall],
     answers: Sequence[Answer] = (),
     group: Sequence[str] = (),
+    uncalled: Collection[str] = (),
 ) -> FailureCause:
     """Return the cause by the most direct evidence there is, in this order:
 
@@ -41,6 +42,7 @@ def find_cause(
 
     `reports`: those of failed members, each {member, failure, secondary}; `secondary` means that the member waited for
     another one, or saw its failure. `answers`: what the members were doing; `group`: those that broadcast.
+    `uncalled`: those of them that were not asked to yet, so that a wait for them is nobody's failure.
     """
     calls = list(calls)
     own = [r for r in reports if not r["secondary"]]
@@ -51,7 +53,7 @@ def find_cause(
             _unique([*(f"{r['member']}: {r['failure']}" for r in own), *(call.reason for call in dead)]),
         )
     waits = waits_of(answers, group)
-    done = {answer.member for answer in answers if answer.done}
+    done = {answer.member for answer in answers if answer.done} | set(uncalled)
     stuck = tuple(name for name in stuck_members(waits) if name not in done)
     if stuck and any(answer.expired for answer in answers):
         return FailureCause(stuck, _reasons(answers, waits, set(stuck)))

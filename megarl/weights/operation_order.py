@@ -7,6 +7,7 @@ its owner's next bucket is gathered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -24,6 +25,26 @@ class Operation:
 
 
 Order: TypeAlias = tuple[Operation, ...]
+
+
+def buffers_within(plan: BucketPlan, nbytes: int) -> int:
+    """Return the most buffers, at least two, with which no owner's ring is larger than `nbytes` bytes.
+
+    More than an owner has buckets make no difference to it.
+    """
+    own: dict[int, list[int]] = {}
+    for bucket in plan.buckets:
+        own.setdefault(bucket.owner, []).append(bucket.wire_bytes)
+    most = max((len(sizes) for sizes in own.values()), default=0)
+    for buffers in range(most, LEAST_BUFFERS, -1):
+        if all(sum(ring_sizes(sizes, buffers)) <= nbytes for sizes in own.values()):
+            return buffers
+    return LEAST_BUFFERS
+
+
+def ring_sizes(sizes: Sequence[int], buffers: int) -> list[int]:
+    """Return the bytes of each buffer of a ring for own buckets of these sizes: those of the largest one in it."""
+    return [max(sizes[place::buffers]) for place in range(min(buffers, len(sizes)))]
 
 
 def schedule(plan: BucketPlan, buffers: int = LEAST_BUFFERS) -> Order:

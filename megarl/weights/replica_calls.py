@@ -30,6 +30,15 @@ from megarl.weights.watch import answer_key
 logger = logging.getLogger(__name__)
 
 EXTRA_WAIT_S = 3.0  # after the first failure, in which the calls to the other replicas can end
+# The part of a sync that each call to the replicas belongs to; before the first one the leader stages its buckets.
+_STAGE = "stage"
+_PHASES = {
+    "pause": "pause",
+    "start_weight_update": "start",
+    "update_weights": "update",
+    "finish_weight_update": "finish",
+    "resume": "resume",
+}
 ANSWER_S = 1.5  # after the first failure, in which each member can say what it was doing
 
 
@@ -57,6 +66,10 @@ class _Returned:
     ok: bool
     value: Any
     at: float
+
+
+class CutShort(TimeoutError):  # noqa: N818
+    """A call that had not ended soon after the failure of another member: it may have needed longer only."""
 
 
 class CallsFailed(Exception):  # noqa: N818
@@ -139,7 +152,7 @@ class EngineCalls:
         started = time.perf_counter()
         deadline = time.monotonic() + timeout_s
         phases: dict[str, float] = {}
-        phase, self._called = "stage", False
+        phase, self._called = _STAGE, False
         info = {"sync": sync, "version": version, "layer_span": plan.layer_span, "plan_hash": plan.hash}
         release = _Release(group.aborted, group.post_abort)
 
@@ -147,8 +160,10 @@ class EngineCalls:
             method: str, *args: object, kept: tuple[object, ...] = (), limit: float | None = None
         ) -> list[_Returned]:
             """Call `method` with `args`, and with `kept` on the replicas that keep their version."""
+            nonlocal phase
             if group.aborted() and method != "resume":  # another member failed: go no further
                 raise SyncAborted(group.abort_reason or "")
+            phase, self._called = _PHASES[method], True
             begun = time.perf_counter()
             arguments = [kept if replica.name in keep else args for replica in replicas]
             returned = self._all(replicas, method, arguments, timeout_s=limit or self._rpc_s, release=release)
@@ -158,19 +173,14 @@ class EngineCalls:
         try:
             _await_staged(staged, group, timeout_s)
             phases[phase] = time.perf_counter() - started
-            phase, self._called = "pause", True
             pause_begun = time.monotonic()
             call("pause", self._recompute_kv, kept=(False,))
-            phase = "start"
             call("start_weight_update")
-            phase = "update"
             remaining = max(0.1, deadline - time.monotonic())
             update = {**info, "timeout_s": remaining, "load": True}
             call("update_weights", update, kept=({**update, "load": False},), limit=remaining + EXTRA_WAIT_S)
             reports = self._await_reports(group, plan, deadline)
-            phase = "finish"
             call("finish_weight_update", str(version), kept=(None,))
-            phase = "resume"
             resumed = call("resume")
         except (CallsFailed, WeightSyncError) as error:
             raise self._explain(error, group, replicas, version, phase) from error
@@ -219,8 +229,9 @@ class EngineCalls:
         """Return the error with the members that failed, the replicas to restart, and the reasons."""
         group.post_abort(f"the sync failed during {phase}: {_brief(error)}")
         # Before its update no engine takes part in broadcasts: that it is silent then says nothing.
-        takers = group.names if phase in ("update", "finish", "resume") else group.names[: len(group.members.senders)]
-        answers = self._answers(group, takers)
+        workers = group.names[len(group.members.senders) :]
+        uncalled = workers if phase in (_STAGE, "pause", "start") else []
+        answers = self._answers(group, [] if uncalled else workers)
         reports = self._failure_reports(group)
         if isinstance(error, DigestMismatch):
             cause = FailureCause(error.failed_members, (str(error),))
@@ -232,14 +243,14 @@ class EngineCalls:
                     f"engine {replicas[index].name}",
                     f"engine {replicas[index].name} failed in {method}: {_brief(failure)}",
                     # Only in its update does a replica wait for other members.
-                    silent=isinstance(failure, TimeoutError) and phase == "update",
+                    silent=isinstance(failure, CutShort) or (isinstance(failure, TimeoutError) and phase == "update"),
                 )
                 for index, failure in failures.items()
                 if index not in reported
             ]
-            cause = find_cause(list(reports.values()), calls, answers, takers)
+            cause = find_cause(list(reports.values()), calls, answers, group.names, uncalled)
         reasons, failed_members = cause.reasons or (str(error),), cause.failed_members
-        if phase == "stage":  # no replica was called: all go on with the weights they have
+        if phase == _STAGE:  # no replica was called: all go on with the weights they have
             needs_restart = []
         elif phase == "pause":
             needs_restart = names_of(group.members, failed_members)
@@ -252,9 +263,9 @@ class EngineCalls:
         logger.error("%s", message)
         return WeightSyncError(message, version=version, failed_members=failed_members, needs_restart=needs_restart)
 
-    def _answers(self, group: Group, takers: Sequence[str]) -> list[Answer]:
-        """Return what the trainer ranks and `takers` were doing when the sync failed, of those that answer in time."""
-        names = dict.fromkeys((*self._trainers, *takers))
+    def _answers(self, group: Group, workers: Sequence[str]) -> list[Answer]:
+        """Return what the trainer ranks and `workers` were doing when the sync failed, of those that answer in time."""
+        names = (*self._trainers, *workers)
         keys = [answer_key(group.stage, name) for name in names]
         self._store.block_all(keys, ANSWER_S)
         found = [self._store.get(key) for key in keys]
@@ -340,7 +351,11 @@ class EngineCalls:
                     release.abort(f"engine {replicas[index].name} failed in {method}: {_brief(failure)}")
         failures = {index: each.value for index, each in returned.items() if not each.ok}
         for index in set(range(len(replicas))) - returned.keys():
-            failures[index] = TimeoutError(f"no answer to {method} within {timeout_s:.1f} s")
+            failures[index] = (
+                CutShort(f"no answer to {method} within {EXTRA_WAIT_S:.1f} s after the failure of another member")
+                if aborted
+                else TimeoutError(f"no answer to {method} within {timeout_s:.1f} s")
+            )
         if failures:
             raise CallsFailed(method, failures, first)
         return [returned[index] for index in range(len(replicas))]

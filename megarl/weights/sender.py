@@ -30,7 +30,7 @@ from megarl.weights.background_call import BackgroundCall
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import RELOAD_LAYER_SPAN, BucketPlan, ManifestEntry, bucket_plan
 from megarl.weights.handles import EngineHandles
-from megarl.weights.operation_order import LEAST_BUFFERS, Order, schedule
+from megarl.weights.operation_order import Order, buffers_within, schedule
 from megarl.weights.replica_calls import EngineCalls, SyncReport
 from megarl.weights.sending import RowGather, Sending
 from megarl.weights.store import SyncStore
@@ -81,11 +81,6 @@ class SyncSettings:
             restart_s=config.timeouts.engine_start_s,
             restarts=config.weight_sync.restarts,
         )
-
-    @property
-    def buffers(self) -> int:
-        """The most buffers in which an owner builds its buckets, the same on all ranks."""
-        return max(LEAST_BUFFERS, self.staging_bytes // self.bucket_bytes)
 
     @property
     def backend(self) -> str:
@@ -195,8 +190,9 @@ class WeightSender:
             self._plan = bucket_plan(self.plan.specs, self.settings.bucket_bytes, layer_span)
         backend = self.settings.backend
         device = torch.device(BACKENDS[backend].device)
-        packer = BucketPacker(self.plan, self._rank, device, self.settings.buffers)
-        self._order = schedule(self.plan, self.settings.buffers)
+        buffers = buffers_within(self.plan, self.settings.staging_bytes)  # the same on all ranks
+        packer = BucketPacker(self.plan, self._rank, device, buffers)
+        self._order = schedule(self.plan, buffers)
         # The exporter is told the order of the gathers: in each second one a rank sends from the same memory.
         requests = packer.requests()
         gathered = [operation.bucket.index for operation in self._order if operation.kind == "gather"]

@@ -9,7 +9,7 @@ generate. `Sending.staged` tells the leader when this rank has done its part in 
 Why there can be no deadlock, however many queues the hardware has: consider the first operation X of the order that
 has not ended. Before a rank begins an operation it waits for nothing but earlier operations of the order, which have
 all ended; so all that take part in X have begun it, or will. This holds for the engines too, because the leader calls
-them as soon as it has come to the first broadcast, and so has ended what is staged. On the device X can only be behind
+them as soon as it has come to the first broadcast. On the device X can only be behind
 operations that the rank began before it (even if all streams share one queue, CUDA_DEVICE_MAX_CONNECTIONS=1), and these
 have ended too. So X runs, and ends. Copies and digests are in no circle: they wait for nobody. The argument needs one
 total order, which order it is does not matter.

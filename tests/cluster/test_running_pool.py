@@ -212,13 +212,14 @@ def test_running_responses_end_before_a_publication_that_waits_for_them(pool: Te
     """They have ended when `drain` returns; only their rewards may still be on the way. `begin` ends the hold."""
     state = pool.client.state_dict()
     step = state["admission"]["steps"]
+    version = FIRST_VERSION + step
     for _ in range(2):
-        serve(pool, step)
+        serve(pool, version)
         pool.client.drain()
         [replica] = pool.client.engine_handles().replicas()
-        replica.call("set_weight_version", str(step + 1), timeout_s=60)  # no token of it is in the batch
+        replica.call("set_weight_version", str(version + 1), timeout_s=60)  # no token of it is in the batch
         ready = pool.client.wait_batch(step, timeout_s=GONE_S)
-        check_rows(pool, reader.fetch(ready.keys), version=step)
+        check_rows(pool, reader.fetch(ready.keys), version=version)
         pool.client.begin(state)
 
 

@@ -89,6 +89,7 @@ def test_a_mode_that_generates_nothing_ahead_is_noted_with_the_least_bound_that_
 ) -> None:
     [note] = pace_notes(config("model", trainer__mini_batches=updates, batch__groups=8, admission=section))
     assert f"admission.max_staleness to at least {least}" in note and "generates nothing ahead" in note
+    assert ("remove staleness_threshold" in note) is ("staleness_threshold" in section)
     better = {**section, "mode": "async", "max_staleness": least, "staleness_threshold": None}
     assert not list(pace_notes(config("model", trainer__mini_batches=updates, batch__groups=8, admission=better)))
 

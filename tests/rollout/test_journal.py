@@ -106,6 +106,34 @@ def test_finished_groups_are_used_again_after_a_kill(
     run(scenario)
 
 
+async def saved(local: LocalController) -> None:
+    """Report the checkpoint of one step to a controller whose tasks have ended; its journal keeps up again."""
+    await local.controller.saved(1)
+    journal, source = local.controller._journal, local.controller._source
+    local.controller._tasks.start(journal.keep_up(local.controller._history, {}, source))
+
+
+def test_the_journal_of_an_attempt_that_was_set_aside_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank died before the first checkpoint: the results are moved, and the surviving controller begins anew."""
+
+    async def scenario() -> None:
+        local = controller(tmp_path, monkeypatch)
+        await first_attempt(local, tmp_path)
+        (tmp_path / JOURNAL_FILE).rename(tmp_path / "moved")
+        local.fleet.held = set()
+        await local.controller.begin(None)
+        assert not (tmp_path / JOURNAL_FILE).exists()
+        counters = await local.controller.set_version(0)
+        assert counters.ready == 0 and counters.balanced
+        await local.controller.wait_batch(0, WAIT_S)
+        await until(lambda: {0, 1, 2} <= set(journalled(tmp_path)))
+        await local.controller.shutdown()
+
+    run(scenario)
+
+
 def unfinished(directory: Path) -> list[int]:
     heads = [read_head(record) for record in JournalFile(directory / JOURNAL_FILE).read()]
     return [head["group"] for head in heads if head["kind"] == "unfinished"]
@@ -170,8 +198,8 @@ def test_of_unfinished_groups_only_the_last_record_stays(tmp_path: Path, monkeyp
         file = JournalFile(tmp_path / JOURNAL_FILE)
         [record] = [each for each in file.read() if read_head(each)["kind"] == "unfinished"]
         file.append([record, record])
-        await local.controller.saved(1)
-        assert unfinished(tmp_path) == [4] and journalled(tmp_path) == [3, 5, 6, 7, 8]
+        await saved(local)
+        await until(lambda: unfinished(tmp_path) == [4] and journalled(tmp_path) == [3, 5, 6, 7, 8])
 
     run(scenario)
 
@@ -182,8 +210,10 @@ def test_settled_groups_leave_the_journal_when_a_checkpoint_is_complete(
     async def scenario() -> None:
         local = controller(tmp_path, monkeypatch)
         await first_attempt(local, tmp_path)
-        await local.controller.saved(1)
-        assert journalled(tmp_path) == [3, 5, 6, 7, 8]
+        await asyncio.sleep(0.1)
+        assert journalled(tmp_path) == [0, 1, 2, 3, 5, 6, 7, 8]
+        await saved(local)
+        await until(lambda: journalled(tmp_path) == [3, 5, 6, 7, 8])
 
     run(scenario)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,36 @@ def written(directory: Path) -> JournalFile:
     journal.append(RECORDS[:2])
     journal.append(RECORDS[2:])
     return journal
+
+
+def test_after_the_file_was_moved_a_new_one_holds_only_what_is_written_then(tmp_path: Path) -> None:
+    journal = written(tmp_path)
+    journal.path.rename(tmp_path / "moved")
+    assert journal.moved
+    journal.append([b"next"])
+    assert JournalFile(journal.path).read() == [b"next"] and not journal.moved
+    assert JournalFile(tmp_path / "moved").read() == RECORDS
+
+
+def test_nobody_writes_between_the_look_at_all_records_and_the_choice(tmp_path: Path) -> None:
+    """A second tidying in between would make the counts of the first one wrong."""
+    journal, seen = written(tmp_path), []
+    others: list[threading.Thread] = []
+
+    def visit(record: bytes) -> None:
+        seen.append(record)
+        if not others:
+            others.append(threading.Thread(target=journal.keep, args=(lambda record: False,)))
+            others[0].start()
+
+    def choose(record: bytes) -> bool:
+        time.sleep(0.02)
+        assert others[0].is_alive(), "the other one did not wait"
+        return record in seen
+
+    journal.tidy(visit, choose)
+    others[0].join(10)
+    assert seen == RECORDS and JournalFile(journal.path).read() == []
 
 
 @settings(max_examples=60, deadline=None)

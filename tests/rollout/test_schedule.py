@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,6 +70,28 @@ def test_a_file_that_a_killed_process_has_left_is_continued(tmp_path: Path) -> N
     another.write({"event": "announce", "version": 2})
     assert [event["version"] for event in read_schedule(tmp_path / "moved aside")] == [0, 1]
     assert [event["version"] for event in read_schedule(path)] == [2]
+
+
+def test_nothing_is_written_after_an_event_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would follow a torn line, and no reader could tell where the torn one ends."""
+    path = tmp_path / "schedule.jsonl"
+    file = ScheduleFile(path)
+    file.write({"event": "announce", "version": 0})
+    assert file._file is not None
+
+    def full(text: str) -> int:
+        raise OSError("no space left")
+
+    real = file._file
+    monkeypatch.setattr(file, "_file", SimpleNamespace(write=full, close=real.close))
+    with pytest.raises(OSError, match="no space"):
+        file.write({"event": "announce", "version": 1})
+    monkeypatch.setattr(file, "_file", real)
+    with pytest.raises(OSError, match="an earlier event could not be written"):
+        file.write({"event": "announce", "version": 2})
+    file.close()
+    file.write({"event": "announce", "version": 3})
+    assert [event["version"] for event in read_schedule(path)] == [0, 3]
 
 
 @pytest.mark.parametrize("line", ['{"event":"announce"', '{"event":"begun"}', "[1]", "{}", ""])
