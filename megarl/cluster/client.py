@@ -10,7 +10,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,23 +49,36 @@ def connect_ray(handle: SupervisorHandle, timeout_s: float) -> None:
 
     if ray.is_initialized():
         return
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGTERM) if in_main else None
+    with own_sigterm_handler():
+        try:
+            ray.init(
+                address=handle.address,
+                namespace=handle.namespace,
+                log_to_driver=False,
+                configure_logging=False,
+                # Set by the node's agent; None lets Ray take any raylet of this host.
+                _node_ip_address=os.environ.get(NODE_ADDRESS_VARIABLE),
+            )
+        except Exception as error:
+            message = f"process {os.getpid()} could not connect to Ray at {handle.address}: {error}"
+            raise RolloutError(message) from error
+
+
+@contextmanager
+def own_sigterm_handler() -> Iterator[None]:
+    """Set this process's handler of SIGTERM again after the block.
+
+    torchrun ends ranks by SIGTERM, and one that is about to report a failure must survive it. `ray.init` sets another
+    handler, and `ray.shutdown` leaves none: ray 2.60.0 resets the signal in C++, which `signal.getsignal` cannot see.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(
-            address=handle.address,
-            namespace=handle.namespace,
-            log_to_driver=False,
-            configure_logging=False,
-            # Set by the node's agent; None lets Ray take any raylet of this host.
-            _node_ip_address=os.environ.get(NODE_ADDRESS_VARIABLE),
-        )
-    except Exception as error:
-        raise RolloutError(f"process {os.getpid()} could not connect to Ray at {handle.address}: {error}") from error
+        yield
     finally:
-        if in_main:
-            # Ray has replaced the handler, but torchrun ends ranks by SIGTERM.
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 class ReplicaClient:
@@ -255,7 +269,8 @@ class PoolClient:
         """End the pool: supervisor, Ray, engines. Bounded by `timeouts.shutdown_s`."""
         import ray
 
-        ray.shutdown()
+        with own_sigterm_handler():
+            ray.shutdown()
         stop_supervisor(
             Path(self.handle.run_dir), self.handle.process, self.handle.launch_id, self.config.timeouts.shutdown_s,
             self.handle.host,
