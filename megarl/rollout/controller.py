@@ -1,7 +1,7 @@
 """RolloutController: decides what is generated and writes finished groups to the queue. One async actor per run.
 
-It joins its parts: admission (which groups may start), the fleet (which replicas serve), the group runner (how a group
-becomes trajectories), the failure policy (whether a failed group ends the run), the queue, and evaluation. A trainer
+It joins its parts: the prompt groups (which may start, and how each ends), the fleet (which replicas serve), the group
+runner (how a group becomes trajectories), the batches that are ready, the queue, and evaluation. A trainer
 that starts or restarts calls `begin` with the history that it resumes and `set_version` with the version that the
 engines serve; then, for each step, `wait_batch` and `commit`. After a failure that ends the run, every waiting and
 every later call raises it.
@@ -11,30 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megarl.algorithms.filters import without_signal
 from megarl.common.errors import BatchNotReady, RolloutError
-from megarl.common.files import write_json
 from megarl.common.output import redirect_output
-from megarl.config.datasets import response_limits, reward_functions
-from megarl.config.pace import capacity_groups, pace_of, refill_groups
+from megarl.config.datasets import reward_functions
 from megarl.config.schema import Config
-from megarl.config.shaping import shaping_of
 from megarl.evaluation.harness import SetReport
-from megarl.queue.trajectory import Trajectory
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
 from megarl.rewards.types import RewardSpec
 from megarl.rewards.worker_pool import RewardPool
-from megarl.rollout.admission import Admission, usable_samples
+from megarl.rollout.admission import Admission
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.background import BackgroundTasks
 from megarl.rollout.batch_stats import BatchStats, BusyClock
@@ -42,21 +34,17 @@ from megarl.rollout.batcher import Batcher
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.evaluator import Evaluator, FinishedEvaluation
-from megarl.rollout.failure_policy import FailurePolicy
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.group_progress import BegunResponse, Place
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.journal import RolloutJournal
-from megarl.rollout.kept_groups import KeptGroup
+from megarl.rollout.prompt_groups import PromptGroups
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import BatchReady, ReadyBatches
 from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec
 from megarl.rollout.retention import History
-from megarl.rollout.schedule import SCHEDULE_FILE, RecordedAdmission, ScheduleFile
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS_FILE = "attempts.json"
 _LOOK_S = 0.5  # between two looks at failures while a drain waits
 
 
@@ -73,16 +61,11 @@ class RolloutController:
             os.chdir(cwd)
             sys.path.insert(0, cwd)
         spec.watch_supervisor()
-        self._schedule = ScheduleFile(self.run_dir / SCHEDULE_FILE)
-        self._admission = self._new_admission()
-        self._shaping = shaping_of(self.config)
         self._batches = ReadyBatches(self.config.batch.samples_per_group)
-        self._failures = self._failure_policy()
         self._engine_time = BusyClock()
         self._taken_at: float | None = None  # when the batch before was taken
         self._tasks = BackgroundTasks()
         self._journal = RolloutJournal(self.config, self.run_dir)
-        self._decoding = asyncio.Semaphore(4)
 
     async def start(self) -> dict[str, float]:
         """Start queue and reward processes, load prompts and tokenizer, attach to the replicas.
@@ -114,9 +97,27 @@ class RolloutController:
         self._writer = await asyncio.to_thread(
             QueueWriter.attach, self.partition, namespace=self.spec.namespace, timeout_s=timeouts.queue_s
         )
+        self._groups = self._prompt_groups()
         gc.collect()
         gc.freeze()  # as in the trainer: a collection that visits all imported modules stops generation for 0.3 s
         return {"start_s": time.monotonic() - started}
+
+    def _prompt_groups(self) -> PromptGroups:
+        return PromptGroups(
+            self.config,
+            self.run_dir,
+            source=self._source,
+            fleet=self._fleet,
+            runner=self._runner,
+            writer=self._writer,
+            journal=self._journal,
+            tasks=self._tasks,
+        )
+
+    @property
+    def _admission(self) -> Admission:
+        """The admission of the present history."""
+        return self._groups.admission
 
     def _start_queue(self) -> QueueServer:
         """Start the queue's actors, which this actor owns because its process imports the library in any case."""
@@ -163,57 +164,14 @@ class RolloutController:
         self._fleet.admit_joining()
         self._admission.set_version(version)
         if self._journal.resuming:
-            await self._use_again(version)
+            await self._groups.use_again(version)
         return await self.admit() if admit else self._admission.counters
 
     async def admit(self) -> Counters:
         """Start every group that the version allows."""
         self._tasks.check()
-        self._start_groups()
+        self._groups.start()
         return self._admission.counters
-
-    async def _use_again(self, version: int) -> None:
-        """Start with the groups that had tokens before the resume and that the bound allows.
-
-        Finished ones need no engine; the others go on from their tokens, as after the loss of an engine.
-        """
-        admission = self._admission
-        found = await self._journal.candidates(version, self._source)
-        self._check_present(admission, f"the use of kept groups from version {version} on")
-        used = [found.groups[group] for group in admission.keep(found.versions())]
-        await self._journal.begin_epoch(version, used)
-        self._check_present(admission, f"the use of kept groups from version {version} on")
-        for each in used:
-            self._runner.stats.kept += 1
-            if each.finished:
-                self._tasks.start(self._settle_kept(each))
-            else:
-                self._tasks.start(self._group(each.group, each.begun()))
-        if self._journal.every_s:
-            self._tasks.start(self._journal.keep_up(self._history, self._runner.progress, self._source))
-
-    async def _settle_kept(self, kept: KeptGroup) -> None:
-        """Settle a finished group of before the resume. A few are decoded at a time: they may be large."""
-        async with self._decoding:
-            await self._settle(kept.group, await asyncio.to_thread(kept.rows))
-
-    def _check_present(self, admission: Admission, what: str) -> None:
-        """Raise RolloutError if a trainer has begun since `admission` was the present one."""
-        if self._admission is not admission:
-            raise RolloutError(f"{what} was given up: another trainer has begun meanwhile")
-
-    def _history(self) -> History:
-        """Return what is settled now."""
-        return History.of(self._admission.state_dict())
-
-    def _start_groups(self) -> None:
-        """Start every group that admission allows now."""
-        groups = self._admission.admit()
-        if groups:
-            # Written before any of them starts, so that a resume can count the groups that were started in vain.
-            write_json(self.run_dir / ATTEMPTS_FILE, {"attempts": self._admission.attempts})
-        for group_id in groups:
-            self._tasks.start(self._group(group_id))
 
     async def wait_batch(self, step: int, timeout_s: float) -> BatchReady:
         """Wait until the groups of `step` are in the queue and return its batch; the same one until `commit`.
@@ -263,7 +221,7 @@ class RolloutController:
         self._tasks.start(self._writer.clear(batch.keys))
 
         def next_group() -> int:
-            self._check_present(admission, f"the commit of step {step}")
+            self._groups.check_present(admission, f"the commit of step {step}")
             return admission.next_group
 
         def first_open() -> int:
@@ -273,7 +231,7 @@ class RolloutController:
         counters = admission.counters
         if not counters.balanced:
             raise RolloutError(f"group counters do not add up after step {step}: {counters}")
-        self._start_groups()  # in the places of the queue that the step had
+        self._groups.start()  # in the places of the queue that the step had
         return self._admission.counters
 
     async def counters(self) -> Counters:
@@ -325,19 +283,13 @@ class RolloutController:
         """
         self._journal.note_unfinished(self._runner.progress, self._source)
         await self._drop_everything()
-        attempts = self._admission.attempts
-        counted = self.run_dir / ATTEMPTS_FILE
-        if counted.is_file():
-            attempts = max(attempts, int(json.loads(counted.read_text())["attempts"]))
-        self._schedule.close()  # a trainer that begins a new history has moved it aside
-        self._admission = self._new_admission()
         self._source.reset()
         if state is not None:
             self._source.load_state_dict(state["source"], int(state["admission"]["next_group"]))
-        self._admission.load_state_dict(state["admission"] if state else self._admission.state_dict(), attempts)
+        self._groups.begin(state["admission"] if state else None)
         # Prompts are skipped once per history: the number belongs to its first batch.
         self._runner.stats.skipped_prompts = 0 if state else self._source.skipped
-        await self._journal.begin(state, self._history())
+        await self._journal.begin(state, self._groups.history())
         await self._fleet.reset()
         return self._admission.counters
 
@@ -347,19 +299,7 @@ class RolloutController:
         await self._batcher.cancel()
         await self._writer.clear_all()
         self._batches.clear()
-        self._failures, self._runner.stats, self._taken_at = self._failure_policy(), BatchStats(), None
-
-    def _new_admission(self) -> Admission:
-        config = self.config
-        groups, pace, steps = config.batch.groups, pace_of(config), config.run.steps
-        refill, capacity = refill_groups(config), capacity_groups(config)
-        if config.telemetry.dump_batches:
-            record = self._schedule.write
-            return RecordedAdmission(groups, pace, refill=refill, capacity=capacity, steps=steps, record=record)
-        return Admission(groups, pace, refill=refill, capacity=capacity, steps=steps)
-
-    def _failure_policy(self) -> FailurePolicy:
-        return FailurePolicy(self.config.rollout.on_group_failure, self.config.batch.groups)
+        self._runner.stats, self._taken_at = BatchStats(), None
 
     async def members(self) -> list[int]:
         """Return the indices of all replicas, lost and joining ones included."""
@@ -378,58 +318,3 @@ class RolloutController:
         self._tasks.cancel()
         await asyncio.to_thread(self._rewards.close)
         self._queue.close()
-
-    async def _group(self, group_id: int, begun: Mapping[Place, BegunResponse] | None = None) -> None:
-        """Run one prompt group to its end; `begun`: the responses of an attempt before, which are continued.
-
-        Raises RolloutError if its failure ends the run.
-        """
-        try:
-            await self._fleet.may_begin()  # the group's deadline counts from then
-            rows = await self._runner.run(group_id, begun)
-        except Exception as error:
-            logger.warning("group %d failed", group_id, exc_info=error)
-            if (end := self._failures.decide(group_id, error)) is not None:
-                raise end from error
-            rows = self._runner.failed(group_id, str(error) or type(error).__name__)
-        else:
-            self._judge(group_id, rows)
-            self._journal.note(rows, self._source)
-        await self._settle(group_id, rows)
-
-    def _judge(self, group_id: int, rows: Sequence[Trajectory]) -> None:
-        """Tell the failure policy how a group has ended; one whose samples cannot be used has failed too.
-
-        Raises RolloutError if that ends the run.
-        """
-        if usable_samples(row.status for row in rows):
-            self._failures.succeeded()
-            return
-        reasons = [row.failure for row in rows if row.status != "ok"]
-        error = RolloutError(f"{len(reasons)} of {len(rows)} samples cannot be used; the first: {reasons[0]}")
-        if (end := self._failures.decide(group_id, error)) is not None:
-            raise end
-
-    async def _settle(self, group_id: int, rows: Sequence[Trajectory]) -> None:
-        """Queue a finished group, or replace it by another one if it has no signal."""
-        self._source.finish(group_id, [row.reward for row in rows if row.status == "ok"])
-        versions = {span.counts_as for row in rows for span in row.versions}
-        if self._replaces(group_id, rows, versions):
-            self._start_groups()
-        else:
-            await self._writer.put_group(rows)
-            self._admission.finish(group_id, usable_samples(row.status for row in rows), versions)
-        self._tasks.changed.set()
-
-    def _replaces(self, group_id: int, rows: Sequence[Trajectory], versions: Set[int]) -> bool:
-        """Give the place of a group to another one if nothing could be learnt from it; False if it must be queued."""
-        if not self.config.admission.refill:
-            return False
-        limits = response_limits(self.config)
-        shaping = replace(self._shaping, max_tokens=limits[rows[0].dataset]) if limits else self._shaping
-        if not without_signal([row.tag for row in rows], shaping):
-            return False
-        if not self._admission.replace(group_id, versions):
-            return False
-        self._runner.stats.note_replaced(rows)
-        return True

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-import megarl.rollout.controller as controller_module
 from megarl.algorithms.filters import ShapingSpec
 from megarl.common.errors import BatchNotReady, NoReplicaLeft, RolloutError
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
-from megarl.rollout.controller import ATTEMPTS_FILE
+from megarl.rollout.prompt_groups import ATTEMPTS_FILE
 from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule
 from tests.support.configs import config as config_of
@@ -237,7 +236,7 @@ def test_what_has_signal_depends_on_the_limit_of_the_group_s_own_set(
         asked[group[0].group_id] = spec.max_tokens
         return False
 
-    monkeypatch.setattr(controller_module, "without_signal", without_signal)
+    monkeypatch.setattr(prompt_groups, "without_signal", without_signal)
 
     async def scenario() -> None:
         await local.controller.set_version(0)

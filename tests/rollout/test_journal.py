@@ -110,7 +110,7 @@ async def saved(local: LocalController) -> None:
     """Report the checkpoint of one step to a controller whose tasks have ended; its journal keeps up again."""
     await local.controller.saved(1)
     journal, source = local.controller._journal, local.controller._source
-    local.controller._tasks.start(journal.keep_up(local.controller._history, {}, source))
+    local.controller._tasks.start(journal.keep_up(local.controller._groups.history, {}, source))
 
 
 def test_the_journal_of_an_attempt_that_was_set_aside_is_not_used(

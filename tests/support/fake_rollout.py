@@ -251,5 +251,6 @@ def local_controller(
     made._fleet, made._writer, made._queue, made._source, made._rewards = fleet, queue, queue, source, rewards
     made._batcher = batcher
     made._runner = GroupRunner(config, loop or SingleTurn(), source, batcher, rewards, partition="run.0")  # type: ignore[arg-type]
+    made._groups = made._prompt_groups()
     made._evaluations = Evaluator(config, directory, source, fleet, rewards.score, made._tasks)  # type: ignore[arg-type]
     return LocalController(made, fleet, queue, rewards)
