@@ -69,10 +69,10 @@ quickstart: setup  ## The main job, end to end on a CPU: Megatron TP=2 + vLLM + 
 	$(PY) -m megarl.quickstart --out runs/quickstart/assets
 	$(VENV)/bin/torchrun --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/quickstart_cpu.yaml
 
-test: setup-test  ## Every part: real Megatron, real vLLM, real Ray; about 15 minutes on 2 cores.
+test: setup-test  ## Every part: real Megatron, real vLLM, real Ray; about 10 minutes on 2 cores.
 	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs -n 2 --dist loadfile --no-loadscope-reorder
 
-test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; up to 25 minutes.
+test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; about 8 minutes.
 	$(PY) -m pytest tests/system -m "not slow"
 
 test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), up to 15 minutes.

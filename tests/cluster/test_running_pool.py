@@ -86,7 +86,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory, agent: subprocess.Popen[bytes
         agent_pid=agent.pid,
         sampling={"temperature": TEMPERATURE, "max_tokens": 24},
         data={"path": path, "max_prompt_tokens": 4 * MODEL_LEN},
-        rollout={"max_model_len": MODEL_LEN},
+        # Without the journal, every group is drawn again after `begin`, so that the engine has work.
+        rollout={"max_model_len": MODEL_LEN, "journal_s": 0},
     )
     yield running
     running.close()
