@@ -73,6 +73,10 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"sampling__stop_token_ids": []}, "sampling.stop_token_ids: empty"),
     ({"evaluation__every": 2}, "evaluation.every: set, but evaluation.sets is empty"),
     ({"evaluation__concurrent": True, "run__deterministic": True}, "evaluation.concurrent: run.deterministic needs"),
+    (
+        {"evaluation__pin": 1, "rollout__replicas": 2, "admission__mode": "async"},
+        "evaluation.pin: without evaluation.every no evaluation runs beside training",
+    ),
     ({"evaluation__pin": 1, "evaluation__concurrent": True}, "evaluation.pin: 1 of rollout.replicas=1 leaves none"),
     ({"evaluation__pin": 1, "rollout__replicas": 2}, "evaluation.pin: evaluations here use all replicas between two"),
     (
@@ -131,6 +135,13 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "told"), OTHERS, ids=lambda value: str(value)[:60])
 def test_what_does_not_fit_together(models: Models, data: Path, changes: dict[str, Any], told: str) -> None:
     assert any(told in problem for problem in problems(models["qwen3"], data, **changes))
+
+
+@pytest.mark.parametrize("bucket_mb", [50, 64, 70, 300, 512, 700.5])
+def test_the_staging_that_a_message_asks_for_is_accepted(models: Models, data: Path, bucket_mb: float) -> None:
+    [told] = problems(models["qwen3"], data, weight_sync__staging_gib=0.01, weight_sync__bucket_mb=bucket_mb)
+    advised = float(told.split("raise it to at least ")[1].split(",")[0])
+    assert problems(models["qwen3"], data, weight_sync__staging_gib=advised, weight_sync__bucket_mb=bucket_mb) == []
 
 
 def test_evaluation_set_names(models: Models, data: Path) -> None:

@@ -15,6 +15,7 @@ from megarl.algorithms.filters import ShapingSpec
 from megarl.common.errors import BatchNotReady, NoReplicaLeft, RolloutError
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, Trajectory
+from megarl.rollout import controller as controller_module
 from megarl.rollout import prompt_groups
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
@@ -524,6 +525,46 @@ def test_the_commit_of_a_trainer_that_has_gone_changes_nothing_for_the_next_one(
             await old
         assert source.committed == []  # type: ignore[attr-defined]
         assert (await local.controller.counters()).admitted == 0
+
+    run(scenario)
+
+
+def test_a_drain_does_not_outlast_a_failure_that_ends_the_run(
+    local: LocalController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for a long response; the failure of a group meanwhile ends the run at once."""
+    monkeypatch.setattr(controller_module, "_LOOK_S", 0.01)
+    ended: list[str] = []
+
+    async def drain(timeout_s: float) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("drain")
+
+    async def scenario() -> None:
+        local.fleet.drain = drain  # type: ignore[method-assign]
+        local.fleet.failures = {1: NoReplicaLeft(0, "replica 0 died")}
+        draining = asyncio.create_task(local.controller.drain())
+        await asyncio.sleep(0.03)
+        assert not draining.done()
+        await local.controller.set_version(0)
+        with pytest.raises(NoReplicaLeft, match="replica 0 died"):
+            await draining
+        await asyncio.sleep(0)
+        assert ended == ["drain"]
+
+    run(scenario)
+
+
+def test_what_goes_wrong_in_a_drain_is_raised(local: LocalController) -> None:
+    async def drain(timeout_s: float) -> None:
+        raise RolloutError("waited 77 s for replica 0")
+
+    async def scenario() -> None:
+        local.fleet.drain = drain  # type: ignore[method-assign]
+        with pytest.raises(RolloutError, match="waited 77 s"):
+            await local.controller.drain()
 
     run(scenario)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megarl.common.errors import RolloutError
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.journal import JOURNAL_FILE
 from megarl.rollout.journal_file import JournalFile
@@ -130,6 +131,40 @@ def test_the_journal_of_an_attempt_that_was_set_aside_is_not_used(
         await local.controller.wait_batch(0, WAIT_S)
         await until(lambda: {0, 1, 2} <= set(journalled(tmp_path)))
         await local.controller.shutdown()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("place", ["candidates", "write"])
+def test_a_trainer_that_has_gone_uses_no_group_of_the_history_that_the_next_one_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Its `set_version` still waits for the disk when the next trainer begins."""
+
+    async def scenario() -> None:
+        state, _ = await first_attempt(controller(tmp_path, monkeypatch), tmp_path)
+        local = controller(tmp_path, monkeypatch)
+        local.fleet.held = set()
+        await local.controller.begin(state)
+        journal, go, calls = local.controller._journal, asyncio.Event(), []
+        on_disk = getattr(journal, place)
+
+        async def slow_at_first(*arguments: Any) -> Any:
+            calls.append(place)
+            if len(calls) == 1:
+                await go.wait()
+            return await on_disk(*arguments)
+
+        monkeypatch.setattr(journal, place, slow_at_first)
+        old = asyncio.create_task(local.controller.set_version(1))
+        await until(lambda: len(calls) == 1)
+        await local.controller.begin(state)
+        go.set()
+        with pytest.raises(RolloutError, match=r"kept groups .* was given up: another trainer has begun"):
+            await old
+        await asyncio.sleep(0.05)
+        assert (await local.controller.counters()).in_flight == 0 and local.queue.rows == {}
+        assert sorted(await second_attempt(local, state)) == [3, 4, 5, 6, 7, 8]
 
     run(scenario)
 

@@ -136,3 +136,15 @@ def test_a_member_that_waits_is_never_named(count: int, data: st.DataObject) -> 
     names = [f"m{number}" for number in range(count)]
     waits = {name: tuple(data.draw(st.lists(st.sampled_from(names), max_size=3, unique=True))) for name in names}
     assert not [name for name in stuck_members(waits) if waits[name]]
+
+
+def test_a_wait_for_engines_that_were_not_asked_yet_is_nobodys_failure() -> None:
+    """The deadline has passed while the engines were being paused: both ranks have done their part."""
+    answers = [
+        Answer(T, "the broadcast of bucket 1", bucket=0, entered=1, seconds=5.0, expired=True),
+        Answer(U, "the gather of bucket 2", waits_for=(T,), entered=1, seconds=2.0),
+    ]
+    cause = find_cause([report(T, "waited", secondary=True)], [], answers, [T, U, A], uncalled=[A])
+    assert cause.failed_members == ()
+    assert f"{T} waited 5.0 s for {A} in the broadcast of bucket 1" in cause.reasons
+    assert find_cause([report(T, "waited", secondary=True)], [], answers, [T, U, A]).failed_members == (A,)

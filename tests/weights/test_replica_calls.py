@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.common.errors import WeightSyncError
+from megarl.weights import replica_calls
 from megarl.weights.buckets import TensorSpec, bucket_plan
 from megarl.weights.member_progress import Answer
 from megarl.weights.replica_calls import EngineCalls
@@ -57,28 +58,97 @@ def test_a_dead_replica_does_not_keep_the_others_from_being_resumed(engine_calls
     assert [each.ended for each in replicas] == [[], ["resume"]]
 
 
+class Sync:
+    """A sync of trainer ranks 0 and 1 with two replicas, in which the members answer as they are told."""
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        self.members = GroupMembers(0, (0, 1), ("replica 0", "replica 1"), (1, 1), "gloo", timeout_s=60.0)
+        kept = {answer_key("g0/s0", answer.member): answer.to_json() for answer in answers}
+        self.store = SimpleNamespace(get=kept.get, block_all=lambda keys, timeout_s: None)
+        self.failed = threading.Event()  # set when a member has failed
+        self.group: Any = SimpleNamespace(
+            name="trainer rank 0", names=self.members.names, members=self.members, stage="g0/s0",
+            abort_reason="the deadline passed", aborted=self.failed.is_set, post_abort=lambda reason: None,
+            key=lambda *parts: "/".join(map(str, parts)),
+        )  # fmt: skip
+        self.plan = bucket_plan([TensorSpec(f"t{number}", (16,), "float32", number) for number in (0, 1)], 96)
+
+    def error(self, calls: EngineCalls, *, staged: bool) -> WeightSyncError:
+        """Publish, which must fail, and do what the sender does then."""
+        event = threading.Event()
+        if staged:
+            event.set()
+        with pytest.raises(WeightSyncError) as info:
+            calls.publish(self.group, self.plan, 0, 1, 5.0, event)
+        calls.after_failure(info.value)
+        return info.value
+
+
+BEHIND_RANK_2 = [
+    Answer("trainer rank 0", "the gather of bucket 1 of 2", ("trainer rank 2",), seconds=5.0, expired=True),
+    Answer("trainer rank 1", "the broadcast of bucket 1", bucket=0, entered=1, seconds=4.0),
+    Answer("trainer rank 2", "packing its part of bucket 1 of 2", seconds=5.0),
+]
+
+
 def test_engines_that_were_not_called_are_no_cause_of_a_failure(engine_calls: Callable[..., EngineCalls]) -> None:
     """Rank 1 is in the first broadcast already, in which all engines are missing; rank 0 still stages, behind rank 2.
 
     The engines are silent because they generate. Rank 2 is the cause, and no engine must be restarted, or is called.
     """
     replicas = [Replica("replica 0", lambda _: None), Replica("replica 1", lambda _: None)]
-    members = GroupMembers(0, (0, 1), ("replica 0", "replica 1"), (1, 1), "gloo", timeout_s=60.0)
-    answers = [
-        Answer("trainer rank 0", "the gather of bucket 1 of 2", ("trainer rank 2",), seconds=5.0, expired=True),
-        Answer("trainer rank 1", "the broadcast of bucket 1", bucket=0, entered=1, seconds=4.0),
-        Answer("trainer rank 2", "packing its part of bucket 1 of 2", seconds=5.0),
-    ]
-    kept = {answer_key("g0/s0", answer.member): answer.to_json() for answer in answers}
-    store = SimpleNamespace(get=kept.get, block_all=lambda keys, timeout_s: None)
-    group: Any = SimpleNamespace(
-        name="trainer rank 0", names=members.names, members=members, stage="g0/s0", abort_reason="the deadline passed",
-        aborted=lambda: True, post_abort=lambda reason: None, key=lambda *parts: "/".join(map(str, parts)),
-    )  # fmt: skip
-    calls = engine_calls(replicas, store, trainer_ranks=3)
-    plan = bucket_plan([TensorSpec(f"t{number}", (16,), "float32", number) for number in (0, 1)], 96)
-    with pytest.raises(WeightSyncError, match=r"rank 0 waited 5\.0 s for trainer rank 2 in the gather") as info:
-        calls.publish(group, plan, 0, 1, 5.0, threading.Event())
-    assert info.value.failed_members == ("trainer rank 2",) and info.value.needs_restart == ()
-    calls.after_failure(info.value)
+    sync = Sync(BEHIND_RANK_2)
+    sync.failed.set()
+    error = sync.error(engine_calls(replicas, sync.store, trainer_ranks=3), staged=False)
+    assert "rank 0 waited 5.0 s for trainer rank 2 in the gather" in str(error)
+    assert error.failed_members == ("trainer rank 2",) and error.needs_restart == ()
     assert [each.ended for each in replicas] == [[], []]
+
+
+def test_a_pause_that_the_failure_of_another_member_cuts_short_is_no_cause(
+    engine_calls: Callable[..., EngineCalls], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replica 1 needs longer for its pause than is left after the failure; it is healthy, and goes on."""
+    monkeypatch.setattr(replica_calls, "EXTRA_WAIT_S", 0.2)
+    sync, go = Sync(BEHIND_RANK_2), threading.Event()
+
+    def slow(method: str) -> None:
+        if method == "pause":
+            sync.failed.set()
+            go.wait(10)
+
+    replicas = [Replica("replica 0", lambda _: None), Replica("replica 1", slow)]
+    error = sync.error(engine_calls(replicas, sync.store, trainer_ranks=3), staged=True)
+    go.set()
+    assert error.failed_members == ("trainer rank 2",) and error.needs_restart == (), str(error)
+    assert "failed during pause" in str(error)
+    assert replicas[0].ended == ["pause", "resume"] and "resume" in replicas[1].ended
+
+
+def test_engines_that_are_only_paused_when_a_member_fails_are_resumed(engine_calls: Callable[..., EngineCalls]) -> None:
+    sync = Sync(BEHIND_RANK_2)
+    paused: list[str] = []
+
+    def pause(method: str) -> None:
+        paused.append(method)
+        if paused.count("pause") == 2:
+            sync.failed.set()
+
+    replicas = [Replica(f"replica {index}", pause) for index in range(2)]
+    error = sync.error(engine_calls(replicas, sync.store, trainer_ranks=3), staged=True)
+    assert error.failed_members == ("trainer rank 2",) and error.needs_restart == ()
+    assert [each.ended for each in replicas] == [["pause", "resume"]] * 2
+
+
+def test_a_pause_without_an_answer_is_the_failure_of_its_replica(
+    engine_calls: Callable[..., EngineCalls], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_calls, "EXTRA_WAIT_S", 0.2)
+    go = threading.Event()
+    replicas = [Replica("replica 0", lambda _: None), Replica("replica 1", lambda _: go.wait(10))]
+    sync = Sync([])
+    calls = engine_calls(replicas, sync.store, trainer_ranks=2)
+    calls._rpc_s = 0.2
+    error = sync.error(calls, staged=True)
+    go.set()
+    assert "no answer to pause within 0.2 s" in str(error) and error.needs_restart == ("replica 1",)
