@@ -16,7 +16,10 @@ import json
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from report import Row, add_json, finish
 
 SHARE_BOUND = 0.10
 SECONDS_BOUND = 0.300
@@ -31,8 +34,8 @@ def read_steps(run_dir: Path) -> list[dict[str, float]]:
     return steps
 
 
-def measure(steps: list[dict[str, float]]) -> list[dict[str, Any]]:
-    """Return the rows of the report: name, ratio, bound, ok, details."""
+def measure(steps: list[dict[str, float]]) -> list[Row]:
+    """Return the rows of the report."""
     rest = steps[1:]
     share = statistics.median(step["time/overhead"] / step["time/step"] for step in rest)
     seconds = statistics.median(step["time/overhead"] for step in rest)
@@ -43,33 +46,22 @@ def measure(steps: list[dict[str, float]]) -> list[dict[str, Any]]:
     details["engine_s"] = round(statistics.median(step["rollout/engine_seconds"] for step in rest), 4)
     details["steps"] = len(rest)
     return [
-        row("loop_overhead share of the step", share, SHARE_BOUND, details),
-        row("loop_overhead seconds / 0.3 s", seconds / SECONDS_BOUND, 1.0, {"overhead_s": round(seconds, 4)}),
+        Row("loop_overhead share of the step", share, SHARE_BOUND, details=details),
+        Row("loop_overhead seconds / 0.3 s", seconds / SECONDS_BOUND, 1.0, details={"overhead_s": round(seconds, 4)}),
     ]
-
-
-def row(name: str, ratio: float, bound: float, details: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ratio": round(ratio, 4), "bound": bound, "ok": ratio <= bound, "details": details}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="run directory")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    add_json(parser)
     options = parser.parse_args()
     try:
         rows = measure(read_steps(options.run))
     except (OSError, ValueError) as error:
         sys.stderr.write(f"loop_overhead: {error}\n")
         return 2
-    for each in rows:
-        print(
-            f"{each['name']:<36} {each['ratio']:8.4f}  bound {each['bound']:.2f}  {'ok' if each['ok'] else 'TOO HIGH'}"
-        )
-        print(f"    {each['details']}")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    return 0
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

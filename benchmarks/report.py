@@ -49,15 +49,20 @@ class Row:
         return {"name": self.name, "ratio": ratio, "bound": self.bound, "ok": ok, "details": self.details}
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--json`."""
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every benchmark has: `--json` and `--quick`."""
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    add_json(parser)
     parser.add_argument("--quick", action="store_true", help="tiny sizes: check that it runs, measure nothing")
 
 
 def finish(rows: Sequence[Row], options: argparse.Namespace) -> int:
     """Print the table and write the JSON file; return the exit status: 1 if a bound is missed, never for `--quick`."""
-    measured = not options.quick
+    measured = not getattr(options, "quick", False)
     print(table(rows, measured))
     if options.json is not None:
         options.json.write_text(json.dumps([row.record(measured) for row in rows], indent=2) + "\n", encoding="utf-8")
