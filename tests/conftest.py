@@ -49,6 +49,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Undo it: some libraries report objects as leaked that are still there when the process ends."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], World]]:
     """`world(2)` is the session's world of two ranks; one that died is started anew."""

@@ -330,6 +330,9 @@ class WeightSender:
         else:
             outcome = self._end(engines, error, may_repeat, time.perf_counter() - started)
         if outcome["status"] == "published":
+            if error is not None:  # all others have the version; this rank left the group when it failed
+                self._leave_group()
+                raise error
             return outcome
         try:
             if not any(name.startswith("trainer rank") for name in outcome["failed_members"]):

@@ -17,6 +17,7 @@ from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket, bucket_plan
 from megarl.weights.operation_order import schedule
 from megarl.weights.sender import SyncSettings, WeightSender
+from megarl.weights.sending import Sending
 from tests.support.fake_engines import FakePool, FakeReplica, ListExporter, ListGather, random_tensors
 
 SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport="gloo")
@@ -78,6 +79,25 @@ def test_a_replica_that_keeps_its_version_takes_part_and_gets_a_later_one() -> N
     kept.failed = "a test says so"
     sender.publish(3, keep=["replica 1"])
     assert pool.restarted == ["replica 1"] and [replica.version for replica in pool.replicas()] == ["3"] * 3
+    assert_received(pool, exporter.tensors)
+
+
+def test_a_failure_of_the_sender_itself_is_raised_even_if_the_version_is_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It fails after its report, so that the leader finds nothing wrong. The next sync forms the group again."""
+    pool = FakePool(1)
+    sender, exporter = make_sender(pool)
+
+    def run(sending: Sending, of_library: Callable[[Sending], None] = Sending.run) -> None:
+        of_library(sending)
+        raise MemoryError("a test says so")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Sending, "run", run)
+        with pytest.raises(MemoryError, match="a test says so"):
+            sender.publish(0)
+    sender.publish(1)
     assert_received(pool, exporter.tensors)
 
 

@@ -36,17 +36,25 @@ def test_all_ranks_learn_of_a_failed_engine_and_stay_in_step(world: Callable[[in
 
 
 @pytest.mark.parametrize(
-    ("how", "owners", "first", "staging_bytes", "staged"),
+    ("how", "owners", "first", "staging_bytes", "staged", "published"),
     [
-        ("sleep", "one", 9, 0, False),
-        ("sleep", "stages", 9, 0, False),
-        ("stop", "stages", 9, 0, None),  # a process can be stopped before or after its last message
-        ("sleep", "one", 0, 0, True),
-        ("stop", "stages", 9, 2**20, True),
+        ("sleep", "one", 9, 0, False, 1),
+        ("sleep", "one", 9, 0, False, 0),
+        ("sleep", "stages", 9, 0, False, 1),
+        ("stop", "stages", 9, 0, None, 1),  # a process can be stopped before or after its last message
+        ("sleep", "one", 0, 0, True, 1),
+        ("stop", "stages", 9, 2**20, True, 1),
+        ("sleep", "stages", 9, 2**20, True, 0),
     ],
 )
 def test_a_rank_that_hangs_in_a_gather_is_named_by_all_others_in_time(
-    world: Callable[[int], World], how: str, owners: str, first: int, staging_bytes: int, staged: bool | None
+    world: Callable[[int], World],
+    how: str,
+    owners: str,
+    first: int,
+    staging_bytes: int,
+    staged: bool | None,
+    published: int,
 ) -> None:
     """With "one" owner rank 1 sends to nobody but rank 0; with "stages" the engines wait for rank 1 too.
 
@@ -58,18 +66,32 @@ def test_a_rank_that_hangs_in_a_gather_is_named_by_all_others_in_time(
         owners=owners,
         first=first,
         staging_bytes=staging_bytes,
+        published=published,
     )
     for rank in (0, 2, 3):
         result = results[rank]
         assert result["failed_members"] == ("trainer rank 1",), result["error"]
         assert result["seconds"] < 5.0 + 3.0, "within the deadline of 5 s, and 3 s for the answers"
         assert re.search(r"trainer rank 0 waited \d+\.\d s for .*trainer rank 1", result["error"]), result["error"]
-    untouched = results[0]["pauses"] == [1, 1]
+    untouched = results[0]["pauses"] == [published, published]
     assert staged in (None, untouched)
     assert results[0]["serving"] == [untouched, untouched]
     assert all(
         results[rank]["needs_restart"] == (() if untouched else ("replica 0", "replica 1")) for rank in (0, 2, 3)
     )
+
+
+@pytest.mark.parametrize("published", [0, 1])
+def test_a_rank_that_hangs_in_a_gather_of_megatron_shards_is_named_in_time(
+    world: Callable[[int], World], tmp_path: Path, published: int
+) -> None:
+    model = make_tiny_model(tmp_path / "model", family="qwen3")
+    leader, _ = world(2).run(
+        "tests.support.ranks.weight_sync:export_while_a_rank_hangs", model=str(model), published=published
+    )
+    assert leader["failed_members"] == ("trainer rank 1",), leader["error"]
+    assert leader["seconds"] < 5.0 + 3.0, "within the deadline of 5 s, and 3 s for the answers"
+    assert "packing its part of bucket" in leader["error"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -9,13 +10,14 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
 
 from megarl.common.errors import WeightSyncError
 from megarl.models.export import HFExporter
-from megarl.models.gather import GatherRequest, GlooWaiter
+from megarl.models.gather import Gather, GatherRequest, GlooWaiter
 from megarl.weights.sender import SyncSettings, WeightSender
 from tests.support.fake_engines import FakePool, ListExporter, ListGather, random_tensors
 from tests.support.ranks.layouts import make_layout, use_layout
@@ -121,23 +123,24 @@ def publish_while_an_engine_fails(restarts: int) -> dict[str, Any]:
     return result
 
 
-def publish_while_a_rank_hangs(how: str, owners: str, first: int, staging_bytes: int) -> dict[str, Any]:
+def publish_while_a_rank_hangs(how: str, owners: str, first: int, staging_bytes: int, published: int) -> dict[str, Any]:
     """Rank 1 hangs in a gather: its thread sleeps ("sleep"), or its process is stopped ("stop").
 
-    `first`: the tensor in whose gather it hangs, or the first one after it. All other ranks raise; then rank 1 goes on,
-    and all groups are in step again.
+    `first`: the tensor in whose gather it hangs, or the first one after it; `published`: the syncs before that one. All
+    other ranks raise; then rank 1 goes on, and all groups are in step again.
     """
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     pids: list[int] = [0] * world
     torch.distributed.all_gather_object(pids, os.getpid())
     store = torch.distributed.distributed_c10d._get_default_store()
-    release = f"hang/{how}/{owners}/{first}"
+    release = f"hang/{how}/{owners}/{first}/{published}"
     pool = FakePool(1, 1) if rank == 0 else None
     exporter = GatheringExporter(random_tensors(), rank, lambda name: OWNERS[owners](name, world))
     settings = SyncSettings(**{**SETTINGS.__dict__, "sync_s": 5.0, "staging_bytes": staging_bytes})
     sender = WeightSender(settings, exporter)
     sender.connect(pool)
-    sender.publish(0)
+    for version in range(published):
+        sender.publish(version)
     hung: list[int] = []
 
     def before_copy(tensor: int) -> None:
@@ -154,7 +157,7 @@ def publish_while_a_rank_hangs(how: str, owners: str, first: int, staging_bytes:
     start = time.monotonic()
     result: dict[str, Any] = {"error": None, "failed_members": ()}
     try:
-        sender.publish(1)
+        sender.publish(published)
     except WeightSyncError as error:
         result = {"error": str(error), "failed_members": tuple(error.failed_members)}
         result["needs_restart"] = tuple(error.needs_restart)
@@ -170,6 +173,41 @@ def publish_while_a_rank_hangs(how: str, owners: str, first: int, staging_bytes:
         store.set(release, "now")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group(exporter.group)
+    return result
+
+
+def export_while_a_rank_hangs(model: str, published: int) -> dict[str, Any]:
+    """With TP=2 and the real exporter, rank 1 hangs where it copies its part of a gather, until rank 0 has raised."""
+    rank = torch.distributed.get_rank()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    release = f"hang/export/{published}"
+    layout = make_layout(tensor=2)
+    with use_layout(layout):
+        info, _, chunks = load(model, layout)
+        pool = FakePool(1) if rank == 0 else None
+        settings = SyncSettings(**{**SETTINGS.__dict__, "bucket_bytes": 20_000, "sync_s": 5.0, "restarts": 0})
+        sender = WeightSender(settings, HFExporter(chunks, info, torch.float32))
+        sender.connect(pool)
+        for version in range(published):
+            sender.publish(version)
+        copy, calls = Gather.copy, itertools.count()
+
+        def copy_late(gather: Gather) -> None:
+            if rank == 1 and next(calls) == 2:
+                store.wait([release], timedelta(seconds=40))
+            copy(gather)
+
+        torch.distributed.barrier()
+        start = time.monotonic()
+        result: dict[str, Any] = {"error": None, "failed_members": ()}
+        with patch.object(Gather, "copy", copy_late):
+            try:
+                sender.publish(published)
+            except WeightSyncError as error:
+                result = {"error": str(error), "failed_members": tuple(error.failed_members)}
+                store.set(release, "now")
+        result["seconds"] = time.monotonic() - start
+        torch.distributed.barrier()
     return result
 
 
