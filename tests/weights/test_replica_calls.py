@@ -31,9 +31,9 @@ class Replica:
 
 @pytest.fixture
 def engine_calls() -> Callable[[list[Replica]], EngineCalls]:
-    def make(replicas: list[Replica], store: Any = None, trainer_ranks: int = 1) -> EngineCalls:
+    def make(replicas: list[Replica], store: Any = None, trainer_ranks: int = 1, rpc_s: float = 5.0) -> EngineCalls:
         handles: Any = None
-        calls = EngineCalls(handles, store, trainer_ranks, rpc_s=5.0, recompute_kv=True)
+        calls = EngineCalls(handles, store, trainer_ranks, rpc_s=rpc_s, recompute_kv=True)
         calls._replicas = list(replicas)
         return calls
 
@@ -123,6 +123,20 @@ def test_a_pause_that_the_failure_of_another_member_cuts_short_is_no_cause(
     assert error.failed_members == ("trainer rank 2",) and error.needs_restart == (), str(error)
     assert "failed during pause" in str(error)
     assert replicas[0].ended == ["pause", "resume"] and "resume" in replicas[1].ended
+
+
+def test_a_replica_that_does_not_pause_in_time_is_the_cause(
+    engine_calls: Callable[..., EngineCalls], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pause it waits for no other member, unlike in its update: its silence is its own failure."""
+    monkeypatch.setattr(replica_calls, "EXTRA_WAIT_S", 0.2)
+    sync, go = Sync(BEHIND_RANK_2), threading.Event()
+    silent = Replica("replica 1", lambda method: go.wait(10) if method == "pause" else None)
+    calls = engine_calls([Replica("replica 0", lambda _: None), silent], sync.store, trainer_ranks=3, rpc_s=0.3)
+    error = sync.error(calls, staged=True)
+    go.set()
+    assert error.failed_members == ("engine replica 1",) and error.needs_restart == ("replica 1",), str(error)
+    assert "no answer to pause within 0.3 s" in str(error)
 
 
 def test_engines_that_are_only_paused_when_a_member_fails_are_resumed(engine_calls: Callable[..., EngineCalls]) -> None:
