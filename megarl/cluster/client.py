@@ -10,15 +10,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.cluster.handle import SupervisorHandle, read_state, stop_supervisor, wait_ready
+from megarl.cluster.handle import SupervisorHandle, stop_supervisor, wait_ready
 from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, access_environment
 from megarl.cluster.supervisor import CONTROLLER
-from megarl.common.errors import ReplicaFailed, RolloutError
+from megarl.common.errors import PoolEnded, ReplicaFailed, RolloutError
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.rollout.actor_errors import as_rollout_error
@@ -29,6 +29,7 @@ from megarl.rollout.evaluator import FinishedEvaluation
 from megarl.rollout.replica import replica_name
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from ray.actor import ActorHandle
     from ray.exceptions import RayTaskError
 
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 # Extra time for a call whose bound the controller itself keeps, so that the controller's message comes first.
 CALL_MARGIN_S = 15.0
+# How often a wait looks whether the pool has ended.
+SLICE_S = 2.0
 
 
 def connect_ray(handle: SupervisorHandle, timeout_s: float) -> None:
@@ -81,20 +84,41 @@ def own_sigterm_handler() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
+def _result(reference: ObjectRef, timeout_s: float, check: Callable[[], None]) -> Any:
+    """Wait for a remote call's result, in slices, to notice soon that the pool has ended: `check` then raises.
+
+    Raises GetTimeoutError after `timeout_s`, and what the call raised.
+    """
+    import ray
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ray.get(reference, timeout=min(SLICE_S, max(0.0, deadline - time.monotonic())))
+        except ray.exceptions.GetTimeoutError:
+            check()
+            if time.monotonic() >= deadline:
+                raise
+
+
 class ReplicaClient:
     """One replica as the weight sync calls it; thread-safe."""
 
-    def __init__(self, index: int, actor: ActorHandle | None, log: Path) -> None:
-        """`actor`: the replica's EngineReplica, None if it has ended; `log`: its log file, named in errors."""
+    def __init__(self, index: int, actor: ActorHandle | None, log: Path, check: Callable[[], None]) -> None:
+        """`actor`: the replica's EngineReplica, None if it has ended; `log`: its log file, named in errors.
+
+        `check` raises if the pool has ended.
+        """
         self.index = index
         self.name = f"replica {index}"
         self._actor = actor
         self._log = log
+        self._check = check
 
     def call(self, method: str, *args: object, timeout_s: float) -> Any:
         """Call one method of the replica and wait for its result, whose type is the method's.
 
-        Raises ReplicaFailed, naming the replica, if it failed or died, and TimeoutError after `timeout_s`.
+        Raises ReplicaFailed, naming the replica, if it failed or died, TimeoutError after `timeout_s`, and PoolEnded.
         """
         import ray
 
@@ -102,9 +126,11 @@ class ReplicaClient:
             raise ReplicaFailed(self.index, f"{self.name} had ended when it was asked to {method}; see {self._log}")
         reference = getattr(self._actor, method).remote(*args)
         try:
-            return ray.get(reference, timeout=timeout_s)
+            return _result(reference, timeout_s, self._check)
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(f"{self.name} did not answer {method} within {timeout_s:.0f} s") from None
+        except PoolEnded:
+            raise
         except Exception as error:
             raise as_rollout_error(self.index, method, error, f"see {self._log}") from error
 
@@ -118,7 +144,8 @@ class PoolHandles:
     def replicas(self) -> Sequence[ReplicaClient]:
         """Return a client for each replica. Those of lost ones raise ReplicaFailed, so that a sync replaces them."""
         logs = Path(self._client.handle.run_dir) / "logs"
-        return [ReplicaClient(i, self._actor(i), logs / f"replica-{i}.log") for i in self._client.members()]
+        check = self._client.handle.check
+        return [ReplicaClient(i, self._actor(i), logs / f"replica-{i}.log", check) for i in self._client.members()]
 
     def _actor(self, index: int) -> ActorHandle | None:
         """Return the replica's actor; None if it has ended, because Ray then forgets its name."""
@@ -163,29 +190,16 @@ class PoolClient:
         import ray
 
         reference = getattr(self._controller, method).remote(*args, **kwargs)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                # Wait in slices, to notice at once that the supervisor has ended.
-                return ray.get(reference, timeout=min(2.0, max(0.0, deadline - time.monotonic())))
-            except ray.exceptions.GetTimeoutError:
-                self._check_supervisor()
-                if time.monotonic() >= deadline:
-                    raise RolloutError(
-                        f"trainer rank 0 waited {timeout_s:.0f} s for the rollout controller to {method}"
-                    ) from None
-            except ray.exceptions.RayActorError as error:
-                self._check_supervisor()
-                raise RolloutError(f"the rollout controller died; see {self._logs / 'controller.log'}") from error
-            except ray.exceptions.RayTaskError as error:
-                raise _own_error(error) from error
-
-    def _check_supervisor(self) -> None:
-        state = read_state(Path(self.handle.run_dir)) or {}
-        if self.handle.is_alive() and state.get("state") == "ready":
-            return
-        reason = state.get("error") or "its supervisor was killed"
-        raise RolloutError(f"the rollout pool has ended: {reason}; see {self._logs}")
+        try:
+            return _result(reference, timeout_s, self.handle.check)
+        except ray.exceptions.GetTimeoutError:
+            waited = f"trainer rank 0 waited {timeout_s:.0f} s for the rollout controller"
+            raise RolloutError(f"{waited} to {method}") from None
+        except ray.exceptions.RayActorError as error:
+            self.handle.check()
+            raise RolloutError(f"the rollout controller died; see {self._logs / 'controller.log'}") from error
+        except ray.exceptions.RayTaskError as error:
+            raise _own_error(error) from error
 
     @property
     def _logs(self) -> Path:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.common.errors import SupervisorFailed
+from megarl.common.errors import PoolEnded, SupervisorFailed
 from megarl.common.processes import ProcessId, is_alive, sweep
 from megarl.config.schema import Config
 
@@ -49,6 +49,14 @@ class SupervisorHandle:
         A supervisor on another node counts as alive: the agent of its node watches it and ends the job with it.
         """
         return self.host != platform.node() or is_alive(self.process)
+
+    def check(self) -> None:
+        """Raise PoolEnded with the reason if the pool has ended. A wait for the pool calls it now and then."""
+        run_dir = Path(self.run_dir)
+        state = read_state(run_dir) or {}
+        if not self.is_alive() or state.get("state") != "ready":
+            reason = state.get("error") or "its supervisor was killed"
+            raise PoolEnded(f"the rollout pool has ended: {reason}; see {run_dir / 'logs'}")
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ class RequestFailed(RolloutError):  # noqa: N818
     """An engine refused a request; the engine is sound."""
 
 
+class PoolEnded(RolloutError):  # noqa: N818
+    """The supervisor has ended, and Ray with all actors ends with it."""
+
+
 class ReplicaFailed(RolloutError):  # noqa: N818
     """One replica died or refused to work; `replica` is its index."""
 

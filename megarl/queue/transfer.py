@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BACKEND = "SimpleStorage"
+SLICE_S = 2.0  # how often a wait looks whether the queue's processes have ended
 
 
 def quiet_library() -> None:
@@ -144,14 +145,19 @@ def _start(partition: str, namespace: str, storage_units: int, node_resource: st
 class _Client:
     """A TransferQueue client, separate from the library's process-wide one, whose calls have a timeout."""
 
-    def __init__(self, client: TransferQueueClient, partition: str, timeout_s: float) -> None:
+    def __init__(
+        self, client: TransferQueueClient, partition: str, timeout_s: float, check: Callable[[], None]
+    ) -> None:
         self._client = client
         self.partition = partition
         self.timeout_s = timeout_s
+        self._check = check
 
     @classmethod
-    def attach(cls, partition: str, namespace: str, timeout_s: float) -> _Client:
-        """Connect to the queue of `partition`; Ray must be initialised.
+    def attach(
+        cls, partition: str, namespace: str, timeout_s: float, check: Callable[[], None] = lambda: None
+    ) -> _Client:
+        """Connect to the queue of `partition`; Ray must be initialised. `check`: see `QueueReader.attach`.
 
         Raises TimeoutError if the queue does not exist within `timeout_s`.
         """
@@ -171,7 +177,7 @@ class _Client:
                 conf = None
             if conf is None:
                 time.sleep(0.05)
-        return cls(bounded(lambda: _connect(conf), timeout_s, f"attaching to {name}"), partition, timeout_s)
+        return cls(bounded(lambda: _connect(conf), timeout_s, f"attaching to {name}"), partition, timeout_s, check)
 
     async def submit(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Await a client coroutine from any event loop; raises TimeoutError that names the action `what`."""
@@ -183,13 +189,26 @@ class _Client:
             raise TimeoutError(self._late(what)) from None
 
     def call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """Run a client coroutine from a thread without an event loop; raises TimeoutError like `submit`."""
+        """Run a client coroutine from a thread without an event loop.
+
+        Raises TimeoutError like `submit`, and what `check` raises, which is called now and then.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._client._loop)
-        try:
-            return future.result(self.timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise TimeoutError(self._late(what)) from None
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                return future.result(min(SLICE_S, max(0.0, deadline - time.monotonic())))
+            except TimeoutError:
+                if future.done():  # it is the call's own
+                    raise
+            try:
+                self._check()
+            except BaseException:
+                future.cancel()
+                raise
+            if time.monotonic() >= deadline:
+                future.cancel()
+                raise TimeoutError(self._late(what))
 
     def _late(self, what: str) -> str:
         return f"process {os.getpid()} waited {self.timeout_s:.0f} s for the trajectory queue to {what}"
@@ -295,9 +314,14 @@ class QueueReader:
         self._client = client
 
     @classmethod
-    def attach(cls, partition: str, *, namespace: str, timeout_s: float) -> QueueReader:
-        """Connect to the queue of `partition`; raises TimeoutError if it does not exist in time."""
-        return cls(_Client.attach(partition, namespace, timeout_s))
+    def attach(
+        cls, partition: str, *, namespace: str, timeout_s: float, check: Callable[[], None] = lambda: None
+    ) -> QueueReader:
+        """Connect to the queue of `partition`; raises TimeoutError if it does not exist in time.
+
+        `check` raises if the queue's processes have ended; a call that waits then raises the same, and soon.
+        """
+        return cls(_Client.attach(partition, namespace, timeout_s, check))
 
     def read_tags(self, keys: Sequence[str] | None = None) -> list[SampleTag]:
         """Return the tags of `keys` in their order, or of all rows in (group, sample) order if `keys` is None.

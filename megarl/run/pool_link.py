@@ -90,7 +90,9 @@ class PoolLink:
         if parallel.is_leader():
             connect_ray(handle, timeouts.ray_start_s)
             self._reader.hold(
-                QueueReader.attach(handle.partition, namespace=handle.namespace, timeout_s=timeouts.queue_s)
+                QueueReader.attach(
+                    handle.partition, namespace=handle.namespace, timeout_s=timeouts.queue_s, check=handle.check
+                )
             )
 
     def engine_handles(self) -> EngineHandles | None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import signal
+import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +15,10 @@ import pytest
 import ray
 
 from megarl.cluster import client as client_module
-from megarl.cluster.client import PoolClient, PoolHandles
-from megarl.common.errors import ReplicaFailed
+from megarl.cluster.client import PoolClient, PoolHandles, ReplicaClient
+from megarl.cluster.handle import SupervisorHandle, write_state
+from megarl.common.errors import PoolEnded, ReplicaFailed, RolloutError
+from megarl.common.processes import ProcessId
 
 
 def test_a_replica_whose_actor_has_ended_fails_its_calls_by_name(
@@ -29,12 +34,47 @@ def test_a_replica_whose_actor_has_ended_fails_its_calls_by_name(
 
     monkeypatch.setattr(ray, "get_actor", get_actor)
     client: Any = SimpleNamespace(
-        handle=SimpleNamespace(namespace="megarl-abc", run_dir=str(tmp_path)), members=lambda: [0, 1]
+        handle=SimpleNamespace(namespace="megarl-abc", run_dir=str(tmp_path), check=lambda: None),
+        members=lambda: [0, 1],
     )
     replicas = PoolHandles(client).replicas()
     assert [each.name for each in replicas] == ["replica 0", "replica 1"]
     with pytest.raises(ReplicaFailed, match=r"^replica 1 had ended when it was asked to world_size; see .*replica-1"):
         replicas[1].call("world_size", timeout_s=5)
+
+
+class Silent:
+    """An actor whose methods never answer; Ray learns of no death when its own head has died too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *args, **kwargs: name)
+
+
+@pytest.mark.parametrize("whose", ["replica's", "controller's"])
+def test_a_call_to_a_pool_whose_supervisor_is_killed_ends_long_before_its_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, whose: str
+) -> None:
+    def get(reference: object, timeout: float) -> None:
+        time.sleep(min(timeout, 0.05))
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray, "get", get)
+    supervisor = subprocess.Popen(["sleep", "60"])
+    process = ProcessId.of(supervisor.pid)
+    write_state(tmp_path, {"state": "ready"})
+    handle = SupervisorHandle(str(tmp_path), "", "", "", 0, "", process, platform.node())
+    actor: Any = Silent()
+    config: Any = None
+    calls: dict[str, Any] = {
+        "replica's": ReplicaClient(0, actor, tmp_path / "log", handle.check).call,
+        "controller's": PoolClient(handle, config, actor).call,
+    }
+    with pytest.raises((TimeoutError, RolloutError), match=r"within 0 s|waited 0 s"):
+        calls[whose]("pause", timeout_s=0.2)
+    supervisor.kill()
+    supervisor.wait()
+    with pytest.raises(PoolEnded, match=r"the rollout pool has ended: its supervisor was killed; see .*logs"):
+        calls[whose]("pause", timeout_s=60)
 
 
 def test_a_rank_that_has_left_ray_survives_sigterm_until_it_has_reported(

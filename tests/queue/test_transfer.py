@@ -20,6 +20,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.common.errors import RolloutError
+from megarl.queue import transfer
 from megarl.queue.dump import read_batch, write_batch
 from megarl.queue.rows import decode, encode
 from megarl.queue.sample_lines import sample_record
@@ -266,6 +268,29 @@ def test_a_queue_that_hangs_is_an_error_naming_the_wait(queue: dict[str, Any]) -
     reader._client.timeout_s = 0.2
     with pytest.raises(TimeoutError, match=r"waited 0 s for the trajectory queue to list its rows"):
         reader.read_tags()
+    release.set()
+    reader.close()
+
+
+def test_a_queue_whose_processes_have_ended_is_not_waited_for(
+    queue: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "SLICE_S", 0.1)
+    ended = threading.Event()
+
+    def check() -> None:
+        if ended.is_set():
+            raise RolloutError("a test says so")
+
+    reader = QueueReader.attach(**queue, check=check)
+    assert reader.read_tags([]) == []
+    release = threading.Event()
+    reader._client._client._loop.call_soon_threadsafe(release.wait, 30)
+    ended.set()
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match="a test says so"):
+        reader.fetch(["g0-0"])
+    assert time.monotonic() - start < 5
     release.set()
     reader.close()
 

@@ -192,7 +192,7 @@ class Links:
 
 def launched() -> Future[Any]:
     launch: Future[Any] = Future()
-    launch.set_result(SimpleNamespace(partition="run.0", namespace="run"))
+    launch.set_result(SimpleNamespace(partition="run.0", namespace="run", check=lambda: None))
     return launch
 
 
