@@ -33,12 +33,12 @@ from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
 
 # Between two questions for groups that have finished. The end of the wait itself is noticed at once.
-POLL_S = 0.25
+POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The news that rank 0 tells all ranks: the groups that the batch would have now, and the tags of new ones among them."""
+    """The answer of rank 0 to all ranks: the groups that the batch would have now, and the tags of new ones."""
 
     groups: list[int]
     tags: list[SampleTag]
