@@ -238,6 +238,10 @@ class PoolClient:
         bound = timeout_s or self.config.timeouts.generate_s
         return self.call("wait_batch", step, bound, timeout_s=bound + CALL_MARGIN_S)
 
+    def upcoming(self, step: int) -> list[int]:
+        """Return the finished groups that `step` would take now; [] once it has taken its batch."""
+        return self.call("upcoming", step, timeout_s=self.config.timeouts.rpc_s)
+
     def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> Counters:
         """Settle every group of `step`: report how many were trained, filtered, dropped as stale, and failed."""
         return self.call(

@@ -209,6 +209,13 @@ class RolloutController:
         )
         return self._batches.take(step, self._admission, metrics)
 
+    async def upcoming(self, step: int) -> list[int]:
+        """Return the groups in the queue that `step` would take now; [] once it has taken its batch.
+
+        A failure of rollout is not raised here: the trainer that asks also waits for the batch, which raises it.
+        """
+        return self._admission.upcoming(step)
+
     async def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> Counters:
         """Settle the groups of `step`, remove their rows from the queue, and start the groups that then fit it.
 

@@ -1,7 +1,8 @@
 """The batches of the steps, each taken from the pool, planned and fetched; if generation runs ahead, a step early.
 
-The next batch is then prepared by a thread while the current one trains. A batch that was prepared and is not trained,
-because the run stops or fails, was never committed: its groups are drawn again by the run that resumes.
+The next batch is then prepared by a thread while the current one trains. If the trainer computes log-probs while it
+waits (`idle_logprobs.py`), a thread waits for every batch, in synchronous training too. A batch that was prepared and
+is not trained, because the run stops or fails, was never committed: its groups are drawn again by the run that resumes.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.run.channel import SLICE_S, BackgroundChannel, ChannelClosed
+from megarl.run.early_logprobs import EarlyLogprobs
 from megarl.run.failure import PeerFailedError
+from megarl.run.idle_logprobs import IdleLogprobs
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 from megarl.run.step import StepPlan, plan_step
@@ -31,47 +34,56 @@ class PreparedBatch:
     """A batch that a step can train on.
 
     `rows`: this replica's trajectories by key. `samples`: on rank 0, those that are shown in samples.jsonl, with their
-    reference answers.
+    reference answers. `early`: log-probs of this replica's samples that were computed while the trainer waited.
     """
 
     batch: StepBatch
     plan: StepPlan
     rows: dict[str, Trajectory]
     samples: list[tuple[Trajectory, str | None]]
+    early: EarlyLogprobs = field(default_factory=EarlyLogprobs)
 
 
 class BatchSource:
     """Gives each step its batch. Every method is collective over the trainer ranks."""
 
-    def __init__(self, config: Config, pool: PoolLink, recorder: Recorder) -> None:
-        self._config, self._pool, self._recorder = config, pool, recorder
-        self._background = BackgroundChannel(config.timeouts) if pace_of(config).runs_ahead else None
+    def __init__(self, config: Config, pool: PoolLink, recorder: Recorder, idle: IdleLogprobs | None = None) -> None:
+        """`idle`: what the trainer does while it waits for a batch; None for nothing."""
+        self._config, self._pool, self._recorder, self._idle = config, pool, recorder, idle
+        self._runs_ahead = pace_of(config).runs_ahead
+        in_thread = self._runs_ahead or idle is not None
+        self._background = BackgroundChannel(config.timeouts) if in_thread else None
         self._next: _Preparation | None = None
 
     def take(self, step: int, version: int) -> PreparedBatch:
-        """Return the batch of `step`, which updates the weights of `version`; start to prepare the next one.
+        """Return the batch of `step`, which updates the weights of `version`.
 
-        Raises what the preparation raised, and on the ranks that only waited for rank 0 PeerFailedError.
+        If generation runs ahead, start to prepare the next one. Raises what the preparation raised, and on the ranks
+        that only waited for rank 0 PeerFailedError.
         """
         name = f"step {step + 1}/{self._config.run.steps}"
         if self._background is None:
             prepared = self._prepare(step, version)
         else:
-            prepared = self._prepared_early(self._background, step, version, f"{name}: generating")
+            prepared = self._from_thread(self._background, step, version, f"{name}: generating")
         self._recorder.status(f"{name}: training")
         self._pool.record(prepared.batch)
         return prepared
 
-    def _prepared_early(self, channel: BackgroundChannel, step: int, version: int, status: str) -> PreparedBatch:
+    def _from_thread(self, channel: BackgroundChannel, step: int, version: int, status: str) -> PreparedBatch:
         with self._recorder.phase("generate", status):
             if self._next is None:
                 self._start(channel, step, version)
             assert self._next is not None and self._next.of == (step, version)
             channel.hurry()
+            if self._idle is not None:
+                self._idle.work_until(self._next.future, step, version)
             prepared = self._next.future.result()
         self._next = None
-        if step + 1 < self._config.run.steps:
+        if self._runs_ahead and step + 1 < self._config.run.steps:
             self._start(channel, step + 1, version + pace_of(self._config).updates_per_step)
+        if self._idle is not None:
+            prepared = replace(prepared, early=self._idle.collect(prepared.batch, prepared.plan))
         return prepared
 
     def _start(self, channel: BackgroundChannel, step: int, version: int) -> None:

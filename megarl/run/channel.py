@@ -6,7 +6,9 @@ So a thread that works beside training has process groups of its own.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
@@ -24,6 +26,7 @@ T = TypeVar("T")
 
 # How often a thread that waits for a batch looks whether it is asked to stop, and tells the other ranks that it waits.
 SLICE_S = 2.0
+LEAST_S = 0.05  # the shortest question, if a bound has nearly passed
 
 
 class Channel(Protocol):
@@ -72,9 +75,9 @@ class ChannelClosed(Exception):  # noqa: N818
 class BackgroundChannel:
     """Gloo groups for one thread beside training: one of all ranks, and one of each replica.
 
-    A wait for a batch begins long before the trainer needs it. Its bound counts from the call of `hurry`; until then
-    rank 0 asks again and again, which the other ranks follow. So no rank waits longer in a collective than its
-    time-out allows, and `close` ends the wait within `SLICE_S`.
+    A wait for a batch begins long before the trainer needs it. Its bound, `timeouts.generate_s`, counts from the call
+    of `hurry`. Rank 0 asks again and again, which the other ranks follow. So no rank waits longer in a collective than
+    its time-out allows, and `close` ends the wait within `SLICE_S`: `ray.shutdown` finds no thread that waits in Ray.
     """
 
     def __init__(self, timeouts: TimeoutsConfig) -> None:
@@ -84,22 +87,27 @@ class BackgroundChannel:
         replicas = sorted(set(map(tuple, self._peers.gather(own))))
         groups = {ranks: self._peers.subgroup(ranks) for ranks in replicas if len(ranks) > 1}
         self._leader, self._replica = own[0], groups.get(tuple(own))
-        self._hurried, self._closed = threading.Event(), threading.Event()
+        self._bound_s = timeouts.generate_s
+        self._hurried_at: float | None = None
+        self._closed = threading.Event()
 
     def hurry(self) -> None:
         """Let the bound of the current wait count from now: the trainer has nothing else to do."""
-        self._hurried.set()
+        self._hurried_at = time.monotonic()
 
     def relax(self) -> None:
         """Let the next wait take as long as training takes."""
-        self._hurried.clear()
+        self._hurried_at = None
 
     def close(self) -> None:
         """End the wait of every rank's thread. Needed on rank 0 only; the others follow."""
         self._closed.set()
 
     def wait(self, ask: Callable[[float | None], T]) -> T:
-        """Ask on rank 0 in slices of `SLICE_S`, until there is a result. Raises ChannelClosed after `close`."""
+        """Ask on rank 0 in slices of `SLICE_S`, until there is a result.
+
+        Raises ChannelClosed after `close`, and BatchNotReady when the bound has passed.
+        """
         while True:
             result = self._peers.on_first_rank(lambda: self._ask_once(ask))
             if result is not None:
@@ -108,12 +116,15 @@ class BackgroundChannel:
     def _ask_once(self, ask: Callable[[float | None], T]) -> T | None:
         if self._closed.is_set():
             raise ChannelClosed("the run stops")
-        if self._hurried.is_set():
-            return ask(None)
+        hurried_at = self._hurried_at
+        left = math.inf if hurried_at is None else self._bound_s - (time.monotonic() - hurried_at)
         try:
-            return ask(SLICE_S)
-        except BatchNotReady:
-            return None
+            return ask(min(SLICE_S, max(left, LEAST_S)))
+        except BatchNotReady as error:
+            if left > SLICE_S:
+                return None
+            waited = f"the trainer waited {self._bound_s:.0f} s (timeouts.generate_s) for its batch"
+            raise BatchNotReady(f"{waited}; at last, {error}") from None
 
     def in_replica(self, own: T | None) -> T:
         """Broadcast over the replica's own gloo group."""

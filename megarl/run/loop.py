@@ -27,7 +27,9 @@ def train(session: Session) -> None:
         prepared = session.batches.take(step, session.version)
         batch, plan = prepared.batch, prepared.plan
         with pool.keep_batch_on_failure(batch):
-            train_step(policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step)
+            train_step(
+                policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step, early=prepared.early
+            )
         recorder.samples(batch, prepared.samples)
         pool.commit(batch, plan)
         session.version += pace.updates_per_step

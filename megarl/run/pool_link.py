@@ -7,7 +7,7 @@ A thread beside the training thread may call those that take a `channel`, with o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +20,7 @@ from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.queue.dump import write_batch
-from megarl.queue.trajectory import Trajectory
+from megarl.queue.trajectory import SampleTag, Trajectory, sample_key
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.devices import HeldDevices, own_device, refuse_overlap
 from megarl.rollout.evaluator import FinishedEvaluation
@@ -137,6 +137,20 @@ class PoolLink:
                 raise DisagreementError(f"step {batch.step}: DP ranks planned differently: {sorted(hashes)}")
             rows = self._read(via, lambda queue: queue.fetch(plan.keys_of(parallel.dp_rank())))
             return {row.key: row for row in rows}
+
+    def upcoming(self, step: int) -> list[int]:
+        """Return the finished groups that `step` would take now; [] but on rank 0. Not collective."""
+        return self._client.use(lambda pool: pool.upcoming(step)) or []
+
+    def tags_of(self, groups: Sequence[int]) -> list[SampleTag]:
+        """Return the tags of all samples of groups in the queue; [] but on leaders. Not collective."""
+        samples = range(self._config.batch.samples_per_group)
+        keys = [sample_key(group, index) for group in groups for index in samples]
+        return (self._reader.use(lambda queue: queue.read_tags(keys)) if keys else None) or []
+
+    def rows_of(self, keys: Sequence[str]) -> list[Trajectory]:
+        """Return rows that are in the queue, on every rank of the replica that asks. Collective over each replica."""
+        return self._read(self._main, lambda queue: queue.fetch(keys))
 
     def record(self, batch: StepBatch) -> None:
         """Write the batch, which is about to be trained, to RUN_DIR/batches if `telemetry.dump_batches` is set."""

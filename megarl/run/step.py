@@ -21,12 +21,13 @@ from megarl.algorithms.filters import ShapedBatch, shape_batch
 from megarl.algorithms.losses import kl_penalty
 from megarl.algorithms.stats import LossStats
 from megarl.config.datasets import own_temperatures, response_limits
-from megarl.config.old_logprobs import correction_of, recomputes_old_logprobs
+from megarl.config.old_logprobs import correction_of, logprob_passes, recomputes_old_logprobs
 from megarl.config.pace import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.config.shaping import shaping_of
 from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS, ROLLOUT_LOGPROBS
 from megarl.queue.trajectory import SampleTag, Trajectory
+from megarl.run.early_logprobs import EarlyLogprobs
 from megarl.run.update_metrics import engine_against_trainer, record_mismatch, record_update
 from megarl.telemetry.metrics import StepMetrics
 from megarl.telemetry.timer import PhaseTimer
@@ -141,23 +142,21 @@ def train_step(
     metrics: StepMetrics,
     *,
     step: int,
+    early: EarlyLogprobs | None = None,
 ) -> None:
     """Compute the log-probs that are missing, then make one optimizer update per mini-batch. Collective.
 
     `rows`: this DP rank's trajectories by key, at least those of `plan.keys_of(dp_rank)`. `step`: the number of steps
-    before this one. Records `policy/*`, `correction/*`, `mismatch/*` and `reward/shaped_mean`. A step whose groups are
-    all filtered makes no update and records `policy/updates` 0. Raises NonFiniteError before any weight has changed.
+    before this one. `early`: log-probs of this rank's samples that are there already.
+
+    Records `policy/*`, `correction/*`, `mismatch/*` and `reward/shaped_mean`. A step whose groups are all filtered
+    makes no update and records `policy/updates` 0. Raises NonFiniteError before any weight has changed.
     """
     recomputes = recomputes_old_logprobs(config)
     samples = _train_samples(plan, rows, config)
-    mine = list(samples.values())
     with timer.phase("logprobs"):
-        if recomputes and plan.mini_batches:
-            for sample, new in zip(mine, policy.compute_logprobs(mine), strict=True):
-                sample.streams[OLD_LOGPROBS] = new.logprobs_R
-        if config.needs_reference and plan.mini_batches:
-            for sample, ref in zip(mine, policy.compute_logprobs(mine, reference=True), strict=True):
-                sample.streams[REFERENCE_LOGPROBS] = ref.logprobs_R
+        for stream in logprob_passes(config) if plan.mini_batches else []:
+            _compute_logprobs(policy, samples, stream, early or EarlyLogprobs())
     if recomputes and plan.mini_batches:
         record_mismatch(metrics, _compare(samples, rows))
     _set_advantages(plan, samples, rows, config, metrics)
@@ -177,6 +176,20 @@ def train_step(
                 record_mismatch(metrics, engine_against_trainer(values))
             record_update(metrics, values, config)
     metrics.record("policy/updates", len(trained))
+
+
+def _compute_logprobs(policy: Policy, samples: Mapping[str, TrainSample], stream: str, early: EarlyLogprobs) -> None:
+    """Give every sample the log-probs `stream`: those of `early`, and by a pass those that it lacks. Collective."""
+    found = early.of(stream)
+    for key, values_R in found.items():
+        samples[key].streams[stream] = values_R
+    missing = [sample for key, sample in samples.items() if key not in found]
+    if stream not in early.complete:
+        results = policy.compute_logprobs(missing, reference=stream == REFERENCE_LOGPROBS)
+        for sample, result in zip(missing, results, strict=True):
+            sample.streams[stream] = result.logprobs_R
+    elif missing:
+        raise ValueError(f"no {stream} were computed early of {len(missing)} samples that were said to have them")
 
 
 def entropy_due(config: Config, step: int) -> bool:

@@ -8,7 +8,13 @@ import pytest
 
 from megarl.algorithms.correction import CorrectionSpec
 from megarl.common.errors import ConfigError
-from megarl.config.old_logprobs import correction_of, recomputes_old_logprobs
+from megarl.config.old_logprobs import (
+    computes_logprobs_early,
+    correction_of,
+    logprob_passes,
+    recomputes_old_logprobs,
+)
+from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS
 from tests.support.configs import config
 
 AHEAD: dict[str, Any] = {"admission": {"mode": "async", "sync_interval": 4, "max_staleness": 7}}
@@ -54,3 +60,24 @@ def test_a_cap_below_one_is_refused() -> None:
     """It would weigh tokens on which the policies agree."""
     with pytest.raises(ConfigError, match=r"algorithm\.correction\.cap"):
         config("model", algorithm__correction__cap=0.5)
+
+
+TRAINER, KL = {"algorithm__old_logprobs": "trainer"}, {"algorithm__kl__coef": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        ({}, []),
+        (TRAINER, [OLD_LOGPROBS]),
+        (KL, [REFERENCE_LOGPROBS]),
+        (TRAINER | KL, [OLD_LOGPROBS, REFERENCE_LOGPROBS]),
+        ({**AHEAD, "trainer__mini_batches": 2}, [OLD_LOGPROBS]),
+    ],
+)
+def test_the_passes_of_a_step_are_made_early_unless_bits_count(changes: dict[str, Any], passes: list[str]) -> None:
+    assert logprob_passes(config("model", **changes)) == passes
+    assert computes_logprobs_early(config("model", **changes)) is bool(passes)
+    for exact in ("trainer__idle_logprobs=", "run__deterministic", "telemetry__dump_batches"):
+        setting = {exact.rstrip("="): not exact.endswith("=")}
+        assert not computes_logprobs_early(config("model", **changes, **setting))

@@ -26,8 +26,20 @@ def test_a_thread_shares_batches_while_the_ranks_train(world: Callable[[int], An
 
 
 def test_the_bound_counts_from_when_the_trainer_waits(world: Callable[[int], Any]) -> None:
-    first, second = world(2).run("tests.support.ranks.channel:hurried")
-    assert first == [None, SLICE_S] and second == []
+    """Before, it asks as long as training takes; then, too, no question is longer than a slice."""
+    bound_s = 0.5
+    first, second = world(2).run("tests.support.ranks.channel:hurried", bound_s=bound_s)
+    *before, last, after = first["bounds"]
+    assert before and set(before) == {SLICE_S} and 0 < last <= bound_s and after == SLICE_S
+    waited = "the trainer waited 0 s (timeouts.generate_s) for its batch; at last, 1 group in flight"
+    assert first["error"] == f"BatchNotReady: {waited}"
+    assert second == {"error": f"PeerFailedError: trainer rank 0 failed: BatchNotReady: {waited}", "bounds": []}
+
+
+def test_a_hurried_wait_ends_as_soon_when_it_is_closed(world: Callable[[int], Any]) -> None:
+    """A process that leaves Ray while a thread of it waits there crashes, and its failure is not reported."""
+    bounds = world(2).run("tests.support.ranks.channel:closed_in_a_hurry")[0]
+    assert bounds == [SLICE_S]
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,10 @@ class FakeClient:
             raise self._failure
         return BatchReady(step, list(ROWS), Counters(), {"rollout/replicas_alive": 2.0}, [0, 1, 2, 3], [41, 44])
 
+    def upcoming(self, step: int) -> list[int]:
+        self._note(f"upcoming {step}")
+        return [2, 0]
+
     def drain(self) -> None:
         self._note("drain")
         if self._failure is not None:
@@ -277,6 +281,23 @@ def test_replicas_with_different_plans_train_on_nothing(links: Links) -> None:
     outcomes = links.run(disagree)
     assert all(isinstance(each, DisagreementError) and "step 4: DP ranks" in str(each) for each in outcomes)
     assert not any(what.startswith("fetch") for _, what in links.journal.entries)
+
+
+def test_rank_0_learns_which_groups_have_finished_and_each_replica_can_read_them(links: Links) -> None:
+    """Neither waits for the batch; the tags are read by rank 0 only, the rows by the leader that asks for them."""
+    links.config = config_of("model", run__dir=str(links.config.run_dir), batch__samples_per_group=3)
+
+    def look(link: PoolLink) -> tuple[list[int], list[SampleTag], list[Trajectory]]:
+        groups = link.upcoming(0)
+        keys = ["0:1", "2:0"] if link._peers.rank < 2 else []
+        return groups, link.tags_of(groups), link.rows_of(keys)
+
+    first, *others = links.run(look)
+    rows = [ROWS["0:1"], ROWS["2:0"]]
+    assert first == ([2, 0], [ROWS[f"{group}:{index}"].tag for group in (2, 0) for index in range(3)], rows)
+    assert others == [([], [], rows), ([], [], []), ([], [], [])]
+    assert links.journal.of(0)[3:] == ["upcoming 0", "read_tags", "fetch 2"]
+    assert links.journal.of(1) == links.journal.of(3) == []
 
 
 def test_no_batch_is_recorded_unless_that_is_configured(links: Links) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,6 +214,21 @@ class FakeChannel:
         self.hurry, self.relax, self.close = self.hurried.set, self.hurried.clear, self.closed.set
 
 
+class FakeIdle:
+    """Notes what the trainer does while it waits for a batch; `run.idle` is its work."""
+
+    def __init__(self, run: FakeRun) -> None:
+        self._run = run
+
+    def work_until(self, ready: Future[Any], step: int, version: int) -> None:
+        self._run.journal.append(f"idle before step {step} of version {version}")
+        self._run.idle(ready)
+
+    def collect(self, batch: StepBatch, plan: str) -> str:
+        self._run.journal.append(f"collect for {plan}")
+        return f"early log-probs of batch {batch.step}"
+
+
 class FakeRun:
     """The state of one run: what its checkpointer restores, when it is asked to stop, which saves fail."""
 
@@ -228,6 +244,8 @@ class FakeRun:
         self.failing_saves: set[int] = set()
         self.train: Callable[[], None] = lambda: None
         self.taking: Callable[[int], None] = lambda step: None  # before the batch of a step is taken
+        self.idle: Callable[[Future[Any]], None] = lambda ready: None  # while the trainer waits for a batch
+        self.early: list[object] = []  # the early log-probs that each step was given
         self.channel = FakeChannel()
         self.gather: Callable[[object], list[object]] = lambda mine: [mine]
         self.session: Session | None = None
@@ -249,8 +267,9 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     def plan_step(tags: object, config: Config, *, dp_size: int, version: int, replaced: object) -> str:
         return f"plan for version {version}"
 
-    def train_step(policy: object, plan: str, *rest: object, step: int) -> None:
+    def train_step(policy: object, plan: str, *rest: object, step: int, early: object) -> None:
         note(f"train {plan}")
+        run.early.append(early)
         run.train()
 
     def install() -> None:
@@ -270,6 +289,7 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         "HFExporter": lambda chunks, info, dtype: None,
         "save_hf": save_hf,
         "PoolLink": lambda config, peers, recorder: FakePool(run),
+        "IdleLogprobs": lambda config, policy, peers, pool, recorder: FakeIdle(run),
         "WeightSender": lambda config, exporter: FakeSender(run),
         "Checkpointer": lambda config, policy, group, say: FakeCheckpointer(run),
         "StopVote": lambda run_dir, peers: SimpleNamespace(agree=run.agree, install=install),

@@ -13,7 +13,8 @@ from megatron.core import parallel_state
 
 from megarl.common.errors import BatchNotReady, RolloutError
 from megarl.config.schema import TimeoutsConfig
-from megarl.run.channel import BackgroundChannel
+from megarl.run.channel import BackgroundChannel, ChannelClosed
+from megarl.run.failure import PeerFailedError
 from megarl.trainer import parallel
 from tests.support.ranks.layouts import make_layout, use_layout
 
@@ -21,9 +22,9 @@ WAIT_S = 30.0
 
 
 @contextmanager
-def opened(layout: dict[str, Any]) -> Iterator[BackgroundChannel]:
+def opened(layout: dict[str, Any], **timeouts: float) -> Iterator[BackgroundChannel]:
     with use_layout(make_layout(**layout)):
-        channel = BackgroundChannel(TimeoutsConfig())
+        channel = BackgroundChannel(TimeoutsConfig(**timeouts))
         try:
             yield channel
         finally:
@@ -67,28 +68,41 @@ def beside_training(layout: dict[str, Any]) -> dict[str, Any]:
         return {"found": found.result(WAIT_S), "sums": sums, "bounds": bounds}
 
 
-def hurried() -> list[float | None]:
-    """The bounds of a wait that is hurried on rank 0 when it has been asked once."""
+def hurried(bound_s: float) -> dict[str, Any]:
+    """The end of a wait that is hurried after its first question, and the bounds of its questions and the next's."""
     asked, bounds = threading.Event(), []
 
-    def ask(bound_s: float | None) -> str:
-        bounds.append(bound_s)
+    def ask(bound: float | None) -> str:
+        bounds.append(bound)
         asked.set()
-        if bound_s is not None:
-            raise BatchNotReady("not yet")
-        return "ready"
+        raise BatchNotReady("1 group in flight")
 
-    with opened({}) as channel:
+    with opened({}, generate_s=bound_s) as channel:
         found = in_thread(lambda: channel.wait(ask))
         if torch.distributed.get_rank() == 0:
             assert asked.wait(WAIT_S)
             channel.hurry()
-        assert found.result(WAIT_S) == "ready"
-        before = len(bounds)
+        error = found.exception(WAIT_S)
         channel.relax()
-        again = in_thread(lambda: channel.wait(lambda bound_s: (bounds.append(bound_s), "ready")[1]))
+        again = in_thread(lambda: channel.wait(lambda bound: (bounds.append(bound), "ready")[1]))
         assert again.result(WAIT_S) == "ready"
-        return [*bounds[before - 1 :]]
+        return {"error": f"{type(error).__name__}: {error}", "bounds": bounds}
+
+
+def closed_in_a_hurry() -> list[float | None]:
+    """The bounds of a wait that is hurried from its beginning, and closed during its first question."""
+    bounds: list[float | None] = []
+
+    def ask(bound_s: float | None) -> str:
+        bounds.append(bound_s)
+        channel.close()
+        raise BatchNotReady("not yet")
+
+    with opened({}) as channel:
+        channel.hurry()
+        error = in_thread(lambda: channel.wait(ask)).exception(WAIT_S)
+        assert isinstance(error, ChannelClosed | PeerFailedError)
+        return bounds
 
 
 def ended(how: str) -> str:

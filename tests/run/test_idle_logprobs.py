@@ -1,0 +1,307 @@
+"""Log-probs in the trainer's idle time: equal to those of the plain pass, never late for a batch, never hanging."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.common.errors import RolloutError
+from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS
+from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan, sample_key
+from megarl.run import idle_logprobs
+from megarl.run.failure import PeerFailedError
+from megarl.run.idle_logprobs import IdleLogprobs
+from megarl.run.step import plan_step
+from megarl.run.step_batch import StepBatch
+from megarl.telemetry.declarations import REGISTRY
+from megarl.trainer.batch import TrainSample
+from tests.support.configs import config as config_of
+from tests.support.rl_problem import dense_dims, make_samples
+from tests.support.thread_ranks import ThreadPeers, ThreadRanks
+from tests.support.tiny import make_tiny_model
+
+SAMPLES = 2
+WITHOUT_SIGNAL = 2  # the group whose rewards are equal
+WAIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Trajectory]]:
+    """A tiny model, and trajectories of seven groups whose engine's log-probs are not the model's."""
+    model_dir = make_tiny_model(tmp_path_factory.mktemp("idle") / "model", **dense_dims())
+    return model_dir, [
+        trajectory(*divmod(number, SAMPLES), sample)
+        for number, sample in enumerate(make_samples(model_dir, count=7 * SAMPLES))
+    ]
+
+
+def trajectory(group: int, index: int, sample: TrainSample) -> Trajectory:
+    length = len(sample.response_ids)
+    return Trajectory(
+        group_id=group,
+        sample_index=index,
+        prompt_ids=sample.prompt_ids,
+        response_ids=sample.response_ids,
+        rollout_logprobs=sample.streams["old_logprobs"].tolist(),
+        versions=(VersionSpan(0, 0, length),),
+        finish_reason="stop",
+        reward=float(index == 0 or group == WITHOUT_SIGNAL),
+    )
+
+
+def keys_of(*groups: int) -> list[str]:
+    return [sample_key(group, index) for group in groups for index in range(SAMPLES)]
+
+
+LAYOUTS = {"two replicas": {}, "two tensor ranks": {"tensor": 2}, "two stages": {"pipeline": 2}}
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_early_and_late_log_probs_are_those_of_the_plain_pass(
+    world: Callable[[int], Any], problem: tuple[Path, list[Trajectory]], layout: dict[str, int]
+) -> None:
+    """Group 3 is computed for a batch that then takes an older group, and again under the next weights.
+
+    The second batch is complete before it is taken, so its step makes no pass of its own.
+    """
+    model_dir, rows = problem
+    got = world(2).run(
+        "tests.support.ranks.idle:two_steps",
+        model_dir=model_dir,
+        rows=rows,
+        layout=layout,
+        batches=[[0, 1, 2, 6], [3, 4, 5]],
+        answers=[[*[[0]] * 3, *[[0, 2, 3]] * 5, *[[0, 2, 6]] * 5, []], [[3], *[[3, 4, 5]] * 9]],
+        algorithm__kl__coef=0.1,
+        algorithm__old_logprobs="trainer",
+        algorithm__correction__kind="none",
+        admission={"mode": "async", "sync_interval": 1, "max_staleness": 2},
+        trainer__micro_batch_tokens=48,
+    )
+    replicas = 1 if layout else 2
+    leaders = got if replicas == 2 else got[:1]
+    assert replicas == 2 or passes_of(got[0]) == passes_of(got[1])
+    for step, trained in enumerate([keys_of(0, 1, 6), keys_of(3, 4, 5)]):
+        found = [part[step] for part in leaders]
+        assert sorted(key for part in found for key in part["trained"]) == trained, "each sample has one owner"
+        for part in (each[step] for each in got):
+            for key, values in part["trained"].items():
+                for value, plain in zip(values, part["plain"][key], strict=True):
+                    torch.testing.assert_close(value, plain, rtol=1e-5, atol=1e-5)
+    first, second = ([part[step] for part in leaders] for step in range(2))
+    assert computed(first, "early", OLD_LOGPROBS) == computed(first, "early", REFERENCE_LOGPROBS) == keys_of(0, 3, 6)
+    assert computed(first, "late", OLD_LOGPROBS) == computed(first, "late", REFERENCE_LOGPROBS) == keys_of(1)
+    assert computed(second, "early", OLD_LOGPROBS) == keys_of(3, 4, 5), "those of group 3 were of older weights"
+    assert computed(second, "early", REFERENCE_LOGPROBS) == keys_of(4, 5), "those of group 3 were kept"
+    assert [part["late"] for part in second] == [[]] * replicas
+    moved = [abs(second[0]["plain"][key][0] - first[0]["plain"][key][0]).max() for key in keys_of(3)]
+    assert min(moved) > 1e-3, "old log-probs of the first step would not have been noticed"
+    assert all(part["complete"] == set() for part in first)
+    assert all(part["complete"] == {OLD_LOGPROBS, REFERENCE_LOGPROBS} for part in second)
+    check_exchange(first, replicas)
+    timings = [part[0]["timings"] for part in got]
+    assert all(REGISTRY.lookup(name).timing for name in timings[0])
+    assert timings[0]["perf/idle_logprobs_samples_share"] == 4 / 6 and timings[0]["perf/idle_logprobs_seconds"] > 0
+    lengths = {row.key: row.tag.total_tokens for row in rows}
+    share = sum(lengths[key] for key in keys_of(0, 6)) / sum(lengths[key] for key in keys_of(0, 1, 6))
+    assert timings[0]["perf/idle_logprobs_tokens_share"] == pytest.approx(share)
+    assert second[0]["timings"]["perf/idle_logprobs_samples_share"] == 1.0
+
+
+def passes_of(rank: list[dict[str, Any]]) -> list[Any]:
+    return [(part["early"], part["late"]) for part in rank]
+
+
+def computed(replicas: list[dict[str, Any]], when: str, stream: str) -> list[str]:
+    """The samples of all replicas' passes for `stream`, each as often as it was in one."""
+    return sorted(key for part in replicas for name, keys in part[when] if name == stream for key in keys)
+
+
+def check_exchange(found: list[dict[str, Any]], replicas: int) -> None:
+    """A replica gets log-probs of the samples that it trains, and of no others."""
+    for part in found:
+        assert all(set(keys) <= set(part["trained"]) for keys in part["given"].values())
+    if replicas == 2:
+        made = [{key for _, keys in part["early"] for key in keys} for part in found]
+        used = [set(part["given"].get(OLD_LOGPROBS, ())) for part in found]
+        assert any(used[replica] - made[replica] for replica in range(2)), "nothing was exchanged"
+
+
+# --- with ranks that are threads, and a policy that only notes what it is asked for
+
+
+@dataclass
+class FakePool:
+    """Groups of one token per response; `ready` is the batch that the trainer waits for."""
+
+    groups: list[int] = field(default_factory=list)
+    failure: Exception | None = None
+    asked: int = 0
+
+    def upcoming(self, step: int) -> list[int]:
+        self.asked += 1
+        if self.failure is not None:
+            raise self.failure
+        return self.groups
+
+    def tags_of(self, groups: Sequence[int]) -> list[SampleTag]:
+        return [row.tag for row in self.rows_of(keys_of(*groups))]
+
+    def rows_of(self, keys: Sequence[str]) -> list[Trajectory]:
+        places = [tuple(map(int, key.split(":"))) for key in keys]
+        spans = (VersionSpan(0, 0, 1),)
+        return [Trajectory(group, index, [1], [5], [-0.1], spans, "stop", float(index)) for group, index in places]
+
+
+class FakePolicy:
+    def __init__(self, during: Callable[[], None] = lambda: None) -> None:
+        self.passes: list[tuple[bool, list[str], threading.Thread]] = []
+        self.during = during
+
+    def compute_logprobs(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Any]:
+        self.passes.append((reference, [sample.key for sample in samples], threading.current_thread()))
+        self.during()
+        return [SimpleNamespace(logprobs_R=torch.tensor([-float(reference)])) for _ in samples]
+
+
+class QuietRecorder:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+
+
+@pytest.fixture
+def make_idle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., IdleLogprobs]:
+    """A function that makes the idle work of one rank; `ranks`: those that it is one of."""
+    monkeypatch.setattr(idle_logprobs, "POLL_S", 0.01)
+    monkeypatch.setattr(idle_logprobs, "SLICE_S", 0.05)
+    config = config_of(
+        "model", algorithm__kl__coef=0.1, algorithm__old_logprobs="trainer", trainer__micro_batch_tokens=32,
+        admission={"mode": "one_step_off"},
+    )  # fmt: skip
+
+    def make(peers: Any, pool: FakePool, policy: FakePolicy, ranks: ThreadRanks) -> IdleLogprobs:
+        monkeypatch.setattr(idle_logprobs, "parallel", ranks)
+        return IdleLogprobs(config, policy, peers, pool, QuietRecorder())  # type: ignore[arg-type]
+
+    return make
+
+
+def test_a_batch_that_comes_waits_for_one_portion_at_most(make_idle: Callable[..., IdleLogprobs]) -> None:
+    """A portion is one pass per stream over at most 32 tokens, of eight samples in both passes."""
+    ready: Future[None] = Future()
+    pool, policy = FakePool(list(range(20))), FakePolicy(lambda: ready.done() or ready.set_result(None))
+    make_idle(alone(), pool, policy, one_rank()).work_until(ready, 0, 0)
+    assert [(reference, keys) for reference, keys, _ in policy.passes] == [
+        (False, keys_of(0, 1, 2, 3)), (True, keys_of(0, 1, 2, 3)),
+    ]  # fmt: skip
+
+
+def test_all_work_is_done_by_the_thread_that_waits(make_idle: Callable[..., IdleLogprobs]) -> None:
+    """It is that of the updates, so none of them can run at the same time; and when it goes on, nothing follows."""
+    ready: Future[None] = Future()
+    pool, policy = FakePool(list(range(20))), FakePolicy()
+    policy.during = lambda: ready.set_result(None) if len(policy.passes) == 10 else None
+    idle = make_idle(alone(), pool, policy, one_rank())
+    idle.work_until(ready, 0, 0)
+    tags = pool.tags_of(pool.groups)
+    early = idle.collect(StepBatch(0, 0, [], tags, {}), plan_step(tags, idle._config, dp_size=1, version=0))
+    assert len(policy.passes) == 10 and {thread for *_, thread in policy.passes} == {threading.main_thread()}
+    assert early.complete == {OLD_LOGPROBS, REFERENCE_LOGPROBS}
+
+
+def test_a_batch_that_is_there_is_not_delayed(make_idle: Callable[..., IdleLogprobs]) -> None:
+    ready: Future[None] = Future()
+    ready.set_result(None)
+    pool, policy = FakePool([0]), FakePolicy()
+    make_idle(alone(), pool, policy, one_rank()).work_until(ready, 0, 0)
+    assert pool.asked == 0 and policy.passes == []
+
+
+def test_log_probs_of_other_weights_are_not_given_away(make_idle: Callable[..., IdleLogprobs]) -> None:
+    ready: Future[None] = Future()
+    pool, policy = FakePool([0]), FakePolicy(lambda: ready.done() or ready.set_result(None))
+    idle = make_idle(alone(), pool, policy, one_rank())
+    idle.work_until(ready, 0, 0)
+    tags = pool.tags_of([0])
+    plan = plan_step(tags, idle._config, dp_size=1, version=1)
+    with pytest.raises(ValueError, match="of version 0 were computed for one of 1"):
+        idle.collect(StepBatch(0, 1, keys_of(0), tags, {}), plan)
+
+
+def test_no_rank_waits_longer_for_rank_0_than_a_slice(make_idle: Callable[..., IdleLogprobs]) -> None:
+    ranks, ready = ThreadRanks(replicas=2), [Future[None](), Future[None]()]
+    heard: list[float] = []
+
+    def work(peers: ThreadPeers) -> None:
+        told = peers.on_first_rank
+
+        def timed(function: Callable[[], Any]) -> Any:
+            started = time.monotonic()
+            try:
+                return told(function)
+            finally:
+                if not peers.is_first:
+                    heard.append(time.monotonic() - started)
+                    if len(heard) == 4:
+                        ready[0].set_result(None)
+
+        peers.on_first_rank = timed  # type: ignore[method-assign]
+        make_idle(peers, FakePool(), FakePolicy(), ranks).work_until(ready[peers.rank], 0, 0)
+
+    assert ranks.run(work) == [None, None]
+    assert len(heard) >= 4 and max(heard) < WAIT_S / 4
+
+
+def test_a_failed_preparation_ends_the_work_of_every_rank(make_idle: Callable[..., IdleLogprobs]) -> None:
+    """The other ranks know it before rank 0 leaves, and must not leave rank 0 alone in a collective."""
+    ranks, left = ThreadRanks(replicas=2), threading.Event()
+
+    def work(peers: ThreadPeers) -> str:
+        ready: Future[None] = Future()
+        pool = FakePool()
+        if peers.is_first:
+            threading.Timer(0.2, lambda: ready.set_exception(RolloutError("no engine is left"))).start()
+        else:
+            ready.set_exception(PeerFailedError("trainer rank 0 failed: no engine is left"))
+        make_idle(peers, pool, FakePolicy(), ranks).work_until(ready, 0, 0)
+        if not peers.is_first:
+            left.set()
+        assert left.wait(WAIT_S)
+        return str(ready.exception())
+
+    assert ranks.run(work) == ["no engine is left", "trainer rank 0 failed: no engine is left"]
+
+
+def test_a_rank_whose_own_preparation_fails_leaves_at_once(make_idle: Callable[..., IdleLogprobs]) -> None:
+    ready: Future[None] = Future()
+    ready.set_exception(TimeoutError("the queue did not answer"))
+    peers = SimpleNamespace(on_first_rank=lambda function: pytest.fail("it waits for rank 0"))
+    make_idle(peers, FakePool([0]), FakePolicy(), one_rank()).work_until(ready, 0, 0)
+
+
+def test_a_failed_question_is_raised_on_every_rank(make_idle: Callable[..., IdleLogprobs]) -> None:
+    ranks, failure = ThreadRanks(replicas=2), RolloutError("the rollout controller died")
+    own, other = ranks.run(
+        lambda peers: make_idle(peers, FakePool(failure=failure), FakePolicy(), ranks).work_until(Future(), 0, 0)
+    )
+    assert own is failure and isinstance(other, PeerFailedError) and "controller died" in str(other)
+
+
+def alone() -> Any:
+    return SimpleNamespace(on_first_rank=lambda function: function())
+
+
+def one_rank() -> Any:
+    return SimpleNamespace(dp_rank=lambda: 0, dp_size=lambda: 1, dp_exchange=lambda parts, sizes: list(parts))
