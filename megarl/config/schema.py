@@ -338,6 +338,13 @@ class AdmissionConfig(Section):
         description="The most groups that `refill` replaces per step, in multiples of `batch.groups`; further ones are "
         "part of the step, and filtered by the trainer.",
     )
+    max_uses: int = Field(
+        1,
+        ge=1,
+        description="The most steps that train a group, all within `max_staleness`. With more than 1, a step for which "
+        "too few new groups have finished when the trainer needs it is filled up with groups of earlier steps. "
+        "Fewer groups are then generated ahead (`max_staleness` / `max_uses`).",
+    )
 
 
 class WeightSyncConfig(Section):
