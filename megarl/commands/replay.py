@@ -198,9 +198,7 @@ def _plan(batch: DumpedBatch, config: Config, replaced: list[int], reused: list[
     from megarl.run.step import ReuseError, plan_step
 
     try:
-        return plan_step(
-            batch.tags, config, dp_size=dp_size, version=batch.version, replaced=replaced, reused=reused
-        )
+        return plan_step(batch.tags, config, dp_size=dp_size, version=batch.version, replaced=replaced, reused=reused)
     except ReuseError as error:
         raise DumpError(
             f"step {batch.step}: {error}: the options differ from those of the run; with admission.max_uses=1 a group "

@@ -118,7 +118,6 @@ def pace_notes(config: Config) -> Iterator[str]:
             + (", and remove staleness_threshold" if config.admission.staleness_threshold is not None else "")
         )
 
-
     held, samples, groups = capacity_groups(config), config.batch.samples_per_group, config.batch.groups
     if config.admission.max_uses > 1 and held is not None and held < most_in_flight(config) + groups:
         yield (

@@ -12,11 +12,11 @@ from megarl.rollout.counters import Counters
 
 @dataclass(frozen=True)
 class BatchReady:
-    """A batch that the trainer may take: its new `groups`, and `keys` of all its samples, failed ones included, in order.
+    """A batch that the trainer may take: its new `groups`, and `keys` of all its samples in order, failed ones included.
 
     `timings`: declared `rollout/*` and `reward/errors` metrics of this batch. `replaced`: ids of the groups without
-    signal that were replaced before it, which the step counts as filtered. `reused`: ids of further groups of the batch,
-    which an earlier step has trained.
+    signal that were replaced before it, which the step counts as filtered. `reused`: ids of the batch's other groups,
+    which earlier steps have trained.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""The trained groups that may be trained again: which are used next, and which leave the queue. Pure."""
+"""The trained groups that may be trained again: which of them are used next, and which leave the queue. Pure."""
 
 from __future__ import annotations
 
@@ -46,11 +46,17 @@ class ReusableGroups:
         return self._remove(lambda group, use: (use.uses, use.oldest, group), number)
 
     def evict(self, number: int) -> list[int]:
-        """Remove and return the `number` groups of the least value: the most uses first, then the oldest, then by id."""
+        """Remove and return the `number` groups of the least value.
+
+        Those with the most uses go first, then those that become too old soonest, then by id.
+        """
         return list(self._remove(lambda group, use: (-use.uses, use.oldest, group), number))
 
     def drop(self, usable: Callable[[int], bool]) -> list[int]:
-        """Remove and return the groups that cannot be used any more. `usable` is asked of the oldest token's version."""
+        """Remove and return the groups that cannot be used any more.
+
+        `usable` tells for the version of a group's oldest token whether the next step may train it.
+        """
         dropped = [group for group, use in self._groups.items() if not usable(use.oldest)]
         for group in dropped:
             del self._groups[group]

@@ -137,9 +137,7 @@ class _Replay:
         reused = event.get("reused", [])
         _same(f"groups that step {step} uses again", reused, self.admission.reused(step))
         pace = self.admission.pace
-        self.batches[step] = ScheduledBatch(
-            step, event["ok"], event["failed"], event["replaced"], pace, reused=reused
-        )
+        self.batches[step] = ScheduledBatch(step, event["ok"], event["failed"], event["replaced"], pace, reused=reused)
 
     def commit(self, event: Event) -> None:
         step, numbers = event["step"], {name: event[name] for name in _ENDS}

@@ -279,8 +279,8 @@ SMALL = [
     Small(1, Pace(max_staleness=2), 4, refill=1, capacity=2),
     Small(2, Pace(max_staleness=1), 3, ahead=1, ends=True),
 ]
-# The same with groups that are used again: with a batch taken ahead, up to the end of the run, three times, with several
-# updates per step and steps per publication, in a queue that holds less, beside groups that are replaced.
+# The same with groups that are used again: with a batch taken ahead, up to the end of the run, three times, with
+# several updates per step and steps per publication, in a queue that holds less, beside groups that are replaced.
 REUSING = [
     Small(2, Pace(max_staleness=1), 4, max_uses=2, ahead=1),
     Small(2, Pace(max_staleness=2), 4, max_uses=2, ends=True),

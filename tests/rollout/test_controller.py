@@ -560,9 +560,10 @@ def test_a_resume_uses_no_settled_group_again_and_leaves_no_rows(reusing: LocalC
         for step in range(2, 5):
             await controller.set_version(step)
             batch = await controller.wait_batch(step, WAIT_S)
-            assert len(batch.groups) == GROUPS and not batch.reused and min(batch.groups) > 3
-            ends = {"filtered": 0, "dropped_stale": 0, "failed": 0}
-            counters = await controller.commit(step, trained=GROUPS, **ends, trained_groups=batch.groups)
+            assert len(batch.groups + batch.reused) == GROUPS and min(batch.groups + batch.reused) > 3
+            ends = {"trained": len(batch.groups), "filtered": 0, "dropped_stale": 0, "failed": 0}
+            uses = {"reused": len(batch.reused), "trained_groups": batch.groups}
+            counters = await controller.commit(step, **ends, **uses)
         await asyncio.sleep(0.05)
         assert not reusing.queue.rows, "rows are left at the end of the run"
         assert counters.in_flight == counters.ready == counters.reusable == 0 and counters.balanced

@@ -26,8 +26,11 @@ Use = tuple[int, int]  # the steps that have trained a group, and the version of
 
 @dataclass
 class Training:
-    """A step that is taken and not committed. `groups`: version of the oldest token by new group; `settling`: the groups
-    that were replaced before it; `reused`: uses so far of the groups that it trains again."""
+    """A step that is taken and not committed.
+
+    `groups`: version of the oldest token by new group; `settling`: the groups that were replaced before it; `reused`:
+    the uses so far of the groups that it trains again.
+    """
 
     groups: dict[int, int]
     settling: list[int]
@@ -214,8 +217,8 @@ def successors(trial: Trial, steps: int) -> Iterator[Trial]:
 def explore(make: Callable[[], Admission], steps: int, ahead: int = 0, *, reuses: bool = False) -> int:
     """Visit every state up to `steps` trained steps; return their number.
 
-    `ahead`: the steps that are taken before the one that trains is committed. Raises AssertionError if a rule is broken,
-    if the last step cannot be reached from some state, or with `reuses` if no group is ever used again.
+    `ahead`: the steps that are taken before the one that trains is committed. Raises AssertionError if a rule is
+    broken, if the last step cannot be reached from some state, or with `reuses` if no group is ever used again.
     """
     admission = make()
     admission.set_version(0)

@@ -1,4 +1,4 @@
-"""The timeline of a run around an `Admission`: engines with a number of places, a trainer that needs a second per step."""
+"""The timeline of a run around an `Admission`: engines with some places, and a trainer that needs a second per step."""
 
 from __future__ import annotations
 

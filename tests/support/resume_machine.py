@@ -67,9 +67,7 @@ class ResumeMachine(RuleBasedStateMachine):
     The trainer may resume from any checkpoint that was ever complete, also from one that was set aside.
     """
 
-    @initialize(
-        groups=st.integers(1, 3), pace=paces(), spare=st.none() | st.integers(0, 3), max_uses=st.integers(1, 2)
-    )
+    @initialize(groups=st.integers(1, 3), pace=paces(), spare=st.none() | st.integers(0, 3), max_uses=st.integers(1, 2))
     def start(self, groups: int, pace: Pace, spare: int | None, max_uses: int = 1) -> None:
         self.pace, self.groups, self.max_uses = pace, groups, max_uses
         self.capacity = None if spare is None else groups + spare
