@@ -119,7 +119,14 @@ def pace_notes(config: Config) -> Iterator[str]:
         )
 
     held, samples, groups = capacity_groups(config), config.batch.samples_per_group, config.batch.groups
-    if config.admission.max_uses > 1 and held is not None and held < most_in_flight(config) + groups:
+    uses = config.admission.max_uses
+    if uses > 1 and pace.steps_within_bound(0) < 2 * uses:
+        yield (
+            f"admission.max_uses: with {uses} uses within max_staleness {pace.max_staleness}, fewer groups than two "
+            f"steps train are generated at a time, and engines may have nothing to do; for more, set "
+            f"admission.max_staleness to at least {2 * uses * updates - 1} (mode: async)"
+        )
+    if uses > 1 and held is not None and held < most_in_flight(config) + groups:
         yield (
             f"queue.capacity: {config.queue.capacity} samples hold {held} groups, but up to {most_in_flight(config)} "
             f"are generated ahead, and those of earlier steps, which admission.max_uses could train again, make room "

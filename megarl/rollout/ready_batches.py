@@ -12,7 +12,7 @@ from megarl.rollout.counters import Counters
 
 @dataclass(frozen=True)
 class BatchReady:
-    """A batch that the trainer may take: its new `groups`, and `keys` of all its samples in order, failed ones included.
+    """A batch that the trainer may take: its new `groups`, and `keys` of all its samples, failed ones too, in order.
 
     `timings`: declared `rollout/*` and `reward/errors` metrics of this batch. `replaced`: ids of the groups without
     signal that were replaced before it, which the step counts as filtered. `reused`: ids of the batch's other groups,

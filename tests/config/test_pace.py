@@ -112,6 +112,21 @@ def test_the_fix_for_too_many_uses_is_right(uses: int, updates: int) -> None:
         assert list(pace_problems(better)) == []
 
 
+@pytest.mark.parametrize(("uses", "updates"), [(2, 1), (3, 1), (2, 2)])
+def test_a_bound_in_which_uses_leave_little_to_generate_ahead_is_noted(uses: int, updates: int) -> None:
+    least = 2 * uses * updates - 1
+
+    def notes(staleness: int, max_uses: int = uses) -> list[str]:
+        section = {"mode": "async", "sync_interval": updates, "max_staleness": staleness, "max_uses": max_uses}
+        return list(pace_notes(config("model", trainer__mini_batches=updates, batch__groups=8, admission=section)))
+
+    [note] = notes(least - 1)
+    assert (
+        note.startswith("admission.max_uses") and f"admission.max_staleness to at least {least} (mode: async)" in note
+    )
+    assert notes(least) == notes(least - 1, max_uses=1) == []
+
+
 def test_a_queue_without_room_for_groups_that_are_used_again_is_noted() -> None:
     """Six steps of 8 groups are within the bound, and half as many groups start."""
 

@@ -175,3 +175,6 @@ def test_a_recorded_batch_is_compared_with_the_schedule() -> None:
     with pytest.raises(ScheduleMismatch, match=r"step 5: 1 groups were dropped as stale, but 2 .*: \[1, 4\]"):
         scheduled.check(replace(batch, version=7))
     replace(scheduled, dropped_stale=None).check(replace(batch, version=7))  # the step was not committed
+    replace(scheduled, ok=[4], reused=[1]).check(batch)
+    with pytest.raises(ScheduleMismatch, match=r"step 5: the schedule has groups \[1, 2, 3, 4\], .* \[1, 2, 4\]"):
+        replace(scheduled, reused=[3]).check(batch)

@@ -286,7 +286,7 @@ REUSING = {"mode": "async", "sync_interval": 1, "max_staleness": 3, "max_uses": 
 
 def test_groups_that_are_used_again_are_trained_like_others_and_have_ended_already() -> None:
     """Groups 2 and 5 were trained before; of the new ones 6 is filtered and 7 too old."""
-    rewards = {2: (0.0, 1.0), 5: (1.0, 0.0), 6: (1.0, 1.0), 7: (0.0, 1.0), 8: (0.0, 1.0), 9: (1.0, 0.0)}
+    rewards = {2: (0.0, 2.0), 5: (1.0, 0.0), 6: (1.0, 1.0), 7: (0.0, 1.0), 8: (0.0, 1.0), 9: (1.0, 0.0)}
     versions = {2: 4, 5: 5, 7: 3}
     tags = [
         replace(tag(g, i, reward, tokens=g, version=versions.get(g, 6)), dataset="a")
@@ -302,6 +302,7 @@ def test_groups_that_are_used_again_are_trained_like_others_and_have_ended_alrea
     assert (outcome.admitted, outcome.reused, plan.trained_groups) == (4, 2, [8, 9])
     metrics = step_metrics()
     record_batch(metrics, plan)
+    step._set_advantages(plan, {}, {}, own, metrics)
     values = metrics.reduce()
     assert (values["groups/admitted"], values["groups/trained"], values["groups/reused"]) == (4, 2, 2)
     assert values["batch/samples"] == 12 and values["batch/trained_samples"] == 8
@@ -309,6 +310,7 @@ def test_groups_that_are_used_again_are_trained_like_others_and_have_ended_alrea
     assert values["batch/length_mean"] == 6 and values["batch/staleness_max"] == 3
     # What was generated and scored for this step
     assert values["reward/mean"] == pytest.approx(5 / 8) and values["groups/solve_all"] == 1 / 4
+    assert values["reward/max"] == 1.0 and values["reward/shaped_mean"] == 0.5
     assert values["rollout/response_length_mean"] == 7.5 and values["rollout/version_lag_max"] == 4
     assert (values["data/a/groups"], values["data/a/reward_mean"]) == (4, pytest.approx(5 / 8))
 
