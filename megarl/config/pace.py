@@ -174,6 +174,6 @@ def pace_problems(config: Config) -> Iterator[str]:
     if section.max_uses > (steps := pace.steps_within_bound(0)):
         yield (
             f"admission.max_uses: {section.max_uses} steps cannot train one group, because max_staleness "
-            f"{pace.max_staleness} leaves each group at most {steps} of {updates} updates; use mode: async with "
-            f"max_staleness of at least {section.max_uses * updates - 1}, or set max_uses to at most {steps}"
+            f"{pace.max_staleness} leaves each group at most {steps} step(s) of {updates} update(s); use mode: async "
+            f"with max_staleness of at least {section.max_uses * updates - 1}, or set max_uses to at most {steps}"
         )
