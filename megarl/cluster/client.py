@@ -242,11 +242,17 @@ class PoolClient:
         """Return the finished groups that `step` would take now; [] once it has taken its batch."""
         return self.call("upcoming", step, timeout_s=self.config.timeouts.rpc_s)
 
-    def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> Counters:
-        """Settle every group of `step`: report how many were trained, filtered, dropped as stale, and failed."""
+    def commit(
+        self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
+        reused: int = 0, trained_groups: Sequence[int] | None = None,
+    ) -> Counters:  # fmt: skip
+        """Settle every group of `step`: report how many were trained, filtered, dropped as stale, and failed.
+
+        `reused`: how many groups were trained again; `trained_groups`: the ids of those that were trained.
+        """
         return self.call(
             "commit", step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed,
-            timeout_s=self.config.timeouts.rpc_s,
+            reused=reused, trained_groups=trained_groups, timeout_s=self.config.timeouts.rpc_s,
         )  # fmt: skip
 
     def evaluate(self, version: int, label: str = "") -> list[SetReport]:

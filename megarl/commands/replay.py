@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, TextIO
 from megarl.common.errors import ConfigError
 from megarl.config.datasets import train_sets
 from megarl.config.pace import refill_groups
-from megarl.queue.dump import DumpError, read_batch, recorded_steps
+from megarl.queue.dump import DumpedBatch, DumpError, read_batch, recorded_steps
 from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import ScheduledBatch, ScheduleMismatch, read_schedule, replay_schedule
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config
+    from megarl.run.step import StepPlan
     from megarl.trainer.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ def replay_steps(
     ScheduleMismatch if a batch is not that of the schedule.
     """
     from megarl.run.batch_metrics import record_batch
-    from megarl.run.step import plan_step, train_step
+    from megarl.run.step import train_step
     from megarl.telemetry.declarations import step_metrics
     from megarl.telemetry.timer import PhaseTimer
     from megarl.trainer import parallel
@@ -174,12 +175,13 @@ def replay_steps(
     timer, metrics = PhaseTimer(), step_metrics()
     for step in steps:
         with timer.phase("queue"):
-            batch, replaced = read_batch(batches, step), []
+            batch, replaced, reused = read_batch(batches, step), [], []
             _check_sets({tag.dataset for tag in batch.tags}, config, batches, step)
             if schedule is not None and (scheduled := schedule.get(step)) is not None:
                 scheduled.check(batch)
                 replaced = scheduled.replaced if refill_groups(config) else []
-            plan = plan_step(batch.tags, config, dp_size=parallel.dp_size(), version=batch.version, replaced=replaced)
+                reused = scheduled.reused if config.admission.max_uses > 1 else []
+            plan = _plan(batch, config, replaced, reused, dp_size=parallel.dp_size())
             if len(set(parallel.dp_all_gather_object(plan.hash))) != 1:
                 raise RuntimeError(f"the ranks read different batches of step {step} from {batches}; is it shared?")
             wanted = set(plan.keys_of(parallel.dp_rank()))
@@ -189,6 +191,19 @@ def replay_steps(
         values = metrics.reduce() | timer.finish_step()
         if on_step is not None:
             on_step(step + 1, values)
+
+
+def _plan(batch: DumpedBatch, config: Config, replaced: list[int], reused: list[int], *, dp_size: int) -> StepPlan:
+    """Plan a recorded step. Raises DumpError if the config's options drop a group that the step has used again."""
+    from megarl.run.step import ReuseError, plan_step
+
+    try:
+        return plan_step(batch.tags, config, dp_size=dp_size, version=batch.version, replaced=replaced, reused=reused)
+    except ReuseError as error:
+        raise DumpError(
+            f"step {batch.step}: {error}: the options differ from those of the run; with admission.max_uses=1 a group "
+            "that is used again counts as any other"
+        ) from error
 
 
 def _check_sets(found: set[str], config: Config, batches: Path, step: int) -> None:

@@ -7,9 +7,11 @@ A step always ends, because
 3. the groups that it waits for end: admission waits only for groups in flight, and generation and rewards have time
    limits;
 4. filters cannot hold it back: rollout replaces only so many groups before each step (`admission.refill_limit`), and
-   the trainer filters a batch after it is taken.
+   the trainer filters a batch after it is taken;
+5. groups that are used again (`admission.max_uses`) cannot either: a step can always do without them, because as many
+   new groups may start as it takes, and in the queue they make room for new ones.
 
-The last two hold for every config. The tests of admission visit every state of small runs, and find a state in which
+The last three hold for every config. The tests of admission visit every state of small runs, and find a state in which
 nothing can happen exactly if one of the first two does not hold.
 """
 

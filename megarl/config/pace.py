@@ -80,6 +80,12 @@ def capacity_groups(config: Config) -> int | None:
     return None if capacity is None else capacity // config.batch.samples_per_group
 
 
+def most_in_flight(config: Config) -> int:
+    """Return the most groups that are generated or wait in the queue at a time, without `queue.capacity`."""
+    groups, uses = config.batch.groups, config.admission.max_uses
+    return max(groups, pace_of(config).steps_within_bound(0) * groups // uses)
+
+
 def _sync_interval(config: Config) -> int:
     section, updates = config.admission, config.trainer.mini_batches
     if section.sync_interval is not None:
@@ -110,6 +116,21 @@ def pace_notes(config: Config) -> Iterator[str]:
             f"admission.max_staleness to at least {2 * updates - 1}"
             + (f" and admission.sync_interval to at least {2 * updates}" if config.admission.mode == "stream" else "")
             + (", and remove staleness_threshold" if config.admission.staleness_threshold is not None else "")
+        )
+
+    held, samples, groups = capacity_groups(config), config.batch.samples_per_group, config.batch.groups
+    uses = config.admission.max_uses
+    if uses > 1 and pace.steps_within_bound(0) < 2 * uses:
+        yield (
+            f"admission.max_uses: with {uses} uses within max_staleness {pace.max_staleness}, fewer groups than two "
+            f"steps train are generated at a time, and engines may have nothing to do; for more, set "
+            f"admission.max_staleness to at least {2 * uses * updates - 1} (mode: async)"
+        )
+    if uses > 1 and held is not None and held < most_in_flight(config) + groups:
+        yield (
+            f"queue.capacity: {config.queue.capacity} samples hold {held} groups, but up to {most_in_flight(config)} "
+            f"are generated ahead, and those of earlier steps, which admission.max_uses could train again, make room "
+            f"for them; to keep those of one step, set it to at least {(most_in_flight(config) + groups) * samples}"
         )
 
 
@@ -149,4 +170,10 @@ def pace_problems(config: Config) -> Iterator[str]:
         yield (
             f"admission.mode: stream generates nothing ahead of the next publication (max_staleness "
             f"{pace.sync_interval - 1}); use mode: async with max_staleness {pace.max_staleness}, or remove it"
+        )
+    if section.max_uses > (steps := pace.steps_within_bound(0)):
+        yield (
+            f"admission.max_uses: {section.max_uses} steps cannot train one group, because max_staleness "
+            f"{pace.max_staleness} leaves each group at most {steps} step(s) of {updates} update(s); use mode: async "
+            f"with max_staleness of at least {section.max_uses * updates - 1}, or set max_uses to at most {steps}"
         )

@@ -346,6 +346,13 @@ class AdmissionConfig(Section):
         description="The most groups that `refill` replaces per step, in multiples of `batch.groups`; further ones are "
         "part of the step, and filtered by the trainer.",
     )
+    max_uses: int = Field(
+        1,
+        ge=1,
+        description="The most steps that train a group, all within `max_staleness`. With more than 1, a step for which "
+        "too few new groups have finished when the trainer needs it is filled up with groups of earlier steps. The "
+        "steps within the bound are shared: about 1 / max_uses as many groups are generated ahead.",
+    )
 
 
 class WeightSyncConfig(Section):
@@ -376,7 +383,8 @@ class QueueConfig(Section):
         None,
         ge=1,
         description="The most samples in the queue, those that are being generated or trained included; at least one "
-        "step's. Default: as many as `admission.max_staleness` allows.",
+        "step's. Groups that wait for a further use (`admission.max_uses`) count, and make room for new ones. Default: "
+        "as many as `admission.max_staleness` allows.",
     )
 
 

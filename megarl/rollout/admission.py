@@ -21,6 +21,16 @@ groups count towards their step: they are not redrawn.
 Dynamic sampling (DAPO, arXiv:2503.14476 section 3.2): a finished group whose rewards are all equal is replaced instead
 of queued. It leaves its place to the next group, and the step that is taken next settles it as filtered. Between two
 steps at most `refill` groups are replaced, so that every step ends.
+
+Bounded replay: with `max_uses` k > 1 a group that was trained may be trained again, by k steps in all and within the
+bound. A step takes such groups only to fill up: if the trainer has nothing else to do and at least one new group, but
+not enough of them, has finished. Two rules keep them from taking the places of new groups:
+
+- Only so many groups start that the steps up to their last step could train each of them k times, but always enough
+  for one step. Otherwise the groups in flight would have all places within the bound, and none would be used again.
+- What a step leaves over of new groups must fit the steps up to their last step, as without replay (`awaited`).
+
+Replay settles nothing: a group ends once, at its first use, and further uses are counted apart.
 """
 
 from __future__ import annotations
@@ -32,6 +42,7 @@ from typing import Any
 
 from megarl.config.pace import Pace
 from megarl.rollout.counters import Counters, Taken
+from megarl.rollout.reusable_groups import ReusableGroups, Use
 
 
 class Admission:
@@ -40,12 +51,14 @@ class Admission:
     `groups`: groups per step (>= 1). `pace`: the bound on staleness; versions count optimizer updates. `refill`: the
     most groups without signal that are replaced between two steps; 0 turns dynamic sampling off. `capacity`: the most
     groups in flight, in the queue and in steps that are not committed (>= `groups`); None: no bound besides `pace`'s.
-    `steps`: those of the run, after which nothing is trained; None: no end.
+    `steps`: those of the run, after which nothing is trained; None: no end. `max_uses`: the most steps that may train
+    a group (>= 1). Groups that may be trained again count for `capacity` too, but make room for new ones.
     """
 
     def __init__(
-        self, groups: int, pace: Pace, *, refill: int = 0, capacity: int | None = None, steps: int | None = None
-    ) -> None:
+        self, groups: int, pace: Pace, *, refill: int = 0, capacity: int | None = None, steps: int | None = None,
+        max_uses: int = 1,
+    ) -> None:  # fmt: skip
         if groups < 1:
             raise ValueError(f"admission needs groups >= 1, got {groups}")
         self.groups = groups
@@ -63,7 +76,10 @@ class Admission:
         self._ready: dict[int, dict[int, bool]] = {}  # version of the oldest token -> group -> ok, as they finished
         self._replaced: list[int] = []  # since the last step was taken
         self._taken: dict[int, Taken] = {}  # by step, if it is not committed
+        self._reusable = ReusableGroups(max_uses)  # all of them can be used by the next step
+        self._released: list[int] = []  # groups whose rows nobody needs any more, since `take_released`
         self._done: dict[str, int] = {"trained": 0, "filtered": 0, "dropped_stale": 0, "failed": 0}
+        self._reused = 0  # uses of groups after their first one, in committed steps
         self._committed_steps: int = 0
         self._attempts = 0  # groups ever started, those that a resume has discarded included
         # (version, steps done) from which the bound counts: at the first version that is set in this history.
@@ -96,29 +112,55 @@ class Admission:
         first, steps = self._base
         return steps + self.pace.steps_within_bound(version - first)
 
+    def _end(self, version: int) -> int:
+        """Return the same number, or that of the run's steps if these are fewer."""
+        end = self.steps_within_bound(version)
+        return end if self.steps is None else min(end, self.steps)
+
+    def _usable(self, version: int) -> bool:
+        """Tell whether the next step may train tokens of `version`."""
+        return self._steps_taken < self._end(version)
+
+    @property
+    def max_uses(self) -> int:
+        """The most steps that may train a group."""
+        return self._reusable.max_uses
+
     @property
     def _ready_count(self) -> int:
         return sum(map(len, self._ready.values()))
 
     @property
+    def _waiting_count(self) -> int:
+        """The number of new groups that no step has taken."""
+        return len(self._in_flight) + self._ready_count
+
+    @property
     def _taken_count(self) -> int:
         """The number of groups in the queue that steps have taken."""
-        return sum(len(taken.ok) + len(taken.failed) for taken in self._taken.values())
+        return sum(len(taken.ok) + len(taken.failed) + len(taken.reused) for taken in self._taken.values())
 
     @property
     def room(self) -> int:
-        """The number of groups that may start now: those that steps within the bound, and the queue, can still take."""
-        return self._room_at(self.version)
+        """The number of groups that may start now: those that steps within the bound, and the queue, can still take.
+
+        If groups are used several times, only those that the steps can take as often, and at least those of one step.
+        """
+        room = self._room_at(self.version)
+        if self.max_uses > 1:
+            used_fully = self._places(self.version) // self.max_uses
+            room = min(room, max(self.groups, used_fully) - self._waiting_count)
+        return max(0, room)
+
+    def _places(self, version: int) -> int:
+        """The number of groups that the steps up to the last one of `version` can still take."""
+        return (self._end(version) - self._steps_taken) * self.groups
 
     def _room_at(self, version: int) -> int:
         """The room for groups of `version`, if no group in flight or in the queue is of a later one."""
-        waiting = len(self._in_flight) + self._ready_count
-        end = self.steps_within_bound(version)
-        if self.steps is not None:
-            end = min(end, self.steps)
-        free = (end - self._steps_taken) * self.groups - waiting
+        free = self._places(version) - self._waiting_count
         if self.capacity is not None:
-            free = min(free, self.capacity - waiting - self._taken_count)
+            free = min(free, self.capacity - self._waiting_count - self._taken_count)
         return max(0, free)
 
     @property
@@ -132,7 +174,10 @@ class Admission:
         return self._attempts
 
     def admit(self) -> list[int]:
-        """Return the ids of the groups that may start now, and count them as in flight."""
+        """Return the ids of the groups that may start now, and count them as in flight.
+
+        If the queue has no other room for them, groups that could be used again leave it.
+        """
         room = self.room
         redrawn, self._redraw = self._redraw[:room], self._redraw[room:]
         fresh = list(range(self._next_group, self._next_group + room - len(redrawn)))
@@ -140,6 +185,9 @@ class Admission:
         self._attempts += len(redrawn) + len(fresh)
         self._in_flight.update(dict.fromkeys(redrawn + fresh, self.version))
         self._started[self.version] += len(redrawn) + len(fresh)
+        if self.capacity is not None:
+            queued = self._waiting_count + self._taken_count + len(self._reusable)
+            self._released += self._reusable.evict(max(0, queued - self.capacity))
         return redrawn + fresh
 
     def keep(self, kept: Mapping[int, Set[int]]) -> list[int]:
@@ -212,27 +260,49 @@ class Admission:
         return oldest
 
     def batch(self, step: int) -> tuple[list[int], list[int]] | None:
-        """Take the groups of `step`: (trainable, failed), each sorted; None while they are not ready.
+        """Take the new groups of `step`: (trainable, failed), each sorted; None while they are not ready.
 
-        They are ready when enough groups are finished and none is in flight whose last step this is. A second call
-        for the same step returns the same groups. Raises ValueError for a step out of order.
+        They are ready when enough groups are finished, or can be filled up with groups that are used again (`reused`),
+        and none is in flight whose last step this is. A second call for the same step returns the same groups. Raises
+        ValueError for a step out of order.
         """
         if step in self._taken:
             return self._taken[step].ok, self._taken[step].failed
         if step != self._steps_taken:
             raise ValueError(f"batches are taken in order: step {step} was requested, but {self._steps_taken} is next")
-        if self._ready_count < self.groups or self.awaited(step):
+        missing = max(0, self.groups - self._ready_count)
+        if (missing and not self._fills_up(missing)) or self.awaited(step):
             return None
         chosen: dict[int, bool] = {}
+        oldest: dict[int, int] = {}
         for version, groups in self._oldest_ready():
             left = self._ready[version]
             chosen |= {group: left.pop(group) for group in groups}
+            oldest |= dict.fromkeys(groups, version)
             if not left:
                 del self._ready[version]
         ok, failed = sorted(g for g in chosen if chosen[g]), sorted(g for g in chosen if not chosen[g])
-        self._taken[step] = Taken(ok, failed, sorted(self._replaced))
+        reused = self._reusable.take(missing)
+        self._taken[step] = Taken(ok, failed, sorted(self._replaced), oldest, reused)
         self._replaced = []
+        self._released += self._reusable.drop(self._usable)
         return ok, failed
+
+    def _fills_up(self, missing: int) -> bool:
+        """Tell whether the next step takes the `missing` groups from those that may be used again.
+
+        It does not while another step is not committed: the trainer then has work, and more new groups may finish.
+        """
+        return not self._taken and self._ready_count > 0 and len(self._reusable) >= missing
+
+    def reused(self, step: int) -> list[int]:
+        """Return the groups, sorted, that `step` trains again. Raises KeyError as `replaced` does."""
+        return sorted(self._taken[step].reused)
+
+    def take_released(self) -> list[int]:
+        """Return the groups, sorted, whose rows no step needs any more; each group of the queue once."""
+        released, self._released = sorted(self._released), []
+        return released
 
     def replaced(self, step: int) -> list[int]:
         """Return the groups, sorted, that were replaced before `step` was taken; its commit settles them as filtered.
@@ -263,7 +333,7 @@ class Admission:
     def awaited(self, step: int) -> list[int]:
         """Return the groups in flight, sorted, of which `step` must wait for at least one more. Empty: for none.
 
-        If the step took what is ready, the groups of some version and older ones would be more than the steps after
+        If the step took what is ready, the new groups of some version and older ones would be more than the steps after
         it, up to the last step of that version, can take.
         """
         left = self._started + Counter({version: len(groups) for version, groups in self._ready.items()})
@@ -271,14 +341,19 @@ class Admission:
         older = 0
         for version in sorted(left):
             older += left[version]
-            if older > (self.steps_within_bound(version) - step - 1) * self.groups:
+            if older > (self._end(version) - step - 1) * self.groups:
                 return sorted(group for group, started in self._in_flight.items() if started <= version)
         return []
 
-    def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> None:
-        """Settle every group of `step`. Raises ValueError unless the numbers account for each of them once.
+    def commit(
+        self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
+        reused: int = 0, trained_groups: Iterable[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Settle every new group of `step`. Raises ValueError unless the numbers account for each of them once.
 
-        `failed` includes the groups that `batch` already reported as failed, `filtered` those of `replaced`.
+        `failed` includes the groups that `batch` already reported as failed, `filtered` those of `replaced`. `reused`:
+        the number of groups that were trained again, which settles none. `trained_groups`: the new groups that were
+        trained, which alone may be used again; they must be told if groups may be.
         """
         if step not in self._taken:
             raise ValueError(f"step {step} was never taken, or is already committed")
@@ -291,10 +366,36 @@ class Admission:
                 f"step {step}: {numbers} do not account for its {taken.total} groups, {len(taken.failed)} of them "
                 f"failed in rollout{replaced}"
             )
+        ids = self._check_uses(step, trained, reused, trained_groups)
         del self._taken[step]
         self._committed_steps += 1
         for name, number in numbers.items():
             self._done[name] += number
+        self._reused += reused
+        uses = {group: Use(taken.oldest[group]) for group in ids}
+        uses |= {group: use.again for group, use in taken.reused.items()}
+        kept = {group for group, use in uses.items() if self._reusable.keep(group, use)}
+        self._released += {*taken.ok, *taken.failed, *taken.reused} - kept
+        self._released += self._reusable.drop(self._usable)
+
+    def _check_uses(self, step: int, trained: int, reused: int, trained_groups: Iterable[int] | None) -> list[int]:
+        """Return the ids of the new groups that `step` has trained, none if they were not told and are not needed.
+
+        Raises ValueError if they, or the number of groups that it has trained again, cannot be right.
+        """
+        taken = self._taken[step]
+        if reused != len(taken.reused):
+            raise ValueError(f"step {step} took {len(taken.reused)} groups to train them again, not {reused}")
+        if trained_groups is None:
+            if self.max_uses > 1:
+                raise ValueError(f"step {step}: the ids of the trained groups are missing; groups may be used again")
+            return []
+        ids = sorted(trained_groups)
+        if len(ids) != trained or len(set(ids)) != trained or not set(ids) <= set(taken.ok):
+            raise ValueError(
+                f"step {step}: {ids} cannot be its {trained} trained groups; the trainable ones are {taken.ok}"
+            )
+        return ids
 
     @property
     def counters(self) -> Counters:
@@ -307,6 +408,8 @@ class Admission:
             replaced=len(self._replaced),
             ready=self._ready_count,
             taken=sum(taken.total for taken in self._taken.values()),
+            reusable=len(self._reusable),
+            reused=self._reused,
             **self._done,
         )
 
@@ -323,10 +426,14 @@ class Admission:
         return sorted([*self._in_flight, *self._replaced, *ready, *taken, *self._redraw])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the committed history as JSON content. Unsettled groups are redrawn under the same ids."""
+        """Return the committed history as JSON content. Unsettled groups are redrawn under the same ids.
+
+        Groups that may be used again are not part of it: a run that resumes does not use them again.
+        """
         return {
             "steps": self._committed_steps,
             "done": dict(self._done),
+            "reused": self._reused,
             "version": self.version,
             "next_group": self._next_group,
             "unsettled": self.unsettled,
@@ -340,12 +447,14 @@ class Admission:
         count as rolled back. The batch size may differ from the saved one: capacity counts from here.
         """
         self._done = dict(state["done"])
+        self._reused = int(state.get("reused", 0))  # histories of before had no such groups
         self._committed_steps = int(state["steps"])
         self.version = int(state["version"])
         self._next_group = int(state["next_group"])
         self._redraw = list(state["unsettled"])
         self._in_flight, self._started, self._ready, self._taken = {}, Counter(), {}, {}
         self._replaced, self._published, self._kept = [], set(), {}
+        self._reusable, self._released = ReusableGroups(self.max_uses), []
         self._attempts = max(attempts, self._attempts, int(state["attempts"]))
         self._base = None
 

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,7 @@ class RolloutController:
         """Take the batch of `step`, if its groups are ready."""
         if self._admission.batch(step) is None:
             return None
+        self._groups.free_rows()  # of groups that are too old for the steps after it
         stats, self._runner.stats = self._runner.stats, BatchStats()
         now = time.monotonic()
         stats.engine_seconds = self._engine_time.take(now)
@@ -216,16 +218,23 @@ class RolloutController:
         """
         return self._admission.upcoming(step)
 
-    async def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> Counters:
-        """Settle the groups of `step`, remove their rows from the queue, and start the groups that then fit it.
+    async def commit(
+        self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
+        reused: int = 0, trained_groups: Sequence[int] | None = None,
+    ) -> Counters:  # fmt: skip
+        """Settle the groups of `step`, free the rows that are not used again, and start the groups that then fit.
 
-        Raises ValueError if the numbers do not account for every group once.
+        `reused` and `trained_groups`: see `Admission.commit`. Raises ValueError if the numbers do not account for every
+        group once.
         """
         self._tasks.check()
         admission = self._admission
-        admission.commit(step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed)
+        admission.commit(
+            step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed,
+            reused=reused, trained_groups=trained_groups,
+        )  # fmt: skip
         batch = self._batches.pop(step)
-        self._tasks.start(self._writer.clear(batch.keys))
+        self._groups.free_rows()
 
         def next_group() -> int:
             self._groups.check_present(admission, f"the commit of step {step}")
@@ -239,6 +248,7 @@ class RolloutController:
         if not counters.balanced:
             raise RolloutError(f"group counters do not add up after step {step}: {counters}")
         self._groups.start()  # in the places of the queue that the step had
+        self._tasks.changed.set()  # the next step may use groups of this one again
         return self._admission.counters
 
     async def counters(self) -> Counters:

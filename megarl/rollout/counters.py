@@ -6,7 +6,10 @@ Invariant: at every moment
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megarl.rollout.reusable_groups import Use
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Counters:
     dropped_stale: int = 0
     failed: int = 0
     rolled_back: int = 0  # attempts that a resume has discarded; not part of the history
+    reusable: int = 0  # of the trained ones, those that still are in the queue because a step may train them again
+    reused: int = 0  # uses of trained groups after their first one, in committed steps; these settle nothing
 
     @property
     def settled(self) -> int:
@@ -42,6 +47,8 @@ class Taken:
     ok: list[int]
     failed: list[int]
     replaced: list[int]  # before the step was taken, since the step before it was
+    oldest: Mapping[int, int] = field(default_factory=dict)  # version of the oldest token of each new group
+    reused: Mapping[int, Use] = field(default_factory=dict)  # trained before, and now again
 
     @property
     def total(self) -> int:

@@ -21,7 +21,7 @@ from megarl.config.datasets import response_limits
 from megarl.config.pace import capacity_groups, pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.config.shaping import shaping_of
-from megarl.queue.trajectory import Trajectory
+from megarl.queue.trajectory import Trajectory, sample_key
 from megarl.queue.transfer import QueueWriter
 from megarl.rollout.admission import Admission, usable_samples
 from megarl.rollout.background import BackgroundTasks
@@ -82,11 +82,12 @@ class PromptGroups:
     def _new_admission(self) -> Admission:
         config = self._config
         groups, pace, steps = config.batch.groups, pace_of(config), config.run.steps
-        refill, capacity = refill_groups(config), capacity_groups(config)
+        refill, capacity, uses = refill_groups(config), capacity_groups(config), config.admission.max_uses
         if config.telemetry.dump_batches:
-            record = self._schedule.write
-            return RecordedAdmission(groups, pace, refill=refill, capacity=capacity, steps=steps, record=record)
-        return Admission(groups, pace, refill=refill, capacity=capacity, steps=steps)
+            return RecordedAdmission(
+                groups, pace, refill=refill, capacity=capacity, steps=steps, max_uses=uses, record=self._schedule.write
+            )
+        return Admission(groups, pace, refill=refill, capacity=capacity, steps=steps, max_uses=uses)
 
     def _failure_policy(self) -> FailurePolicy:
         return FailurePolicy(self._config.rollout.on_group_failure, self._config.batch.groups)
@@ -126,13 +127,20 @@ class PromptGroups:
         return History.of(self.admission.state_dict())
 
     def start(self) -> None:
-        """Start every group that admission allows now."""
+        """Start every group that admission allows now; groups that may be used again may have to leave the queue."""
         groups = self.admission.admit()
         if groups:
             # Written before any of them starts, so that a resume can count the groups that were started in vain.
             write_json(self._run_dir / ATTEMPTS_FILE, {"attempts": self.admission.attempts})
         for group_id in groups:
             self._tasks.start(self._run(group_id))
+        self.free_rows()
+
+    def free_rows(self) -> None:
+        """Remove the rows that no step needs any more from the queue, in the background."""
+        if released := self.admission.take_released():
+            samples = range(self._config.batch.samples_per_group)
+            self._tasks.start(self._writer.clear([sample_key(group, index) for group in released for index in samples]))
 
     async def _run(self, group_id: int, begun: Mapping[Place, BegunResponse] | None = None) -> None:
         """Run one prompt group to its end; `begun`: the responses of an attempt before, which are continued.

@@ -12,10 +12,11 @@ from megarl.rollout.counters import Counters
 
 @dataclass(frozen=True)
 class BatchReady:
-    """A batch that the trainer may take: its `groups`, and `keys` of all its samples, failed ones included, in order.
+    """A batch that the trainer may take: its new `groups`, and `keys` of all its samples, failed ones too, in order.
 
     `timings`: declared `rollout/*` and `reward/errors` metrics of this batch. `replaced`: ids of the groups without
-    signal that were replaced before it, which the step counts as filtered.
+    signal that were replaced before it, which the step counts as filtered. `reused`: ids of the batch's other groups,
+    which earlier steps have trained.
     """
 
     step: int
@@ -24,6 +25,7 @@ class BatchReady:
     timings: dict[str, float]
     groups: list[int]
     replaced: list[int] = field(default_factory=list)
+    reused: list[int] = field(default_factory=list)
 
 
 class ReadyBatches:
@@ -43,6 +45,7 @@ class ReadyBatches:
         if taken is None:
             raise ValueError(f"the groups of step {step} are not ready")
         counters, groups, replaced = admission.counters, sorted(taken[0] + taken[1]), admission.replaced(step)
+        reused = admission.reused(step)
         shares: dict[str, float] = {}
         if admission.refill:
             finished = len(replaced) + admission.groups
@@ -50,9 +53,11 @@ class ReadyBatches:
                 "rollout/groups_replaced": len(replaced),
                 "rollout/groups_replaced_share": len(replaced) / finished,
             }
+        if admission.max_uses > 1:
+            shares["rollout/groups_reusable"] = counters.reusable
         batch = BatchReady(
             step=step,
-            keys=[sample_key(group, index) for group in groups for index in self._samples],
+            keys=[sample_key(group, index) for group in sorted(groups + reused) for index in self._samples],
             counters=counters,
             timings={
                 **metrics,
@@ -62,6 +67,7 @@ class ReadyBatches:
             },
             groups=groups,
             replaced=replaced,
+            reused=reused,
         )
         self._batches[step] = batch
         return batch

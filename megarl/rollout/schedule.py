@@ -29,17 +29,21 @@ class RecordedAdmission(Admission):
 
     def __init__(
         self, groups: int, pace: Pace, *, refill: int = 0, capacity: int | None = None, steps: int | None = None,
-        record: Callable[[Event], None],
+        max_uses: int = 1, record: Callable[[Event], None],
     ) -> None:  # fmt: skip
-        super().__init__(groups, pace, refill=refill, capacity=capacity, steps=steps)
+        super().__init__(groups, pace, refill=refill, capacity=capacity, steps=steps, max_uses=max_uses)
         self._record = record
+
+    def _if_reusing(self, **values: Any) -> Event:
+        """Return what an event has only in runs in which groups may be used again."""
+        return values if self.max_uses > 1 else {}
 
     def load_state_dict(self, state: dict[str, Any], attempts: int = 0) -> None:
         """See `Admission.load_state_dict`. An attempt of the run begins with it."""
         super().load_state_dict(state, attempts)
         settings = {"groups": self.groups, "refill": self.refill, "capacity": self.capacity, "steps": self.steps}
         begin = {"event": "begin", **settings, "pace": asdict(self.pace), "state": state, "attempts": attempts}
-        self._record(begin)
+        self._record(begin | self._if_reusing(max_uses=self.max_uses))
 
     def announce(self, version: int) -> None:
         """See `Admission.announce`."""
@@ -85,14 +89,20 @@ class RecordedAdmission(Admission):
         batch = super().batch(step)
         if batch is not None and not known:
             ok, failed = batch
-            self._record({"event": "batch", "step": step, "ok": ok, "failed": failed, "replaced": self.replaced(step)})
+            event = {"event": "batch", "step": step, "ok": ok, "failed": failed, "replaced": self.replaced(step)}
+            self._record(event | self._if_reusing(reused=self.reused(step)))
         return batch
 
-    def commit(self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int) -> None:
+    def commit(
+        self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
+        reused: int = 0, trained_groups: Iterable[int] | None = None,
+    ) -> None:  # fmt: skip
         """See `Admission.commit`."""
         numbers = {"trained": trained, "filtered": filtered, "dropped_stale": dropped_stale, "failed": failed}
-        super().commit(step, **numbers)
-        self._record({"event": "commit", "step": step, **numbers})
+        groups = None if trained_groups is None else sorted(trained_groups)
+        super().commit(step, **numbers, reused=reused, trained_groups=groups)
+        uses = self._if_reusing(reused=reused, trained_groups=groups)
+        self._record({"event": "commit", "step": step, **numbers, **uses})
 
 
 class ScheduleFile:

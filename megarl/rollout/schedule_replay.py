@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class ScheduledBatch:
     """The groups that a step has taken: trainable ones and failed ones, and those that were replaced before it.
 
     `pace`: that of the attempt of the run. `dropped_stale`: how many groups were too old; None if the step was not
-    committed.
+    committed. `reused`: further groups, which earlier steps have trained.
     """
 
     step: int
@@ -36,11 +36,12 @@ class ScheduledBatch:
     replaced: list[int]
     pace: Pace
     dropped_stale: int | None = None
+    reused: list[int] = field(default_factory=list)
 
     def check(self, batch: DumpedBatch) -> None:
         """Raise ScheduleMismatch unless a recorded batch has these groups, and as many that are too old."""
         found = {group: list(rows) for group, rows in groupby(batch.tags, key=lambda tag: tag.group_id)}
-        if (groups := sorted(found)) != (taken := sorted(self.ok + self.failed)):
+        if (groups := sorted(found)) != (taken := sorted(self.ok + self.failed + self.reused)):
             raise ScheduleMismatch(f"step {self.step}: the schedule has groups {taken}, the recorded batch {groups}")
         oldest = batch.version + self.pace.updates_per_step - 1 - self.pace.max_staleness
         stale = [group for group in groups if any(not t.failed and t.oldest_version < oldest for t in found[group])]
@@ -102,8 +103,9 @@ class _Replay:
     def begin(self, event: Event) -> None:
         pace = Pace(**event["pace"])
         self._current = Admission(
-            event["groups"], pace, refill=event["refill"], capacity=event["capacity"], steps=event["steps"]
-        )
+            event["groups"], pace, refill=event["refill"], capacity=event["capacity"], steps=event["steps"],
+            max_uses=event.get("max_uses", 1),
+        )  # fmt: skip
         self._current.load_state_dict(event["state"], event["attempts"])
         steps = event["state"]["steps"]
         self.batches = {step: batch for step, batch in self.batches.items() if step < steps}
@@ -132,16 +134,20 @@ class _Replay:
         taken = self.admission.batch(step)
         _same(f"batch of step {step} (trainable, failed)", (event["ok"], event["failed"]), taken)
         _same(f"groups replaced before step {step}", event["replaced"], self.admission.replaced(step))
+        reused = event.get("reused", [])
+        _same(f"groups that step {step} uses again", reused, self.admission.reused(step))
         pace = self.admission.pace
-        self.batches[step] = ScheduledBatch(step, event["ok"], event["failed"], event["replaced"], pace)
+        self.batches[step] = ScheduledBatch(step, event["ok"], event["failed"], event["replaced"], pace, reused=reused)
 
     def commit(self, event: Event) -> None:
         step, numbers = event["step"], {name: event[name] for name in _ENDS}
-        self.admission.commit(step, **numbers)
+        uses = {name: event[name] for name in _USES if name in event}
+        self.admission.commit(step, **numbers, **uses)
         self.batches[step] = replace(self.batches[step], dropped_stale=numbers["dropped_stale"])
 
 
 _ENDS: Sequence[str] = ("trained", "filtered", "dropped_stale", "failed")
+_USES: Sequence[str] = ("reused", "trained_groups")  # where groups may be used again
 _EVENTS = {
     "begin": _Replay.begin,
     "announce": _Replay.announce,

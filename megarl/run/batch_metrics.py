@@ -12,13 +12,17 @@ from megarl.telemetry.metrics import StepMetrics
 
 
 def record_batch(metrics: StepMetrics, plan: StepPlan) -> None:
-    """Record `reward/*`, `groups/*`, `batch/*`, the lengths and lags under `rollout/*`, `data/*` of several sets."""
-    tags = list(plan.tags.values())
+    """Record `reward/*`, `groups/*`, `batch/*`, the lengths and lags under `rollout/*`, `data/*` of several sets.
+
+    Samples that an earlier step has trained are in `batch/*` only: they were generated and scored once.
+    """
+    tags, new = list(plan.tags.values()), plan.new_tags
     usable = [tag for tag in tags if tag.status == "ok"]
-    _rewards(metrics, usable)
-    _groups(metrics, plan, usable)
-    _lengths(metrics, plan, usable)
-    _datasets(metrics, tags)
+    newly_usable = [tag for tag in new if tag.status == "ok"]
+    _rewards(metrics, newly_usable)
+    _groups(metrics, plan, newly_usable)
+    _lengths(metrics, plan, newly_usable)
+    _datasets(metrics, new)
     trained = [plan.tags[sample.key] for group in plan.shaped.groups for sample in group]
     in_loss = [plan.tags[sample.key] for group in plan.shaped.groups for sample in group if sample.trained]
     metrics.update(
@@ -29,6 +33,7 @@ def record_batch(metrics: StepMetrics, plan: StepPlan) -> None:
             "masked_samples": plan.shaped.masked_samples,
             "prompt_tokens": sum(tag.prompt_tokens for tag in tags),
             "response_tokens": sum(tag.response_tokens for tag in tags),
+            "reused_tokens": sum(tag.response_tokens for tag in tags) - sum(tag.response_tokens for tag in new),
             "trained_tokens": sum(tag.total_tokens for tag in trained),
             "loss_tokens": sum(tag.sampled_tokens for tag in in_loss),
         },
@@ -93,6 +98,7 @@ def _groups(metrics: StepMetrics, plan: StepPlan, usable: list[SampleTag]) -> No
             "filtered": outcome.filtered,
             "dropped_stale": outcome.dropped_stale,
             "failed": outcome.failed,
+            "reused": outcome.reused,
         },
         prefix="groups/",
     )

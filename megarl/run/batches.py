@@ -93,7 +93,14 @@ class BatchSource:
     def _prepare(self, step: int, version: int, channel: BackgroundChannel | None = None) -> PreparedBatch:
         batch = self._pool.take_batch(step, version, channel)
         started = time.perf_counter()
-        plan = plan_step(batch.tags, self._config, dp_size=parallel.dp_size(), version=version, replaced=batch.replaced)
+        plan = plan_step(
+            batch.tags,
+            self._config,
+            dp_size=parallel.dp_size(),
+            version=version,
+            replaced=batch.replaced,
+            reused=batch.reused,
+        )
         rows = self._pool.fetch(batch, plan, channel)
         samples = self._pool.read_samples(batch)
         if channel is not None:

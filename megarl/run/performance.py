@@ -73,7 +73,8 @@ class Performance:
             if self._peak is not None:
                 result["perf/trainer_mfu"] = tflops / self._peak
         if engine:
-            rate = (values["batch/response_tokens"] + values.get("rollout/replaced_tokens", 0.0)) / engine
+            generated = values["batch/response_tokens"] - values.get("batch/reused_tokens", 0.0)
+            rate = (generated + values.get("rollout/replaced_tokens", 0.0)) / engine
             result["perf/rollout_tokens_per_second"] = rate
             result["perf/rollout_tokens_per_second_per_gpu"] = rate / rollout_gpus
         if step:

@@ -126,7 +126,7 @@ class PoolLink:
             ready = via.wait(lambda bound_s: cast(BatchReady, self._client.use(lambda c: c.wait_batch(step, bound_s))))
         with via.phase("queue"):
             tags = self._read(via, lambda queue: queue.read_tags(ready.keys))
-        return StepBatch(step, version, ready.keys, tags, ready.timings, ready.replaced)
+        return StepBatch(step, version, ready.keys, tags, ready.timings, ready.replaced, ready.reused)
 
     def fetch(self, batch: StepBatch, plan: StepPlan, channel: Channel | None = None) -> dict[str, Trajectory]:
         """Return this replica's rows by key. Raises DisagreementError if the replicas' plans differ."""
@@ -171,7 +171,10 @@ class PoolLink:
             raise NonFiniteError(f"step {batch.step}: {error}; the batch is kept in {directory}") from error
 
     def commit(self, batch: StepBatch, plan: StepPlan) -> None:
-        """Tell the controller how every group ended; it then frees the rows. Not collective: only rank 0 acts."""
+        """Tell the controller how every group ended; it then frees the rows that it does not use again.
+
+        Not collective: only rank 0 acts.
+        """
         outcome = plan.outcome
         self._client.use(
             lambda pool: pool.commit(
@@ -180,6 +183,8 @@ class PoolLink:
                 filtered=outcome.filtered,
                 dropped_stale=outcome.dropped_stale,
                 failed=outcome.failed,
+                reused=outcome.reused,
+                trained_groups=plan.trained_groups,
             )
         )
 

@@ -39,7 +39,7 @@ class Totals:
     """Sums over the committed history, reported as `total/*` metrics."""
 
     key = "totals"
-    GROUPS = ("admitted", "trained", "filtered", "dropped_stale", "failed")
+    GROUPS = ("admitted", "trained", "filtered", "dropped_stale", "failed", "reused")
     BATCH = ("trained_samples", "trained_tokens")
 
     def __init__(self) -> None:
@@ -173,8 +173,8 @@ class Recorder:
         )
 
     def sample_keys(self, batch: StepBatch) -> list[str]:
-        """Choose the trajectories that `samples` writes; return their keys."""
-        return choose_keys(batch.keys, self._config.telemetry.samples_per_step, self._config.run.seed, batch.step)
+        """Choose the trajectories that `samples` writes, of those that no earlier step had; return their keys."""
+        return choose_keys(batch.new_keys, self._config.telemetry.samples_per_step, self._config.run.seed, batch.step)
 
     def samples(self, batch: StepBatch, rows: Sequence[tuple[Trajectory, str | None]]) -> None:
         """Append trajectories, with reference answers, to samples.jsonl."""

@@ -9,7 +9,7 @@ Shapes: `_R` the response tokens of one sample.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -39,14 +39,22 @@ from megarl.trainer.policy import Policy
 T = TypeVar("T")
 
 
+class ReuseError(ValueError):
+    """A group that an earlier step has trained cannot be trained again."""
+
+
 @dataclass(frozen=True)
 class GroupOutcome:
-    """Numbers of groups by how they ended; every admitted group ends in exactly one of these ways."""
+    """Numbers of groups by how they ended; every admitted group ends in exactly one of the first four ways.
+
+    `reused`: groups that an earlier step has trained, which thereby have ended, and that this one trains again.
+    """
 
     trained: int
     filtered: int
     dropped_stale: int
     failed: int
+    reused: int = 0
 
     @property
     def admitted(self) -> int:
@@ -59,7 +67,8 @@ class StepPlan:
     """The samples that a step trains on. `mini_batches[m][d]`: keys of the samples of mini-batch m on DP rank d.
 
     `tags`: those of all samples of the batch by key; `version`: the version of the weights that the step updates;
-    `stale`: keys of the samples of groups that were dropped as stale.
+    `stale`: keys of the samples of groups that were dropped as stale; `reused`: ids of the groups that an earlier step
+    has trained.
     """
 
     tags: dict[str, SampleTag]
@@ -68,6 +77,18 @@ class StepPlan:
     outcome: GroupOutcome
     version: int
     stale: list[str] = field(default_factory=list)
+    reused: frozenset[int] = frozenset()
+
+    @property
+    def new_tags(self) -> list[SampleTag]:
+        """The tags of the samples that no earlier step has trained."""
+        return [tag for tag in self.tags.values() if tag.group_id not in self.reused]
+
+    @property
+    def trained_groups(self) -> list[int]:
+        """The ids of the groups that this step is the first to train, sorted."""
+        groups = {self.tags[sample.key].group_id for group in self.shaped.groups for sample in group}
+        return sorted(groups - self.reused)
 
     def keys_of(self, dp_rank: int) -> list[str]:
         """Return the keys of the rows that a DP rank must fetch, in the order in which it trains on them."""
@@ -80,16 +101,25 @@ class StepPlan:
 
 
 def plan_step(
-    tags: Sequence[SampleTag], config: Config, *, dp_size: int, version: int, replaced: Sequence[int] = ()
+    tags: Sequence[SampleTag],
+    config: Config,
+    *,
+    dp_size: int,
+    version: int,
+    replaced: Sequence[int] = (),
+    reused: Sequence[int] = (),
 ) -> StepPlan:
     """Shape rewards, filter groups, split the rest by groups into mini-batches and each of these by tokens over DP.
 
     `version`: the version of the weights about to be updated. A group is dropped if the last update of the step would
     pass the bound on the staleness of its oldest token. `replaced`: ids of the groups without signal that rollout
-    replaced before this batch; they count as filtered. Raises ValueError if a sample or a group appears twice.
+    replaced before this batch; they count as filtered. `reused`: ids of the groups of the batch that an earlier step
+    has trained; they are trained like the others, and have ended already. Raises ValueError if a sample or a group
+    appears twice, and ReuseError if one of `reused` cannot be trained.
     """
     pace = pace_of(config)
     _check_replaced(tags, config, replaced)
+    _check_reused(tags, config, reused)
     oldest = version + pace.updates_per_step - 1 - pace.max_staleness
     groups = [
         list(group)
@@ -103,18 +133,21 @@ def plan_step(
     own_limits = [limits[group[0].dataset] for group in fresh] if limits else None
     shaped = shape_batch(fresh, shaping_of(config), own_limits)
     by_key = {tag.key: tag for tag in tags}
+    _check_all_trained(reused, {by_key[group[0].key].group_id for group in shaped.groups}, stale)
     mini_batches = []
     for chunk in _chunks(shaped.groups, config.trainer.mini_batches):
         keys = [sample.key for group in chunk for sample in group]
         lengths = [by_key[key].total_tokens for key in keys]
         mini_batches.append([[keys[i] for i in part] for part in assign_to_ranks(lengths, dp_size)])
     outcome = GroupOutcome(
-        trained=shaped.trained_groups,
+        trained=shaped.trained_groups - len(reused),
         filtered=shaped.filtered_groups + len(replaced),
         dropped_stale=len(stale),
         failed=shaped.failed_groups,
+        reused=len(reused),
     )
-    return StepPlan(by_key, shaped, mini_batches, outcome, version, [tag.key for group in stale for tag in group])
+    stale_keys = [tag.key for group in stale for tag in group]
+    return StepPlan(by_key, shaped, mini_batches, outcome, version, stale_keys, frozenset(reused))
 
 
 def _check_replaced(tags: Sequence[SampleTag], config: Config, replaced: Sequence[int]) -> None:
@@ -124,6 +157,23 @@ def _check_replaced(tags: Sequence[SampleTag], config: Config, replaced: Sequenc
         raise ValueError(f"groups were reported as replaced that are in the batch or were reported twice: {replaced}")
     if len(replaced) > (limit := refill_groups(config)):
         raise ValueError(f"{len(replaced)} groups were replaced before a step; admission.refill allows {limit}")
+
+
+def _check_reused(tags: Sequence[SampleTag], config: Config, reused: Sequence[int]) -> None:
+    """Check the rollout side's report of groups that are used again. Raises ReuseError for ids that cannot be right."""
+    missing = set(reused) - {tag.group_id for tag in tags}
+    if missing or len(set(reused)) != len(reused):
+        raise ReuseError(f"groups were reported as used again that are not in the batch or appear twice: {reused}")
+    if reused and config.admission.max_uses == 1:
+        raise ReuseError(f"groups {list(reused)} were reported as used again, but admission.max_uses is 1")
+
+
+def _check_all_trained(reused: Sequence[int], trained: Set[int], stale: Sequence[Sequence[SampleTag]]) -> None:
+    """Raise ReuseError unless the step trains all groups that are used again, as an earlier step did."""
+    if lost := sorted(set(reused) - trained):
+        too_old = lost[0] in {group[0].group_id for group in stale}
+        ended = "is too old for this step" if too_old else "has no signal or too few usable samples"
+        raise ReuseError(f"group {lost[0]} was trained by an earlier step and is to be trained again, but {ended}")
 
 
 def _chunks(items: Sequence[T], parts: int) -> list[list[T]]:
@@ -230,9 +280,10 @@ def _set_advantages(
         for sample, advantage in zip(group, values, strict=True):
             if sample.key in samples:
                 samples[sample.key].set_advantage(advantage)
-    flat = [value for group in rewards for value in group]
-    if flat:
+    new = [plan.tags[group[0].key].group_id not in plan.reused for group in plan.shaped.groups]
+    if flat := [value for group in itertools.compress(rewards, new) for value in group]:
         metrics.record("reward/shaped_mean", sum(flat) / len(flat))
+    if rewards:
         spread = torch.tensor([value for group in advantages for value in group], dtype=torch.float64)
         metrics.record("policy/advantage_mean", float(spread.mean()))
         metrics.record("policy/advantage_std", float(spread.std(correction=0)))

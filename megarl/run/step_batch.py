@@ -12,7 +12,8 @@ class StepBatch:
     """Holds keys and tags of all samples of a step, failed ones included, in (group, sample) order.
 
     `version`: the version of the weights that the step updates; `timings`: the controller's declared metrics of the
-    batch; `replaced`: ids of the groups without signal that rollout replaced before it.
+    batch; `replaced`: ids of the groups without signal that rollout replaced before it; `reused`: ids of the groups of
+    the batch that an earlier step has trained.
     """
 
     step: int
@@ -21,6 +22,12 @@ class StepBatch:
     tags: list[SampleTag]
     timings: dict[str, float]
     replaced: list[int] = field(default_factory=list)
+    reused: list[int] = field(default_factory=list)
+
+    @property
+    def new_keys(self) -> list[str]:
+        """The keys of the samples that no earlier step has trained."""
+        return [tag.key for tag in self.tags if tag.group_id not in set(self.reused)] if self.reused else self.keys
 
     @property
     def replicas_are_lost(self) -> bool:

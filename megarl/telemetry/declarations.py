@@ -55,6 +55,13 @@ _GROUPS = [
     ),
     Metric("groups/dropped_stale", "groups", "sum", "Groups dropped because their oldest token was too old."),
     Metric("groups/failed", "groups", "sum", "Groups with fewer than two usable samples."),
+    Metric(
+        "groups/reused",
+        "groups",
+        "sum",
+        "Groups of earlier steps that are trained again (`admission.max_uses`): not admitted again, and part of "
+        "`batch/*` only.",
+    ),
     Metric("groups/solve_all", "share", "mean", "Share of the batch's groups in which every sample is correct."),
     Metric("groups/solve_none", "share", "mean", "Share of the batch's groups in which no sample is correct."),
 ]
@@ -66,6 +73,7 @@ _BATCH = [
     Metric("batch/masked_samples", "samples", "sum", "Truncated samples masked from the loss."),
     Metric("batch/prompt_tokens", "tokens", "sum", "Prompt tokens of the batch."),
     Metric("batch/response_tokens", "tokens", "sum", "Response tokens of the batch."),
+    Metric("batch/reused_tokens", "tokens", "sum", "Those of them in groups that an earlier step has trained."),
     Metric("batch/trained_tokens", "tokens", "sum", "Prompt and response tokens that passed through the update."),
     Metric("batch/loss_tokens", "tokens", "sum", "Response tokens with a loss."),
     Metric("batch/length_mean", "tokens", "mean", "Mean response length of the trained groups' samples."),
@@ -120,6 +128,7 @@ _ROLLOUT = [
     ),
     Metric("rollout/replaced_tokens", "tokens", "sum", "Response tokens of the replaced groups."),
     Metric("rollout/queue_depth", "groups", "last", "Finished groups waiting when the batch was taken."),
+    Metric("rollout/groups_reusable", "groups", "last", "Trained groups in the queue that may be trained again."),
     Metric("rollout/generate_seconds_p50", "s", "last", "Time to generate one sample, median.", True),
     Metric("rollout/generate_seconds_p95", "s", "last", "The same, 95th percentile.", True),
     Metric("rollout/generate_seconds_p99", "s", "last", "The same, 99th percentile.", True),
@@ -345,6 +354,7 @@ _TOTAL = [
     Metric("total/groups_filtered", "groups", "last", "Groups filtered."),
     Metric("total/groups_dropped_stale", "groups", "last", "Groups dropped as stale."),
     Metric("total/groups_failed", "groups", "last", "Groups failed."),
+    Metric("total/groups_reused", "groups", "last", "Further uses of trained groups."),
     Metric(
         "total/groups_rolled_back",
         "groups",

@@ -13,6 +13,7 @@ _SUMMED = (
     "batch/trained_samples",
     "batch/trained_tokens",
     "batch/response_tokens",
+    "batch/reused_tokens",
     "rollout/replaced_tokens",
     "time/logprobs",
     "time/update",
@@ -85,8 +86,8 @@ class RunSummary:
         """Return the content of summary.json; values that were not measured are None."""
         total = self._totals.get
         trainer = _rate(total("batch/trained_tokens", 0.0), total("time/logprobs", 0.0) + total("time/update", 0.0))
-        generated = total("batch/response_tokens", 0.0) + total("rollout/replaced_tokens", 0.0)
-        rollout = _rate(generated, total("rollout/engine_seconds", 0.0))
+        new = total("batch/response_tokens", 0.0) - total("batch/reused_tokens", 0.0)
+        rollout = _rate(new + total("rollout/replaced_tokens", 0.0), total("rollout/engine_seconds", 0.0))
         empty = {"mean": None, "max": None}
         return {
             "steps": self.steps,

@@ -16,6 +16,7 @@ from megarl.config.pace import Pace
 from megarl.queue.dump import DumpError, read_batch, write_batch
 from megarl.rollout.schedule import SCHEDULE_FILE, Event, RecordedAdmission
 from megarl.rollout.schedule_replay import ScheduledBatch, ScheduleMismatch
+from megarl.trainer import parallel
 from tests.support.recorded_steps import GROUPS, SAMPLES, STEPS, UPDATES, make_batch, version_of
 from tests.support.rl_problem import make_config
 from tests.support.tensors import Tensors, read_hf
@@ -158,6 +159,16 @@ def test_a_batch_that_is_not_the_schedule_s_is_not_trained_on(recorded, tmp_path
     schedule = {0: ScheduledBatch(0, [0, 1, 2, 9], [], [], Pace(2, 2, 1))}
     config = replay_config(recorded, tmp_path / "out", [])
     with pytest.raises(ScheduleMismatch, match=r"step 0: the schedule has groups \[0, 1, 2, 9\], .* \[0, 1, 2, 3\]"):
+        replay_steps(None, config, recorded / "batches", [0], schedule=schedule)  # type: ignore[arg-type]
+
+
+def test_options_that_drop_a_group_which_was_trained_before_are_one_message(recorded, tmp_path, monkeypatch):
+    """Group 1 has no signal, so that the run cannot have trained it."""
+    monkeypatch.setattr(parallel, "dp_size", lambda: 1)
+    schedule = {0: ScheduledBatch(0, [0, 2, 3], [], [], Pace(2, 2, 3), reused=[1])}
+    reusing = ["admission.mode=async", "admission.sync_interval=2", "admission.max_staleness=3", "admission.max_uses=2"]
+    config = replay_config(recorded, tmp_path / "out", reusing)
+    with pytest.raises(DumpError, match=r"step 0: group 1 was trained .* no signal .*; with admission.max_uses=1 a"):
         replay_steps(None, config, recorded / "batches", [0], schedule=schedule)  # type: ignore[arg-type]
 
 

@@ -62,6 +62,12 @@ def test_modes(section: dict[str, Any], updates: int, expected: Pace) -> None:
             1,
             "admission.staleness_threshold: max_staleness is given too",
         ),
+        ({"max_uses": 2}, 1, "admission.max_uses: 2 steps cannot train one group, because max_staleness 0 leaves each"),
+        (
+            {"mode": "async", "sync_interval": 2, "max_staleness": 3, "max_uses": 3},
+            2,
+            "admission.max_uses: 3 steps cannot train one group, because max_staleness 3 leaves each group at most 2",
+        ),
     ],
 )
 def test_contradictions_are_refused(section: dict[str, Any], updates: int, problem: str) -> None:
@@ -92,6 +98,46 @@ def test_a_mode_that_generates_nothing_ahead_is_noted_with_the_least_bound_that_
     assert ("remove staleness_threshold" in note) is ("staleness_threshold" in section)
     better = {**section, "mode": "async", "max_staleness": least, "staleness_threshold": None}
     assert not list(pace_notes(config("model", trainer__mini_batches=updates, batch__groups=8, admission=better)))
+
+
+@pytest.mark.parametrize(("uses", "updates"), [(2, 1), (3, 1), (2, 2)])
+def test_the_fix_for_too_many_uses_is_right(uses: int, updates: int) -> None:
+    least = uses * updates - 1
+    section = {"mode": "async", "sync_interval": updates, "max_staleness": least - 1, "max_uses": uses}
+    settings = config("model", trainer__mini_batches=updates, batch__groups=8, admission=section)
+    [found] = pace_problems(settings)
+    assert f"max_staleness of at least {least}, or set max_uses to at most {uses - 1}" in found
+    for fix in ({"max_staleness": least}, {"max_uses": uses - 1}):
+        better = config("model", trainer__mini_batches=updates, batch__groups=8, admission=section | fix)
+        assert list(pace_problems(better)) == []
+
+
+@pytest.mark.parametrize(("uses", "updates"), [(2, 1), (3, 1), (2, 2)])
+def test_a_bound_in_which_uses_leave_little_to_generate_ahead_is_noted(uses: int, updates: int) -> None:
+    least = 2 * uses * updates - 1
+
+    def notes(staleness: int, max_uses: int = uses) -> list[str]:
+        section = {"mode": "async", "sync_interval": updates, "max_staleness": staleness, "max_uses": max_uses}
+        return list(pace_notes(config("model", trainer__mini_batches=updates, batch__groups=8, admission=section)))
+
+    [note] = notes(least - 1)
+    assert (
+        note.startswith("admission.max_uses") and f"admission.max_staleness to at least {least} (mode: async)" in note
+    )
+    assert notes(least) == notes(least - 1, max_uses=1) == []
+
+
+def test_a_queue_without_room_for_groups_that_are_used_again_is_noted() -> None:
+    """Six steps of 8 groups are within the bound, and half as many groups start."""
+
+    def notes(capacity: int | None, uses: int = 2) -> list[str]:
+        section = {"mode": "async", "max_uses": uses}
+        return list(pace_notes(config("model", batch__groups=8, queue__capacity=capacity, admission=section)))
+
+    [note] = notes(127)
+    assert note.startswith("queue.capacity: 127 samples hold 31 groups, but up to 24 are generated ahead")
+    assert note.endswith("set it to at least 128")
+    assert notes(128) == notes(None) == notes(127, uses=1) == []
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 0), (1, 0, 0), (2, 3, 4), (1, 4, 2)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from megarl.config.liveness import fits_queue
 from megarl.config.pace import Pace
 from megarl.rollout.admission import Admission, usable_samples
+from megarl.rollout.reusable_groups import ReusableGroups, Use
 from tests.support.admission_machine import AdmissionMachine
 from tests.support.admission_states import explore, steps_without_room
+from tests.support.admission_timeline import run_timeline
 
 SYNC = Pace()
 
@@ -114,18 +117,149 @@ class IgnoresTaken(Admission):
         return 0
 
 
+class NoPlaceForReuse(Admission):
+    """Starts as many groups as without replay."""
+
+    @property
+    def room(self) -> int:
+        return self._room_at(self.version)
+
+
+class CrowdsOut(Admission):
+    """Takes groups that are used again without regard to new ones in flight."""
+
+    def awaited(self, step: int) -> list[int]:
+        return [] if self._ready_count < self.groups else super().awaited(step)
+
+
+class ForgetsTheEnd(Admission):
+    """Fills up steps without regard to those that are left for new groups in flight."""
+
+    def awaited(self, step: int) -> list[int]:
+        steps, self.steps = self.steps, None
+        try:
+            return super().awaited(step)
+        finally:
+            self.steps = steps
+
+
+class OnlyOldGroups(Admission):
+    """Makes steps without any new group."""
+
+    def _fills_up(self, missing: int) -> bool:
+        return not self._taken and len(self._reusable) >= missing
+
+
+class ReusesEarly(Admission):
+    """Fills up a step while another one trains."""
+
+    def _fills_up(self, missing: int) -> bool:
+        return self._ready_count > 0 and len(self._reusable) >= missing
+
+
+class ReusesTooOld(Admission):
+    """Keeps groups that have become too old."""
+
+    def _usable(self, version: int) -> bool:
+        return True
+
+
+class ReusesFiltered(Admission):
+    """Uses groups again that were not trained."""
+
+    def _check_uses(self, step: int, *reported: object) -> list[int]:
+        return self._taken[step].ok
+
+
+class SettlesReused(Admission):
+    """Counts a further use as another end."""
+
+    def commit(self, step: int, **numbers: Any) -> None:
+        super().commit(step, **numbers)
+        self._done["trained"] += numbers["reused"]
+
+
+class IgnoresReused(Admission):
+    """Fills the queue as if groups that a step uses again had no rows."""
+
+    @property
+    def _taken_count(self) -> int:
+        return sum(len(taken.ok) for taken in self._taken.values())
+
+
+class KeepsRows(Admission):
+    """Does not free the rows of a group if it is a single one."""
+
+    def take_released(self) -> list[int]:
+        released = super().take_released()
+        return released if len(released) != 1 else []
+
+
+class Endless(ReusableGroups):
+    """Does not count uses."""
+
+    def keep(self, group: int, use: Use) -> bool:
+        self._groups[group] = use
+        return True
+
+
+class MostUsedFirst(ReusableGroups):
+    """Uses the wrong groups first."""
+
+    def take(self, number: int) -> dict[int, Use]:
+        return self._remove(lambda group, use: (-use.uses, use.oldest, group), number)
+
+
+class YoungestFirst(ReusableGroups):
+    """Lets groups become too old although they could be used."""
+
+    def take(self, number: int) -> dict[int, Use]:
+        return self._remove(lambda group, use: (use.uses, -use.oldest, group), number)
+
+
+class EvictsTheBest(ReusableGroups):
+    """Lets the wrong groups go first."""
+
+    def evict(self, number: int) -> list[int]:
+        return list(self.take(number))
+
+
+class NeverEvicts(ReusableGroups):
+    """Keeps groups that new ones need the room of."""
+
+    def evict(self, number: int) -> list[int]:
+        return []
+
+
+def holding(groups: type[ReusableGroups]) -> type[Admission]:
+    """An admission whose groups for further uses are of another kind."""
+
+    class Holding(Admission):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._reusable = groups(self.max_uses)
+
+    return Holding
+
+
 @dataclass(frozen=True)
 class Small:
-    """A run whose states can all be visited. `steps`: the number of its steps."""
+    """A run whose states can all be visited. `steps`: the number of its steps, which admission knows if `ends`."""
 
     groups: int
     pace: Pace
     steps: int
     refill: int = 0
     capacity: int | None = None
+    max_uses: int = 1
+    ahead: int = 0
+    ends: bool = False
 
     def make(self, kind: type[Admission] = Admission) -> Admission:
-        return kind(self.groups, self.pace, refill=self.refill, capacity=self.capacity)
+        steps = self.steps if self.ends else None
+        return kind(
+            self.groups, self.pace, refill=self.refill, capacity=self.capacity, steps=steps, max_uses=self.max_uses
+        )
 
 
 # A step off, many versions in flight, updates per step, several steps per publication; then groups that are replaced,
@@ -143,13 +277,28 @@ SMALL = [
     Small(1, Pace(updates_per_step=2, sync_interval=4, max_staleness=6), 4, refill=2),
     Small(2, Pace(max_staleness=2), 3, capacity=3),
     Small(1, Pace(max_staleness=2), 4, refill=1, capacity=2),
+    Small(2, Pace(max_staleness=1), 3, ahead=1, ends=True),
+]
+# The same with groups that are used again: with a batch taken ahead, up to the end of the run, three times, with
+# several updates per step and steps per publication, in a queue that holds less, beside groups that are replaced.
+REUSING = [
+    Small(2, Pace(max_staleness=1), 4, max_uses=2, ahead=1),
+    Small(2, Pace(max_staleness=2), 4, max_uses=2, ends=True),
+    Small(3, Pace(max_staleness=2), 4, max_uses=3, ends=True),
+    Small(2, Pace(updates_per_step=2, sync_interval=2, max_staleness=5), 4, max_uses=2, ends=True),
+    Small(2, Pace(sync_interval=2, max_staleness=3), 4, max_uses=2, ahead=1, ends=True),
+    Small(2, Pace(max_staleness=3), 4, max_uses=3, capacity=5),
+    Small(2, Pace(max_staleness=1), 3, max_uses=2, refill=1),
 ]
 
 
-@pytest.mark.parametrize("small", SMALL, ids=str)
+@pytest.mark.parametrize("small", SMALL + REUSING, ids=str)
 def test_every_state_of_a_small_run_keeps_the_rules(small: Small) -> None:
-    """The rules are the bound, the order, the size of a batch, each group once, and that a run reaches its end."""
-    assert explore(small.make, small.steps) > small.steps
+    """The rules are the bound, the order, the size of a batch, each group once, and that a run reaches its end.
+
+    A group that is used again was trained before, not too often, within the bound, and in no new one's place.
+    """
+    assert explore(small.make, small.steps, small.ahead, reuses=small.max_uses > 1) > small.steps
 
 
 @pytest.mark.parametrize(
@@ -174,6 +323,32 @@ def test_each_rule_is_needed(mutant: type[Admission], broken: str) -> None:
             explore(lambda small=small: small.make(mutant), small.steps)
 
 
+@pytest.mark.parametrize(
+    ("mutant", "broken"),
+    [
+        (NoPlaceForReuse, "nothing is ever used again"),
+        (CrowdsOut, "the bound is passed"),
+        (ForgetsTheEnd, "a new group is left at the end|the bound is passed"),
+        (OnlyOldGroups, "a step has no new group"),
+        (ReusesEarly, "groups are used again although the trainer has work"),
+        (ReusesTooOld, "rows are kept that no step can use"),
+        (ReusesFiltered, "a group is used again that was not trained|are not counted"),
+        (SettlesReused, "a group ends twice"),
+        (IgnoresReused, "the queue holds more than it may"),
+        (KeepsRows, "rows are kept that no step can use"),
+        (holding(Endless), "rows are kept that no step can use"),
+        (holding(MostUsedFirst), "groups that come later are used again first"),
+        (holding(YoungestFirst), "groups that come later are used again first"),
+        (holding(EvictsTheBest), "rows of more value leave the queue"),
+        (holding(NeverEvicts), "the queue holds more than it may"),
+    ],
+)
+def test_each_rule_of_bounded_replay_is_needed(mutant: type[Admission], broken: str) -> None:
+    with pytest.raises(AssertionError, match=broken):
+        for small in REUSING:
+            explore(lambda small=small: small.make(mutant), small.steps, small.ahead, reuses=True)
+
+
 class AnyPace(Pace):
     """A pace without the check of its numbers."""
 
@@ -185,16 +360,17 @@ class AnyPace(Pace):
 def test_the_check_at_start_up_refuses_exactly_the_runs_that_wait_for_ever(updates: int, steps_per_sync: int) -> None:
     interval = updates * steps_per_sync
     refused = 0
-    for staleness, capacity, refill in itertools.product(range(interval + 1), (1, 2, 3, None), (0, 1)):
+    sizes = itertools.product(range(interval + 1), (1, 2, 3, None), (0, 1), (1, 2))
+    for staleness, capacity, refill, max_uses in sizes:
         pace = AnyPace(updates, interval, staleness)
-        small = Small(2, pace, steps_per_sync + 1, refill, capacity)
+        small = Small(2, pace, steps_per_sync + 1, refill, capacity, max_uses)
         if not steps_without_room(pace) and fits_queue(small.groups, capacity):
             explore(small.make, small.steps)
         else:
             refused += 1
             with pytest.raises(AssertionError, match="deadlock"):
                 explore(small.make, small.steps)
-    assert refused > 2
+    assert refused > 4
 
 
 def labels_of_the_first_group(pace: Pace, shift: int, steps: int) -> None:
@@ -282,6 +458,93 @@ def test_beyond_the_limit_a_group_without_signal_is_queued() -> None:
     admission.commit(0, trained=0, filtered=2, dropped_stale=0, failed=0)
     admission.set_version(1)
     assert admission.admit() == [2] and admission.replace(2, [1])  # the limit is one of each step
+
+
+def reusing(**options: Any) -> Admission:
+    """Steps of two groups; 0 and 1 were trained by step 0, 2 is ready, and 3 is in flight."""
+    admission = Admission(2, Pace(max_staleness=3), max_uses=2, **options)
+    admission.set_version(0)
+    assert admission.admit() == [0, 1, 2, 3]  # eight fit the bound, but not if each is used twice
+    for group in (0, 1, 2):
+        admission.finish(group, True, [0])
+    assert admission.batch(0) == ([0, 1], []) and admission.reused(0) == []
+    admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0, trained_groups=[1, 0])
+    return admission
+
+
+def test_a_step_is_filled_up_with_groups_that_were_trained_before() -> None:
+    admission = reusing()
+    assert admission.counters.reusable == 2 and admission.take_released() == []
+    assert admission.batch(1) == ([2], []) and admission.reused(1) == [0]
+    assert admission.unsettled == [2, 3], "a group that is used again has ended"
+    ends = {"trained": 1, "filtered": 0, "dropped_stale": 0, "failed": 0}
+    with pytest.raises(ValueError, match="step 1 took 1 groups to train them again, not 0"):
+        admission.commit(1, **ends, trained_groups=[2])
+    with pytest.raises(ValueError, match="do not account for its 1 groups"):
+        admission.commit(1, **ends | {"trained": 2}, reused=1, trained_groups=[0, 2])
+    with pytest.raises(ValueError, match="step 1: the ids of the trained groups are missing"):
+        admission.commit(1, **ends, reused=1)
+    for groups in ([0], [], [2, 2]):
+        with pytest.raises(ValueError, match=r"cannot be its 1 trained groups; the trainable ones are \[2\]"):
+            admission.commit(1, **ends, reused=1, trained_groups=groups)
+    assert admission.counters.taken == 1 and admission.counters.reused == 0
+    admission.commit(1, **ends, reused=1, trained_groups=[2])
+    counters = admission.counters
+    assert (counters.trained, counters.reused, counters.reusable) == (3, 1, 2) and counters.balanced
+    assert admission.take_released() == [0] and admission.take_released() == []  # used twice
+
+
+def test_without_replay_every_group_leaves_the_queue_when_its_step_is_committed() -> None:
+    admission = Admission(2, Pace(max_staleness=1))
+    admission.set_version(0)
+    for group in admission.admit():
+        admission.finish(group, ok=group != 1)
+    admission.batch(0)
+    assert admission.take_released() == []
+    admission.commit(0, trained=1, filtered=0, dropped_stale=0, failed=1, trained_groups=[0])
+    assert admission.take_released() == [0, 1] and admission.counters.reusable == 0
+
+
+def test_a_resume_uses_no_group_again_that_the_history_has_settled() -> None:
+    admission = reusing()
+    admission.batch(1)
+    admission.commit(1, trained=1, filtered=0, dropped_stale=0, failed=0, reused=1, trained_groups=[2])
+    resumed = Admission(2, Pace(max_staleness=3), max_uses=2)
+    resumed.load_state_dict(admission.state_dict())
+    assert (resumed.counters.reused, resumed.counters.reusable) == (1, 0)
+    resumed.set_version(2)
+    assert resumed.admit() == [3, 4, 5, 6]
+    resumed.finish(3, True, [2])
+    assert resumed.batch(2) is None
+    old = {key: value for key, value in admission.state_dict().items() if key != "reused"}
+    resumed.load_state_dict(old)  # of a checkpoint of before
+    assert resumed.counters.reused == 0
+
+
+def test_groups_that_are_generated_before_a_resume_are_kept_beyond_those_that_would_start() -> None:
+    admission = Admission(2, Pace(max_staleness=3), max_uses=2)
+    admission.set_version(0)
+    assert admission.room == 4
+    assert len(admission.keep({group: {0} for group in range(9)})) == 8 and admission.room == 0
+
+
+@pytest.mark.parametrize(
+    ("max_uses", "places", "seconds", "least", "most"),
+    [
+        (1, 16, 4.0, 1.9, 2.3),  # the engines make a step's groups in two seconds
+        (2, 16, 4.0, 1.0, 1.35),
+        (3, 16, 4.0, 1.0, 1.15),
+        (2, 16, 1.5, 1.0, 1.05),
+    ],
+)
+def test_the_trainer_does_not_wait_for_generation_as_long_as_groups_can_be_used_again(
+    max_uses: int, places: int, seconds: float, least: float, most: float
+) -> None:
+    """Seconds per step of a trainer that needs one, with `places` for groups that take `seconds` to generate."""
+    ran = run_timeline(Admission(8, Pace(max_staleness=7), max_uses=max_uses, steps=100), places, seconds)
+    assert least <= ran.seconds / 100 <= most
+    # Nothing is used again if the engines keep up.
+    assert ran.reused == 0 if max_uses == 1 else (ran.reused > 100) is (seconds > 2)
 
 
 def drive(admission: Admission, steps: int) -> list[list[int]]:

@@ -507,6 +507,113 @@ def test_the_schedule_is_recorded_where_batches_are(
         }
 
 
+@pytest.fixture
+def reusing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalController:
+    """A controller whose groups may be trained twice; of those that start, 4 and all later ones never finish."""
+    settings = config_of(
+        "model",
+        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
+        admission={"mode": "async", "sync_interval": 1, "max_staleness": 3, "max_uses": 2},
+        telemetry={"dump_batches": True},
+        run={"steps": 5},
+    )
+    made = local_controller(settings, tmp_path, monkeypatch)
+    made.fleet.held = set(range(4, 20))
+    return made
+
+
+async def train_two_steps(local: LocalController) -> None:
+    """The second one is asked for while the first one trains, and has one new group."""
+    controller = local.controller
+    await controller.begin(None)
+    assert (await controller.set_version(0)).admitted == 2 * GROUPS
+    assert (await controller.wait_batch(0, WAIT_S)).keys == keys_of(0, 1, 2)
+    asked = asyncio.create_task(controller.wait_batch(1, WAIT_S))
+    await asyncio.sleep(0.05)
+    assert not asked.done(), "the trainer has work, and more groups may finish"
+    counters = await controller.commit(0, trained=2, filtered=1, dropped_stale=0, failed=0, trained_groups=[0, 2])
+    assert (counters.trained, counters.reusable) == (2, 2)
+    batch = await asked  # woken by the commit
+    assert (batch.keys, batch.groups, batch.reused) == (keys_of(0, 2, 3), [3], [0, 2])
+    assert set(local.queue.rows) == set(batch.keys), "rows of a filtered group are freed, those of trained ones stay"
+    await controller.set_version(1)
+    ends = {"trained": 1, "filtered": 0, "dropped_stale": 0, "failed": 0}
+    with pytest.raises(ValueError, match="step 1 took 2 groups to train them again, not 1"):
+        await controller.commit(1, **ends, reused=1, trained_groups=[3])
+    counters = await controller.commit(1, **ends, reused=2, trained_groups=[3])
+    assert counters.balanced and (counters.trained, counters.filtered, counters.reused) == (3, 1, 2)
+    await asyncio.sleep(0)
+    assert set(local.queue.rows) == set(keys_of(3)), "groups that were used twice are freed"
+
+
+def test_groups_are_trained_again_while_new_ones_are_generated(reusing: LocalController, tmp_path: Path) -> None:
+    controller = reusing.controller
+
+    async def scenario() -> None:
+        await train_two_steps(reusing)
+        assert controller._source.committed == [([0, 1, 2], 1, 6), ([3], 2, 8)], "a curriculum sees each group once"
+        with pytest.raises(BatchNotReady, match="waited 0 s for the batch of step 2"):
+            await controller.wait_batch(2, 0.1)  # it has no new group
+        assert set(reusing.queue.rows) == set(keys_of(3))
+        await controller.shutdown()
+
+    run(scenario)
+    schedule = replay_schedule(read_schedule(tmp_path / SCHEDULE_FILE))
+    assert [(each.ok, each.reused) for each in schedule.values()] == [([0, 1, 2], []), ([3], [0, 2])]
+
+
+def test_a_resume_uses_no_settled_group_again_and_leaves_no_rows(reusing: LocalController) -> None:
+    controller = reusing.controller
+
+    async def scenario() -> None:
+        await train_two_steps(reusing)
+        state = await controller.state_dict()
+        assert state["admission"]["unsettled"] == [4, 5, 6, 7]
+        reusing.fleet.held = set()
+        counters = await controller.begin(state)
+        assert not reusing.queue.rows and (counters.reusable, counters.reused, counters.trained) == (0, 2, 3)
+        for step in range(2, 5):
+            await controller.set_version(step)
+            batch = await controller.wait_batch(step, WAIT_S)
+            assert len(batch.groups + batch.reused) == GROUPS and min(batch.groups + batch.reused) > 3
+            ends = {"trained": len(batch.groups), "filtered": 0, "dropped_stale": 0, "failed": 0}
+            uses = {"reused": len(batch.reused), "trained_groups": batch.groups}
+            counters = await controller.commit(step, **ends, **uses)
+        await asyncio.sleep(0.05)
+        assert not reusing.queue.rows, "rows are left at the end of the run"
+        assert counters.in_flight == counters.ready == counters.reusable == 0 and counters.balanced
+
+    run(scenario)
+
+
+def test_groups_that_could_be_used_again_make_room_for_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config_of(
+        "model",
+        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
+        admission={"mode": "async", "sync_interval": 1, "max_staleness": 3, "max_uses": 2},
+        queue={"capacity": (2 * GROUPS + 1) * SAMPLES},
+        run={"steps": 9},
+    )
+    local = local_controller(settings, tmp_path, monkeypatch)
+    local.fleet.held = set(range(GROUPS, 20))
+
+    async def scenario() -> None:
+        assert (await local.controller.set_version(0)).admitted == 2 * GROUPS
+        await local.controller.wait_batch(0, WAIT_S)
+        ends = {"filtered": 0, "dropped_stale": 0, "failed": 0}
+        counters = await local.controller.commit(0, trained=3, **ends, trained_groups=[0, 1, 2])
+        assert (counters.in_flight, counters.reusable) == (4, 3)
+        counters = await local.controller.set_version(1)
+        assert (counters.in_flight, counters.reusable) == (6, 1)
+        await asyncio.sleep(0)
+        assert set(local.queue.rows) == set(keys_of(2))
+        await local.controller.shutdown()
+
+    run(scenario)
+
+
 def test_a_queue_that_fails_ends_the_run(local: LocalController) -> None:
     """Its rows are missing, so the group cannot be counted as failed either."""
     local.queue.failure = TimeoutError("process 7 waited 60 s for the trajectory queue to take 2 rows")

@@ -62,6 +62,21 @@ def test_replaced_groups_are_reported_with_the_batch_that_they_were_replaced_bef
     assert (batch.timings["rollout/groups_replaced"], batch.timings["rollout/groups_replaced_share"]) == (2, 0.5)
 
 
+def test_groups_that_are_used_again_are_part_of_the_batch_and_no_new_ones() -> None:
+    admission = Admission(2, Pace(max_staleness=3), max_uses=2)
+    admission.set_version(0)
+    admission.admit()
+    for group in (1, 3, 2):
+        admission.finish(group, ok=True)
+    batches = ReadyBatches(2)
+    first = batches.take(0, admission, {})
+    assert (first.groups, first.reused, first.timings["rollout/groups_reusable"]) == ([1, 3], [], 0)
+    admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0, trained_groups=[1, 3])
+    second = batches.take(1, admission, {})
+    assert (second.groups, second.reused) == ([2], [1])
+    assert second.keys == ["1:0", "1:1", "2:0", "2:1"] and second.timings["rollout/groups_reusable"] == 1
+
+
 def test_a_step_whose_groups_are_not_ready_has_no_batch() -> None:
     batches = ReadyBatches(SAMPLES)
     with pytest.raises(ValueError, match="the groups of step 0 are not ready"):

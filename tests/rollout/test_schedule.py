@@ -11,7 +11,7 @@ import pytest
 from megarl.config.pace import Pace
 from megarl.rollout.admission import Admission
 from megarl.rollout.schedule import Event, RecordedAdmission, ScheduleFile
-from megarl.rollout.schedule_replay import ScheduleMismatch, read_schedule
+from megarl.rollout.schedule_replay import ScheduleMismatch, read_schedule, replay_schedule
 
 
 def test_events_are_recorded_in_their_order_and_only_if_they_change_something() -> None:
@@ -44,6 +44,53 @@ def test_events_are_recorded_in_their_order_and_only_if_they_change_something() 
         {"event": "batch", "step": 0, "ok": [], "failed": [1], "replaced": [0]},
         {"event": "commit", "step": 0, "trained": 0, "filtered": 1, "dropped_stale": 0, "failed": 1},
     ]
+
+
+def train_group_0_twice() -> list[Event]:
+    """Two steps of two groups; the second one is filled up with the first group."""
+    events: list[Event] = []
+    admission = RecordedAdmission(2, Pace(max_staleness=3), max_uses=2, record=events.append)
+    admission.load_state_dict(admission.state_dict())
+    admission.set_version(0)
+    admission.admit()
+    for group in (0, 1, 2):
+        admission.finish(group, True, {0})
+    admission.batch(0)
+    admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0, trained_groups=[1, 0])
+    admission.batch(1)
+    admission.commit(1, trained=1, filtered=0, dropped_stale=0, failed=0, reused=1, trained_groups=[2])
+    return json.loads(json.dumps(events))
+
+
+def test_further_uses_of_groups_are_recorded_and_replayed() -> None:
+    begin, *events = train_group_0_twice()
+    assert begin["max_uses"] == 2
+    assert events[-2:] == [
+        {"event": "batch", "step": 1, "ok": [2], "failed": [], "replaced": [], "reused": [0]},
+        {
+            "event": "commit", "step": 1, "trained": 1, "filtered": 0, "dropped_stale": 0, "failed": 0,
+            "reused": 1, "trained_groups": [2],
+        },
+    ]  # fmt: skip
+    found = replay_schedule([begin, *events])
+    assert {step: (each.ok, each.reused) for step, each in found.items()} == {0: ([0, 1], []), 1: ([2], [0])}
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "told"),
+    [
+        (-2, {"reused": [1]}, r"event 9 .*groups that step 1 uses again: recorded \[1\], replayed \[0\]"),
+        (-2, {"reused": []}, "event 9 .*groups that step 1 uses again"),
+        (-1, {"reused": 0}, "event 10 .*took 1 groups to train them again, not 0"),
+        (-1, {"trained_groups": [0]}, "event 10 .*cannot be its 1 trained groups"),
+        (0, {"max_uses": 1}, "event 3 .*groups that start"),
+    ],
+)
+def test_other_uses_than_those_of_the_schedule_are_found(index: int, change: Event, told: str) -> None:
+    events = train_group_0_twice()
+    events[index] |= change
+    with pytest.raises(ScheduleMismatch, match=told):
+        replay_schedule(events)
 
 
 def test_groups_that_are_used_again_after_a_resume_are_recorded() -> None:

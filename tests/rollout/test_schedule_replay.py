@@ -20,12 +20,14 @@ from megarl.rollout.schedule import Event, RecordedAdmission
 from megarl.rollout.schedule_replay import ScheduledBatch, ScheduleMismatch, replay_schedule
 from tests.support.admission_machine import AdmissionMachine
 
-Batches = dict[int, tuple[list[int], list[int], list[int], int | None]]
+Batches = dict[int, tuple[list[int], list[int], list[int], int | None, list[int]]]
 PACE = Pace(1, 2, 3)
 
 
 def batches_of(schedule: dict[int, ScheduledBatch]) -> Batches:
-    return {step: (each.ok, each.failed, each.replaced, each.dropped_stale) for step, each in schedule.items()}
+    return {
+        step: (each.ok, each.failed, each.replaced, each.dropped_stale, each.reused) for step, each in schedule.items()
+    }
 
 
 class RecordingMachine(AdmissionMachine):
@@ -37,12 +39,13 @@ class RecordingMachine(AdmissionMachine):
         machine = self
 
         class Noting(RecordedAdmission):
-            def commit(self, step: int, *, dropped_stale: int, **numbers: int) -> None:
+            def commit(self, step: int, *, dropped_stale: int, **others: Any) -> None:
                 ok, failed = self.batch(step) or ([], [])
-                machine.taken[step] = (ok, failed, self.replaced(step), dropped_stale)
-                super().commit(step, dropped_stale=dropped_stale, **numbers)
+                machine.taken[step] = (ok, failed, self.replaced(step), dropped_stale, self.reused(step))
+                super().commit(step, dropped_stale=dropped_stale, **others)
 
-        made = Noting(groups, pace, refill=refill, capacity=capacity, record=self.events.append)
+        record = self.events.append
+        made = Noting(groups, pace, refill=refill, capacity=capacity, max_uses=self.max_uses, record=record)
         if not self.events:  # else the attempt begins with the state that the machine resumes
             made.load_state_dict(made.state_dict())
         return made
@@ -67,7 +70,7 @@ def recorded() -> tuple[list[Event], Batches]:
         batch = admission.batch(step)
         assert batch is not None
         ends = {"trained": 0, "filtered": 0, "dropped_stale": 0, "failed": 0} | numbers
-        taken[step] = (*batch, admission.replaced(step), ends["dropped_stale"])
+        taken[step] = (*batch, admission.replaced(step), ends["dropped_stale"], admission.reused(step))
         admission.commit(step, **ends)
 
     admission = RecordedAdmission(2, PACE, refill=1, capacity=8, record=events.append)
@@ -172,3 +175,6 @@ def test_a_recorded_batch_is_compared_with_the_schedule() -> None:
     with pytest.raises(ScheduleMismatch, match=r"step 5: 1 groups were dropped as stale, but 2 .*: \[1, 4\]"):
         scheduled.check(replace(batch, version=7))
     replace(scheduled, dropped_stale=None).check(replace(batch, version=7))  # the step was not committed
+    replace(scheduled, ok=[4], reused=[1]).check(batch)
+    with pytest.raises(ScheduleMismatch, match=r"step 5: the schedule has groups \[1, 2, 3, 4\], .* \[1, 2, 4\]"):
+        replace(scheduled, reused=[3]).check(batch)

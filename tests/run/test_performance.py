@@ -35,3 +35,6 @@ def test_lost_replicas_count_in_rates_per_gpu(tmp_path: Path) -> None:
     engine_gpus, trainer_gpus = 3 * planned.rollout.tensor_parallel, planned.trainer.gpus
     assert rates["perf/rollout_tokens_per_second_per_gpu"] == pytest.approx(15.0 / engine_gpus)
     assert rates["perf/tokens_per_second_per_gpu"] == pytest.approx(2.0 / (trainer_gpus + engine_gpus))
+    # Tokens that are trained again were not generated again.
+    rates = performance.of_step(step | {"batch/reused_tokens": 10.0})
+    assert rates["perf/rollout_tokens_per_second_per_gpu"] == pytest.approx(10.0 / engine_gpus)

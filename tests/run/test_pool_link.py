@@ -322,7 +322,10 @@ def test_rank_0_reads_the_samples_that_are_shown(links: Links) -> None:
 
 def test_rank_0_reports_how_the_groups_ended(links: Links) -> None:
     links.run(lambda link: link.commit(batch_of(), plan_of(link)))
-    assert links.journal.of(0)[3:] == ["commit 0 {'trained': 3, 'filtered': 1, 'dropped_stale': 0, 'failed': 0}"]
+    assert links.journal.of(0)[3:] == [
+        "commit 0 {'trained': 3, 'filtered': 1, 'dropped_stale': 0, 'failed': 0, 'reused': 0, "
+        "'trained_groups': [0, 2, 3]}"
+    ]
     assert links.journal.of(2)[1:] == links.journal.of(1) == []
 
 

@@ -246,6 +246,20 @@ def test_the_summary_has_the_evaluations_before_between_and_after(
     assert json.loads((config.run_dir / "exit.json").read_text()) == {"status": "finished", "step": 4, "reason": ""}
 
 
+def test_samples_that_an_earlier_step_had_are_not_shown_again(
+    config: Config, open_recorder: Callable[..., Recorder]
+) -> None:
+    keys, tags = [row.key for row in ROWS], [row.tag for row in ROWS]
+    shown = {key for step in range(50) for key in open_recorder().sample_keys(StepBatch(step, 0, keys, tags, {}))}
+    assert shown == set(keys)
+    reused = {
+        key
+        for step in range(50)
+        for key in open_recorder().sample_keys(StepBatch(step, 0, keys, tags, {}, reused=[0, 3]))
+    }
+    assert {key.split(":")[0] for key in shown - reused} == {"0", "3"} and reused
+
+
 def test_samples_are_text_and_a_failed_one_is_empty(config: Config, open_recorder: Callable[..., Recorder]) -> None:
     recorder = open_recorder()
     batch = StepBatch(6, 0, [row.key for row in ROWS], [row.tag for row in ROWS], {})

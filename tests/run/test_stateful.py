@@ -86,18 +86,19 @@ def test_the_record_has_the_keys_of_its_format(tmp_path: Path) -> None:
     record = collect(session_of(tmp_path).parts)
     assert list(record) == ["rollout", "summary", "totals", "files", "metrics", "evaluations"]
     assert record.keys() == OLD_RECORD.keys() - {"format", "step", "version"} | {"evaluations"}
-    assert record["summary"].keys() == SUMMARY.keys() and record["totals"].keys() == TOTALS.keys()
+    assert record["summary"].keys() == SUMMARY.keys()
+    assert record["totals"].keys() == TOTALS.keys() | {"groups_reused"}
 
 
 def test_a_record_of_the_first_format_is_restored(tmp_path: Path) -> None:
-    """It says nothing about evaluations beside training: there were none."""
+    """It says nothing about evaluations beside training, and about groups that were used again: there were none."""
     session = session_of(tmp_path)
     session._cut_result_files = None
     session.checkpointer = SimpleNamespace(restore=lambda cut: json.loads(json.dumps(OLD_RECORD)))
     assert Session._resume(session) == 3 and session.version == 3
     state = {part.key: part.state_dict() for part in session.parts}
     assert state["evaluations"] == {}
-    assert state["totals"] == TOTALS
+    assert state["totals"] == TOTALS | {"groups_reused": 0.0}
     assert state["summary"]["wall_seconds"] >= 61.5
     assert state["summary"] | {"wall_seconds": 61.5} == SUMMARY
     assert session.pool._history == ROLLOUT  # what `attach` gives to the controller

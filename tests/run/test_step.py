@@ -23,7 +23,7 @@ from megarl.config.shaping import shaping_of
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan, sample_key
 from megarl.run import step
 from megarl.run.batch_metrics import record_batch
-from megarl.run.step import entropy_due, plan_step
+from megarl.run.step import ReuseError, entropy_due, plan_step
 from megarl.telemetry.declarations import step_metrics
 from megarl.trainer.batch import TrainSample
 from tests.support.loss_batches import loss_spec
@@ -279,6 +279,60 @@ def test_reports_of_replaced_groups_that_cannot_be_right_are_refused() -> None:
         plan_step(tags, refill, dp_size=1, version=0, replaced=range(5, 10))
     with pytest.raises(ValueError, match="allows 0"):
         plan_step(tags, config(), dp_size=1, version=0, replaced=[5])
+
+
+REUSING = {"mode": "async", "sync_interval": 1, "max_staleness": 3, "max_uses": 2}
+
+
+def test_groups_that_are_used_again_are_trained_like_others_and_have_ended_already() -> None:
+    """Groups 2 and 5 were trained before; of the new ones 6 is filtered and 7 too old."""
+    rewards = {2: (0.0, 2.0), 5: (1.0, 0.0), 6: (1.0, 1.0), 7: (0.0, 1.0), 8: (0.0, 1.0), 9: (1.0, 0.0)}
+    versions = {2: 4, 5: 5, 7: 3}
+    tags = [
+        replace(tag(g, i, reward, tokens=g, version=versions.get(g, 6)), dataset="a")
+        for g, each in rewards.items()
+        for i, reward in enumerate(each)
+    ]
+    own = config(admission=REUSING)
+    plan = plan_step(tags, own, dp_size=2, version=7, reused=[5, 2])
+    as_new = plan_step(tags, own, dp_size=2, version=7)
+    assert plan.mini_batches == as_new.mini_batches and plan.shaped == as_new.shaped
+    outcome = plan.outcome
+    assert (outcome.trained, outcome.filtered, outcome.dropped_stale, outcome.failed) == (2, 1, 1, 0)
+    assert (outcome.admitted, outcome.reused, plan.trained_groups) == (4, 2, [8, 9])
+    metrics = step_metrics()
+    record_batch(metrics, plan)
+    step._set_advantages(plan, {}, {}, own, metrics)
+    values = metrics.reduce()
+    assert (values["groups/admitted"], values["groups/trained"], values["groups/reused"]) == (4, 2, 2)
+    assert values["batch/samples"] == 12 and values["batch/trained_samples"] == 8
+    assert values["batch/response_tokens"] == 2 * (2 + 5 + 6 + 7 + 8 + 9) and values["batch/reused_tokens"] == 2 * 7
+    assert values["batch/length_mean"] == 6 and values["batch/staleness_max"] == 3
+    # What was generated and scored for this step
+    assert values["reward/mean"] == pytest.approx(5 / 8) and values["groups/solve_all"] == 1 / 4
+    assert values["reward/max"] == 1.0 and values["reward/shaped_mean"] == 0.5
+    assert values["rollout/response_length_mean"] == 7.5 and values["rollout/version_lag_max"] == 4
+    assert (values["data/a/groups"], values["data/a/reward_mean"]) == (4, pytest.approx(5 / 8))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "version", "reused", "told"),
+    [
+        ((0.0, 1.0), 3, [1], "group 1 was trained by an earlier step .* but is too old for this step"),
+        ((1.0, 1.0), 4, [1], "group 1 .* but has no signal or too few usable samples"),
+        ((0.0, 1.0), 4, [1, 5], r"not in the batch or appear twice: \[1, 5\]"),
+        ((0.0, 1.0), 4, [1, 1], r"not in the batch or appear twice: \[1, 1\]"),
+    ],
+)
+def test_a_group_that_cannot_be_used_again_is_an_error(
+    rewards: tuple[float, float], version: int, reused: list[int], told: str
+) -> None:
+    tags = [tag(1, i, reward, version=version) for i, reward in enumerate(rewards)]
+    tags += [tag(2, i, float(i), version=6) for i in range(2)]
+    with pytest.raises(ReuseError, match=told):
+        plan_step(tags, config(admission=REUSING), dp_size=1, version=7, reused=reused)
+    with pytest.raises(ReuseError, match=r"groups \[2\] were reported as used again, but admission.max_uses is 1"):
+        plan_step(tags, config(admission=REUSING | {"max_uses": 1}), dp_size=1, version=7, reused=[2])
 
 
 def test_lengths_of_what_was_too_old_and_the_staleness_of_what_was_not() -> None:

@@ -30,10 +30,15 @@ class AdmissionMachine(RuleBasedStateMachine):
         first=st.integers(0, 3),
         refill=st.integers(0, 3),
         spare=st.none() | st.integers(0, 3),
+        max_uses=st.integers(1, 3),
     )
-    def start(self, groups: int, pace: Pace, first: int, refill: int, spare: int | None) -> None:
+    def start(self, groups: int, pace: Pace, first: int, refill: int, spare: int | None, max_uses: int) -> None:
         capacity = None if spare is None else groups + spare
+        self.max_uses = max_uses
         self.admission, self.pace = self.make(groups, pace, refill, capacity), pace
+        self.uses: dict[int, int] = {}  # of the groups that were trained in this history
+        self.rows: set[int] = set()  # of finished groups that were not released
+        self.reused = 0
         self.replaced: list[int] = []  # since the last step
         self.running: dict[int, int] = {}  # group -> version at its start
         self.oldest: dict[int, int] = {}  # of the groups that have finished
@@ -45,7 +50,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.publish()
 
     def make(self, groups: int, pace: Pace, refill: int, capacity: int | None) -> Admission:
-        return Admission(groups, pace, refill=refill, capacity=capacity)
+        return Admission(groups, pace, refill=refill, capacity=capacity, max_uses=self.max_uses)
 
     def publish(self) -> None:
         self.published = self.updates
@@ -57,8 +62,16 @@ class AdmissionMachine(RuleBasedStateMachine):
         new = self.admission.admit()
         assert not set(new) & set(self.seen)
         assert self.admission.admit() == [] and self.admission.room == 0
+        self.release()
         self.seen += new
         self.running |= dict.fromkeys(new, self.published)
+
+    def release(self) -> None:
+        released = self.admission.take_released()
+        assert self.rows >= set(released), "rows are released twice"
+        self.rows -= set(released)
+        capacity = self.admission.capacity
+        assert capacity is None or len(self.rows) + len(self.running) <= capacity
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), ok=st.booleans(), has_tokens=st.booleans())
@@ -68,6 +81,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         versions = [version for version in self.versions if version >= started] if has_tokens else []
         versions = versions[data.draw(st.integers(0, len(versions) - 1)) :] if versions else []
         self.oldest[group] = min(versions, default=started)
+        self.rows.add(group)
         self.admission.finish(group, ok, versions)
 
     @precondition(lambda self: self.running)
@@ -91,18 +105,27 @@ class AdmissionMachine(RuleBasedStateMachine):
         if taken is None:
             return
         ok, bad = taken
-        assert len(ok) + len(bad) == self.admission.groups
+        again = self.admission.reused(self.step)
+        assert len(ok) + len(bad) + len(again) == self.admission.groups and ok + bad
+        assert all(group in self.rows and self.uses.get(group, 0) < self.max_uses for group in again)
+        self.uses |= {group: self.uses[group] + 1 for group in again}
         last_update = self.updates + self.pace.updates_per_step - 1
-        assert all(last_update - self.oldest[group] <= self.pace.max_staleness for group in ok + bad)
+        assert all(last_update - self.oldest[group] <= self.pace.max_staleness for group in ok + bad + again)
         left = set(self.oldest) - set(ok + bad) - set(self.ended)
         assert all(self.oldest[group] >= max(self.oldest[taken] for taken in ok + bad) for group in left)
+        assert not (again and left)
         ends = [data.draw(st.sampled_from(["trained", "filtered", "dropped_stale", "failed"])) for _ in ok]
         assert self.admission.replaced(self.step) == sorted(self.replaced)
         self.ended |= dict.fromkeys(self.replaced, "filtered")
         numbers = {name: ends.count(name) for name in ("trained", "filtered", "dropped_stale")}
         numbers["filtered"] += len(self.replaced)
         self.replaced = []
-        self.admission.commit(self.step, **numbers, failed=ends.count("failed") + len(bad))
+        trained = [group for group, end in zip(ok, ends, strict=True) if end == "trained"]
+        uses = {"reused": len(again), "trained_groups": trained} if self.max_uses > 1 else {}
+        self.admission.commit(self.step, **numbers, failed=ends.count("failed") + len(bad), **uses)
+        self.uses |= dict.fromkeys(trained, 1)
+        self.reused += len(again)
+        self.release()
         for group, end in zip(ok + bad, ends + ["failed"] * len(bad), strict=True):
             assert group not in self.ended
             self.ended[group] = end
@@ -118,7 +141,9 @@ class AdmissionMachine(RuleBasedStateMachine):
         fresh.load_state_dict(state)
         assert fresh.counters.admitted == fresh.counters.settled == len(self.ended)
         assert fresh.admit() == []  # the engines may have no weights yet
+        assert fresh.counters.reused == self.reused and fresh.counters.reusable == 0
         self.admission, self.running, self.replaced = fresh, {}, []
+        self.rows, self.uses = set(), dict.fromkeys(self.uses, self.max_uses)  # none of them is used again
         self.seen = sorted(self.ended)
         self.oldest = {group: version for group, version in self.oldest.items() if group in self.ended}
         self.publish()
@@ -132,6 +157,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert counters.admitted == len(set(self.seen)) and counters.in_flight == len(self.running)
         assert counters.settled == len(self.ended) and counters.replaced == len(self.replaced)
         assert counters.trained == list(self.ended.values()).count("trained")
+        waiting = len(set(self.oldest) - set(self.ended))
+        assert counters.reused == self.reused and counters.reusable == len(self.rows) - waiting
 
     @invariant()
     def something_can_always_happen(self) -> None:

@@ -21,40 +21,94 @@ def steps_without_room(pace: Pace) -> list[int]:
     return [step for step in range(period) if pace.steps_within_bound(0) <= step]
 
 
+Use = tuple[int, int]  # the steps that have trained a group, and the version of its oldest token
+
+
+@dataclass
+class Training:
+    """A step that is taken and not committed.
+
+    `groups`: version of the oldest token by new group; `settling`: the groups that were replaced before it; `reused`:
+    the uses so far of the groups that it trains again.
+    """
+
+    groups: dict[int, int]
+    settling: list[int]
+    reused: dict[int, Use]
+
+    @property
+    def key(self) -> Key:
+        return tuple(sorted(self.groups.values())), tuple(sorted(self.reused.values()))
+
+
 @dataclass
 class Trial:
     """An admission with a trainer that publishes as its pace says, and engines that finish groups in any order.
 
     `running`: version at its start by group in flight; `oldest`: version of the oldest token by queued group;
-    `replaced`: groups without signal since the last step; `training`, `settling`: the groups of the step that is being
-    trained, and those replaced before it; `ended`: groups of the steps that are trained.
+    `replaced`: groups without signal since the last step; `training`: the steps that are taken, at most `ahead` + 1;
+    `ended`: groups of the steps that are trained; `held`: those of them whose rows are still in the queue.
     """
 
     admission: Admission
-    updates: int = 0
+    ahead: int = 0
     published: int = 0
-    step: int = 0
+    step: int = 0  # the number of steps that are trained
     running: dict[int, int] = field(default_factory=dict)
     oldest: dict[int, int] = field(default_factory=dict)
     replaced: list[int] = field(default_factory=list)
-    training: list[int] = field(default_factory=list)
-    settling: list[int] = field(default_factory=list)
+    training: list[Training] = field(default_factory=list)
     ended: frozenset[int] = frozenset()
+    held: dict[int, Use] = field(default_factory=dict)
 
     @property
     def key(self) -> Key:
         """The basis of the future: groups in flight of one version are alike, queued ones but for their order."""
-        finished = tuple(self.oldest.values()), len(self.replaced), bool(self.training)
+        reusing = self.admission.max_uses > 1
+        training = tuple(each.key for each in self.training) if reusing else len(self.training)
+        finished = tuple(self.oldest.values()), len(self.replaced), training, tuple(sorted(self.held.values()))
         return self.step, self.published, tuple(sorted(self.running.values())), *finished
+
+    @property
+    def in_queue(self) -> int:
+        """The places of the queue that are taken."""
+        taken = sum(len(each.groups) + len(each.reused) for each in self.training)
+        return len(self.running) + len(self.oldest) + taken + len(self.held)
+
+    def last_update(self, step: int) -> int:
+        updates = self.admission.pace.updates_per_step
+        return (step + 1) * updates - 1
+
+    def can_use(self, group: int) -> bool:
+        """Tell by definition whether the next step may train a group again."""
+        admission, step = self.admission, self.step + len(self.training)
+        uses, oldest = self.held[group]
+        in_time = self.last_update(step) - oldest <= admission.pace.max_staleness
+        return uses < admission.max_uses and in_time and (admission.steps is None or step < admission.steps)
+
+    def release(self, *, evicts: bool = False) -> None:
+        """Forget the rows that admission releases. `evicts`: groups that could be used may have to leave."""
+        released, before = self.admission.take_released(), self.in_queue
+        useful = [group for group in released if group in self.held and self.can_use(group)]
+        wanted = {group: use for group, use in self.held.items() if self.can_use(group)}
+        self.held = {group: use for group, use in self.held.items() if group not in released}
+        assert all(map(self.can_use, self.held)), "rows are kept that no step can use"
+        if useful:
+            assert evicts, "rows that could be used again leave the queue"
+            assert before - len(useful) == self.admission.capacity, "more rows leave the queue than must"
+            order = sorted(wanted, key=lambda group: (-wanted[group][0], wanted[group][1], group))
+            assert sorted(order[: len(useful)]) == useful, "rows of more value leave the queue"
 
     def admit(self) -> None:
         groups = self.admission.admit()
-        known = self.ended.union(self.running, self.oldest, self.replaced, self.training, self.settling)
+        taken = [group for each in self.training for group in (*each.groups, *each.settling)]
+        known = self.ended.union(self.running, self.oldest, self.replaced, taken)
         assert not known & set(groups), "a group is started twice"
         self.running |= dict.fromkeys(groups, self.published)
         assert self.admission.admit() == [], "a second call starts groups again"
-        held, capacity = len(self.running) + len(self.oldest) + len(self.training), self.admission.capacity
-        assert capacity is None or held <= capacity, "the queue holds more than it may"
+        self.release(evicts=True)
+        capacity = self.admission.capacity
+        assert capacity is None or self.in_queue <= capacity, "the queue holds more than it may"
 
     def finish(self, group: int) -> None:
         self.oldest[group] = self.running.pop(group)
@@ -74,31 +128,64 @@ class Trial:
 
     def take(self) -> bool:
         """Take the next step; False if its groups are not ready."""
-        taken = self.admission.batch(self.step)
+        step = self.step + len(self.training)
+        taken = self.admission.batch(step)
         if taken is None:
             return False
         groups, _ = taken
-        pace = self.admission.pace
-        assert len(groups) == self.admission.groups, "the step has not its number of groups"
-        assert self.admission.replaced(self.step) == sorted(self.replaced), "a replaced group is not settled"
+        bound = self.admission.pace.max_staleness
+        reused = self.take_again(step, len(groups))
+        assert len(groups) + len(reused) == self.admission.groups, "the step has not its number of groups"
+        assert self.admission.replaced(step) == sorted(self.replaced), "a replaced group is not settled"
         ages = {group: self.oldest.pop(group) for group in groups}
-        last_update = self.updates + pace.updates_per_step - 1
-        assert all(last_update - oldest <= pace.max_staleness for oldest in ages.values()), "the bound is passed"
+        assert all(self.last_update(step) - oldest <= bound for oldest in ages.values()), "the bound is passed"
         assert max(ages.values()) <= min(self.oldest.values(), default=max(ages.values())), "an older group is left"
-        self.training, self.settling, self.replaced = groups, self.replaced, []
+        assert not reused or not self.oldest, "a new group is left for one that is used again"
+        self.training.append(Training(ages, self.replaced, reused))
+        self.replaced = []
+        self.release()
         return True
 
-    def commit(self) -> None:
-        """Train and commit the step that is taken, and publish if it is time."""
-        trained, filtered = len(self.training), len(self.settling)
-        self.admission.commit(self.step, trained=trained, filtered=filtered, dropped_stale=0, failed=0)
-        self.ended = self.ended.union(self.training, self.settling)
-        self.training, self.settling = [], []
+    def take_again(self, step: int, new: int) -> dict[int, Use]:
+        """Remove the groups that a step uses again from those that are held, and return them."""
+        groups = self.admission.reused(step)
+        if not groups:
+            return {}
+        assert new, "a step has no new group"
+        assert not self.training, "groups are used again although the trainer has work"
+        assert self.held.keys() >= set(groups), "a group is used again that was not trained, or has left the queue"
+        assert all(self.held[group][0] < self.admission.max_uses for group in groups), "a group is used too often"
+        assert all(map(self.can_use, groups)), "the bound is passed by a group that is used again"
+        order = sorted(self.held, key=lambda group: (*self.held[group], group))
+        assert sorted(order[: len(groups)]) == groups, "groups that come later are used again first"
+        return {group: self.held.pop(group) for group in groups}
+
+    def commit(self, trained: int | None = None) -> None:
+        """Commit the oldest step that is taken, and publish if it is time. `trained`: how many groups had signal."""
+        training = self.training.pop(0)
+        groups = list(training.groups)[:trained]
+        filtered = len(training.groups) - len(groups) + len(training.settling)
+        before = self.admission.counters.reused
+        self.admission.commit(
+            self.step, trained=len(groups), filtered=filtered, dropped_stale=0, failed=0,
+            reused=len(training.reused), trained_groups=groups,
+        )  # fmt: skip
+        self.ended = self.ended.union(training.groups, training.settling)
+        assert self.admission.counters.settled == len(self.ended), "a group ends twice"
+        assert self.admission.counters.reused == before + len(training.reused), "a further use is not counted"
         self.step += 1
-        self.updates += self.admission.pace.updates_per_step
+        self.held |= {group: (1, training.groups[group]) for group in groups}
+        self.held |= {group: (uses + 1, oldest) for group, (uses, oldest) in training.reused.items()}
+        self.release()
         if self.admission.pace.publishes_after(self.step):
-            self.published = self.updates
+            self.published = self.step * self.admission.pace.updates_per_step
             self.admission.set_version(self.published)
+
+    def check_the_end(self) -> None:
+        """Nothing is left after the last step, if admission knows that it is the last one."""
+        if self.admission.steps == self.step:
+            assert not self.running and not self.oldest, "a new group is left at the end"
+            assert not self.held, "rows are left at the end"
 
 
 def successors(trial: Trial, steps: int) -> Iterator[Trial]:
@@ -113,28 +200,36 @@ def successors(trial: Trial, steps: int) -> Iterator[Trial]:
         actions.append(lambda copied, group=group: copied.finish(group))
         if trial.admission.refill:
             actions.append(lambda copied, group=group: copied.finish_without_signal(group))
-    if trial.step < steps:
-        actions.append(Trial.commit if trial.training else Trial.take)
+    if len(trial.training) <= trial.ahead and trial.step + len(trial.training) < steps:
+        actions.append(Trial.take)
+    if trial.training:
+        actions.append(Trial.commit)
+        if trial.admission.max_uses > 1:
+            actions.append(lambda copied: copied.commit(trained=0))
     found = [state for action in actions if (state := after(action)) is not None]
     assert found or trial.step == steps, "deadlock: nothing can start, finish, be taken or be trained"
     for state in found:
         assert state.admission.counters.balanced, "the counters do not add up"
+        assert state.admission.counters.reusable == len(state.held), "the groups that may be used again are not counted"
     yield from found
 
 
-def explore(make: Callable[[], Admission], steps: int) -> int:
+def explore(make: Callable[[], Admission], steps: int, ahead: int = 0, *, reuses: bool = False) -> int:
     """Visit every state up to `steps` trained steps; return their number.
 
-    Raises AssertionError if a rule is broken, or if the last step cannot be reached from some state.
+    `ahead`: the steps that are taken before the one that trains is committed. Raises AssertionError if a rule is
+    broken, if the last step cannot be reached from some state, or with `reuses` if no group is ever used again.
     """
     admission = make()
     admission.set_version(0)
-    start = Trial(admission)
+    start = Trial(admission, ahead)
     before: dict[Key, set[Key]] = {start.key: set()}  # state -> the states that lead to it
-    waiting, last = [start], set()
+    waiting, last, reused = [start], set(), 0
     while waiting:
         trial = waiting.pop()
+        reused += sum(len(each.reused) for each in trial.training)
         if trial.step == steps:
+            trial.check_the_end()
             last.add(trial.key)
         for state in successors(trial, steps):
             if state.key not in before:
@@ -147,4 +242,5 @@ def explore(make: Callable[[], Admission], steps: int) -> int:
         reaching |= new
         found += new
     assert reaching == before.keys(), "the run cannot end from some state"
+    assert reused or not reuses, "nothing is ever used again"
     return len(before)

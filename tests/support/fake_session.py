@@ -264,7 +264,7 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     run = FakeRun(config)
     note = run.journal.append
 
-    def plan_step(tags: object, config: Config, *, dp_size: int, version: int, replaced: object) -> str:
+    def plan_step(tags: object, config: Config, *, dp_size: int, version: int, replaced: object, reused: object) -> str:
         return f"plan for version {version}"
 
     def train_step(policy: object, plan: str, *rest: object, step: int, early: object) -> None:

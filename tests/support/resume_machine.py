@@ -67,9 +67,9 @@ class ResumeMachine(RuleBasedStateMachine):
     The trainer may resume from any checkpoint that was ever complete, also from one that was set aside.
     """
 
-    @initialize(groups=st.integers(1, 3), pace=paces(), spare=st.none() | st.integers(0, 3))
-    def start(self, groups: int, pace: Pace, spare: int | None) -> None:
-        self.pace, self.groups = pace, groups
+    @initialize(groups=st.integers(1, 3), pace=paces(), spare=st.none() | st.integers(0, 3), max_uses=st.integers(1, 2))
+    def start(self, groups: int, pace: Pace, spare: int | None, max_uses: int = 1) -> None:
+        self.pace, self.groups, self.max_uses = pace, groups, max_uses
         self.capacity = None if spare is None else groups + spare
         self.weights = Weights()
         self.disk: list[bytes] = []  # the journal
@@ -80,7 +80,8 @@ class ResumeMachine(RuleBasedStateMachine):
         self.begin(None)
 
     def begin(self, saved: Saved | None) -> None:
-        self.admission = Admission(self.groups, self.pace, capacity=self.capacity)
+        self.admission = Admission(self.groups, self.pace, capacity=self.capacity, max_uses=self.max_uses)
+        self.once: dict[int, set[int]] = {}  # the nodes of the groups that this attempt has trained once
         attempts = self.attempts if hasattr(self, "attempts") else 0
         if saved is not None:
             self.admission.load_state_dict(saved.admission, attempts)
@@ -222,8 +223,17 @@ class ResumeMachine(RuleBasedStateMachine):
             far = max(self.weights.distance(node, last) for node in nodes)
             assert far <= self.pace.max_staleness, "the bound is passed"
             self.trained.append(group)
+            self.once[group] = nodes
+        reused = self.admission.reused(self.step)
+        for group in reused:
+            assert group in self.once, "a group is used again that an attempt before has trained, or too often"
+            far = max(self.weights.distance(node, last) for node in self.once.pop(group))
+            assert far <= self.pace.max_staleness, "the bound is passed"
         self.node = self.weights.update(last)
-        self.admission.commit(self.step, trained=len(taken[0]), filtered=0, dropped_stale=0, failed=0)
+        self.admission.commit(
+            self.step, trained=len(taken[0]), filtered=0, dropped_stale=0, failed=0,
+            reused=len(reused), trained_groups=taken[0],
+        )  # fmt: skip
         self.step += 1
         if self.pace.publishes_after(self.step):
             self.publish()
