@@ -39,15 +39,17 @@ for folder in (ROOT, ROOT / "benchmarks"):
 import yaml  # noqa: E402
 from report import Row, add_options, finish  # noqa: E402
 from soak_accounting import Report, UnreadableRun, check_run  # noqa: E402
-from soak_faults import Fault, Happened, Injector, Target, lost_replicas, missing, schedule  # noqa: E402
+from soak_faults import Fault, Happened, Injector, Target, lost_replicas, missing, processes_left, schedule  # noqa: E402
 from soak_reward import marked  # noqa: E402
 from whole_run import environment, train  # noqa: E402
 
 QUICKSTART = ROOT / "examples" / "rl" / "configs" / "quickstart_cpu.yaml"
 POINTS = 3.0  # of accuracy, that the disturbed run may differ
 REPLICAS, STALENESS = 2, 4
-REWARD_TIMEOUT_S = 2.0
+REWARD_TIMEOUT_S = 3.0
+REPORT_S = 0.5  # between reports of engines: short, so that lost responses go on from their middle
 FIRST_STEP = 3  # before the first fault: engines are warm, the queue is full
+LEAVE_S = 60.0  # for the processes of a run that has ended, or was killed
 QUIET_END = 10  # steps after the last fault, in which a replica can still be replaced
 # Each fault of the full soak, by kind and target.
 FAULTS: list[tuple[str, Target]] = [
@@ -69,6 +71,7 @@ class Outcome:
     report: Report | None = None
     happened: list[Happened] = field(default_factory=list)
     late_rewards: int = 0
+    left: list[str] = field(default_factory=list)
     failure: str = ""
 
     def total(self, metric: str) -> float:
@@ -81,7 +84,7 @@ class Outcome:
 
 
 def run_config(options: argparse.Namespace, run_dir: Path, late_share: float) -> Config:
-    """Return the quickstart's config with the changes of the soak. `late_share`: share of rewards that time out."""
+    """Return the quickstart's config with the changes of the soak. `late_share`: of the answers, see soak_reward.py."""
     config: Config = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
     late = {"share": late_share, "seed": options.seed, "sleep_s": 30 * REWARD_TIMEOUT_S, "marks": str(marks(run_dir))}
     heldout = {"name": "additions", "path": str(options.assets / "heldout.jsonl"), "reward": {"function": "math"}}
@@ -98,7 +101,7 @@ def run_config(options: argparse.Namespace, run_dir: Path, late_share: float) ->
         },
         "evaluation": {"sets": [heldout | ({"limit": 100} if options.quick else {})]},
         "admission": {"mode": "async", "sync_interval": 2, "max_staleness": STALENESS},
-        "rollout": {"replicas": REPLICAS, "report_interval_s": 2.0},
+        "rollout": {"replicas": REPLICAS, "report_interval_s": REPORT_S},
         "weight_sync": {"restarts": 3},
         "telemetry": {"dump_batches": True, "tensorboard": False},
         # rpc_s is the limit after which a silent engine counts as lost; a sync in which one is silent takes longer.
@@ -123,7 +126,7 @@ def run_once(
     def say(text: str) -> None:
         print(f"[{name} +{time.monotonic() - begun:.0f} s] {text}", flush=True)
 
-    say(f"{options.steps} steps, {len(faults)} faults, {late_share:.1%} of the rewards late; log: {run_dir}.log")
+    say(f"{options.steps} steps, {len(faults)} faults, {late_share:.1%} of the answers late; log: {run_dir}.log")
     injector = Injector(run_dir, faults, replicas=REPLICAS, say=say)
     try:
         outcome.records = train(
@@ -135,11 +138,21 @@ def run_once(
     finally:
         injector.stop()
     outcome.happened, outcome.late_rewards = injector.happened, marked(marks(run_dir))
+    outcome.left = processes_left(run_dir, LEAVE_S)
+    note_continued(outcome)
     if not outcome.failure:
         outcome.summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         count(outcome, run_dir)
     say(f"ended after {len(outcome.records)} steps")
     return outcome
+
+
+def note_continued(outcome: Outcome) -> None:
+    """Note for each fault how many responses other engines continued until the next fault."""
+    steps = [each.step for each in outcome.happened] + [len(outcome.records)]
+    for event, end in zip(outcome.happened, steps[1:], strict=True):
+        continued = sum(record.get("rollout/continued") or 0.0 for record in outcome.records[event.step : end])
+        event.notes.append(f"{continued:.0f} responses continued elsewhere")
 
 
 def count(outcome: Outcome, run_dir: Path) -> None:
@@ -154,7 +167,7 @@ def count(outcome: Outcome, run_dir: Path) -> None:
 
 def rows_of(calm: Outcome, disturbed: Outcome, faults: Sequence[Fault], minutes: float, limit: float) -> list[Row]:
     """Return the rows of the report. A run that has failed misses every bound that needs it."""
-    rows = [row for outcome in (calm, disturbed) for row in (ended_row(outcome), *accounting_rows(outcome))]
+    rows = [row for outcome in (calm, disturbed) for row in (*end_rows(outcome), *accounting_rows(outcome))]
     rows += fault_rows(disturbed, faults)
     for mode in ("greedy", "sampled"):
         difference = abs(disturbed.accuracy(mode) - calm.accuracy(mode))
@@ -163,10 +176,14 @@ def rows_of(calm: Outcome, disturbed: Outcome, faults: Sequence[Fault], minutes:
     return [*rows, Row("minutes / limit", minutes / limit, 1.0, details={"minutes": round(minutes, 1)})]
 
 
-def ended_row(outcome: Outcome) -> Row:
-    """Return the row that says whether a run has come to its end."""
+def end_rows(outcome: Outcome) -> list[Row]:
+    """Return the rows that say whether a run has come to its end, and whether it has left processes behind."""
     details = {"failure": outcome.failure[-1500:]} if outcome.failure else {"steps": len(outcome.records)}
-    return Row(f"{outcome.name}: ended", float(not outcome.failure), 1.0, at_least=True, details=details)
+    left = {str(number): each for number, each in enumerate(outcome.left, start=1)}
+    return [
+        Row(f"{outcome.name}: ended", float(not outcome.failure), 1.0, at_least=True, details=details),
+        Row(f"{outcome.name}: processes left", float(len(outcome.left)), 0.0, details=left),
+    ]
 
 
 def accounting_rows(outcome: Outcome) -> list[Row]:
@@ -221,7 +238,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the runs and of the schedule of faults")
     parser.add_argument("--steps", type=int, default=120, help="steps of each run")
     parser.add_argument("--groups", type=int, default=24, help="prompt groups of a step")
-    parser.add_argument("--late", type=float, default=0.002, help="share of the rewards that time out")
+    parser.add_argument(
+        "--late", type=float, default=0.005, help="share of the different answers whose reward times out"
+    )
     parser.add_argument("--assets", type=Path, default=ROOT / "runs" / "quickstart" / "assets", help="made if missing")
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory, which must be new or empty")
     options = parser.parse_args()
@@ -234,7 +253,7 @@ def main() -> int:
     )
     begun = time.monotonic()
     make_assets(options.assets)
-    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+    with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as name:
         directory = (options.keep or Path(name)).resolve()
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):

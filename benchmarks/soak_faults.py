@@ -156,6 +156,26 @@ def _index_of(pid: int) -> int | None:
     return int(match[1]) if match else None
 
 
+def processes_left(run_dir: Path, within_s: float) -> list[str]:
+    """Return the processes that still print to a log of a run that has ended, `within_s` seconds later at the latest.
+
+    Every process of a run prints to a file in its directory, or to the log beside it.
+    """
+    deadline = time.monotonic() + within_s
+    while (left := _printing_to(run_dir)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return left
+
+
+def _printing_to(run_dir: Path) -> list[str]:
+    places, found = (f"{run_dir}/", f"{run_dir}.log"), []
+    for process in psutil.process_iter(["name"]):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if os.readlink(f"/proc/{process.pid}/fd/1").startswith(places):
+                found.append(f"{process.info['name']} (pid {process.pid})")
+    return found
+
+
 def send(processes: Sequence[psutil.Process], number: int) -> None:
     """Send a signal to each process that still runs; psutil never signals another one that has got its pid."""
     for process in processes:
@@ -246,26 +266,26 @@ class Injector:
         self.happened.append(event)
         event.notes.append("it had requests" if busy else "it was idle")
         self._say(f"step {event.step}: {fault} (pid {event.pid}), {event.notes[0]}")
-        self._strike(fault, replica, event)
+        if not self._strike(fault, replica, event):
+            event.notes.append("no process could be hit")
+            return False
         event.over = self._replaced(event, replica) if KINDS[fault.kind].loses else self._goes_on(event, replica)
         self._say(f"step {self._step}: {'; '.join(event.notes[1:])}")
         return event.over
 
-    def _strike(self, fault: Fault, replica: Replica, event: Happened) -> None:
-        """Send the fault's signals; note how long a process was stopped."""
+    def _strike(self, fault: Fault, replica: Replica, event: Happened) -> bool:
+        """Send the fault's signals; note how long a process was stopped. False if there was none to be hit."""
         hit = replica.hit_by(fault)
         gone = self._gone_or_ended(replica)
         if fault.kind == "kill":
+            there = hit[0].is_running()
             send(hit[:1], signal.SIGKILL)
-            return
-        if fault.kind == "slow":
-            used, begun = cpu_seconds(replica.engine), time.monotonic()
-            stopped, lasted = throttle(hit, fault.seconds, gone), time.monotonic() - begun
-            share = (cpu_seconds(replica.engine) - used) / lasted
-            event.notes.append(f"stopped for {stopped:.1f} of {lasted:.1f} s, {share:.2f} of a core used")
-            return
-        stopped = hold(hit, fault.seconds, gone)
-        event.notes.append(f"stopped for {stopped:.1f} s")
+            return there
+        used, begun = cpu_seconds(replica.engine), time.monotonic()
+        stopped = (throttle if fault.kind == "slow" else hold)(hit, fault.seconds, gone)
+        lasted, used = time.monotonic() - begun, cpu_seconds(replica.engine) - used
+        event.notes.append(f"stopped for {stopped:.1f} of {lasted:.1f} s, {max(used, 0.0):.1f} s of its core used")
+        return stopped > 0.0
 
     def _gone_or_ended(self, replica: Replica) -> Callable[[], bool]:
         return lambda: self._end.is_set() or not replica.actor.is_running()
@@ -283,11 +303,10 @@ class Injector:
         if not self._wait(replaced, RECOVER_S):
             event.notes.append(f"replica {index} was not replaced within {time.monotonic() - begun:.0f} s")
             return False
-        continued = self._sum("rollout/continued", since)
         restarted = self._sum("sync/restarted_replicas", since)
         event.notes.append(
             f"replaced {time.monotonic() - self._begun - event.at_s:.0f} s after it began, {self._step - since} steps "
-            f"later; {restarted:.0f} replicas restarted, {continued:.0f} responses continued elsewhere"
+            f"later; {restarted:.0f} replicas restarted"
         )
         return True
 

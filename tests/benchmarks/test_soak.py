@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak import FAULTS, QUICK_FAULTS, STALENESS, Outcome, fault_rows, main, rows_of, run_config
+from benchmarks.soak import (
+    FAULTS,
+    QUICK_FAULTS,
+    STALENESS,
+    Outcome,
+    fault_rows,
+    main,
+    note_continued,
+    rows_of,
+    run_config,
+)
 from benchmarks.soak_accounting import Report
 from benchmarks.soak_faults import KINDS, Fault, Happened, schedule
 from benchmarks.soak_reward import is_late, late_math, marked
@@ -86,6 +96,14 @@ def test_the_function_can_be_used_as_a_reward(tmp_path: Path) -> None:
     assert marked(tmp_path / "marks") == 0 and late_math.warm_up  # type: ignore[attr-defined]
 
 
+def test_an_answer_is_late_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("benchmarks.soak_reward.time.sleep", slept.append)
+    for response in ("7", "7", "8", "7"):
+        late_math(RewardInput("What?", response, answer="7"), 1.0, 0, 9.0, str(tmp_path / "marks"))
+    assert slept == [9.0, 9.0] and marked(tmp_path / "marks") == 2
+
+
 def _mark(path: Path) -> None:
     from benchmarks.soak_reward import mark
 
@@ -134,6 +152,7 @@ def test_a_good_soak_misses_nothing() -> None:
         ({"summary": {}}, "final accuracy, sampled"),
         ({"failure": "did not end within 600 s", "report": None}, "disturbed: ended"),
         ({"failure": "x", "report": None}, "disturbed: accounting"),
+        ({"left": ["sleep (pid 7)"]}, "disturbed: processes left"),
         ({"happened": []}, "faults survived"),
         ({"records": []}, "replicas restarted"),
         ({"records": [{"sync/restarted_replicas": 1.0, "reward/errors": 4.0}]}, "responses continued"),
@@ -164,6 +183,16 @@ def test_a_fault_that_is_not_over_is_told() -> None:
     row = fault_rows(outcome("disturbed", happened=happened), faults)[0]
     assert not row.ok and "NOT OVER" in row.details["1"]
     assert row.details["not happened, or not over"] == "kill engine"
+
+
+def test_responses_are_continued_because_of_the_fault_before() -> None:
+    happened = [Happened(fault, pid=1, step=step, at_s=0.0) for fault, step in zip(SCHEDULE, (1, 3), strict=True)]
+    records = [{"rollout/continued": float(number)} for number in (100, 10, 20, 3, 4)]
+    ended = outcome("disturbed", records=records, happened=happened)
+    note_continued(ended)
+    assert [each.notes for each in happened] == [
+        ["30 responses continued elsewhere"], ["7 responses continued elsewhere"],
+    ]  # fmt: skip
 
 
 def test_help_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

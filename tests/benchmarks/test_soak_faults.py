@@ -28,6 +28,7 @@ from benchmarks.soak_faults import (
     is_stopped,
     lost_replicas,
     missing,
+    processes_left,
     read_so_far,
     schedule,
     throttle,
@@ -146,6 +147,20 @@ def test_replicas_are_found_by_the_log_that_they_write_to(tmp_path: Path) -> Non
         supervisor.wait(10)
 
 
+def test_processes_that_a_run_has_left_are_found_by_their_logs(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    places = (tmp_path / "run" / "replica-0.log", tmp_path / "run.log", tmp_path / "other.log")
+    started = [psutil.Popen(["sleep", "600"], stdout=place.open("w")) for place in places]
+    try:
+        found = processes_left(tmp_path / "run", 0.1)
+        assert sorted(found) == sorted(f"sleep (pid {each.pid})" for each in started[:2])
+    finally:
+        for each in started:
+            each.kill()
+            each.wait(10)
+    assert processes_left(tmp_path / "run", 10) == []
+
+
 def test_a_line_that_is_being_written_is_no_step(tmp_path: Path) -> None:
     assert read_so_far(tmp_path) == []
     done = json.dumps({"step": 1, "time/step": 1.0})
@@ -205,13 +220,13 @@ def test_a_killed_engine_is_over_when_a_publication_has_replaced_it(run: Run) ->
     run.step()
     wait_until(lambda: not run.alive(old.engine), 30, "the kill")
     run.replicas[1] = run.start()
-    run.step(**{"rollout/continued": 5})
+    run.step()
     time.sleep(0.3)
     assert not injector.happened[0].over, "no restart was told"
-    run.step(**{"sync/restarted_replicas": 1, "rollout/continued": 2})
+    run.step(**{"sync/restarted_replicas": 1})
     wait_until(lambda: injector.happened[0].over, 10, "the end of the fault")
     injector.stop()
-    assert "1 replicas restarted, 7 responses continued elsewhere" in str(injector.happened[0])
+    assert "2 steps later; 1 replicas restarted" in str(injector.happened[0])
     assert any("kill the engine of replica 1" in each for each in said)
 
 
