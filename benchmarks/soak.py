@@ -49,6 +49,7 @@ REPLICAS, STALENESS = 2, 4
 REWARD_TIMEOUT_S = 3.0
 REPORT_S = 0.5  # between reports of engines: short, so that lost responses go on from their middle
 FIRST_STEP = 3  # before the first fault: engines are warm, the queue is full
+LEAST_S = 30.0  # no run is started with less time left
 LEAVE_S = 60.0  # for the processes of a run that has ended, or was killed
 QUIET_END = 10  # steps after the last fault, in which a replica can still be replaced
 # Each fault of the full soak, by kind and target.
@@ -126,12 +127,14 @@ def run_once(
     def say(text: str) -> None:
         print(f"[{name} +{time.monotonic() - begun:.0f} s] {text}", flush=True)
 
+    if begun > until - LEAST_S:
+        outcome.failure = f"less than {LEAST_S:.0f} s were left of --minutes {options.minutes:g}"
+        say(f"NOT STARTED: {outcome.failure}")
+        return outcome
     say(f"{options.steps} steps, {len(faults)} faults, {late_share:.1%} of the answers late; log: {run_dir}.log")
     injector = Injector(run_dir, faults, replicas=REPLICAS, say=say)
     try:
-        outcome.records = train(
-            run_config(options, run_dir, late_share), ranks=2, timeout_s=max(1.0, until - time.monotonic())
-        )
+        outcome.records = train(run_config(options, run_dir, late_share), ranks=2, timeout_s=until - time.monotonic())
     except SystemExit as error:
         outcome.failure = str(error)
         say(f"FAILED: {outcome.failure}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from benchmarks.soak import (
     note_continued,
     rows_of,
     run_config,
+    run_once,
 )
 from benchmarks.soak_accounting import Report
 from benchmarks.soak_faults import KINDS, Fault, Happened, schedule
@@ -171,6 +173,11 @@ def test_a_problem_of_the_accounting_is_in_the_row_of_its_check() -> None:
     rows = rows_of(outcome("undisturbed"), outcome("disturbed", report=report), SCHEDULE, 10.0, 20.0)
     (row,) = [each for each in rows if not each.ok]
     assert row.name == "disturbed: epochs, problems" and row.details == {"1": "prompts: 2, but 1"}
+
+
+def test_no_run_is_started_without_time_for_it(tmp_path: Path) -> None:
+    ended = run_once("disturbed", options(minutes=20.0), tmp_path, time.monotonic() + 1.0, SCHEDULE, 0.0)
+    assert ended.failure == "less than 30 s were left of --minutes 20" and not list(tmp_path.iterdir())
 
 
 def test_too_much_time_is_missed() -> None:

@@ -187,6 +187,20 @@ def test_a_changed_file_is_found(tmp_path: Path, tamper: Callable[[Path], None],
     assert problems[check][0]
 
 
+@pytest.mark.parametrize(
+    ("tamper", "text"),
+    [
+        (group_twice, "is in the batches of steps 2 and 3"),
+        (schedule_event("admit", lambda event: event | {"groups": [0, *event["groups"]]}, number=2), "admitted twice"),
+        (schedule_event("finish", lambda event: event | {"versions": [9]}), "never published"),
+    ],
+)
+def test_what_several_checks_find_each_of_them_finds(tmp_path: Path, tamper: Callable[[Path], None], text: str) -> None:
+    run_dir = write_run(tmp_path, seed=1)
+    tamper(run_dir)
+    assert any(text in each for problems in found(run_dir).values() for each in problems)
+
+
 def test_a_group_that_is_trained_too_old_is_named(tmp_path: Path) -> None:
     """The trainer says that it trained the samples, and the rules drop the group: both counts show it."""
     run_dir = write_run(tmp_path, seed=1)
