@@ -14,7 +14,7 @@ GPU_PIP := $(GPU_PY) -m pip install -qq --disable-pip-version-check --no-deps
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-gpu gpu-packages gpu-te gpu-kernels quickstart test test-system test-cluster test-all lint docs clean \
+.PHONY: help setup setup-test setup-gpu gpu-packages gpu-te gpu-kernels quickstart soak test test-system test-cluster test-all lint docs clean \
         test-slow-models test-slow-trainer test-slow-pool test-slow-system
 
 help:  ## Show this list.
@@ -92,6 +92,9 @@ test-slow-system: setup-test  ## Slow whole runs: random kills, learning and its
 	$(PY) -m pytest -m slow tests/system
 
 test-all: test test-system test-slow-models test-slow-trainer test-slow-pool test-slow-system  ## All of the targets above but test-cluster.
+
+soak: setup  ## A run under kills, stops and late rewards against one without, and its groups counted again, up to 20 minutes.
+	$(PY) benchmarks/soak.py
 
 lint: setup-test  ## ruff, mypy and the layers (import-linter).
 	$(PY) -m ruff check .

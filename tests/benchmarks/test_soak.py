@@ -1,0 +1,210 @@
+"""The soak without its runs: configs, late rewards, and rows that cannot be good without a run behind them."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.soak import (
+    FAULTS,
+    QUICK_FAULTS,
+    STALENESS,
+    Outcome,
+    fault_rows,
+    main,
+    note_continued,
+    rows_of,
+    run_config,
+    run_once,
+)
+from benchmarks.soak_accounting import Report
+from benchmarks.soak_faults import KINDS, Fault, Happened, schedule
+from benchmarks.soak_reward import is_late, late_math, marked
+from megarl.config.load import config_from_tree
+from megarl.config.pace import pace_of
+from megarl.rewards.resolve import resolve
+from megarl.rewards.types import RewardInput
+from megarl.rewards.worker_pool import RewardPool, RewardSpec
+
+
+def options(**changes: Any) -> argparse.Namespace:
+    values = {"seed": 3, "steps": 120, "groups": 24, "assets": Path("assets"), "quick": False}
+    return argparse.Namespace(**(values | changes))
+
+
+def test_both_runs_differ_in_the_late_rewards_alone() -> None:
+    calm, disturbed = (run_config(options(), Path("run"), share) for share in (0.0, 0.01))
+    assert calm["reward"]["kwargs"].pop("share") == 0.0 and disturbed["reward"]["kwargs"].pop("share") == 0.01
+    assert calm == disturbed
+
+
+def test_the_config_is_complete_and_keeps_what_the_accounting_needs() -> None:
+    config = config_from_tree(run_config(options(), Path("run"), 0.01))
+    pace = pace_of(config)
+    assert pace.max_staleness == STALENESS and pace.runs_ahead
+    assert config.telemetry.dump_batches and config.rollout.replicas == 2 and config.weight_sync.restarts
+    assert config.evaluation.sets[0].reward.function == "math", "late rewards would change the accuracy"
+    hang_s = KINDS["hang"].seconds[0]
+    assert config.timeouts.rpc_s + config.timeouts.weight_sync_s + config.rollout.report_interval_s < hang_s
+    assert KINDS["pause"].seconds[1] < config.timeouts.rpc_s / 2
+
+
+def test_the_full_soak_has_every_kind_of_fault_and_the_quick_one_two() -> None:
+    assert {kind for kind, _ in FAULTS} == set(KINDS)
+    assert {target for _, target in FAULTS} == {"engine", "replica"}
+    assert len({kind for kind, _ in QUICK_FAULTS}) == 2
+
+
+# --- rewards that are late
+
+
+def test_the_share_of_late_samples_is_drawn_by_problem_response_and_seed() -> None:
+    late = [is_late(f"problem {number}", "x", 0.02, 7) for number in range(20_000)]
+    assert 300 < sum(late) < 500
+    assert late == [is_late(f"problem {number}", "x", 0.02, 7) for number in range(20_000)]
+    assert late != [is_late(f"problem {number}", "x", 0.02, 8) for number in range(20_000)]
+    assert not any(is_late(f"problem {number}", "x", 0.0, 7) for number in range(1000))
+
+
+def test_a_late_reward_is_marked_and_times_out_and_the_others_are_scored(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    kwargs = {"share": 0.5, "seed": 0, "sleep_s": 60.0, "marks": str(marks)}
+    answers = [str(number) for number in range(6)]
+    late = [answer for answer in answers if is_late("What?", rf"\boxed{{{answer}}}", 0.5, 0)]
+    assert 0 < len(late) < 6
+    pool = RewardPool(
+        [RewardSpec("benchmarks.soak_reward:late_math", kwargs)],
+        workers=1, timeout_s=3.0, on_error=0.0, start_timeout_s=120,
+    )  # fmt: skip
+    try:
+        futures = [pool.submit(RewardInput("What?", rf"\boxed{{{each}}}", answer=each)) for each in answers]
+        outcomes = [future.result(300) for future in futures]
+    finally:
+        pool.close()
+    assert [outcome.reason for outcome in outcomes] == ["timeout" if each in late else None for each in answers]
+    assert [outcome.score for outcome in outcomes] == [float(each not in late) for each in answers]
+    assert marked(marks) == len(late)
+
+
+def test_the_function_can_be_used_as_a_reward(tmp_path: Path) -> None:
+    kwargs = {"share": 0.0, "seed": 0, "sleep_s": 60.0, "marks": str(tmp_path / "marks")}
+    assert resolve("benchmarks.soak_reward:late_math", kwargs)(RewardInput("What?", "7", answer="7")).score == 1.0
+    assert marked(tmp_path / "marks") == 0 and late_math.warm_up  # type: ignore[attr-defined]
+
+
+def test_an_answer_is_late_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("benchmarks.soak_reward.time.sleep", slept.append)
+    for response in ("7", "7", "8", "7"):
+        late_math(RewardInput("What?", response, answer="7"), 1.0, 0, 9.0, str(tmp_path / "marks"))
+    assert slept == [9.0, 9.0] and marked(tmp_path / "marks") == 2
+
+
+def _mark(path: Path) -> None:
+    from benchmarks.soak_reward import mark
+
+    for _ in range(200):
+        mark(path, RewardInput("a problem", "a response"))
+
+
+def test_marks_of_several_processes_are_all_there(tmp_path: Path) -> None:
+    path = tmp_path / "marks"
+    processes = [multiprocessing.get_context("fork").Process(target=_mark, args=(path,)) for _ in range(3)]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join(60)
+    assert marked(path) == 600
+
+
+# --- rows
+
+SCHEDULE = schedule(0, QUICK_FAULTS, replicas=2, first=3, last=20)
+
+
+def outcome(name: str, accuracy: float = 0.9, **changes: Any) -> Outcome:
+    report = Report(ends=Counter(trained=90, filtered=30), steps=5, admitted=120, oldest=4)
+    records = [{"sync/restarted_replicas": 1.0, "rollout/continued": 3.0, "reward/errors": 4.0}]
+    happened = [Happened(fault, pid=1, step=4, at_s=9.0, over=True) for fault in SCHEDULE]
+    values = {
+        "records": records, "report": report, "happened": happened, "late_rewards": 4,
+        "summary": {"eval_after": {"greedy": accuracy, "sampled": accuracy}},
+    }  # fmt: skip
+    return Outcome(name, **(values | changes))
+
+
+def missed(calm: Outcome, disturbed: Outcome, minutes: float = 10.0) -> list[str]:
+    return [row.name for row in rows_of(calm, disturbed, SCHEDULE, minutes, 20.0) if not row.ok]
+
+
+def test_a_good_soak_misses_nothing() -> None:
+    assert missed(outcome("undisturbed"), outcome("disturbed", accuracy=0.875)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "row"),
+    [
+        ({"accuracy": 0.86}, "final accuracy, greedy"),
+        ({"summary": {}}, "final accuracy, sampled"),
+        ({"failure": "did not end within 600 s", "report": None}, "disturbed: ended"),
+        ({"failure": "x", "report": None}, "disturbed: accounting"),
+        ({"left": ["sleep (pid 7)"]}, "disturbed: processes left"),
+        ({"happened": []}, "faults survived"),
+        ({"records": []}, "replicas restarted"),
+        ({"records": [{"sync/restarted_replicas": 1.0, "reward/errors": 4.0}]}, "responses continued"),
+        ({"late_rewards": 5}, "reward time-outs"),
+        ({"late_rewards": 0}, "reward time-outs"),
+        ({"report": Report(oldest=5)}, "disturbed: oldest token"),
+    ],
+)
+def test_a_bad_soak_misses_its_bound(changes: dict[str, Any], row: str) -> None:
+    assert any(name.startswith(row) for name in missed(outcome("undisturbed"), outcome("disturbed", **changes)))
+
+
+def test_a_problem_of_the_accounting_is_in_the_row_of_its_check() -> None:
+    report = Report()
+    report.expect("epochs", "prompts", 2, 1)
+    rows = rows_of(outcome("undisturbed"), outcome("disturbed", report=report), SCHEDULE, 10.0, 20.0)
+    (row,) = [each for each in rows if not each.ok]
+    assert row.name == "disturbed: epochs, problems" and row.details == {"1": "prompts: 2, but 1"}
+
+
+def test_no_run_is_started_without_time_for_it(tmp_path: Path) -> None:
+    ended = run_once("disturbed", options(minutes=20.0), tmp_path, time.monotonic() + 1.0, SCHEDULE, 0.0)
+    assert ended.failure == "less than 30 s were left of --minutes 20" and not list(tmp_path.iterdir())
+
+
+def test_too_much_time_is_missed() -> None:
+    assert missed(outcome("undisturbed"), outcome("disturbed"), minutes=21.0) == ["minutes / limit"]
+
+
+def test_a_fault_that_is_not_over_is_told() -> None:
+    faults = [Fault("kill", "engine", 0, 3, 0.0, 0.0)]
+    happened = [Happened(faults[0], pid=5, step=4, at_s=9.0, notes=["it was idle", "not replaced"])]
+    row = fault_rows(outcome("disturbed", happened=happened), faults)[0]
+    assert not row.ok and "NOT OVER" in row.details["1"]
+    assert row.details["not happened, or not over"] == "kill engine"
+
+
+def test_responses_are_continued_because_of_the_fault_before() -> None:
+    happened = [Happened(fault, pid=1, step=step, at_s=0.0) for fault, step in zip(SCHEDULE, (1, 3), strict=True)]
+    records = [{"rollout/continued": float(number)} for number in (100, 10, 20, 3, 4)]
+    ended = outcome("disturbed", records=records, happened=happened)
+    note_continued(ended)
+    assert [each.notes for each in happened] == [
+        ["30 responses continued elsewhere"], ["7 responses continued elsewhere"],
+    ]  # fmt: skip
+
+
+def test_help_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["soak.py", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("--minutes", "--seed", "--json", "--quick", "--keep"))

@@ -1,0 +1,292 @@
+"""The independent count of a run's groups: it agrees with real runs, and finds whatever is changed in their files."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.soak_accounting import CHECKS, Report, Rules, UnreadableRun, check_run, judge, main
+from tests.support.soak_runs import edit_lines, edit_rows, write_run
+
+Change = Callable[[dict[str, Any]], dict[str, Any] | None]
+
+
+def found(run_dir: Path) -> dict[str, list[str]]:
+    """The problems by check, without the checks that have none."""
+    return {name: each for name, each in check_run(run_dir).problems.items() if each}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_sound_run_has_no_problem(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    changes: dict[str, Any] = {
+        "trainer__mini_batches": rng.choice((1, 1, 2)),
+        "admission__refill": rng.random() < 0.4,
+        "sampling__truncated": rng.choice(("keep", "mask", "zero_reward")),
+    }
+    run_dir = write_run(tmp_path, seed, **changes)
+    report = check_run(run_dir)
+    assert report.ok, "\n".join(report.lines())
+    assert report.steps == 7 and report.ends.total() == report.admitted >= 28
+    assert report.engine_starts == 2 and report.engine_restarts == 0
+    assert 0 < report.oldest <= 4
+
+
+def test_every_end_is_met(tmp_path: Path) -> None:
+    """Failed, filtered and trained groups occur in the runs of the test above; stale ones are judged below."""
+    totals = [check_run(write_run(tmp_path / str(seed), seed)).ends for seed in range(3)]
+    assert all(sum(each[end] for each in totals) > 0 for end in ("trained", "filtered", "failed"))
+
+
+# --- changed files: each is found, by the check that it concerns
+
+
+def schedule_event(name: str, change: Change, number: int = 3) -> Callable[[Path], None]:
+    """Change the event of a name that comes as number `number`."""
+
+    def tamper(run_dir: Path) -> None:
+        seen = 0
+
+        def edit(event: dict[str, Any]) -> dict[str, Any] | None:
+            nonlocal seen
+            seen += event["event"] == name
+            return change(event) if event["event"] == name and seen == number else event
+
+        edit_lines(run_dir / "schedule.jsonl", edit)
+
+    return tamper
+
+
+def metric(name: str, by: float, step: int = 4) -> Callable[[Path], None]:
+    """Change a metric of one step."""
+
+    def edit(line: dict[str, Any]) -> dict[str, Any]:
+        return line | {name: line[name] + by} if line["step"] == step else line
+
+    return lambda run_dir: edit_lines(run_dir / "metrics.jsonl", edit)
+
+
+def rows(change: Change, step: int = 3) -> Callable[[Path], None]:
+    """Change the rows of one step's batch."""
+
+    def tamper(run_dir: Path) -> None:
+        for path in sorted((run_dir / "batches").glob(f"step_{step:06d}.*")):
+            edit_rows(path, change)
+
+    return tamper
+
+
+def first_group(run_dir: Path, step: int) -> int:
+    for line in (run_dir / "schedule.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "batch" and event["step"] == step:
+            return min(event["ok"])
+    raise AssertionError(f"step {step} was not taken")
+
+
+def group_twice(run_dir: Path) -> None:
+    """Step 3 has a group of step 2 again instead of its own first one."""
+    old, new = first_group(run_dir, 3), first_group(run_dir, 2)
+    rows(lambda row: row | {"group_id": new if row["group_id"] == old else row["group_id"]})(run_dir)
+
+
+def too_old(run_dir: Path) -> None:
+    """One token of a group is older than the bound, and both sides agree on its version."""
+    group = first_group(run_dir, 5)
+
+    def age(row: dict[str, Any]) -> dict[str, Any]:
+        if (row["group_id"], row["sample_index"]) == (group, 0):
+            row["versions"] = [row["versions"][0] | {"version": 0, "end": len(row["response_ids"])}]
+        versions.update(span["version"] for span in row["versions"] if row["group_id"] == group)
+        return row
+
+    def agree(event: dict[str, Any]) -> dict[str, Any]:
+        is_it = event["event"] == "finish" and event["group"] == group
+        return event | {"versions": sorted(versions)} if is_it else event
+
+    versions: set[int] = set()
+    rows(age, step=5)(run_dir)
+    edit_lines(run_dir / "schedule.jsonl", agree)
+
+
+def lost_group(run_dir: Path) -> None:
+    """A group is in no batch, and nobody counts it."""
+    group = first_group(run_dir, 6)
+    rows(lambda row: None if row["group_id"] == group else row, step=6)(run_dir)
+    without = {"ok": lambda groups: [each for each in groups if each != group]}
+    schedule_event("batch", lambda event: event | {"ok": without["ok"](event["ok"])}, number=7)(run_dir)
+
+
+def same_prompt(run_dir: Path) -> None:
+    """Two groups of an epoch have one prompt, as after a resume that draws a problem again."""
+    prompts = {}
+
+    def note(row: dict[str, Any]) -> dict[str, Any]:
+        prompts[row["group_id"]] = row["prompt_ids"]
+        return row
+
+    rows(note, step=0)(run_dir)
+    one, other, *_ = (group for group in sorted(prompts) if group < 10)
+    rows(lambda row: row | {"prompt_ids": prompts[one]} if row["group_id"] == other else row, step=0)(run_dir)
+
+
+def a_restart_untold(run_dir: Path) -> None:
+    with (run_dir / "logs" / "replica-1.log").open("a") as log:
+        log.write("(EngineCore pid=99) WARNING a line\n")
+
+
+def future_token(row: dict[str, Any]) -> dict[str, Any]:
+    row["versions"][-1]["version"] += 40
+    return row
+
+
+def uncovered_token(row: dict[str, Any]) -> dict[str, Any]:
+    row["versions"][-1]["end"] -= 1
+    return row
+
+
+@pytest.mark.parametrize(
+    ("tamper", "check"),
+    [
+        (group_twice, "groups"),
+        (too_old, "counts"),
+        (lost_group, "groups"),
+        (same_prompt, "epochs"),
+        (metric("groups/trained", 1), "counts"),
+        (metric("groups/admitted", -1), "counts"),
+        (metric("total/groups_filtered", 1, step=7), "counts"),
+        (metric("batch/staleness_max", 3), "staleness"),
+        (metric("batch/trained_samples", -1), "staleness"),
+        (metric("batch/loss_tokens", 1), "staleness"),
+        (schedule_event("commit", lambda event: event | {"filtered": event["filtered"] + 1}), "counts"),
+        (schedule_event("commit", lambda event: None, number=7), "counts"),
+        (schedule_event("finish", lambda event: None), "groups"),
+        (schedule_event("finish", lambda event: event | {"versions": [9]}), "versions"),
+        (schedule_event("admit", lambda event: event | {"groups": event["groups"][1:]}, number=1), "groups"),
+        (schedule_event("admit", lambda event: event | {"groups": [0, *event["groups"]]}, number=2), "groups"),
+        (rows(future_token), "versions"),
+        (rows(uncovered_token), "versions"),
+        (rows(lambda row: None if row["sample_index"] == 2 else row), "groups"),
+        (rows(lambda row: row | {"status": "failed"}), "counts"),
+        (rows(lambda row: row | {"reward": 1.0}), "counts"),
+        (a_restart_untold, "engines"),
+        (lambda run_dir: (run_dir / "attempts.json").write_text('{"attempts": 27}'), "groups"),
+    ],
+)  # fmt: skip
+def test_a_changed_file_is_found(tmp_path: Path, tamper: Callable[[Path], None], check: str) -> None:
+    run_dir = write_run(tmp_path, seed=1)
+    assert found(run_dir) == {}
+    tamper(run_dir)
+    problems = found(run_dir)
+    assert check in problems, problems
+    assert problems[check][0]
+
+
+@pytest.mark.parametrize(
+    ("tamper", "text"),
+    [
+        (group_twice, "is in the batches of steps 2 and 3"),
+        (schedule_event("admit", lambda event: event | {"groups": [0, *event["groups"]]}, number=2), "admitted twice"),
+        (schedule_event("finish", lambda event: event | {"versions": [9]}), "never published"),
+    ],
+)
+def test_what_several_checks_find_each_of_them_finds(tmp_path: Path, tamper: Callable[[Path], None], text: str) -> None:
+    run_dir = write_run(tmp_path, seed=1)
+    tamper(run_dir)
+    assert any(text in each for problems in found(run_dir).values() for each in problems)
+
+
+def test_a_group_that_is_trained_too_old_is_named(tmp_path: Path) -> None:
+    """The trainer says that it trained the samples, and the rules drop the group: both counts show it."""
+    run_dir = write_run(tmp_path, seed=1)
+    too_old(run_dir)
+    problems = found(run_dir)
+    assert set(problems) == {"counts", "staleness"}
+    assert any("dropped_stale" in each for each in problems["counts"])
+    assert any("trained_samples" in each for each in problems["staleness"])
+
+
+def test_the_exit_status_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path)
+    monkeypatch.setattr("sys.argv", ["soak_accounting.py", str(run_dir)])
+    assert main() == 0 and all(f"{name}: ok" in capsys.readouterr().out for name in list(CHECKS)[:1])
+    metric("groups/failed", 1)(run_dir)
+    assert main() == 1 and "counts: 1 problems" in capsys.readouterr().out
+    (run_dir / "schedule.jsonl").unlink()
+    assert main() == 2 and "schedule.jsonl is missing" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_judged_are_refused(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    part = next((run_dir / "batches").glob("step_000002.1-*"))
+    part.unlink()
+    with pytest.raises(UnreadableRun, match="step 2 has parts"):
+        check_run(run_dir)
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write((tmp_path / "train.jsonl").read_text().splitlines()[0] + "\n")
+    with pytest.raises(UnreadableRun, match="equal lines"):
+        check_run(run_dir)
+
+
+# --- the rules, one group at a time
+
+RULES = Rules(
+    steps=1, groups=1, samples=2, updates=1, bound=4, truncated="keep", filters=True, replicas=1, prompts=1
+)  # fmt: skip
+
+
+def row(reward: float, version: int = 6, *, lost: int = 0, status: str = "ok", cut: bool = False) -> dict[str, Any]:
+    return {
+        "prompt_ids": [1, 2, 3],
+        "response_ids": [7, 8],
+        "response_mask": [1, 0],
+        "versions": [{"version": version, "start": 0, "end": 2, "lost": lost, "epoch": 0}],
+        "reward": reward,
+        "status": status,
+        "finish_reason": "length" if cut else "stop",
+    }
+
+
+@pytest.mark.parametrize(
+    ("group", "changes", "end"),
+    [
+        ([row(0.0), row(1.0)], {}, "trained"),
+        ([row(1.0), row(1.0)], {}, "filtered"),
+        ([row(1.0), row(1.0)], {"filters": False}, "trained"),
+        ([row(0.0), row(1.0, status="failed")], {}, "failed"),
+        ([row(0.0), row(1.0, version=2)], {}, "trained"),
+        ([row(0.0), row(1.0, version=1)], {}, "dropped_stale"),
+        ([row(0.0), row(1.0, version=2)], {"updates": 2}, "dropped_stale"),
+        ([row(0.0), row(1.0, version=4, lost=1)], {}, "trained"),
+        ([row(0.0), row(1.0, version=5, lost=2)], {}, "dropped_stale"),
+        ([row(0.0), row(1.0), row(1.0, version=1, status="failed")], {}, "trained"),
+        ([row(0.0, version=1), row(1.0, status="failed")], {}, "dropped_stale"),
+        ([row(0.0), row(1.0, cut=True)], {"truncated": "zero_reward"}, "filtered"),
+        ([row(0.0), row(1.0, cut=True)], {"truncated": "mask"}, "trained"),
+    ],
+)
+def test_the_rules(group: list[dict[str, Any]], changes: dict[str, Any], end: str) -> None:
+    rules = Rules(**(vars(RULES) | changes))
+    assert judge(5, group, 6, rules).end == end
+
+
+def test_what_a_trained_group_adds(tmp_path: Path) -> None:
+    group = [row(0.0), row(1.0, cut=True), row(1.0, status="failed")]
+    judged = judge(5, group, 6, Rules(**(vars(RULES) | {"truncated": "mask"})))
+    assert (judged.trained_samples, judged.loss_tokens, judged.trained_tokens, judged.lag) == (1, 1, 10, 0)
+
+
+def test_a_report_with_a_problem_is_not_ok() -> None:
+    report = Report()
+    assert report.ok
+    report.expect("epochs", "prompts", 1, 1)
+    assert report.ok
+    report.expect("epochs", "prompts", 2, 1)
+    assert not report.ok and "    prompts: 2, but 1" in list(report.lines())
