@@ -52,6 +52,7 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Undo it: some libraries report objects as leaked that are still there when the process ends."""
     gc.unfreeze()
+    gc.collect()  # an engine that ended in a test must be freed while vLLM's modules are still there
 
 
 @pytest.fixture(scope="session")
