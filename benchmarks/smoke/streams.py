@@ -4,7 +4,8 @@ The first rows test the premise under which a weight sync of two threads would d
 broadcasts: both use the device's default stream unless they say otherwise, and NCCL makes a collective wait for
 everything before it on the caller's current stream. So a broadcast would wait for the other thread's work, which may
 itself wait for the broadcast. That is why the weight sync issues everything on one thread, in one order on all ranks
-(`megarl/weights/sending.py`). `Streams` is what this needs of a device. On a CPU `tests/support/smoke_streams.py` stands in for CUDA: simulated streams, and NCCL's order over gloo.
+(`megarl/weights/sending.py`). `Streams` is what this needs of a device. On a CPU `tests/support/smoke_streams.py`
+stands in for CUDA: simulated streams, and NCCL's order over gloo.
 """
 
 from __future__ import annotations

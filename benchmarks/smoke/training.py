@@ -61,7 +61,7 @@ def parity(where: Where) -> tuple[list[Row], list[str]]:
     return rows, []
 
 
-def large_layers(where: Where) -> dict[str, float]:
+def large_layers(where: Where) -> dict[str, Any]:
     """Return the sizes of two of Qwen3-8B's layers; on a CPU narrower ones, with as many query heads per group.
 
     The small vocabulary leaves the layers to be compared, and weights so small leave the log-probs their size.

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megarl import platforms
+from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.common import processes
 from megarl.config.fit import with_trainer
 from megarl.config.load import load_config
 from megarl.config.plan import make_plan
 from megarl.platforms import Platform
 from megarl.run import main, peers
-from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from tests.support.configs import config
 
 

@@ -1,9 +1,9 @@
 """The cost of a weight sync for the server of its store: the real requests of many members, against a server process.
 
 `measure((members, buckets))` lets members take part in syncs whose broadcasts do nothing, and returns the requests and
-the CPU seconds of the server per sync. Its requests are those of a sync whose only trainer rank sends: 4 per member and 5
-of the leader (`tests/weights/test_sender_on_ranks.py` counts those of `WeightSender.publish`). A trainer rank that sends
-nothing adds 2.
+the CPU seconds of the server per sync. Its requests are those of a sync whose only trainer rank sends: 4 per member
+and 5 of the leader (`tests/weights/test_sender_on_ranks.py` counts those of `WeightSender.publish`). A trainer rank
+that sends nothing adds 2.
 """
 
 from __future__ import annotations

@@ -38,7 +38,11 @@ def test_reduction_and_gather_overlap_where_megatron_allows_it(
 
 @pytest.mark.parametrize(
     ("changes", "fused"),
-    [({}, True), ({"trainer__fused_weight_gradients": True}, True), ({"trainer__fused_weight_gradients": False}, False)],
+    [
+        ({}, True),
+        ({"trainer__fused_weight_gradients": True}, True),
+        ({"trainer__fused_weight_gradients": False}, False),
+    ],
     ids=["default", "on", "off"],
 )
 def test_weight_gradients_are_fused_in_the_policy_only(
