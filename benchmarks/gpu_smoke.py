@@ -3,13 +3,15 @@
 
     python benchmarks/gpu_smoke.py [--steps a,b] [--json FILE] [--append docs/gpu.md] [--device cuda|cpu]
 
-Steps, each in a process of its own with a deadline, so that one that hangs or crashes costs only itself:
+Steps, each in a process of its own with a deadline, so that one that hangs or crashes costs only itself (one that hangs
+shows before its end where it is):
 
 - streams: a broadcast of another thread beside pending work, on the default stream and on one of its own; timeout and
   abort of NCCL in blocking mode; a publish behind pending work, and its deadline
 - digest: a bucket's digest on the device against the CPU's, and its time against a copy
 - export: a mixture of experts exported and packed on the device against its files
-- parity: log-probs, dense and MoE, fp32 and bf16, against transformers on the CPU; updates lower the loss
+- parity: log-probs, dense and MoE, fp32 and bf16, and of two layers of Qwen3-8B's sizes, against transformers on the
+  CPU; updates lower the loss
 - speed: bf16 updates at Qwen3-8B's layer sizes against a matrix product, the memory plan, and new lengths
 - head: the chunked log-probs at Qwen3's vocabulary against torch.compile
 - state: save and resume, pinned copies, the reference model's offload
@@ -24,6 +26,7 @@ to a page. Exit status: 0 if all bounds hold, 1 if not, 2 without a CUDA device.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import json
 import os
@@ -43,6 +46,8 @@ import torch
 from smoke.rows import StepResult, Where, read_step, table, write_step
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+DUMP_BEFORE_S = 10.0  # the end of a step's time, at which a step that hangs shows where
+SHOWN = 4000  # last characters of what a failed step has printed
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "vllm", "transformers", "nvidia-nccl-cu13")
 
 
@@ -68,22 +73,26 @@ STEPS = {
 
 
 def run_step(name: str, device: str, limit_s: float) -> StepResult:
-    """Run one step in a new process; it is ended after `limit_s` seconds."""
+    """Run one step in a new process; it is ended after `limit_s` seconds. Show what a step that failed has printed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         command = [sys.executable, __file__, "--device", device, "--in-process", name, "--json", str(path)]
+        command += ["--dump-at", str(time.time() + limit_s - DUMP_BEFORE_S)]
         started = time.perf_counter()
         try:
             environment = environment_of(name)
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=limit_s, env=environment, check=False
             )
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            printed = done.stderr
+            lines = [line for line in printed.splitlines() if line.strip()]
             error = "" if done.returncode == 0 else f"exit status {done.returncode}: {lines[-1] if lines else ''}"
-            if error:
-                sys.stderr.write(done.stderr[-4000:])
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as expired:
             error = f"no end within {limit_s:.0f} s"
+            # Its type does not follow `text`.
+            printed = expired.stderr.decode(errors="replace") if isinstance(expired.stderr, bytes) else ""
+        if error:
+            sys.stderr.write(printed[-SHOWN:])
         return read_step(path, name, time.perf_counter() - started, error)
 
 
@@ -96,8 +105,10 @@ def environment_of(name: str) -> dict[str, str]:
     return dict(os.environ) | ({"NVIDIA_TF32_OVERRIDE": "0"} if name in ("parity", "two_ranks") else {})
 
 
-def run_in_process(name: str, device: str, path: Path) -> None:
-    """Run one step here, and write its rows."""
+def run_in_process(name: str, device: str, path: Path, dump_at: float | None) -> None:
+    """Run one step here, and write its rows. At the time `dump_at` all threads show where they are."""
+    if dump_at is not None:
+        faulthandler.dump_traceback_later(max(0.1, dump_at - time.time()))
     module, _, function = STEPS[name].function.partition(":")
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -138,6 +149,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--append", type=Path, help="append the table to this page")
     parser.add_argument("--in-process", choices=STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--dump-at", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.steps = [name for name in options.steps.split(",") if name]
     if unknown := [name for name in options.steps if name not in STEPS]:
@@ -148,7 +160,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.in_process:
-        run_in_process(options.in_process, options.device, options.json)
+        run_in_process(options.in_process, options.device, options.json, options.dump_at)
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.stderr.write("gpu_smoke: no CUDA device; --device cpu runs the same on the CPU platform\n")
         return 2

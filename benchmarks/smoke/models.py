@@ -29,7 +29,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 Pairs = list[tuple[list[int], list[int]]]
 
 
-def make_model(directory: Path, *, moe: bool = False, **sizes: int) -> None:
+def make_model(directory: Path, *, moe: bool = False, **sizes: float) -> None:
     """Write a seeded random Qwen3 (dense or mixture of experts) in Hugging Face format."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 

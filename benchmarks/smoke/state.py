@@ -126,7 +126,8 @@ def _offload_rows(where: Where, policy: Policy) -> list[Row]:
 
 
 def _pinned_row(where: Where) -> Row:
-    source = torch.empty(2**30, dtype=torch.uint8, device=where.device)
-    pinned, pageable = torch.empty(2**30, dtype=torch.uint8, pin_memory=True), torch.empty(2**30, dtype=torch.uint8)
+    nbytes = 2**20 if where.tiny else 2**30
+    source = torch.empty(nbytes, dtype=torch.uint8, device=where.device)
+    pinned, pageable = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.empty(nbytes, dtype=torch.uint8)
     fast, slow = (median_s(where, partial(home.copy_, source)) for home in (pinned, pageable))
-    return Row("copy to pinned / to pageable host memory", fast, slow, 0.7, "s", {"gb_per_s": 2**30 / fast / 1e9})
+    return Row("copy to pinned / to pageable host memory", fast, slow, 0.7, "s", {"gb_per_s": nbytes / fast / 1e9})

@@ -1,9 +1,11 @@
 """Step `streams`: the order in which a device runs collectives, kernels and copies of several threads.
 
-The weight sync sends from a thread of its own while the main thread packs. Both use the device's default stream unless
-they say otherwise, and NCCL makes a collective wait for everything before it on the caller's current stream. So a
-broadcast waits for the other thread's work, which may itself wait for the broadcast. `Streams` is what this needs of a
-device. On a CPU `tests/support/smoke_streams.py` stands in for CUDA: simulated streams, and NCCL's order over gloo.
+The first rows test the premise under which a weight sync of two threads would deadlock, one that packs and one that
+broadcasts: both use the device's default stream unless they say otherwise, and NCCL makes a collective wait for
+everything before it on the caller's current stream. So a broadcast would wait for the other thread's work, which may
+itself wait for the broadcast. That is why the weight sync issues everything on one thread, in one order on all ranks
+(`megarl/weights/sending.py`). `Streams` is what this needs of a device. On a CPU `tests/support/smoke_streams.py`
+stands in for CUDA: simulated streams, and NCCL's order over gloo.
 """
 
 from __future__ import annotations

@@ -5,12 +5,14 @@ Shape suffixes: R response tokens.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +29,14 @@ if TYPE_CHECKING:
 DIFFERENCE = {"fp32": 1e-3, "bf16": 0.3}
 UPDATES = 6
 RAGGED = 50
-TIMEOUT_S = 240
+RANKS_S = 140.0  # for both ranks together; the step that starts them has longer, and ends them
 
 
 def parity(where: Where) -> tuple[list[Row], list[str]]:
-    """Compare log-probs with transformers in fp32 on the CPU, dense and MoE, and train a few updates."""
+    """Compare log-probs with transformers in fp32 on the CPU, dense and MoE, and train a few updates.
+
+    Two layers of Qwen3-8B's sizes are compared only: a GPU has other kernels for them than for small ones.
+    """
     pairs = models.make_pairs(16 if where.tiny else 32, range(8, 42, 3))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -39,25 +44,52 @@ def parity(where: Where) -> tuple[list[Row], list[str]]:
         for family in ("dense", "moe"):
             models.make_model(Path(folder, family), moe=family == "moe")
             reference[family] = models.reference_logprobs(Path(folder, family), pairs)
+        large = Path(folder, "large")
+        large_pairs = models.make_pairs(4, range(8, 42, 9) if where.tiny else range(64, 257, 64))
+        models.make_model(large, **large_layers(where))
+        large_reference = models.reference_logprobs(large, large_pairs)
         models.join(models.free_address(), 0, 1)
         for family, old in reference.items():
             for precision, allowed in DIFFERENCE.items():
                 config = models.make_config(Path(folder, family), trainer={"precision": precision})
                 with models.built_policy(config) as policy:
                     rows += _parity_rows(f"{family} {precision}", policy, pairs, old, allowed)
+        for precision, allowed in DIFFERENCE.items():
+            with models.built_policy(models.make_config(large, trainer={"precision": precision})) as policy:
+                worst = float(_differences(policy, large_pairs, large_reference).max())
+                rows.append(_difference_row(f"layers of 8B {precision}", worst, allowed))
     return rows, []
+
+
+def large_layers(where: Where) -> dict[str, Any]:
+    """Return the sizes of two of Qwen3-8B's layers; on a CPU narrower ones, with as many query heads per group.
+
+    The small vocabulary leaves the layers to be compared, and weights so small leave the log-probs their size.
+    """
+    narrow = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2}
+    few = {"num_hidden_layers": 2, "vocab_size": models.VOCABULARY, "initializer_range": 0.02}
+    return {**models.LAYER_8B, **(narrow if where.tiny else {}), **few}
+
+
+def _differences(policy: Policy, pairs: models.Pairs, old: list[torch.Tensor]) -> torch.Tensor:
+    """Return |log-prob - old log-prob| of all response tokens."""
+    found = policy.compute_logprobs(models.make_samples(pairs, old))
+    return torch.cat([(new.logprobs_R - each).abs() for new, each in zip(found, old, strict=True)])
+
+
+def _difference_row(name: str, worst: float, allowed: float) -> Row:
+    return Row(f"{name}: difference from transformers' log-probs / allowed", worst, allowed, 1.0, "nat")
 
 
 def _parity_rows(name: str, policy: Policy, pairs: models.Pairs, old: list[torch.Tensor], allowed: float) -> list[Row]:
     samples = models.make_samples(pairs, old)
-    found = policy.compute_logprobs(samples)
-    differences = [(new.logprobs_R - each).abs() for new, each in zip(found, old, strict=True)]
+    differences = _differences(policy, pairs, old)
     losses = [policy.update(samples)["loss"] for _ in range(UPDATES)]
     fell = losses[0] - losses[-1]
     # In bf16 a router of random weights often chooses another expert, and such a token says nothing: the median counts.
-    worst = float(torch.cat(differences).quantile(0.5 if name == "moe bf16" else 1.0))
+    worst = float(differences.quantile(0.5 if name == "moe bf16" else 1.0))
     return [
-        Row(f"{name}: difference from transformers' log-probs / allowed", worst, allowed, 1.0, "nat"),
+        _difference_row(name, worst, allowed),
         Row(f"{name}: updates whose loss did not fall", float(not fell > 0), 1.0, 0.0, "", {"losses": losses}),
     ]
 
@@ -173,18 +205,13 @@ def two_ranks(where: Where) -> tuple[list[Row], list[str]]:
         models.make_model(Path(folder, "model"))
         old = models.reference_logprobs(Path(folder, "model"), pairs)
         address = models.free_address()
-        command = [sys.executable, "-m", "smoke.training", where.device.type, folder, address]
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
-        environment = {**os.environ, "PYTHONPATH": path}
-        ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+        ranks = [start_rank(where.device.type, folder, address, rank) for rank in range(2)]
         try:
-            statuses = [rank.wait(TIMEOUT_S) for rank in ranks]
+            await_ranks(ranks, RANKS_S)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        if any(statuses):
-            raise RuntimeError(f"exit statuses of the two ranks: {statuses}")
         found: list[torch.Tensor] = torch.load(Path(folder, "logprobs.pt"))
     worst = float(torch.stack([(new - each).abs().max() for new, each in zip(found, old, strict=True)]).max())
     return [
@@ -192,8 +219,36 @@ def two_ranks(where: Where) -> tuple[list[Row], list[str]]:
     ], []
 
 
-def _one_of_two(device: str, folder: str, address: str, rank: int) -> None:
-    """Compute log-probs as one of two tensor ranks; rank 0 writes them."""
+def start_rank(device: str, folder: str, address: str, rank: int) -> subprocess.Popen[bytes]:
+    """Start the process of one of two ranks, which ends with this one."""
+    command = [sys.executable, "-m", "smoke.training", device, folder, address, str(rank), str(os.getpid())]
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
+
+
+def await_ranks(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    """Wait until all ranks have ended, at most `timeout_s` seconds in all.
+
+    Raises:
+        RuntimeError: a rank has failed; the others, which may wait for it, are not waited for.
+        TimeoutError: some ranks have not ended in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while None in (statuses := [rank.poll() for rank in ranks]) and not any(statuses):
+        if time.monotonic() > deadline:
+            late = [rank for rank, status in enumerate(statuses) if status is None]
+            raise TimeoutError(f"waited {timeout_s:.0f} s for ranks {late} of {len(ranks)} to end")
+        time.sleep(0.05)
+    if any(statuses):
+        raise RuntimeError(f"exit statuses of the two ranks: {statuses}")
+
+
+def _one_of_two(device: str, folder: str, address: str, rank: int, parent: int) -> None:
+    """Compute log-probs as one of two tensor ranks; rank 0 writes them. Process `parent` has started this one."""
+    from megarl.common.processes import die_with_parent
+
+    die_with_parent(parent)
+    faulthandler.dump_traceback_later(RANKS_S - 10)
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     models.join(address, rank, 2, backend="gloo")
@@ -209,4 +264,4 @@ def _one_of_two(device: str, folder: str, address: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    _one_of_two(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    _one_of_two(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

@@ -29,7 +29,8 @@ def use_expandable_segments() -> None:
 
     Micro-batches of ever new lengths and a reference model that moves in and out leave holes in segments of fixed
     size. The setting is made in this process, not in its environment: the engines, which are children of rank 0's
-    supervisor, must not inherit it (vLLM 0.32 refuses it together with its own allocator, config/vllm.py:1218).
+    supervisor, must not inherit it. vLLM 0.32 refuses PYTORCH_CUDA_ALLOC_CONF with such segments in an engine that has
+    a KV connector, unless that uses vLLM's own allocator (config/vllm.py, `_verify_kv_transfer_compat`).
     """
     if not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings(EXPANDABLE_SEGMENTS)

@@ -17,7 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megarl import platforms
+
 logger = logging.getLogger(__name__)
+
+
+def is_compiled(wanted: bool | None) -> bool:
+    """Tell whether this process compiles the passes. `wanted`: the config's choice; None: on GPUs only."""
+    return platforms.current().is_cuda if wanted is None else wanted
 
 
 class RowTerms(NamedTuple):

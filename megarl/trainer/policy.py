@@ -32,6 +32,7 @@ from megarl.models.layout import Layout
 from megarl.models.provider import build_model, transformer_config
 from megarl.queue.streams import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, ROLLOUT_LOGPROBS
 from megarl.trainer.batch import MicroBatch, TrainSample, check_samples, common_streams, pack, unpack
+from megarl.trainer.compiled_head import is_compiled
 from megarl.trainer.head import response_logprobs, return_hidden_states
 from megarl.trainer.moe import aux_loss_metrics, clear_aux_losses
 from megarl.trainer.optimizer import (
@@ -117,8 +118,7 @@ class Policy:
             correction=correction_of(config),
         )
         self._loss = loss or self._configured_loss
-        wanted = config.trainer.compile_logprobs
-        self._compiled_head = platforms.current().is_cuda if wanted is None else wanted
+        self._compiled_head = is_compiled(config.trainer.compile_logprobs)
         # A loss that the caller brought may need the entropy; the configured one needs it for its bonus only.
         self._needs_entropy = loss is not None or algorithm.entropy_coef != 0
         self._needed_streams = _needed_streams(config, self._spec) if loss is None else []

@@ -46,7 +46,6 @@ class ModelLoader:
         self._model_config, self._device = model_config, device
         self._copies = RecordedCopies(self._load)
         self.obstacle: str | None = "no sync has started"
-        self._logged = ""
         self._read_at_start = read_at_start
         self._check_next = True
         self._coverage: LoadCoverage | None = None
@@ -124,14 +123,10 @@ class ModelLoader:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         self._check_coverage()
-        way = self.way
         if self.obstacle is None:
             self._copies.finish()
         else:
             finalize_layerwise_reload(self._model, self._model_config)
-        if way != self._logged:
-            logger.info("weights were loaded: %s", way)
-            self._logged = way
         if self._device.type == "cpu":
             if self.obstacle is not None:
                 prepack_tied_head(self._model)

@@ -97,6 +97,7 @@ class EngineCalls:
         # The replicas of this generation: the pool may drop a dead replica, but the error must still name it.
         self._replicas: list[ReplicaHandle] = []
         self._called = True  # whether the replicas may have been told of the current sync
+        self._ways = ""  # in which the engines loaded the last version that was published
 
     def members(self, generation: int, senders: Sequence[int], backend: str, sync_s: float) -> GroupMembers:
         """Return the members of a new generation. Asks every replica for its number of workers."""
@@ -187,7 +188,14 @@ class EngineCalls:
         total = time.perf_counter() - started
         pause_s = max(each.at for each in resumed) - pause_begun
         digest_s = _digest_seconds(group.members, reports)
+        self._log_ways(version, ways_of(reports[len(group.members.senders) :]))
         return SyncReport(version, total, plan.total_bytes, len(plan.buckets), digest_s, pause_s, phases)
+
+    def _log_ways(self, version: int, ways: str) -> None:
+        """Log in which ways the engines have loaded a version, if they differ from those of the version before."""
+        if ways != self._ways:
+            logger.info("weights of version %d: %s", version, ways)
+        self._ways = ways
 
     def _await_reports(self, group: Group, plan: BucketPlan, deadline: float) -> list[dict[str, Any]]:
         """Return every member's report, after comparing all digests with the senders'. Raises DigestMismatch."""
@@ -405,6 +413,16 @@ def _run_call(index: int, call: Callable[[], Any], done: queue.Queue[_Returned])
         done.put(_Returned(index, True, value, time.monotonic()))
     except BaseException as error:
         done.put(_Returned(index, False, error, time.monotonic()))
+
+
+def ways_of(reports: Sequence[dict[str, Any]]) -> str:
+    """Return in which ways engine workers have loaded, and which worker in which one, from their reports."""
+    workers: dict[str, list[str]] = {}
+    for report in reports:
+        workers.setdefault(report["loaded"], []).append(report["member"])
+    if len(workers) == 1:
+        return f"{next(iter(workers))} (all {len(reports)} engine workers)"
+    return "; ".join(f"{way} ({', '.join(names)})" for way, names in workers.items())
 
 
 def _digest_seconds(members: GroupMembers, reports: list[dict[str, Any]]) -> float:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from megarl.common.processes import ProcessId, is_alive, kill
 from tests.support.checkout import ROOT, environment
+from tests.support.waiting import wait_until
 
 SCRIPT = ROOT / "benchmarks" / "gpu_smoke.py"
 LIMIT_S = 600
@@ -55,6 +61,8 @@ def test_every_step_on_a_cpu(tmp_path: Path) -> None:
     # What a CPU cannot do is said.
     assert "te: left out" in done.stdout
     assert "| streams | buckets without the bytes that the pending work wrote |" in done.stdout
+    for precision in ("fp32", "bf16"):
+        assert f"| parity | layers of 8B {precision}: difference from transformers' log-probs" in done.stdout
     text = page.read_text()
     assert text.startswith("# Page\n\n### CPU") and f"torch {torch.__version__}" in text and "| parity |" in text
 
@@ -70,6 +78,70 @@ def test_a_step_that_hangs_or_crashes_is_one_failure(smoke: ModuleType, monkeypa
     assert "exit status 2" in crashes.error and not crashes.ok
     text = sys.modules["smoke.rows"].table([hangs, crashes])
     assert text.count("**NO**") == 2 and "FAILED: no end within" in text
+
+
+def test_a_step_that_hangs_leaves_what_it_printed(
+    smoke: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "sleeps.py"
+    script.write_text(
+        "import sys, time\n"
+        "print('x' * 5000, 'rank 1 waits', file=sys.stderr, flush=True)\n"
+        "time.sleep(60)\n"
+    )  # fmt: skip
+    monkeypatch.setattr(smoke, "__file__", str(script))
+    assert smoke.run_step("digest", "cpu", 6.0).error == "no end within 6 s"
+    printed = capsys.readouterr().err
+    assert printed.endswith("rank 1 waits\n") and len(printed) == smoke.SHOWN
+
+
+# A step that sleeps in the place of another one. `dump` is told the time at which it shows its threads.
+SLEEPS = """
+import sys, time, types
+
+def sleeps_too_long(where):
+    print("sleeps", flush=True)
+    time.sleep(120)
+
+sys.path.insert(0, sys.argv[1])
+import gpu_smoke
+sys.modules["smoke.sleeping"] = module = types.ModuleType("smoke.sleeping")
+module.sleeps_too_long = sleeps_too_long
+gpu_smoke.STEPS["digest"] = gpu_smoke.Step("sleeping:sleeps_too_long", 60)
+gpu_smoke.main(sys.argv[2:])
+"""
+
+
+def test_a_step_that_hangs_shows_where_it_is_before_its_end(
+    smoke: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The time is that which `run_step` gives; it does not wait for the step's end here."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> None:
+        commands.append(command)
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(smoke.subprocess, "run", run)
+    started = time.time()
+    assert not smoke.run_step("digest", "cpu", smoke.DUMP_BEFORE_S + 3.0).ok
+    monkeypatch.undo()
+    [[_, _, *arguments]] = commands
+    assert started + 3.0 <= float(arguments[arguments.index("--dump-at") + 1]) <= time.time() + 3.0
+    script = tmp_path / "sleeps.py"
+    script.write_text(SLEEPS)
+    command = [sys.executable, str(script), str(SCRIPT.parent), *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment(), stdout=pipe, stderr=pipe, text=True) as step:
+        watchdog = threading.Timer(100.0, step.kill)
+        watchdog.start()
+        try:
+            assert step.stderr is not None
+            found = next((line for line in step.stderr if "in sleeps_too_long" in line), "")
+        finally:
+            watchdog.cancel()
+            step.kill()
+    assert "sleeps.py" in found
 
 
 def test_a_missed_bound_is_exit_status_1(
@@ -114,6 +186,70 @@ def test_steps_can_be_chosen_and_fit_half_an_hour(smoke: ModuleType, capsys: pyt
         smoke.parse(["--steps", "digest,nonsense"])
     assert "unknown steps: nonsense" in capsys.readouterr().err
     assert sum(step.limit_s for step in smoke.STEPS.values()) <= 30 * 60
+
+
+def test_two_ranks_end_before_their_step_does(smoke: ModuleType) -> None:
+    training = importlib.import_module("smoke.training")
+    assert smoke.STEPS["two_ranks"].limit_s >= training.RANKS_S + 30
+
+
+def test_ranks_have_one_deadline_together(smoke: ModuleType) -> None:
+    training = importlib.import_module("smoke.training")
+    sleeping = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    started = time.monotonic()
+    try:
+        with pytest.raises(TimeoutError, match=r"waited 1 s for ranks \[0, 1\] of 2 to end"):
+            training.await_ranks(sleeping, 1.0)
+        assert time.monotonic() - started < 2.0
+        with subprocess.Popen(["false"]) as fails, pytest.raises(RuntimeError, match=r"\[None, 1\]"):
+            training.await_ranks([sleeping[0], fails], 30.0)
+        with subprocess.Popen(["true"]) as ends:
+            training.await_ranks([ends], 30.0)
+    finally:
+        for each in sleeping:
+            each.kill()
+            each.wait()
+
+
+# Starts rank 0 of two, which waits for rank 1, and prints its process id.
+STARTS_ONE_RANK = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from smoke import models, training
+print(training.start_rank("cpu", "/nowhere", models.free_address(), 0).pid, flush=True)
+time.sleep(120)
+"""
+
+
+def listens(pid: int) -> bool:
+    return any(each.status == psutil.CONN_LISTEN for each in psutil.Process(pid).net_connections("tcp"))
+
+
+def test_a_rank_ends_with_the_step_that_started_it() -> None:
+    """The step is killed at its deadline, so it cannot end its ranks itself."""
+    command = [sys.executable, "-c", STARTS_ONE_RANK, str(SCRIPT.parent)]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as step:
+        watchdog = threading.Timer(100.0, step.kill)
+        watchdog.start()
+        assert step.stdout is not None
+        rank = ProcessId.of(int(step.stdout.readline()))
+        # It listens as soon as it waits for rank 1, in a call that would last for half an hour.
+        wait_until(lambda: listens(rank.pid), 100.0, "rank 0 to listen")
+        step.kill()
+        watchdog.cancel()
+    try:
+        wait_until(lambda: not is_alive(rank), 10.0, "rank 0 to end with its parent")
+    finally:
+        kill([rank], signal.SIGKILL)
+
+
+def test_tf32_is_off_where_fp32_is_compared(smoke: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    monkeypatch.setenv("KEPT", "1")
+    values = {name: smoke.environment_of(name).get("NVIDIA_TF32_OVERRIDE") for name in smoke.STEPS}
+    assert {name for name, value in values.items() if value is not None} == {"parity", "two_ranks"}
+    assert values["parity"] == values["two_ranks"] == "0"
+    assert all(smoke.environment_of(name)["KEPT"] == "1" for name in smoke.STEPS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")

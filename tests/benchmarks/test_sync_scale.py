@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_it_measures_every_row(tmp_path: Path) -> None:
     """The benchmark runs in a process of its own, because vLLM's groups are global."""
-    command = [sys.executable, "benchmarks/sync_scale.py", "--layers", "2", "--runs", "1", "--model", MODELS[0]]
+    command = [sys.executable, "benchmarks/sync_scale.py", "--layers", "2", "--runs", "3", "--model", MODELS[0]]
     command += ["--json", str(tmp_path / "rows.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert (tmp_path / "rows.json").exists(), done.stdout + done.stderr
@@ -31,8 +31,11 @@ def test_it_measures_every_row(tmp_path: Path) -> None:
     assert rows["store requests"]["ok"] and rows["store requests per bucket"]["ok"]
     sender = rows[f"sender {MODELS[0]}"]
     assert sender["ratio"] > 0 and sender["details"]["tensors"] == 2 * (3 * 128 + 9) + 3
-    # Far from each other, so that a noisy machine does not matter.
-    assert 0 < rows[f"{engine}, in place"]["ratio"] < rows[f"{engine}, layer-wise reload"]["ratio"]
+    # Far from each other, so that a noisy machine does not matter: on one with much other load the median of later
+    # syncs in place is 0.5 times a plain load, and a reload 6 times.
+    in_place = rows[f"{engine}, in place"]
+    assert in_place["bound"] == 1.15 and in_place["ok"], in_place
+    assert 0 < in_place["ratio"] < rows[f"{engine}, layer-wise reload"]["ratio"]
 
 
 @pytest.mark.parametrize("name", MODELS)

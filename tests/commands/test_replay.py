@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from megarl import platforms
+from megarl.commands import replay
 from megarl.commands.cli import main
 from megarl.commands.replay import check_schedule, choose_steps, replay_config, replay_steps
 from megarl.common.errors import ConfigError
@@ -49,6 +52,28 @@ def distance(a: Tensors, b: Tensors) -> float:
     """||a - b|| over all tensors together."""
     assert a.keys() == b.keys()
     return sum(float((a[name] - b[name]).double().square().sum()) for name in a) ** 0.5
+
+
+@pytest.mark.parametrize(("local_rank", "index"), [("3", 3), (None, 0)])
+def test_a_replaying_rank_chooses_its_gpu_before_it_joins_its_peers(monkeypatch, tmp_path, local_rank, index):
+    class Stopped(Exception):
+        pass
+
+    order = []
+
+    def activate(index):
+        order.append(index)
+        raise Stopped
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(replay, "_init_process_group", lambda *arguments: order.append("joins"))
+    monkeypatch.setattr(platforms, "activate", activate)
+    with pytest.raises(Stopped):
+        replay._train(make_config(tmp_path), tmp_path, [0], {}, None, io.StringIO(), export=False)
+    assert order == [index]
 
 
 def test_replay_repeats_the_steps_on_one_rank_and_two(recorded, world):

@@ -38,7 +38,7 @@ def run(command: list[str], *, timeout: float, env: dict[str, str], **options: A
         if time.monotonic() > deadline:
             os.kill(pid, 9)
             os.waitpid(pid, 0)
-            raise subprocess.TimeoutExpired(command, timeout)
+            raise subprocess.TimeoutExpired(command, timeout, stderr=log.read_bytes())
         time.sleep(0.02)
     return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(ended[1]), "", log.read_text())
 

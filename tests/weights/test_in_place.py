@@ -40,6 +40,39 @@ def test_weights_in_their_first_layout_are_loaded_in_place(model: torch.nn.Modul
     assert in_place_obstacle(model, "cpu") is None
 
 
+@pytest.mark.parametrize("backend", ["TRITON", "BATCHED_TRITON"])
+def test_experts_of_the_triton_backends_are_loaded_in_place(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """The backends of a GPU: on a CPU vLLM chooses another."""
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    method = parts(model)[1].quant_method
+    monkeypatch.setattr(method, "unquantized_backend", UnquantizedMoeBackend[backend])
+    assert in_place_obstacle(model, "cpu") is None
+
+
+class FlashInferImpl:
+    """Stands in for vLLM's class of this name, which needs a GPU to be made: it converts attention sinks."""
+
+    def __init__(self, sinks: torch.Tensor | None) -> None:
+        self._sinks_source = sinks
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("sinks", "obstacle"), [(None, None), (torch.zeros(4), "FlashInferImpl may compute tensors from loaded weights")]
+)
+def test_attention_of_flashinfer_is_loaded_in_place_unless_it_has_sinks(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, sinks: torch.Tensor | None, obstacle: str | None
+) -> None:
+    monkeypatch.setattr(parts(model)[2], "impl", FlashInferImpl(sinks))
+    found = in_place_obstacle(model, "cpu")
+    assert found is None if obstacle is None else str(found).endswith(obstacle)
+
+
 def shapes_differ(patch: pytest.MonkeyPatch, linear: Any, *_: Any) -> None:
     changed = torch.nn.Parameter(linear.weight.data.t(), requires_grad=False)
     changed.weight_loader = linear.weight.weight_loader  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from megarl.common.errors import WeightSyncError
 from megarl.models.export import HFExporter
 from megarl.models.gather import Gather, GatherRequest, GlooWaiter
 from megarl.weights.sender import SyncSettings, WeightSender
+from megarl.weights.store import SyncStore
 from tests.support.fake_engines import FakePool, ListExporter, ListGather, random_tensors
 from tests.support.ranks.layouts import make_layout, use_layout
 from tests.support.ranks.models import load
@@ -96,6 +97,30 @@ def publish_with(owners: str) -> dict[str, Any]:
     sender.close()
     torch.distributed.destroy_process_group(exporter.group)
     return {"senders": sender.plan.owners, "reports": [r.__dict__ for r in reports]}
+
+
+def requests_of_a_publish(owners: str) -> dict[str, Any]:
+    """The requests of this rank to the sync's store in the second version, on rank 0 with those of three workers."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    connections: list[SyncStore] = []
+
+    def opened(self: SyncStore, *arguments: Any, **options: Any) -> None:
+        of_library(self, *arguments, **options)
+        connections.append(self)
+
+    of_library = SyncStore.__init__
+    pool = FakePool(1, 2) if rank == 0 else None
+    exporter = GatheringExporter(random_tensors(), rank, lambda name: OWNERS[owners](name, world))
+    with patch.object(SyncStore, "__init__", opened):
+        sender = WeightSender(SETTINGS, exporter)
+        sender.connect(pool)
+        sender.publish(0)
+        before = sum(each.requests for each in connections)
+        buckets = sender.publish(1).buckets
+        requests = sum(each.requests for each in connections) - before
+    sender.close()
+    torch.distributed.destroy_process_group(exporter.group)
+    return {"requests": requests, "senders": sender.plan.owners, "buckets": buckets}
 
 
 def publish_while_an_engine_fails(restarts: int) -> dict[str, Any]:
