@@ -10,7 +10,7 @@ from tests.support import structure
 from tests.support.checkout import ROOT
 from tests.support.references import files_with_references, problems_of, unknown_references
 
-TESTS, PACKAGE = ROOT / "tests", ROOT / "megarl"
+TESTS, PACKAGE, BENCHMARKS = ROOT / "tests", ROOT / "megarl", ROOT / "benchmarks"
 
 
 def test_no_test_module_imports_another() -> None:
@@ -35,7 +35,7 @@ def test_every_module_and_file_that_is_named_is_there() -> None:
 
 
 def test_names_of_the_package_mean_one_thing() -> None:
-    assert structure.repeated_class_names(PACKAGE) == []
+    assert structure.repeated_class_names(PACKAGE, BENCHMARKS) == []
     assert structure.repeated_module_names(PACKAGE) == []
     assert structure.loose_modules(PACKAGE) == []
 
@@ -139,13 +139,20 @@ def test_the_file_and_the_line_are_told(tmp_path: Path) -> None:
 
 def test_a_name_that_stands_twice_is_found(tmp_path: Path) -> None:
     write(tmp_path, {
-        "megarl/one/plan.py": "class Plan: ...\nclass _Own: ...",
-        "megarl/two/plan.py": "class Plan: ...\nclass _Own: ...",
-        "megarl/loose.py": "",
+        "megarl/one/plan.py": "class Plan: ...\nclass _Own: ...\nPlace = tuple[int, int]\nLIMIT = 1\nd[0] = T = 1",
+        "megarl/two/plan.py": "class Plan: ...\nclass _Own: ...\nPlace: TypeAlias = int\nLIMIT = 1\n_Own2 = T = 1",
+        "megarl/loose.py": "class Device: ...",
         "megarl/__init__.py": "",
+        "benchmarks/one.py": "class Device: ...\nclass Row: ...\n_Own2 = int",
+        "benchmarks/deep/two.py": "class Row: ...",
     })  # fmt: skip
     package = tmp_path / "megarl"
-    assert structure.repeated_class_names(package) == ["Plan: one/plan.py, two/plan.py"]
+    assert structure.repeated_class_names(package, tmp_path / "benchmarks") == [
+        "Device: megarl/loose.py, benchmarks/one.py",
+        "Place: megarl/one/plan.py, megarl/two/plan.py",
+        "Plan: megarl/one/plan.py, megarl/two/plan.py",
+        "Row: benchmarks/deep/two.py, benchmarks/one.py",
+    ]
     assert structure.repeated_module_names(package) == ["plan.py"]
     assert structure.loose_modules(package) == ["loose.py"]
 

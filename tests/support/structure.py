@@ -15,6 +15,7 @@ CLAUSE_WORDS = frozenset(
     {"as", "how", "of", "until", "what", "when", "where", "whether", "which", "who", "whose", "why"}
 )
 _TARGET = re.compile(r"\w+(?:\.\w+)+:\w+")
+_CAMEL_CASE = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 
 
 def forbidden_imports(root: Path) -> list[str]:
@@ -87,14 +88,25 @@ def _is_fixture(function: ast.FunctionDef) -> bool:
     return decorated or function.name.startswith("pytest_")
 
 
-def repeated_class_names(package: Path) -> list[str]:
-    """Public classes of one name in several modules of the package."""
+def repeated_class_names(package: Path, programs: Path) -> list[str]:
+    """Public classes and type aliases of one name in several modules of the package, or of the programs beside it."""
     places: dict[str, list[str]] = {}
-    for path in sorted(package.rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(str(path.relative_to(package)))
+    for folder in (package, programs):
+        for path in sorted(folder.rglob("*.py")):
+            for name in _public_types(path):
+                places.setdefault(name, []).append(str(path.relative_to(package.parent)))
     return [f"{name}: {', '.join(where)}" for name, where in sorted(places.items()) if len(where) > 1]
+
+
+def _public_types(path: Path) -> Iterator[str]:
+    """Names of a module's own classes, and names in CamelCase that it assigns: type aliases and type variables."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [each.id for each in targets if isinstance(each, ast.Name)]
+            yield from (name for name in names if _CAMEL_CASE.fullmatch(name))
 
 
 def repeated_module_names(package: Path) -> list[str]:
