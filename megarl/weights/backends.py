@@ -1,4 +1,7 @@
-"""The process groups by which the members of a weight sync broadcast: gloo on CPU, NCCL on CUDA."""
+"""The process groups by which the members of a weight sync broadcast: gloo on CPU, NCCL on CUDA.
+
+Tensors may have any shape.
+"""
 
 from __future__ import annotations
 
