@@ -1,7 +1,7 @@
 """The batches of the steps, each taken from the pool, planned and fetched; if generation runs ahead, a step early.
 
 The next batch is then prepared by a thread while the current one trains. A batch that was prepared and is not trained,
-because the run stops or fails, was never committed: its groups are drawn again by the run that resumes.
+because the run stops or fails, was never committed: the run that resumes uses its groups again or draws them again.
 """
 
 from __future__ import annotations

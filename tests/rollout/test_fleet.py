@@ -177,7 +177,7 @@ def test_an_engine_that_reports_for_ever_is_lost_after_the_bound() -> None:
 
 @pytest.mark.parametrize("refusal", [None, ReplicaFailed(0, "replica 0 is gone")], ids=["ends", "lost"])
 def test_responses_that_are_unfinished_at_the_deadline_are_cut_or_fail_the_group(refusal: Exception | None) -> None:
-    """Also if the replica is lost just then: nothing is sent to another one any more."""
+    """If the replica is lost just then, nothing is sent to another one any more."""
     long = [GenerateRequest(f"r{i}", [1], SamplingSpec(10**9, 1.0, ())) for i in range(4)]
 
     async def run(policy: Any) -> tuple[ScriptedReplica, list[GenerateResult]]:

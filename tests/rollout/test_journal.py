@@ -81,7 +81,7 @@ async def second_attempt(local: LocalController, state: Any) -> dict[int, list[T
 def test_finished_groups_are_used_again_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: bool
 ) -> None:
-    """With the controller killed, or only the trainer. A marked token tells rows of before from rows drawn again."""
+    """The kill ends the controller too, or only the trainer. A marked token tells old rows from those drawn again."""
 
     async def scenario() -> None:
         first = controller(tmp_path, monkeypatch)

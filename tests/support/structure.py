@@ -12,7 +12,25 @@ from pathlib import Path
 OWN_FOLDERS = frozenset({"benchmarks", "jobs", "support", "system"})
 # A docstring that begins with one of these is a clause without a sentence around it ("Whether x is y.").
 CLAUSE_WORDS = frozenset(
-    {"as", "how", "of", "until", "what", "when", "where", "whether", "which", "who", "whose", "why"}
+    [
+        "also",
+        "as",
+        "but",
+        "by",
+        "how",
+        "not",
+        "of",
+        "that",
+        "until",
+        "what",
+        "when",
+        "where",
+        "whether",
+        "which",
+        "who",
+        "whose",
+        "why",
+    ]
 )
 _TARGET = re.compile(r"\w+(?:\.\w+)+:\w+")
 _CAMEL_CASE = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
