@@ -29,7 +29,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # imported after the environment is set
+    from megarl.cluster.ray_head import RayHead
 
 ROOT = Path(__file__).resolve().parents[1]
 for folder in (ROOT, ROOT / "benchmarks"):
@@ -256,7 +259,7 @@ def rows_of(results: Sequence[Measured], machine: str) -> list[Ratio]:
     ]
 
 
-def start_ray(directory: Path) -> Any:
+def start_ray(directory: Path) -> RayHead:
     """Start a Ray cluster as a run's supervisor does; return its head."""
     from megarl.cluster.ray_head import RayHead, RayShare, access_environment
     from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE

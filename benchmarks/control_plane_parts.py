@@ -176,7 +176,7 @@ class TakingTrainer:
         self._pool, self._reader = pool, reader
         self._finished = 0
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: object, **kwargs: object) -> Any:  # noqa: ANN401  # Ray does not know the type
         import ray
 
         return ray.get(getattr(self._pool.controller, method).remote(*args, **kwargs), timeout=CALL_TIMEOUT_S)

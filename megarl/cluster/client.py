@@ -91,7 +91,7 @@ class ReplicaClient:
         self._actor = actor
         self._log = log
 
-    def call(self, method: str, *args: object, timeout_s: float) -> Any:
+    def call(self, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call one method of the replica and wait for its result, whose type is the method's.
 
         Raises ReplicaFailed, naming the replica, if it failed or died, and TimeoutError after `timeout_s`.
@@ -155,7 +155,7 @@ class PoolClient:
 
         return cls(handle, config, ray.get_actor(CONTROLLER, namespace=handle.namespace))
 
-    def call(self, method: str, *args: object, timeout_s: float, **kwargs: object) -> Any:
+    def call(self, method: str, *args: object, timeout_s: float, **kwargs: object) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call one method of the controller and wait for its result, whose type is the method's.
 
         Raises RolloutError with the controller's own cause, or if it does not answer within `timeout_s`.
