@@ -28,6 +28,10 @@ def test_helpers_live_in_support_under_names_of_their_own() -> None:
     assert structure.repeated_names(TESTS) == []
 
 
+def test_every_slow_test_is_run_by_one_part_of_test_all() -> None:
+    assert structure.slow_tests_outside_parts(TESTS, (ROOT / "Makefile").read_text()) == []
+
+
 def test_every_module_and_file_that_is_named_is_there() -> None:
     made_up_below = Path(__file__)
     wrong = unknown_references(file for file in files_with_references() if file != made_up_below)
@@ -93,6 +97,41 @@ def test_folders_and_helpers_in_the_wrong_place_are_found(tmp_path: Path) -> Non
     assert structure.folders_that_are_no_package(tests) == ["elsewhere", "support", "support/ranks"]
     assert structure.helpers_elsewhere(tests) == ["models/cases.py", "models/conftest.py:5: helper"]
     assert structure.repeated_names(tests) == ["pool.py"]
+
+
+SLOW_PARTS = """
+test-slow-one: setup  ## One.
+\t$(PY) -m pytest -m slow tests/models tests/data
+
+test-slow-two: setup  ## Two.
+\t$(PY) -m pytest -m slow tests/models/deep
+
+test-slow-lost: setup  ## In no test-all.
+\t$(PY) -m pytest -m slow tests/jobs
+
+test-all: test test-slow-one test-slow-two  ## All.
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "told"),
+    [
+        ("models/test_one.py", "@pytest.mark.slow\ndef test(): ...", []),
+        ("rewards/test_one.py", "pytestmark = [pytest.mark.world, pytest.mark.slow]", ["run by no part"]),
+        ("rewards/test_one.py", "case = pytest.param(1, marks=pytest.mark.slow)", ["run by no part"]),
+        ("rewards/test_one.py", "from pytest import mark\n@mark.slow\ndef test(): ...", ["run by no part"]),
+        ("test_one.py", "@pytest.mark.slow\ndef test(): ...", ["run by no part"]),
+        ("models/deep/test_one.py", "pytestmark = pytest.mark.slow", ["run by test-slow-one, test-slow-two"]),
+        ("modelsmore/test_one.py", "pytestmark = pytest.mark.slow", ["run by no part"]),
+        ("jobs/test_one.py", "pytestmark = pytest.mark.slow", ["run by no part"]),
+        ("jobs/test_one.py", "pytestmark = [pytest.mark.cluster, pytest.mark.slow]", []),
+        ("rewards/test_one.py", "pytestmark = pytest.mark.world\nengine.slow = 1", []),
+    ],
+)
+def test_a_slow_test_that_no_part_runs_is_found(tmp_path: Path, module: str, line: str, told: list[str]) -> None:
+    tests = write(tmp_path, {f"tests/{module}": line})
+    found = structure.slow_tests_outside_parts(tests, SLOW_PARTS)
+    assert found == [f"tests/{module}: {each}" for each in told]
 
 
 @pytest.mark.parametrize(

@@ -11,28 +11,12 @@ from pathlib import Path
 # Folders that belong to no folder of megarl/.
 OWN_FOLDERS = frozenset({"benchmarks", "jobs", "support", "system"})
 # A docstring that begins with one of these is a clause without a sentence around it ("Whether x is y.").
-CLAUSE_WORDS = frozenset(
-    [
-        "also",
-        "as",
-        "but",
-        "by",
-        "how",
-        "not",
-        "of",
-        "that",
-        "until",
-        "what",
-        "when",
-        "where",
-        "whether",
-        "which",
-        "who",
-        "whose",
-        "why",
-    ]
-)
+CLAUSE_WORDS = frozenset({
+    "also", "as", "but", "by", "how", "not", "of", "that", "until",
+    "what", "when", "where", "whether", "which", "who", "whose", "why",
+})  # fmt: skip
 _TARGET = re.compile(r"\w+(?:\.\w+)+:\w+")
+_SLOW_PART = re.compile(r"^(test-slow-[\w-]+):.*\n\t\$\(PY\) -m pytest -m slow (.+)$", re.MULTILINE)
 _CAMEL_CASE = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 
 
@@ -83,6 +67,30 @@ def repeated_names(root: Path) -> list[str]:
     """File names of more than one module of support."""
     names = Counter(path.name for path in (root / "support").rglob("*.py") if path.name != "__init__.py")
     return sorted(name for name, count in names.items() if count > 1)
+
+
+def slow_tests_outside_parts(root: Path, makefile: str) -> list[str]:
+    """Modules with slow tests that not exactly one test-slow-* part of `make test-all` runs.
+
+    Those that also have the mark `cluster` belong to `make test-cluster`.
+    """
+    (prerequisites,) = re.findall(r"^test-all:(.*)##", makefile, re.MULTILINE)
+    parts = {name: folders.split() for name, folders in _SLOW_PART.findall(makefile) if name in prerequisites.split()}
+    found = []
+    for path in sorted(root.rglob("test_*.py")):
+        inside = path.relative_to(root.parent)
+        marks = _marks(path)
+        if "slow" in marks and "cluster" not in marks:
+            runs_it = [name for name, folders in parts.items() if any(inside.is_relative_to(each) for each in folders)]
+            if len(runs_it) != 1:
+                found.append(f"{inside}: run by {', '.join(runs_it) or 'no part'}")
+    return found
+
+
+def _marks(path: Path) -> set[str]:
+    """Names of pytest's marks that a module mentions: in decorators, in `pytestmark`, or in `marks=`."""
+    attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in attributes if ast.unparse(node.value) in {"pytest.mark", "mark"}}
 
 
 def helpers_elsewhere(root: Path) -> list[str]:
