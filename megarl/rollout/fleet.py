@@ -249,7 +249,7 @@ class Fleet:
                     return
                 call = ("report", responses.reported)
         finally:
-            self._dispatcher.finish(prefix, holder(), left)
+            self._dispatcher.release(prefix, holder(), left)
 
     def _out_of_service(self, index: int, replica: ActorHandle) -> ReplicaFailed | None:
         """Return why `replica`, which had `index`, does not serve any more; None if it does."""

@@ -47,7 +47,7 @@ def test_a_cancellation_counts_although_the_wait_ends_in_the_same_moment(wait: s
         if wait == "for a report":
             answer.set_result(EngineReport({"x": ResponsePart()}))
         elif wait == "for room":
-            fleet._dispatcher.finish("busy", 0, 9)
+            fleet._dispatcher.release("busy", 0, 9)
         else:
             fleet._replacements.end_sync()
         task.cancel()
