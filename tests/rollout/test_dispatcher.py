@@ -59,7 +59,7 @@ def test_room_that_comes_while_another_one_queues_up_is_used_at_once() -> None:
         dispatcher = Dispatcher([0], back_pressure=True)
         await busy(dispatcher, 0)
         first = place(dispatcher, "first")
-        asyncio.get_running_loop().call_soon(dispatcher.finish, "first of 0", 0, 1)
+        asyncio.get_running_loop().call_soon(dispatcher.release, "first of 0", 0, 1)
         second = place(dispatcher, "second")
         assert await asyncio.wait_for(first, 1) == 0
         dispatcher.release("first", 0, 1)
