@@ -309,6 +309,7 @@ def test_a_journal_that_cannot_be_read_is_begun_anew(tmp_path: Path, monkeypatch
         JournalFile(tmp_path / JOURNAL_FILE).append([b"\x02\x00\x00\x00{}"])
         await first_attempt(controller(tmp_path, monkeypatch), tmp_path)
         records = JournalFile(tmp_path / JOURNAL_FILE).read()
-        assert read_head(records[0])["kind"] == "epoch" and decode_group(records[1])
+        kinds = [read_head(record)["kind"] for record in records]  # on a busy machine an unfinished group comes first
+        assert kinds[0] == "epoch" and decode_group(records[kinds.index("group")])
 
     run(scenario)
