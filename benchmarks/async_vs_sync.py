@@ -36,7 +36,7 @@ for folder in (ROOT, ROOT / "benchmarks"):
         sys.path.insert(0, str(folder))
 
 from length_model import LengthClass, quantile, write_model, write_prompts  # noqa: E402
-from report import Row, add_options, finish  # noqa: E402
+from report import Ratio, add_options, finish  # noqa: E402
 from whole_run import Cores, Window, fresh, median_window, response_lengths, train  # noqa: E402
 
 SPEED_UP = 1.6
@@ -122,7 +122,7 @@ def possible_speed_up(wait_s: float, train_s: float) -> float:
     return (wait_s + train_s) / max(wait_s, train_s)
 
 
-def rows_of(windows: Mapping[str, Sequence[Window]], lengths: Sequence[int], groups: int) -> list[Row]:
+def rows_of(windows: Mapping[str, Sequence[Window]], lengths: Sequence[int], groups: int) -> list[Ratio]:
     """Return the rows of the report from the windows of all runs of each mode and the lengths of all responses."""
     chosen = {mode: median_window(each) for mode, each in windows.items()}
     sync = chosen["sync"]
@@ -139,23 +139,23 @@ def rows_of(windows: Mapping[str, Sequence[Window]], lengths: Sequence[int], gro
                 rates("sync") | rates(mode) | {f"{mode}: {name}": value for name, value in window.details().items()}
             )
             judged = mode == "async"
-            rows.append(Row(f"{mode} / sync", speed_up, SPEED_UP if judged else None, at_least=True, details=details))
+            rows.append(Ratio(f"{mode} / sync", speed_up, SPEED_UP if judged else None, at_least=True, details=details))
             bound = SHARE_OF_POSSIBLE if judged else None
             facts = {"possible": round(possible, 3)}
-            rows.append(Row(f"{mode} / possible", speed_up / possible, bound, at_least=True, details=facts))
+            rows.append(Ratio(f"{mode} / possible", speed_up / possible, bound, at_least=True, details=facts))
             if not judged and "async" in chosen:
                 kept = window.tokens_per_s / chosen["async"].tokens_per_s
-                rows.append(Row(f"{mode} / async", kept, None, at_least=True))
+                rows.append(Ratio(f"{mode} / async", kept, None, at_least=True))
     balance = {f"sync: {name}": value for name, value in sync.details().items()} | {"groups per step": groups}
-    rows.append(Row("balance: longer / shorter of Tgen, Ttrain", imbalance(sync), BALANCE, details=balance))
+    rows.append(Ratio("balance: longer / shorter of Tgen, Ttrain", imbalance(sync), BALANCE, details=balance))
     return [*rows, tail_row(lengths)]
 
 
-def tail_row(lengths: Sequence[int]) -> Row:
+def tail_row(lengths: Sequence[int]) -> Ratio:
     """Return the row of the tail of the lengths."""
     median, tail = quantile(lengths, 0.5), quantile(lengths, 0.99)
     details = {"responses": len(lengths), "median": median, "p99": tail, "max": max(lengths)}
-    return Row("tail: p99 / median length", tail / median, TAIL, at_least=True, details=details)
+    return Ratio("tail: p99 / median length", tail / median, TAIL, at_least=True, details=details)
 
 
 def main() -> int:

@@ -29,7 +29,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # imported after the environment is set
+    from megarl.cluster.ray_head import RayHead
 
 ROOT = Path(__file__).resolve().parents[1]
 for folder in (ROOT, ROOT / "benchmarks"):
@@ -37,8 +40,8 @@ for folder in (ROOT, ROOT / "benchmarks"):
         sys.path.insert(0, str(folder))
 
 import psutil  # noqa: E402
-from control_plane_parts import LONGEST, Pool, Response, Step, TakingTrainer  # noqa: E402
-from report import Row, add_options, finish  # noqa: E402
+from control_plane_parts import LONGEST, ActorPool, Response, TakenBatch, TakingTrainer  # noqa: E402
+from report import Ratio, add_options, finish  # noqa: E402
 
 SAMPLES_PER_GROUP = 16
 RATE = 1000.0  # trajectories per second
@@ -119,14 +122,14 @@ class Meter:
 
     def __init__(self, warm_up: int, trajectories: int) -> None:
         self._warm_up, self._total = warm_up, trajectories
-        self._first: Step | None = None
-        self._last: Step | None = None
+        self._first: TakenBatch | None = None
+        self._last: TakenBatch | None = None
         self._parts: dict[str, list[psutil.Process]] = {}
         self._cpu: dict[str, float] = {}
         self._in_flight: list[int] = []
         self._memory: list[dict[str, float]] = []
 
-    def see(self, step: Step) -> None:
+    def see(self, step: TakenBatch) -> None:
         """Record one step of the trainer."""
         if step.finished < self._warm_up:
             return
@@ -207,7 +210,7 @@ def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajec
     allowed = steps_ahead(options, in_flight) * options.groups * SAMPLES_PER_GROUP
     seconds_per_token = allowed / options.rate / LONGEST
     profile = None if options.profile is None else f"{options.profile}.{in_flight}"
-    pool = Pool.start(spec, name, REPLICAS, seconds_per_token, responses(directory), str(ROOT), profile)
+    pool = ActorPool.start(spec, name, REPLICAS, seconds_per_token, responses(directory), str(ROOT), profile)
     reader = QueueReader.attach(name, namespace=name, timeout_s=60.0)
     try:
         warm_up = in_flight + 2 * options.groups * SAMPLES_PER_GROUP
@@ -221,7 +224,7 @@ def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajec
     return result
 
 
-def rows_of(results: Sequence[Measured], machine: str) -> list[Row]:
+def rows_of(results: Sequence[Measured], machine: str) -> list[Ratio]:
     """Return the rows of the report; `results` in ascending order of the number in flight."""
     fewest, most = results[0], results[-1]
 
@@ -237,26 +240,26 @@ def rows_of(results: Sequence[Measured], machine: str) -> list[Row]:
         first, last = (", ".join(f"{part} {value:.0f}" for part, value in each.items()) for each in ends)
         memory |= {"MiB at the start": first, "MiB at the end": last}
     return [
-        Row(
+        Ratio(
             f"rate, {most.wanted} in flight / {RATE:.0f} per second",
             most.rate / RATE,
             1.0,
             True,
             rates | {"machine": machine},
         ),
-        Row(
+        Ratio(
             "in flight / the number asked for",
             min(each.in_flight / each.wanted for each in results),
             1.0,
             True,
             numbers,
         ),
-        Row(f"cost, {most.wanted} / {fewest.wanted} in flight", most.cost / fewest.cost, COST, details=costs),
-        Row("memory, last fifth / second fifth", most.growth, MEMORY, details=memory),
+        Ratio(f"cost, {most.wanted} / {fewest.wanted} in flight", most.cost / fewest.cost, COST, details=costs),
+        Ratio("memory, last fifth / second fifth", most.growth, MEMORY, details=memory),
     ]
 
 
-def start_ray(directory: Path) -> Any:
+def start_ray(directory: Path) -> RayHead:
     """Start a Ray cluster as a run's supervisor does; return its head."""
     from megarl.cluster.ray_head import RayHead, RayShare, access_environment
     from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE

@@ -115,7 +115,7 @@ class ProfiledController(RolloutController):
 
 
 @dataclass
-class Pool:
+class ActorPool:
     """The actors of one measurement."""
 
     controller: ActorHandle
@@ -131,7 +131,7 @@ class Pool:
         responses: list[Response],
         cwd: str,
         profile: str | None,
-    ) -> Pool:
+    ) -> ActorPool:
         """Start the stand-ins and the real controller, which starts the real queue and the reward processes."""
         import ray
 
@@ -161,7 +161,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Step:
+class TakenBatch:
     """The numbers that the trainer saw when it took a batch."""
 
     finished: int  # trajectories taken so far, this batch included
@@ -172,11 +172,11 @@ class Step:
 class TakingTrainer:
     """Makes the calls of the training loop: takes a batch, fetches its rows, commits it, publishes a version."""
 
-    def __init__(self, pool: Pool, reader: QueueReader) -> None:
+    def __init__(self, pool: ActorPool, reader: QueueReader) -> None:
         self._pool, self._reader = pool, reader
         self._finished = 0
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: object, **kwargs: object) -> Any:  # noqa: ANN401  # Ray does not know the type
         import ray
 
         return ray.get(getattr(self._pool.controller, method).remote(*args, **kwargs), timeout=CALL_TIMEOUT_S)
@@ -189,7 +189,7 @@ class TakingTrainer:
         ray.get(calls, timeout=CALL_TIMEOUT_S)
         self.call("set_version", version, True)
 
-    def run(self, trajectories: int, seen: Callable[[Step], None]) -> None:
+    def run(self, trajectories: int, seen: Callable[[TakenBatch], None]) -> None:
         """Take batches until `trajectories` are committed; call `seen` after each. Raises RuntimeError if one is lost
         or has other rows than its tags say.
         """
@@ -209,6 +209,6 @@ class TakingTrainer:
             self._finished += len(rows)
             step += 1
             self.publish(step)
-            seen(Step(self._finished, counters.in_flight, time.monotonic()))
+            seen(TakenBatch(self._finished, counters.in_flight, time.monotonic()))
         if counters.trained != step * groups:
             raise RuntimeError(f"the controller counts {counters.trained} trained groups, the trainer {step * groups}")

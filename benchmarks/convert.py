@@ -43,7 +43,7 @@ DENSE_LAYERS, MOE_LAYERS = 36, 48
 
 
 @dataclass(frozen=True)
-class Result:
+class ConversionResult:
     """One line of the report; `ratio` must not exceed `bound`."""
 
     name: str
@@ -158,7 +158,7 @@ def convert_command(*arguments: object) -> list[str]:
 
 def against_copy(
     name: str, source: Path, out: Path, command: list[str], args: argparse.Namespace
-) -> tuple[Result, dict[str, float]]:
+) -> tuple[ConversionResult, dict[str, float]]:
     """Run `command` and a copy of its source alternately with cold caches, then each once with warm caches.
 
     Returns the result, and the seconds and the seconds per byte of the conversion.
@@ -186,10 +186,13 @@ def against_copy(
         "workers": args.workers,
         "load": os.getloadavg()[0],
     }
-    return Result(name, seconds / reference, SPEED_BOUND, details), {"seconds": seconds, "per_byte": seconds / size}
+    return ConversionResult(name, seconds / reference, SPEED_BOUND, details), {
+        "seconds": seconds,
+        "per_byte": seconds / size,
+    }
 
 
-def private_memory(command: list[str], out: Path, largest: int, name: str) -> Result:
+def private_memory(command: list[str], out: Path, largest: int, name: str) -> ConversionResult:
     """Measure the peak of anonymous + shared pages of the process tree, minus the bytes of the largest fused tensor."""
     shutil.rmtree(out, ignore_errors=True)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=_environment())
@@ -212,7 +215,7 @@ def private_memory(command: list[str], out: Path, largest: int, name: str) -> Re
     if code:
         raise SystemExit(f"{command} failed with code {code}")
     details = {f"peak_{kind}_mib": value / 2**20 for kind, value in peak.items()} | {"largest_mib": largest / 2**20}
-    return Result(
+    return ConversionResult(
         name, (peak["private"] - largest) / 2**30, MEMORY_BOUND_GIB, details | {"unit": "GiB above the tensor"}
     )
 
@@ -242,7 +245,7 @@ def largest_tensor(info: ModelInfo) -> int:
 
 def measure(
     name: str, config: dict[str, Any], work: Path, args: argparse.Namespace
-) -> tuple[list[Result], list[float]]:
+) -> tuple[list[ConversionResult], list[float]]:
     """Measure speed and memory of one model; return the results and the seconds per byte of import and export."""
     source, megatron, out = work / "hf", work / "megatron", work / "exported"
     info = generate(source, config)
@@ -263,7 +266,7 @@ def measure(
     return results, per_byte
 
 
-def show(result: Result) -> None:
+def show(result: ConversionResult) -> None:
     state = "ok" if result.ok else "ABOVE ITS BOUND"
     print(f"{result.name}: {result.ratio:.2f} (bound {result.bound}) {state}  {_short(result.details)}", flush=True)
 
@@ -288,7 +291,7 @@ def main() -> None:
     args = parser.parse_args()
     moe_layers = max(1, args.layers * MOE_LAYERS // DENSE_LAYERS)
     models = {"dense": dense_config(args.layers), "moe": moe_config(moe_layers)}
-    results: list[Result] = []
+    results: list[ConversionResult] = []
     costs: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="convert-") as directory:
         for name, config in models.items():
@@ -298,7 +301,7 @@ def main() -> None:
     if len(costs) == 2:
         for index, kind in enumerate(("import", "export")):
             ratio = costs["moe"][index] / costs["dense"][index]
-            results.append(Result(f"moe_{kind}_per_byte", ratio, MOE_BOUND, {"against": f"dense_{kind}"}))
+            results.append(ConversionResult(f"moe_{kind}_per_byte", ratio, MOE_BOUND, {"against": f"dense_{kind}"}))
             show(results[-1])
     if args.json:
         rows = [{"name": r.name, "ratio": r.ratio, "bound": r.bound, "ok": r.ok, "details": r.details} for r in results]

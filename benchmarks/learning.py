@@ -31,7 +31,7 @@ for folder in (ROOT, ROOT / "benchmarks"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from report import Row, add_options, finish  # noqa: E402
+from report import Ratio, add_options, finish  # noqa: E402
 from whole_run import environment, fresh, train  # noqa: E402
 
 CONFIG = ROOT / "examples" / "rl" / "configs" / "quickstart_cpu.yaml"
@@ -46,7 +46,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LearningResult:
     """Accuracies of a run, from 0 to 1, before and after, by kind of sampling; the largest staleness it trained."""
 
     before: Mapping[str, float]
@@ -67,13 +67,13 @@ def run_config(assets: Path, run_dir: Path, mode: str, seed: int, steps: int | N
     return config
 
 
-def run(assets: Path, directory: Path, mode: str, seed: int, steps: int | None, timeout_s: float) -> Outcome:
+def run(assets: Path, directory: Path, mode: str, seed: int, steps: int | None, timeout_s: float) -> LearningResult:
     """Train with one mode and seed; return the outcome."""
     run_dir = fresh(directory, f"{mode}-{seed}")
     config = run_config(assets, run_dir, mode, seed, steps)
     records = train(config, ranks=config["trainer"]["gpus"], timeout_s=timeout_s)
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    outcome = Outcome(
+    outcome = LearningResult(
         before={kind: summary["eval_before"][kind] for kind in KINDS},
         after={kind: summary["eval_after"][kind] for kind in KINDS},
         staleness=max(record.get("batch/staleness_max", 0.0) for record in records),
@@ -87,7 +87,7 @@ def run(assets: Path, directory: Path, mode: str, seed: int, steps: int | None, 
     return outcome
 
 
-def rows_of(outcomes: Mapping[str, Sequence[Outcome]], seeds: Sequence[int]) -> list[Row]:
+def rows_of(outcomes: Mapping[str, Sequence[LearningResult]], seeds: Sequence[int]) -> list[Ratio]:
     """Return the rows of the report; `outcomes`: by mode, one for each seed."""
     rows = []
     for seed, sync, ahead in zip(seeds, outcomes["sync"], outcomes["async"], strict=True):
@@ -97,12 +97,12 @@ def rows_of(outcomes: Mapping[str, Sequence[Outcome]], seeds: Sequence[int]) -> 
                 for mode, each in (("sync", sync), ("async", ahead))
             }
             points = 100 * (sync.after[kind] - ahead.after[kind])
-            rows.append(Row(f"seed {seed}, {kind}: sync - async, points", points, POINTS, details=details))
+            rows.append(Ratio(f"seed {seed}, {kind}: sync - async, points", points, POINTS, details=details))
     # Each asynchronous run has trained what is older than what the updates between two publications explain.
     least = min(each.staleness for each in outcomes["async"])
-    rows.append(Row("largest staleness trained, least of the async runs", least, STALENESS, at_least=True))
+    rows.append(Ratio("largest staleness trained, least of the async runs", least, STALENESS, at_least=True))
     most = max(each.staleness for each in outcomes["async"])
-    rows.append(Row(f"largest staleness trained / {STALENESS}", most / STALENESS, 1.0))
+    rows.append(Ratio(f"largest staleness trained / {STALENESS}", most / STALENESS, 1.0))
     return rows
 
 
@@ -124,7 +124,7 @@ def main() -> int:
         if options.assets is None:
             command = [sys.executable, "-m", "megarl.quickstart", "--out", str(assets)]
             subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=options.timeout)
-        outcomes: dict[str, list[Outcome]] = {mode: [] for mode in MODES}
+        outcomes: dict[str, list[LearningResult]] = {mode: [] for mode in MODES}
         for seed in options.seeds:
             for mode, measured in outcomes.items():
                 measured.append(run(assets, directory, mode, seed, steps, options.timeout))

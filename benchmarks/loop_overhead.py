@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from report import Row, add_json, finish
+from report import Ratio, add_json, finish
 
 SHARE_BOUND = 0.10
 SECONDS_BOUND = 0.300
@@ -34,7 +34,7 @@ def read_steps(run_dir: Path) -> list[dict[str, float]]:
     return steps
 
 
-def measure(steps: list[dict[str, float]]) -> list[Row]:
+def measure(steps: list[dict[str, float]]) -> list[Ratio]:
     """Return the rows of the report."""
     rest = steps[1:]
     share = statistics.median(step["time/overhead"] / step["time/step"] for step in rest)
@@ -46,8 +46,8 @@ def measure(steps: list[dict[str, float]]) -> list[Row]:
     details["engine_s"] = round(statistics.median(step["rollout/engine_seconds"] for step in rest), 4)
     details["steps"] = len(rest)
     return [
-        Row("loop_overhead share of the step", share, SHARE_BOUND, details=details),
-        Row("loop_overhead seconds / 0.3 s", seconds / SECONDS_BOUND, 1.0, details={"overhead_s": round(seconds, 4)}),
+        Ratio("loop_overhead share of the step", share, SHARE_BOUND, details=details),
+        Ratio("loop_overhead seconds / 0.3 s", seconds / SECONDS_BOUND, 1.0, details={"overhead_s": round(seconds, 4)}),
     ]
 
 

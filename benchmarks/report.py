@@ -18,7 +18,7 @@ NOT_MEASURED = "not measured: a quick run only shows that everything runs; its n
 
 
 @dataclass(frozen=True)
-class Row:
+class Ratio:
     """One ratio. `bound` None: reported without a result; `at_least`: a lower bound instead of an upper one."""
 
     name: str
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: check that it runs, measure nothing")
 
 
-def finish(rows: Sequence[Row], options: argparse.Namespace) -> int:
+def finish(rows: Sequence[Ratio], options: argparse.Namespace) -> int:
     """Print the table and write the JSON file; return the exit status: 1 if a bound is missed, never for `--quick`."""
     measured = not getattr(options, "quick", False)
     print(table(rows, measured))
@@ -69,7 +69,7 @@ def finish(rows: Sequence[Row], options: argparse.Namespace) -> int:
     return 0 if not measured or all(row.ok for row in rows) else 1
 
 
-def table(rows: Sequence[Row], measured: bool) -> str:
+def table(rows: Sequence[Ratio], measured: bool) -> str:
     """Return the rows as lines of text, each followed by its details."""
     width = max((len(row.name) for row in rows), default=0)
     lines = [f"{'name':<{width}} {'ratio':>8}  {'bound':>7}"]

@@ -37,9 +37,9 @@ for folder in (ROOT, ROOT / "benchmarks"):
         sys.path.insert(0, str(folder))
 
 import yaml  # noqa: E402
-from report import Row, add_options, finish  # noqa: E402
-from soak_accounting import Report, UnreadableRun, check_run  # noqa: E402
-from soak_faults import Fault, Happened, Injector, Target, lost_replicas, missing, processes_left, schedule  # noqa: E402
+from report import Ratio, add_options, finish  # noqa: E402
+from soak_accounting import AccountingReport, UnreadableRun, check_run  # noqa: E402
+from soak_faults import Fault, FaultTarget, Happened, Injector, lost_replicas, missing, processes_left, schedule  # noqa: E402
 from soak_reward import marked  # noqa: E402
 from whole_run import environment, train  # noqa: E402
 
@@ -53,23 +53,23 @@ LEAST_S = 30.0  # no run is started with less time left
 LEAVE_S = 60.0  # for the processes of a run that has ended, or was killed
 QUIET_END = 10  # steps after the last fault, in which a replica can still be replaced
 # Each fault of the full soak, by kind and target.
-FAULTS: list[tuple[str, Target]] = [
+FAULTS: list[tuple[str, FaultTarget]] = [
     ("kill", "engine"), ("kill", "replica"), ("hang", "engine"), ("hang", "replica"), ("pause", "engine"),
     ("pause", "replica"), ("slow", "engine"), ("kill", "engine"),
 ]  # fmt: skip
-QUICK_FAULTS: list[tuple[str, Target]] = [("kill", "engine"), ("pause", "replica")]
+QUICK_FAULTS: list[tuple[str, FaultTarget]] = [("kill", "engine"), ("pause", "replica")]
 
-Config = dict[str, dict[str, Any]]
+ConfigTree = dict[str, dict[str, Any]]
 
 
 @dataclass
-class Outcome:
+class SoakOutcome:
     """One run of the soak: its records, the independent count, and why it failed if it did."""
 
     name: str
     records: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
-    report: Report | None = None
+    report: AccountingReport | None = None
     happened: list[Happened] = field(default_factory=list)
     late_rewards: int = 0
     left: list[str] = field(default_factory=list)
@@ -84,12 +84,12 @@ class Outcome:
         return 100.0 * float((self.summary.get("eval_after") or {}).get(mode, float("nan")))
 
 
-def run_config(options: argparse.Namespace, run_dir: Path, late_share: float) -> Config:
+def run_config(options: argparse.Namespace, run_dir: Path, late_share: float) -> ConfigTree:
     """Return the quickstart's config with the changes of the soak. `late_share`: of the answers, see soak_reward.py."""
-    config: Config = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
+    config: ConfigTree = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
     late = {"share": late_share, "seed": options.seed, "sleep_s": 30 * REWARD_TIMEOUT_S, "marks": str(marks(run_dir))}
     heldout = {"name": "additions", "path": str(options.assets / "heldout.jsonl"), "reward": {"function": "math"}}
-    changes: Config = {
+    changes: ConfigTree = {
         "run": {"name": "soak", "dir": str(run_dir), "seed": options.seed, "steps": options.steps, "export": False},
         "model": {"path": str(options.assets / "model")},
         "batch": {"groups": options.groups},
@@ -118,9 +118,9 @@ def marks(run_dir: Path) -> Path:
 
 def run_once(
     name: str, options: argparse.Namespace, directory: Path, until: float, faults: Sequence[Fault], late_share: float
-) -> Outcome:
+) -> SoakOutcome:
     """Make one run with its faults and count it. A failure, or `until` passing, is part of the outcome."""
-    outcome = Outcome(name)
+    outcome = SoakOutcome(name)
     run_dir = directory / name
     begun = time.monotonic()
 
@@ -150,7 +150,7 @@ def run_once(
     return outcome
 
 
-def note_continued(outcome: Outcome) -> None:
+def note_continued(outcome: SoakOutcome) -> None:
     """Note for each fault how many responses other engines continued until the next fault."""
     steps = [each.step for each in outcome.happened] + [len(outcome.records)]
     for event, end in zip(outcome.happened, steps[1:], strict=True):
@@ -158,7 +158,7 @@ def note_continued(outcome: Outcome) -> None:
         event.notes.append(f"{continued:.0f} responses continued elsewhere")
 
 
-def count(outcome: Outcome, run_dir: Path) -> None:
+def count(outcome: SoakOutcome, run_dir: Path) -> None:
     """Check the files of a run that has ended."""
     try:
         outcome.report = check_run(run_dir)
@@ -168,43 +168,47 @@ def count(outcome: Outcome, run_dir: Path) -> None:
     print("\n".join(outcome.report.lines()), flush=True)
 
 
-def rows_of(calm: Outcome, disturbed: Outcome, faults: Sequence[Fault], minutes: float, limit: float) -> list[Row]:
+def rows_of(
+    calm: SoakOutcome, disturbed: SoakOutcome, faults: Sequence[Fault], minutes: float, limit: float
+) -> list[Ratio]:
     """Return the rows of the report. A run that has failed misses every bound that needs it."""
     rows = [row for outcome in (calm, disturbed) for row in (*end_rows(outcome), *accounting_rows(outcome))]
     rows += fault_rows(disturbed, faults)
     for mode in ("greedy", "sampled"):
         difference = abs(disturbed.accuracy(mode) - calm.accuracy(mode))
         values = {each.name: f"{each.accuracy(mode):.1f}%" for each in (calm, disturbed)}
-        rows.append(Row(f"final accuracy, {mode}: difference in points", difference, POINTS, details=values))
-    return [*rows, Row("minutes / limit", minutes / limit, 1.0, details={"minutes": round(minutes, 1)})]
+        rows.append(Ratio(f"final accuracy, {mode}: difference in points", difference, POINTS, details=values))
+    return [*rows, Ratio("minutes / limit", minutes / limit, 1.0, details={"minutes": round(minutes, 1)})]
 
 
-def end_rows(outcome: Outcome) -> list[Row]:
+def end_rows(outcome: SoakOutcome) -> list[Ratio]:
     """Return the rows that say whether a run has come to its end, and whether it has left processes behind."""
     details = {"failure": outcome.failure[-1500:]} if outcome.failure else {"steps": len(outcome.records)}
     left = {str(number): each for number, each in enumerate(outcome.left, start=1)}
     return [
-        Row(f"{outcome.name}: ended", float(not outcome.failure), 1.0, at_least=True, details=details),
-        Row(f"{outcome.name}: processes left", float(len(outcome.left)), 0.0, details=left),
+        Ratio(f"{outcome.name}: ended", float(not outcome.failure), 1.0, at_least=True, details=details),
+        Ratio(f"{outcome.name}: processes left", float(len(outcome.left)), 0.0, details=left),
     ]
 
 
-def accounting_rows(outcome: Outcome) -> list[Row]:
+def accounting_rows(outcome: SoakOutcome) -> list[Ratio]:
     """Return one row for each check of the accounting, and one for the oldest token."""
     report = outcome.report
     if report is None:
-        return [Row(f"{outcome.name}: accounting", float("nan"), 0.0, details={"failure": "there is no run to count"})]
+        return [
+            Ratio(f"{outcome.name}: accounting", float("nan"), 0.0, details={"failure": "there is no run to count"})
+        ]
     rows = []
     for name, found in report.problems.items():
         details = {str(number): problem for number, problem in enumerate(found[:10], start=1)}
-        rows.append(Row(f"{outcome.name}: {name}, problems", float(len(found)), 0.0, details=details))
+        rows.append(Ratio(f"{outcome.name}: {name}, problems", float(len(found)), 0.0, details=details))
     ends: Mapping[str, Any] = dict(report.ends)
     counted = {"groups admitted": report.admitted, **ends}
-    rows.append(Row(f"{outcome.name}: oldest token / bound", report.oldest / STALENESS, 1.0, details=counted))
+    rows.append(Ratio(f"{outcome.name}: oldest token / bound", report.oldest / STALENESS, 1.0, details=counted))
     return rows
 
 
-def fault_rows(outcome: Outcome, faults: Sequence[Fault]) -> list[Row]:
+def fault_rows(outcome: SoakOutcome, faults: Sequence[Fault]) -> list[Ratio]:
     """Return the rows that say whether the faults happened, and whether the run has noticed them."""
     over = sum(each.over for each in outcome.happened)
     details = {str(number): str(each) for number, each in enumerate(outcome.happened, start=1)}
@@ -214,10 +218,10 @@ def fault_rows(outcome: Outcome, faults: Sequence[Fault]) -> list[Row]:
     late, counted = outcome.late_rewards, outcome.total("reward/errors")
     rewards = {"late": late, "counted by the run (reward/errors)": counted}
     return [
-        Row("faults survived / planned", ratio(over, len(faults)), 1.0, at_least=True, details=details),
-        Row("replicas restarted / lost", ratio(restarted, lost), 1.0, at_least=True, details={"lost": lost}),
-        Row("responses continued elsewhere", outcome.total("rollout/continued"), 1.0, at_least=True),
-        Row("reward time-outs counted / late rewards", ratio(counted, late), 1.0, at_least=True, details=rewards),
+        Ratio("faults survived / planned", ratio(over, len(faults)), 1.0, at_least=True, details=details),
+        Ratio("replicas restarted / lost", ratio(restarted, lost), 1.0, at_least=True, details={"lost": lost}),
+        Ratio("responses continued elsewhere", outcome.total("rollout/continued"), 1.0, at_least=True),
+        Ratio("reward time-outs counted / late rewards", ratio(counted, late), 1.0, at_least=True, details=rewards),
     ]
 
 

@@ -79,7 +79,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Group:
+class CountedGroup:
     """The rows of one group in a step's batch; `lag`: updates between its oldest token and the step's last update."""
 
     number: int
@@ -93,7 +93,7 @@ class Group:
 
 
 @dataclass
-class Report:
+class AccountingReport:
     """The numbers that were counted, and what is wrong with the run, by the name of the check."""
 
     ends: Counter[str] = field(default_factory=Counter)
@@ -155,7 +155,7 @@ def counts_as(span: Mapping[str, int]) -> int:
     return span["version"] - 2 * (span.get("lost") or 0)
 
 
-def judge(number: int, rows: Sequence[Mapping[str, Any]], version: int, rules: Rules) -> Group:
+def judge(number: int, rows: Sequence[Mapping[str, Any]], version: int, rules: Rules) -> CountedGroup:
     """Return how a group ends by the rules, from its rows alone; `version`: that of the weights before the step."""
     alive = [row for row in rows if row["status"] == "ok"]
     tokens = [counts_as(span) for row in alive for span in row["versions"]]
@@ -164,17 +164,17 @@ def judge(number: int, rows: Sequence[Mapping[str, Any]], version: int, rules: R
     prompt = tuple(rows[0]["prompt_ids"])
     versions = frozenset(counts_as(span) for row in rows for span in row["versions"])
     if lag is not None and lag > rules.bound:
-        return Group(number, "dropped_stale", lag, prompt, versions)
+        return CountedGroup(number, "dropped_stale", lag, prompt, versions)
     if len(alive) < 2:
-        return Group(number, "failed", lag, prompt, versions)
+        return CountedGroup(number, "failed", lag, prompt, versions)
     cut = [row["finish_reason"] == "length" for row in alive]
     zero = rules.truncated == "zero_reward"
     rewards = [0.0 if zero and was_cut else row["reward"] for row, was_cut in zip(alive, cut, strict=True)]
     if rules.filters and max(rewards) - min(rewards) <= EQUAL:
-        return Group(number, "filtered", lag, prompt, versions)
+        return CountedGroup(number, "filtered", lag, prompt, versions)
     masked = rules.truncated == "mask"
     in_loss = [row for row, was_cut in zip(alive, cut, strict=True) if not (masked and was_cut)]
-    return Group(
+    return CountedGroup(
         number,
         "trained",
         lag,
@@ -186,7 +186,9 @@ def judge(number: int, rows: Sequence[Mapping[str, Any]], version: int, rules: R
     )
 
 
-def recount(step: int, version: int, rows: Sequence[dict[str, Any]], rules: Rules, report: Report) -> list[Group]:
+def recount(
+    step: int, version: int, rows: Sequence[dict[str, Any]], rules: Rules, report: AccountingReport
+) -> list[CountedGroup]:
     """Return the groups of a step's batch with their ends; note groups that are not whole, and tokens without version.
 
     Each group must have each of its samples once, of one prompt.
@@ -207,7 +209,7 @@ def recount(step: int, version: int, rows: Sequence[dict[str, Any]], rules: Rule
     return groups
 
 
-def _check_spans(where: str, row: Mapping[str, Any], version: int, report: Report) -> None:
+def _check_spans(where: str, row: Mapping[str, Any], version: int, report: AccountingReport) -> None:
     if row["status"] != "ok":
         return
     end = 0
@@ -225,7 +227,7 @@ def _check_spans(where: str, row: Mapping[str, Any], version: int, report: Repor
 class RolloutSide:
     """Follows the groups of a schedule from event to event; each must be in exactly one place."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: AccountingReport) -> None:
         self._report = report
         self.admitted: set[int] = set()
         self.in_flight: set[int] = set()
@@ -334,9 +336,9 @@ class RolloutSide:
 # --- both sides together
 
 
-def check_run(run_dir: Path) -> Report:
+def check_run(run_dir: Path) -> AccountingReport:
     """Check a finished run. Raises UnreadableRun if its files cannot be judged."""
-    report = Report()
+    report = AccountingReport()
     rollout = RolloutSide(report)
     rollout.follow(_json_lines(_present(run_dir / "schedule.jsonl")))
     records = _step_records(_json_lines(_present(run_dir / "metrics.jsonl")), report)
@@ -346,7 +348,7 @@ def check_run(run_dir: Path) -> Report:
     report.expect("counts", "steps in metrics.jsonl", sorted(records), list(range(1, rules.steps + 1)))
     report.expect("counts", "steps in batches/", sorted(batches), list(range(rules.steps)))
     report.expect("counts", "steps that the controller committed", sorted(rollout.commits), list(range(rules.steps)))
-    steps: dict[int, list[Group]] = {}
+    steps: dict[int, list[CountedGroup]] = {}
     for step, (version, rows) in sorted(batches.items()):
         report.expect("versions", f"step {step} trains weights of version", version, step * rules.updates)
         steps[step] = recount(step, version, rows, rules, report)
@@ -375,7 +377,12 @@ def read_rules(run_dir: Path, pace: Mapping[str, int], records: Mapping[int, Map
 
 
 def _check_step(
-    step: int, groups: Sequence[Group], rollout: RolloutSide, record: Mapping[str, Any], rules: Rules, report: Report
+    step: int,
+    groups: Sequence[CountedGroup],
+    rollout: RolloutSide,
+    record: Mapping[str, Any],
+    rules: Rules,
+    report: AccountingReport,
 ) -> None:
     """Compare the recount of a step with the schedule and with the step's metrics."""
     taken = rollout.taken.get(step, {"ok": [], "failed": [], "replaced": []})
@@ -402,7 +409,9 @@ def _group_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
     return {end: record.get(f"groups/{end}") for end in ENDS}
 
 
-def _check_age(step: int, groups: Sequence[Group], record: Mapping[str, Any], rules: Rules, report: Report) -> None:
+def _check_age(
+    step: int, groups: Sequence[CountedGroup], record: Mapping[str, Any], rules: Rules, report: AccountingReport
+) -> None:
     """Compare what was trained with what the rules train: its oldest token, its samples, its tokens."""
     trained = [group for group in groups if group.end == "trained"]
     oldest = max((group.lag for group in trained if group.lag is not None), default=0)
@@ -421,7 +430,7 @@ def _check_age(step: int, groups: Sequence[Group], record: Mapping[str, Any], ru
 
 
 def _check_totals(
-    run_dir: Path, rollout: RolloutSide, records: Mapping[int, Mapping[str, Any]], report: Report
+    run_dir: Path, rollout: RolloutSide, records: Mapping[int, Mapping[str, Any]], report: AccountingReport
 ) -> None:
     """Compare the sums over the run: the recount's, the metrics' and those of the rollout side."""
     last = records[max(records)] if records else {}
@@ -436,7 +445,7 @@ def _check_totals(
     report.expect("groups", "groups ever started, by attempts.json", attempts, rollout.starts)
 
 
-def _check_repetitions(steps: Mapping[int, Sequence[Group]], rules: Rules, report: Report) -> None:
+def _check_repetitions(steps: Mapping[int, Sequence[CountedGroup]], rules: Rules, report: AccountingReport) -> None:
     """Note groups that are in two batches, and prompts that two groups of one epoch have.
 
     Group g has draw number g of the data set, so its epoch is g divided by the number of prompts.
@@ -458,7 +467,9 @@ def _check_repetitions(steps: Mapping[int, Sequence[Group]], rules: Rules, repor
     report.prompts_twice = len(report.problems["epochs"])
 
 
-def _check_engines(run_dir: Path, records: Mapping[int, Mapping[str, Any]], rules: Rules, report: Report) -> None:
+def _check_engines(
+    run_dir: Path, records: Mapping[int, Mapping[str, Any]], rules: Rules, report: AccountingReport
+) -> None:
     """Count the engine processes that have written to the logs of the replicas."""
     logs = sorted((run_dir / "logs").glob("replica-*.log"))
     started = [set(_ENGINE.findall(log.read_text(encoding="utf-8", errors="replace"))) for log in logs]
@@ -468,7 +479,7 @@ def _check_engines(run_dir: Path, records: Mapping[int, Mapping[str, Any]], rule
     report.expect("engines", "engines started", report.engine_starts, rules.replicas + report.engine_restarts)
 
 
-def _step_records(lines: Iterable[dict[str, Any]], report: Report) -> dict[int, dict[str, Any]]:
+def _step_records(lines: Iterable[dict[str, Any]], report: AccountingReport) -> dict[int, dict[str, Any]]:
     """Return the training steps of metrics.jsonl by the number of steps done."""
     records: dict[int, dict[str, Any]] = {}
     for line in lines:

@@ -29,7 +29,7 @@ NOTICE_S = 120.0  # for a run that goes on after a replica was slow
 DUTY = (0.15, 0.05)  # seconds of SIGSTOP and SIGCONT of a slow replica, in turn
 _LOG = re.compile(r"replica-(\d+)\.log")
 
-Target = Literal["engine", "replica"]
+FaultTarget = Literal["engine", "replica"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Fault:
     """
 
     kind: str
-    target: Target
+    target: FaultTarget
     replica: int
     after_step: int
     delay_s: float
@@ -76,7 +76,9 @@ class Fault:
         return f"{self.kind} the {self.target} of replica {self.replica}{lasting}"
 
 
-def schedule(seed: int, wanted: Sequence[tuple[str, Target]], *, replicas: int, first: int, last: int) -> list[Fault]:
+def schedule(
+    seed: int, wanted: Sequence[tuple[str, FaultTarget]], *, replicas: int, first: int, last: int
+) -> list[Fault]:
     """Return the wanted faults in a random order, spread over the steps from `first` to `last` by the room they need.
 
     Raises ValueError for an unknown kind, and if there are no steps.

@@ -26,15 +26,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
-    from megarl.weights.buckets import BucketPlan
+    from megarl.weights.buckets import Bucket, BucketPlan
+    from megarl.weights.loaders import ModelLoader
 
 ROOT = Path(__file__).resolve().parents[1]
 for folder in (ROOT, ROOT / "benchmarks"):
@@ -125,7 +126,7 @@ def engine_rows(name: str, layers: int | None, runs: int) -> list[dict[str, Any]
         with vllm_model(Path(directory)) as (model, model_config), no_collection():
             loader = ModelLoader(model, model_config, torch.device("cpu"))
             receive = receiver(plan, wires, loader)
-            load_all = functools.partial(load_plainly, model, tensors)
+            load_all = functools.partial(load_plainly, cast("LoadsWeights", model), tensors)
             times: dict[str, list[float]] = {}
             ways = ("in place by recorded copies", "layer-wise reload: this benchmark asks for it")
             first = cpu_seconds(receive)
@@ -149,8 +150,15 @@ def engine_rows(name: str, layers: int | None, runs: int) -> list[dict[str, Any]
     ]
 
 
+class LoadsWeights(Protocol):
+    """A model of vLLM's."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Load tensors under the names that they have in a checkpoint."""
+
+
 @torch.no_grad()
-def load_plainly(model: Any, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+def load_plainly(model: LoadsWeights, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     model.load_weights(tensors)
 
 
@@ -208,7 +216,7 @@ def packed(plan: BucketPlan, tensors: Sequence[tuple[str, torch.Tensor]]) -> lis
     return wires
 
 
-def receiver(plan: BucketPlan, wires: Sequence[torch.Tensor], loader: Any) -> Callable[[], None]:
+def receiver(plan: BucketPlan, wires: Sequence[torch.Tensor], loader: ModelLoader) -> Callable[[], None]:
     """Return a function that makes one sync on an engine worker, whose broadcasts are copies of `wires`."""
     from megarl.weights.receiver import Receiver
 
@@ -217,7 +225,7 @@ def receiver(plan: BucketPlan, wires: Sequence[torch.Tensor], loader: Any) -> Ca
             """The bytes are there."""
 
     class LocalReceiver(Receiver):
-        def _post(self, bucket: Any) -> tuple[torch.Tensor, Any]:
+        def _post(self, bucket: Bucket) -> tuple[torch.Tensor, Any]:
             buffer_B = self._buffers.take()
             buffer_B[: bucket.wire_bytes].copy_(wires[bucket.index])
             return buffer_B, Arrived()

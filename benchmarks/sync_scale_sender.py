@@ -16,6 +16,7 @@ import torch
 
 if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
     from megarl.models.gather import TensorPart
+    from megarl.models.info import ModelInfo
     from megarl.weights.buckets import BucketPlan
 
 SENDER_BOUND = 4.0
@@ -55,7 +56,7 @@ def sender_row(name: str, config: dict[str, Any], bucket_bytes: int, runs: int, 
     return row(f"sender {name}", each_us["sender"] / each_us["copy_"], SENDER_BOUND, details)
 
 
-def whole_parts(info: Any) -> dict[int, TensorPart]:
+def whole_parts(info: ModelInfo) -> dict[int, TensorPart]:
     """Return the Hugging Face tensors of a rank that holds the whole model, in Megatron's fused parameters."""
     from megarl.models.gather import TensorPart
     from megarl.models.shards import Shard, table

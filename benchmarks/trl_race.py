@@ -42,7 +42,7 @@ for folder in (ROOT, ROOT / "benchmarks"):
         sys.path.insert(0, str(folder))
 
 from length_model import LengthClass, write_model, write_prompts  # noqa: E402
-from report import Row, add_options, finish  # noqa: E402
+from report import Ratio, add_options, finish  # noqa: E402
 from whole_run import Cores, Window, environment, fresh, train  # noqa: E402
 
 MINUTES = 12.0
@@ -51,7 +51,7 @@ RUN_LIMIT_S = 900.0
 
 
 @dataclass(frozen=True)
-class Layout:
+class CoreLayout:
     """The use of the two cores by megarl: trainer ranks, engines, and whether each side has a core of its own."""
 
     ranks: int
@@ -76,8 +76,8 @@ class Task:
     trl_skip: int
     steps: int
     skip: int
-    sync: Layout
-    asynchronous: Layout
+    sync: CoreLayout
+    asynchronous: CoreLayout
     trl_threads: int = 2
 
     @property
@@ -89,13 +89,13 @@ TASKS = {
     "additions": Task(
         "additions", groups=48, samples_per_group=8, max_tokens=24, reward="math", lr=7e-4, eps=3e-3,
         micro_batches=(384, 128, 64), micro_batch_tokens=16384, trl_steps=24, trl_skip=2, steps=24, skip=8,
-        sync=Layout(ranks=2, replicas=1, pinned=False), asynchronous=Layout(ranks=1, replicas=1, pinned=True),
+        sync=CoreLayout(ranks=2, replicas=1, pinned=False), asynchronous=CoreLayout(ranks=1, replicas=1, pinned=True),
     ),
     # Both phases use both cores: alone in turn, or together as the operating system divides them.
     "long": Task(
         "long", groups=4, samples_per_group=8, max_tokens=256, reward="benchmarks.length_model:letter_share",
         lr=1e-4, eps=1e-8, micro_batches=(32, 8, 4), micro_batch_tokens=4096, trl_steps=2, trl_skip=1, steps=8, skip=4,
-        sync=Layout(ranks=2, replicas=2, pinned=False), asynchronous=Layout(ranks=2, replicas=2, pinned=False),
+        sync=CoreLayout(ranks=2, replicas=2, pinned=False), asynchronous=CoreLayout(ranks=2, replicas=2, pinned=False),
     ),
 }  # fmt: skip
 LONG_CLASSES = (LengthClass(1.0, 110),)  # 99 tokens on average, because the longest are cut
@@ -103,7 +103,7 @@ LONG_SIZE = {"hidden": 448, "layers": 11}
 
 
 @dataclass(frozen=True)
-class Result:
+class RaceResult:
     """A run: samples trained per second, seconds per step, and the mean reward of every step."""
 
     samples_per_s: float
@@ -116,7 +116,7 @@ class Result:
         return " ".join(f"{reward:.2f}" for reward in self.rewards[::every])
 
 
-def best_micro_batch(results: dict[int, Result]) -> int:
+def best_micro_batch(results: dict[int, RaceResult]) -> int:
     """Return the micro-batch of the run with most samples per second."""
     return max(results, key=lambda size: results[size].samples_per_s)
 
@@ -136,7 +136,7 @@ class Race:
         else:
             self.model, self.data = assets / "model", assets / "train.jsonl"
 
-    def trl(self, micro_batch: int) -> Result:
+    def trl(self, micro_batch: int) -> RaceResult:
         """Run TRL with this micro-batch."""
         task = self.task
         spec = {
@@ -150,9 +150,11 @@ class Race:
         found = child("trl_race_grpo.py", [str(place.with_suffix(".json"))], place, trl_environment(self.options.trl))
         ends = found["ends"][task.trl_skip :]
         seconds = (ends[-1] - ends[0]) / (len(ends) - 1)
-        return self._said(f"TRL, micro-batch {micro_batch}", Result(task.samples / seconds, seconds, found["rewards"]))
+        return self._said(
+            f"TRL, micro-batch {micro_batch}", RaceResult(task.samples / seconds, seconds, found["rewards"])
+        )
 
-    def config(self, mode: str, layout: Layout) -> dict[str, Any]:
+    def config(self, mode: str, layout: CoreLayout) -> dict[str, Any]:
         """Return the config of a run of megarl."""
         task = self.task
         optimizer = {"lr": task.lr, "eps": task.eps, "weight_decay": 0.0}
@@ -176,7 +178,7 @@ class Race:
             "telemetry": {"tensorboard": False},
         }
 
-    def megarl(self, mode: str) -> Result:
+    def megarl(self, mode: str) -> RaceResult:
         """Run megarl in `mode`."""
         layout = self.task.asynchronous if mode == "async" else self.task.sync
         config = self.config(mode, layout)
@@ -186,7 +188,7 @@ class Race:
         window = Window.of(records, self.task.skip)
         print(f"{self.task.name}: {mode}: {window.details()['seconds per step']}")
         rewards = [record["reward/mean"] for record in records]
-        return self._said(f"megarl {mode}", Result(window.samples_per_s, window.step_s, rewards))
+        return self._said(f"megarl {mode}", RaceResult(window.samples_per_s, window.step_s, rewards))
 
     def bare_engine(self) -> float:
         """Return the responses per second of an engine alone, on the core of the asynchronous run's engine."""
@@ -199,7 +201,7 @@ class Race:
         print(f"{self.task.name}: bare engine: {found['responses_per_s']:.1f} samples/s")
         return float(found["responses_per_s"])
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Ratio]:
         """Run everything, in turn, and return the rows."""
         small, middle, large = sorted(self.task.micro_batches)
         trl = {middle: self.trl(middle)}
@@ -210,12 +212,14 @@ class Race:
         bare = self.bare_engine() if self.task.name == "additions" else None
         return rows_of(self.task.name, trl, sync, ahead, bare)
 
-    def _said(self, name: str, result: Result) -> Result:
+    def _said(self, name: str, result: RaceResult) -> RaceResult:
         print(f"{self.task.name}: {name}: {result.samples_per_s:.1f} samples/s; rewards {result.curve()}")
         return result
 
 
-def rows_of(task: str, trl: dict[int, Result], sync: Result, ahead: Result, bare: float | None) -> list[Row]:
+def rows_of(
+    task: str, trl: dict[int, RaceResult], sync: RaceResult, ahead: RaceResult, bare: float | None
+) -> list[Ratio]:
     """Return the rows of a task. `trl`: TRL's runs by micro-batch; `bare`: responses per second of an engine alone."""
     size = best_micro_batch(trl)
     best = trl[size]
@@ -228,15 +232,17 @@ def rows_of(task: str, trl: dict[int, Result], sync: Result, ahead: Result, bare
     per_trl = ahead.samples_per_s / best.samples_per_s
     if bare is not None:
         return [
-            Row(f"{task}: async / TRL", per_trl, 0.8, True, details),
-            Row(f"{task}: async / bare engine", ahead.samples_per_s / bare, 0.9, True, {"bare engine": round(bare, 1)}),
-            Row(f"{task}: sync / TRL", sync.samples_per_s / best.samples_per_s),
+            Ratio(f"{task}: async / TRL", per_trl, 0.8, True, details),
+            Ratio(
+                f"{task}: async / bare engine", ahead.samples_per_s / bare, 0.9, True, {"bare engine": round(bare, 1)}
+            ),
+            Ratio(f"{task}: sync / TRL", sync.samples_per_s / best.samples_per_s),
         ]
     return [
-        Row(f"{task}: sync / TRL", sync.samples_per_s / best.samples_per_s, 2.0, True, details),
-        Row(f"{task}: async / sync", ahead.samples_per_s / sync.samples_per_s, 1.15, True),
-        Row(f"{task}: async / TRL", per_trl),
-        Row(f"{task}: TRL's step / 60 s", best.step_s / 60.0, 1.0),
+        Ratio(f"{task}: sync / TRL", sync.samples_per_s / best.samples_per_s, 2.0, True, details),
+        Ratio(f"{task}: async / sync", ahead.samples_per_s / sync.samples_per_s, 1.15, True),
+        Ratio(f"{task}: async / TRL", per_trl),
+        Ratio(f"{task}: TRL's step / 60 s", best.step_s / 60.0, 1.0),
     ]
 
 
@@ -309,7 +315,7 @@ def main() -> int:
     from megarl.quickstart.build import build_assets
     from megarl.quickstart.warm_start import WarmStart
 
-    rows: list[Row] = []
+    rows: list[Ratio] = []
     with tempfile.TemporaryDirectory(prefix="trl-race-") as name:
         directory = (options.keep or Path(name)).resolve()
         if options.quick:
@@ -322,7 +328,7 @@ def main() -> int:
             rows += Race(task, fresh(directory, chosen), options.assets, options).rows()
         minutes = (time.monotonic() - started) / 60
     rows.append(
-        Row(f"duration / {MINUTES:.0f} minutes", minutes / MINUTES, 1.0, details={"minutes": round(minutes, 1)})
+        Ratio(f"duration / {MINUTES:.0f} minutes", minutes / MINUTES, 1.0, details={"minutes": round(minutes, 1)})
     )
     return finish(rows, options)
 

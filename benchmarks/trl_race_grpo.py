@@ -10,18 +10,19 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def reward_of(function: str) -> Any:
+def reward_of(function: str) -> Callable[..., list[float]]:
     """Return megarl's reward function as TRL calls it."""
     from megarl.rewards.resolve import resolve
     from megarl.rewards.types import RewardInput
 
     score = resolve(function)
 
-    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    def reward(completions: list[str], answer: list[str], **_: object) -> list[float]:
         pairs = zip(completions, answer, strict=True)
         return [score(RewardInput(prompt="", response=text, answer=wanted)).score for text, wanted in pairs]
 
@@ -48,10 +49,10 @@ def train(spec: dict[str, Any]) -> dict[str, list[float]]:
     ends: list[float] = []
 
     class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        def on_train_begin(self, *args: object, **kwargs: object) -> None:
             ends.append(time.time())
 
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        def on_step_end(self, *args: object, **kwargs: object) -> None:
             ends.append(time.time())
 
     samples, micro_batch = spec["groups"] * spec["samples_per_group"], spec["micro_batch"]

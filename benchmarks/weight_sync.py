@@ -301,7 +301,7 @@ class Bench:
         own = bare_broadcast(self.sender._group, bucket_bytes, total)
         return max(own, remote.result(120)[0])
 
-    def _worker(self, method: str, *args: object) -> Any:  # whatever the method of WorkerExtension returns
+    def _worker(self, method: str, *args: object) -> Any:  # noqa: ANN401  # as WorkerExtension's method
         return self._worker_future(method, *args).result(300)[0] if self.rank == 0 else 0.0
 
     def _worker_future(self, method: str, *args: object) -> Future[list[Any]]:

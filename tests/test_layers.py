@@ -52,6 +52,8 @@ def test_the_package_keeps_its_layers() -> None:
             "megarl.checkpoint.save is not allowed to import megarl.checkpoint.convert",
         ),
         ("new_package.py", "", "new_package"),
+        ("checkpoint/new_part.py", "", "new_part"),
+        ("models/info.py", "import megarl.models.read_config", "no circles inside a package BROKEN"),
     ],
 )
 def test_a_forbidden_import_is_found(tree: Path, module: str, line: str, told: str) -> None:

@@ -10,7 +10,7 @@ from tests.support import structure
 from tests.support.checkout import ROOT
 from tests.support.references import files_with_references, problems_of, unknown_references
 
-TESTS, PACKAGE = ROOT / "tests", ROOT / "megarl"
+TESTS, PACKAGE, BENCHMARKS = ROOT / "tests", ROOT / "megarl", ROOT / "benchmarks"
 
 
 def test_no_test_module_imports_another() -> None:
@@ -28,6 +28,10 @@ def test_helpers_live_in_support_under_names_of_their_own() -> None:
     assert structure.repeated_names(TESTS) == []
 
 
+def test_every_slow_test_is_run_by_one_part_of_test_all() -> None:
+    assert structure.slow_tests_outside_parts(TESTS, (ROOT / "Makefile").read_text()) == []
+
+
 def test_every_module_and_file_that_is_named_is_there() -> None:
     made_up_below = Path(__file__)
     wrong = unknown_references(file for file in files_with_references() if file != made_up_below)
@@ -35,7 +39,7 @@ def test_every_module_and_file_that_is_named_is_there() -> None:
 
 
 def test_names_of_the_package_mean_one_thing() -> None:
-    assert structure.repeated_class_names(PACKAGE) == []
+    assert structure.repeated_class_names(PACKAGE, BENCHMARKS) == []
     assert structure.repeated_module_names(PACKAGE) == []
     assert structure.loose_modules(PACKAGE) == []
 
@@ -95,6 +99,41 @@ def test_folders_and_helpers_in_the_wrong_place_are_found(tmp_path: Path) -> Non
     assert structure.repeated_names(tests) == ["pool.py"]
 
 
+SLOW_PARTS = """
+test-slow-one: setup  ## One.
+\t$(PY) -m pytest -m slow tests/models tests/data
+
+test-slow-two: setup  ## Two.
+\t$(PY) -m pytest -m slow tests/models/deep
+
+test-slow-lost: setup  ## In no test-all.
+\t$(PY) -m pytest -m slow tests/jobs
+
+test-all: test test-slow-one test-slow-two  ## All.
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "told"),
+    [
+        ("models/test_one.py", "@pytest.mark.slow\ndef test(): ...", []),
+        ("rewards/test_one.py", "pytestmark = [pytest.mark.world, pytest.mark.slow]", ["run by no part"]),
+        ("rewards/test_one.py", "case = pytest.param(1, marks=pytest.mark.slow)", ["run by no part"]),
+        ("rewards/test_one.py", "from pytest import mark\n@mark.slow\ndef test(): ...", ["run by no part"]),
+        ("test_one.py", "@pytest.mark.slow\ndef test(): ...", ["run by no part"]),
+        ("models/deep/test_one.py", "pytestmark = pytest.mark.slow", ["run by test-slow-one, test-slow-two"]),
+        ("modelsmore/test_one.py", "pytestmark = pytest.mark.slow", ["run by no part"]),
+        ("jobs/test_one.py", "pytestmark = pytest.mark.slow", ["run by no part"]),
+        ("jobs/test_one.py", "pytestmark = [pytest.mark.cluster, pytest.mark.slow]", []),
+        ("rewards/test_one.py", "pytestmark = pytest.mark.world\nengine.slow = 1", []),
+    ],
+)
+def test_a_slow_test_that_no_part_runs_is_found(tmp_path: Path, module: str, line: str, told: list[str]) -> None:
+    tests = write(tmp_path, {f"tests/{module}": line})
+    found = structure.slow_tests_outside_parts(tests, SLOW_PARTS)
+    assert found == [f"tests/{module}: {each}" for each in told]
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -139,13 +178,20 @@ def test_the_file_and_the_line_are_told(tmp_path: Path) -> None:
 
 def test_a_name_that_stands_twice_is_found(tmp_path: Path) -> None:
     write(tmp_path, {
-        "megarl/one/plan.py": "class Plan: ...\nclass _Own: ...",
-        "megarl/two/plan.py": "class Plan: ...\nclass _Own: ...",
-        "megarl/loose.py": "",
+        "megarl/one/plan.py": "class Plan: ...\nclass _Own: ...\nPlace = tuple[int, int]\nLIMIT = 1\nd[0] = T = 1",
+        "megarl/two/plan.py": "class Plan: ...\nclass _Own: ...\nPlace: TypeAlias = int\nLIMIT = 1\n_Own2 = T = 1",
+        "megarl/loose.py": "class Device: ...",
         "megarl/__init__.py": "",
+        "benchmarks/one.py": "class Device: ...\nclass Row: ...\n_Own2 = int",
+        "benchmarks/deep/two.py": "class Row: ...",
     })  # fmt: skip
     package = tmp_path / "megarl"
-    assert structure.repeated_class_names(package) == ["Plan: one/plan.py, two/plan.py"]
+    assert structure.repeated_class_names(package, tmp_path / "benchmarks") == [
+        "Device: megarl/loose.py, benchmarks/one.py",
+        "Place: megarl/one/plan.py, megarl/two/plan.py",
+        "Plan: megarl/one/plan.py, megarl/two/plan.py",
+        "Row: benchmarks/deep/two.py, benchmarks/one.py",
+    ]
     assert structure.repeated_module_names(package) == ["plan.py"]
     assert structure.loose_modules(package) == ["loose.py"]
 

@@ -103,7 +103,7 @@ def join(address: str, rank: int, size: int, *, backend: str | None = None) -> N
     torch.distributed.init_process_group(backend or platform.backend, init_method=address, rank=rank, world_size=size)
 
 
-def make_config(directory: Path, **changes: Any) -> Config:
+def make_config(directory: Path, **changes: dict[str, Any]) -> Config:
     """Return the config of a one-rank trainer on the model in `directory`; `changes` are merged by section."""
     from megarl.config.schema import Config
 

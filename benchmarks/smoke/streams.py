@@ -16,13 +16,16 @@ import threading
 import time
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
-from torch.distributed import BroadcastOptions, TCPStore
+from torch.distributed import BroadcastOptions, TCPStore, Work
 
 from smoke import publish
 from smoke.rows import Row, Where
+
+if TYPE_CHECKING:
+    from megarl.weights.backends import Backend
 
 OCCUPIED_S = 0.5
 POLL_S = 0.001
@@ -41,7 +44,7 @@ class Streams(Protocol):
     def synchronize(self) -> None:
         """Block the caller until all streams have finished."""
 
-    def group(self, *, timeout_s: float, blocking: bool) -> Any:
+    def group(self, *, timeout_s: float, blocking: bool) -> Backend:
         """Return a new process group; `blocking`: its `wait()` blocks the caller and there is no watchdog."""
 
     def tensor(self) -> torch.Tensor:
@@ -77,7 +80,7 @@ class CudaStreams:
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
-    def group(self, *, timeout_s: float, blocking: bool) -> Any:
+    def group(self, *, timeout_s: float, blocking: bool) -> Backend:
         from torch.distributed import ProcessGroupNCCL
 
         with socket.socket() as free:
@@ -90,7 +93,8 @@ class CudaStreams:
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = str(int(blocking))  # read by the constructor
         try:
             store = TCPStore("127.0.0.1", port, 1, True)
-            group: Any = ProcessGroupNCCL(torch.distributed.PrefixStore(str(self._generation), store), 0, 1, options)
+            own_store = torch.distributed.PrefixStore(str(self._generation), store)
+            group = cast("Backend", ProcessGroupNCCL(own_store, 0, 1, options))
         finally:
             del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
             if before is not None:
@@ -128,7 +132,7 @@ def make_streams(where: Where) -> Streams:
     return SimulatedStreams()
 
 
-def broadcast_beside_work(streams: Streams, group: Any, *, own: bool) -> float:
+def broadcast_beside_work(streams: Streams, group: Backend, *, own: bool) -> float:
     """Return the seconds from the start of work on the default stream to the end of a broadcast of another thread."""
     seconds: list[float] = []
     tensor = streams.tensor()
@@ -150,7 +154,7 @@ def broadcast_beside_work(streams: Streams, group: Any, *, own: bool) -> float:
     return seconds[0]
 
 
-def wait_until_complete(work: Any) -> None:
+def wait_until_complete(work: Work) -> None:
     """Poll until the work is complete, at most for GIVE_UP_S."""
     started = time.perf_counter()
     while not work.is_completed():

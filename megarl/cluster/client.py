@@ -84,7 +84,7 @@ def own_sigterm_handler() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def _result(reference: ObjectRef, timeout_s: float, check: Callable[[], None]) -> Any:
+def _result(reference: ObjectRef, timeout_s: float, check: Callable[[], None]) -> Any:  # noqa: ANN401  # Ray does not know the type
     """Wait for a remote call's result, in slices, to notice soon that the pool has ended: `check` then raises.
 
     Raises GetTimeoutError after `timeout_s`, and what the call raised.
@@ -115,7 +115,7 @@ class ReplicaClient:
         self._log = log
         self._check = check
 
-    def call(self, method: str, *args: object, timeout_s: float) -> Any:
+    def call(self, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call one method of the replica and wait for its result, whose type is the method's.
 
         Raises ReplicaFailed, naming the replica, if it failed or died, TimeoutError after `timeout_s`, and PoolEnded.
@@ -182,7 +182,7 @@ class PoolClient:
 
         return cls(handle, config, ray.get_actor(CONTROLLER, namespace=handle.namespace))
 
-    def call(self, method: str, *args: object, timeout_s: float, **kwargs: object) -> Any:
+    def call(self, method: str, *args: object, timeout_s: float, **kwargs: object) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call one method of the controller and wait for its result, whose type is the method's.
 
         Raises RolloutError with the controller's own cause, or if it does not answer within `timeout_s`.

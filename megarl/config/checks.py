@@ -37,7 +37,7 @@ from megarl.rewards.resolve import SHIPPED
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 
-Device = Literal["cuda", "cpu"]
+DeviceType = Literal["cuda", "cpu"]
 
 # Keys of `sampling` and the values that training needs: others change the distribution that the engine samples from.
 _PLAIN_SAMPLING = {
@@ -50,7 +50,7 @@ _PLAIN_SAMPLING = {
 }
 
 
-def detect_device() -> Device:
+def detect_device() -> DeviceType:
     """Return the device that a run on this machine uses: cuda if there are a GPU and a torch that is built for it."""
     try:
         built_for_cpu = version("torch").endswith("+cpu")
@@ -59,7 +59,7 @@ def detect_device() -> Device:
     return "cuda" if local_gpus() and not built_for_cpu else "cpu"
 
 
-def check(config: Config, *, device: Device | None = None, files: bool = True) -> ModelInfo:
+def check(config: Config, *, device: DeviceType | None = None, files: bool = True) -> ModelInfo:
     """Check the whole config; return the model's description from config.json.
 
     Raises ConfigError that lists every problem. `device` is the device of the run (default: this machine's).
@@ -232,7 +232,7 @@ def _import_path(key: str, function: str, neither: str) -> Iterator[str]:
         yield f"{key}: no module {top!r}; install it or add its directory to PYTHONPATH"
 
 
-def _transport(config: Config, device: Device) -> Iterator[str]:
+def _transport(config: Config, device: DeviceType) -> Iterator[str]:
     if config.weight_sync.transport == "nccl" and device == "cpu":
         yield "weight_sync.transport: nccl needs GPUs, and this run would have none; use auto or gloo"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megarl.common.byte_units import GIB, MIB
 from megarl.common.errors import ConfigError
 from megarl.config import fit
-from megarl.config.checks import Device, check, detect_device, max_sequence_tokens
+from megarl.config.checks import DeviceType, check, detect_device, max_sequence_tokens
 from megarl.config.datasets import longest_response
 from megarl.config.hardware import local_gpus
 from megarl.config.memory import EngineMemory, Memory, engine_memory, trainer_memory
@@ -48,7 +48,7 @@ class RunPlan:
     """
 
     config: Config
-    device: Device
+    device: DeviceType
     info: ModelInfo
     layout: Layout
     pools: Pools
@@ -72,7 +72,7 @@ class RunPlan:
         return self.layout.world_size
 
 
-def make_plan(config: Config, *, device: Device | None = None, files: bool = True) -> RunPlan:
+def make_plan(config: Config, *, device: DeviceType | None = None, files: bool = True) -> RunPlan:
     """Check `config` and resolve it; raises ConfigError that lists every problem, memory included.
 
     `device` and `files` are those of `checks.check`.

@@ -4,6 +4,8 @@ NCCL makes the communicator of two ranks at their first message, in a call that 
 Inside a weight sync such a call would be a wait without a bound. So each pair exchanges one number when the weight-sync
 group is formed. All ranks take their pairs in one order: of the pairs that are not connected, both ranks of the first
 one have connected all earlier ones, so they meet.
+
+Tensors may have any shape.
 """
 
 from __future__ import annotations

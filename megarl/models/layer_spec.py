@@ -5,7 +5,7 @@ accepts packed sequences; `RMSNorm` and `PackedAttention` fill these two gaps.
 
 Shapes: T packed tokens of a micro-batch, B sequences of equal length, S tokens of a sequence, R query rows of a block,
 K keys of a block, N query heads, G key/value heads, D channels per head of queries and keys, C channels per head of
-values; heads are those of this rank.
+values, E channels that a norm normalizes, after axes of any number (X); heads are those of this rank.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` [..., hidden], normalized and scaled."""
-        normed = torch.nn.functional.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
-        return normed.to(x.dtype) * self.weight
+    def forward(self, input_XE: torch.Tensor) -> torch.Tensor:
+        """Return the input, normalized and scaled."""
+        normed_XE = torch.nn.functional.rms_norm(input_XE.float(), (input_XE.shape[-1],), eps=self.eps)
+        return normed_XE.to(input_XE.dtype) * self.weight
 
 
 class _NormWithOwnEps(RMSNorm):

@@ -19,7 +19,7 @@ from typing import Literal
 
 from megarl.models.info import ModelInfo
 
-Where = Literal["model", "layer", "dense_layer", "moe_layer"]
+RuleScope = Literal["model", "layer", "dense_layer", "moe_layer"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Rule:
     megatron: str
     sources: tuple[Source, ...]
     axis: int | None = None
-    where: Where = "model"
+    where: RuleScope = "model"
     arrange: Arrange | None = None
     per_source: bool = False
     pad_to_tp: bool = False

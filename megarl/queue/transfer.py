@@ -323,15 +323,9 @@ class QueueReader:
         """
         return cls(_Client.attach(partition, namespace, timeout_s, check))
 
-    def read_tags(self, keys: Sequence[str] | None = None) -> list[SampleTag]:
-        """Return the tags of `keys` in their order, or of all rows in (group, sample) order if `keys` is None.
-
-        Raises KeyError if a key is not in the queue.
-        """
+    def read_tags(self, keys: Sequence[str]) -> list[SampleTag]:
+        """Return the tags of `keys` in their order; raises KeyError if one is not in the queue."""
         tags = self._client.call(self._client.tags(), "list its rows")
-        if keys is None:
-            found = [decode_tag(tag) for tag in tags.values()]
-            return sorted(found, key=lambda tag: (tag.group_id, tag.sample_index))
         missing = [key for key in keys if key not in tags]
         if missing:
             raise KeyError(f"{len(missing)} of {len(keys)} rows are not in the trajectory queue: {missing[:4]}")
@@ -343,11 +337,6 @@ class QueueReader:
             return []
         data, tags = self._client.call(self._client.get(list(keys)), f"send {len(keys)} rows")
         return decode(data, tags)
-
-    def clear(self, keys: Sequence[str]) -> None:
-        """Remove rows; unknown keys are ignored."""
-        if keys:
-            self._client.call(self._client.clear(list(keys)), f"clear {len(keys)} rows")
 
     def close(self) -> None:
         """Close the connections to the queue; its rows stay."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from megarl.rewards.types import Answer, RewardSpec, Setup
+from megarl.rewards.types import RewardSpec, Setup, WorkerMessage
 
 
 class StartError(RuntimeError):
@@ -80,12 +80,12 @@ class RewardProcess:
         except OSError as error:
             raise WorkerDiedError(self._end()) from error
 
-    def receive(self, timeout_s: float) -> Answer:
+    def receive(self, timeout_s: float) -> WorkerMessage:
         """Return the next answer; raises WorkerTimeoutError after `timeout_s`, WorkerDiedError if the process ends."""
         try:
             if not self._connection.poll(timeout_s):
                 raise WorkerTimeoutError(f"no reward after {timeout_s:g} s; the process was killed")
-            answer: Answer = self._connection.recv()
+            answer: WorkerMessage = self._connection.recv()
         except (EOFError, OSError) as error:
             raise WorkerDiedError(f"the process ended: {self._end()}") from error
         return answer

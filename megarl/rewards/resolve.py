@@ -50,7 +50,7 @@ def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFuncti
     return lambda sample: as_result(adapted(sample))
 
 
-def as_result(value: Any) -> RewardResult:  # Any: whatever a user's function returns
+def as_result(value: Any) -> RewardResult:  # noqa: ANN401  # whatever a user's function returns
     """Convert the return value of a reward function to a RewardResult.
 
     Raises ValueError if it is neither a finite number nor a RewardResult with a finite score.

@@ -56,7 +56,7 @@ class RewardOutcome:
 RewardFunction = Callable[[RewardInput], RewardResult]
 
 # The message of a reward process for one sample: (result, None, "") or (None, reason, message).
-Answer = tuple[RewardResult | None, ErrorReason | None, str]
+WorkerMessage = tuple[RewardResult | None, ErrorReason | None, str]
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The program of a reward process: `python -m megarl.rewards.worker FD PARENT_PID`.
 
-Protocol over the inherited connection FD: the pool sends a `Setup`, the worker answers `("ready", "")` or
-`("failed", reason)`. The pool then sends lists of pickled pairs (number of the function, sample). The worker scores
-them one at a time and sends one `Answer` per sample, in order and without delay, so the pool always knows the sample
-that it waits for.
+Protocol over the inherited connection FD: the pool sends a `Setup`, the worker answers `("ready", "")` or `("failed",
+reason)`. The pool then sends lists of pickled pairs (number of the function, sample). The worker scores them one at a
+time and sends one `WorkerMessage` per sample, in order and without delay, so the pool always knows the sample that it
+waits for.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 
 from megarl.common.processes import die_with_parent
 from megarl.rewards.resolve import as_result, resolve
-from megarl.rewards.types import Answer, ErrorReason, RewardFunction, Setup
+from megarl.rewards.types import ErrorReason, RewardFunction, Setup, WorkerMessage
 
 
-def score(functions: Sequence[RewardFunction], payload: bytes) -> Answer:
+def score(functions: Sequence[RewardFunction], payload: bytes) -> WorkerMessage:
     """Score one pickled (number, sample). Any exception of the function, SystemExit included, is part of the answer."""
     try:
         number, sample = pickle.loads(payload)

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from megarl.rewards.process import RewardProcess, StartError, WorkerDiedError, WorkerTimeoutError
 from megarl.rewards.resolve import import_path
-from megarl.rewards.types import Answer, ErrorReason, RewardInput, RewardOutcome, RewardResult, RewardSpec
+from megarl.rewards.types import ErrorReason, RewardInput, RewardOutcome, RewardResult, RewardSpec, WorkerMessage
 
 log = logging.getLogger(__name__)
 
@@ -194,10 +194,10 @@ class RewardPool:
                 return False, batch[position + 1 :]
         return True, []
 
-    def _await_answer(self, process: RewardProcess) -> tuple[Answer, bool]:
+    def _await_answer(self, process: RewardProcess) -> tuple[WorkerMessage, bool]:
         """Wait for one answer; return it, and whether the process is still usable."""
         begin = time.monotonic()
-        answer: Answer
+        answer: WorkerMessage
         alive = False
         try:
             answer, alive = process.receive(self.timeout_s), True

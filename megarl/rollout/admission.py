@@ -459,6 +459,6 @@ class Admission:
         self._base = None
 
 
-def usable_samples(statuses: Iterable[str], minimum: int = 2) -> bool:
-    """Tell whether a group can be trained on: at least `minimum` samples are ok, as an advantage compares samples."""
-    return sum(status == "ok" for status in statuses) >= minimum
+def usable_samples(statuses: Iterable[str]) -> bool:
+    """Tell whether a group can be trained on: at least two samples are ok, as an advantage compares samples."""
+    return sum(status == "ok" for status in statuses) >= 2

@@ -140,11 +140,11 @@ class Dispatcher:
         self._peak |= load
         if self._limits is not None and replica in self._router.load:
             self._limits.reported(replica, load, self._router.load[replica], ended)
-        self.finish(prefix, replica, ended)
+        self.release(prefix, replica, ended)
 
-    def finish(self, prefix: Hashable, replica: int, requests: int) -> None:
+    def release(self, prefix: Hashable, replica: int, requests: int) -> None:
         """Record that a replica does not work on these requests any more."""
-        self._router.finish(prefix, replica, requests)
+        self._router.release(prefix, replica, requests)
         self._wake_next()
 
     def take_load(self) -> EngineLoad:

@@ -138,7 +138,7 @@ class Fleet:
 
         `tokens`: those that responses have already, by request id; they are continued, and it is kept up to date.
         `background`: they belong to an evaluation beside training, go to its pinned replicas if there are any, and
-        otherwise give way to training. How long they may take is then the affair of whoever waits for the evaluation.
+        otherwise give way to training. They have no time limit of their own: the wait for the evaluation has one.
 
         Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica for them was lost and no other
         one is coming, RolloutError if the group fails by its deadline or none has room within `timeouts.generate_s`.
@@ -249,7 +249,7 @@ class Fleet:
                     return
                 call = ("report", responses.reported)
         finally:
-            self._dispatcher.finish(prefix, holder(), left)
+            self._dispatcher.release(prefix, holder(), left)
 
     def _out_of_service(self, index: int, replica: ActorHandle) -> ReplicaFailed | None:
         """Return why `replica`, which had `index`, does not serve any more; None if it does."""
@@ -257,7 +257,7 @@ class Fleet:
             return ReplicaFailed(index, f"replica {index} has been replaced")
         return self.lost.get(index)
 
-    async def call(self, index: int, method: str, *args: object, timeout_s: float) -> Any:
+    async def call(self, index: int, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call one method of one replica and return its result, whose type is the method's.
 
         Raises RequestFailed for a request that the engine refused, ReplicaFailed for any other failure and after

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import ResponsePart
 
-Place = tuple[int, int]  # sample, turn: which request of a group it is, in every attempt
+RequestPlace = tuple[int, int]  # sample, turn: which request of a group it is, in every attempt
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class BegunResponse:
 
 @dataclass(frozen=True)
 class _Request:
-    place: Place
+    place: RequestPlace
     prompt: str
 
 
@@ -34,7 +34,7 @@ class GroupProgress:
     """
 
     def __init__(
-        self, prompt_ids: Sequence[int], dataset: str, kept: Mapping[Place, BegunResponse] | None = None
+        self, prompt_ids: Sequence[int], dataset: str, kept: Mapping[RequestPlace, BegunResponse] | None = None
     ) -> None:
         """`prompt_ids` and `dataset` are those of the group; `kept` is what `begun` returned in the attempt before."""
         self.prompt_ids, self.dataset = prompt_ids, dataset
@@ -42,7 +42,7 @@ class GroupProgress:
         self._kept = dict(kept or {})
         self._requests: dict[str, _Request] = {}
 
-    def begin(self, request: GenerateRequest, place: Place) -> None:
+    def begin(self, request: GenerateRequest, place: RequestPlace) -> None:
         """Record that a request is about to be made. What is kept of it is used if it has the same prompt."""
         prompt = prompt_digest(request.prompt_ids)
         self._requests[request.request_id] = _Request(place, prompt)
@@ -50,7 +50,7 @@ class GroupProgress:
         if kept is not None and kept.prompt == prompt:
             self.tokens[request.request_id] = kept.tokens
 
-    def begun(self) -> dict[Place, BegunResponse]:
+    def begun(self) -> dict[RequestPlace, BegunResponse]:
         """Return the responses that have tokens; one that an engine has dropped can go on."""
         begun = dict(self._kept)
         for name, request in self._requests.items():
@@ -63,7 +63,7 @@ class GroupProgress:
         return begun
 
 
-def size(begun: Mapping[Place, BegunResponse]) -> int:
+def size(begun: Mapping[RequestPlace, BegunResponse]) -> int:
     """Return a number that grows with every token and every end of these responses."""
     parts = [each.tokens for each in begun.values()]
     return sum(len(part.response_ids) + (part.finish_reason is not None) for part in parts)

@@ -18,7 +18,7 @@ from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.batch_stats import BatchStats
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.group_deadline import GroupDeadline
-from megarl.rollout.group_progress import BegunResponse, GroupProgress, Place
+from megarl.rollout.group_progress import BegunResponse, GroupProgress, RequestPlace
 from megarl.rollout.prompts import Drawn, PromptSource
 from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.to_trajectory import check_trajectory, defect, failed_trajectory
@@ -49,7 +49,7 @@ class GroupRunner:
         self.stats = BatchStats()
         self.progress: dict[int, GroupProgress] = {}  # of the groups that are running
 
-    async def run(self, group_id: int, kept: Mapping[Place, BegunResponse] | None = None) -> list[Trajectory]:
+    async def run(self, group_id: int, kept: Mapping[RequestPlace, BegunResponse] | None = None) -> list[Trajectory]:
         """Return the group's trajectories in sample order. Raises the exception of the first loop that fails.
 
         `kept`: responses of an attempt before, which are continued.

@@ -166,13 +166,13 @@ class RolloutJournal:
         self._pending_bytes = sum(map(len, self._pending))
 
     async def keep_up(
-        self, now: Callable[[], History], progress: Mapping[int, GroupProgress], source: PromptSource
+        self, history: Callable[[], History], progress: Mapping[int, GroupProgress], source: PromptSource
     ) -> None:
         """Write at intervals, and remove what has become useless. Never ends.
 
         That is looked for after a checkpoint, and whenever the file has doubled.
 
-        `now()`: what the run has settled so far. `progress`: of the groups that are running at any time.
+        `history()`: what the run has settled so far. `progress`: of the groups that are running at any time.
         """
         next_at = time.monotonic() + self.every_s
         while True:
@@ -187,19 +187,19 @@ class RolloutJournal:
             await self.write(unfinished)
             if self._settled or self._file.size > 2 * self._live_bytes + SLACK_BYTES:
                 self._settled = False
-                await self._tidy(now())
+                await self._tidy(history())
 
-    def saving(self, step: int, now: History) -> None:
+    def saving(self, step: int, history: History) -> None:
         """Record that a checkpoint of the first `step` steps is about to be written."""
         if self._retention is not None:
-            self._retention.saving(step, now)
+            self._retention.saving(step, history)
 
     def saved(self, step: int) -> None:
         """Record that the checkpoint of `step` is complete: what it has settled is soon removed."""
         if self._retention is not None and self._retention.saved(step):
             self._settled = True
 
-    async def _tidy(self, now: History) -> None:
+    async def _tidy(self, history: History) -> None:
         retention = self._retention
         assert retention is not None
         superseded = Superseded()
@@ -208,7 +208,7 @@ class RolloutJournal:
             head = read_head(record)
             if head["kind"] == "epoch":
                 return True
-            return not superseded.later(head) and retention.keeps(head["group"], newest_version(head), now)
+            return not superseded.later(head) and retention.keeps(head["group"], newest_version(head), history)
 
         try:
             await asyncio.to_thread(self._file.tidy, lambda record: superseded.count(read_head(record)), useful)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rollout.group_progress import BegunResponse, Place
+from megarl.rollout.group_progress import BegunResponse, RequestPlace
 from megarl.rollout.lineage import Lineage, lineage_content, read_lineage
 from megarl.rollout.response_parts import ResponsePart
 
@@ -68,7 +68,7 @@ def encode_group(rows: Sequence[Trajectory], problem: str) -> bytes:
     return _join(head, arrays)
 
 
-def encode_unfinished(group: int, begun: Mapping[Place, BegunResponse], problem: str) -> bytes:
+def encode_unfinished(group: int, begun: Mapping[RequestPlace, BegunResponse], problem: str) -> bytes:
     """Return the record of the responses that a group has so far."""
     heads = [
         {
@@ -84,7 +84,7 @@ def encode_unfinished(group: int, begun: Mapping[Place, BegunResponse], problem:
     return _join({"kind": "unfinished", "group": group, "problem": problem, "rows": heads}, arrays)
 
 
-def decode_unfinished(record: bytes) -> dict[Place, BegunResponse]:
+def decode_unfinished(record: bytes) -> dict[RequestPlace, BegunResponse]:
     """Return the responses of an unfinished group's record."""
     head = read_head(record)
     (length,) = _HEAD.unpack_from(record)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rollout.group_progress import BegunResponse, Place
+from megarl.rollout.group_progress import BegunResponse, RequestPlace
 from megarl.rollout.journal_records import EpochRecord, decode_group, decode_unfinished, read_head, spans_of
 from megarl.rollout.lineage import Lineage, common_version, recount
 
@@ -50,7 +50,7 @@ class KeptGroup:
         """Return the trajectories of a finished group."""
         return [replace(row, versions=self._recounted(row.versions)) for row in decode_group(self.record)]
 
-    def begun(self) -> dict[Place, BegunResponse]:
+    def begun(self) -> dict[RequestPlace, BegunResponse]:
         """Return the responses of an unfinished group."""
         return {
             place: replace(each, tokens=replace(each.tokens, versions=self._recounted(each.tokens.versions)))

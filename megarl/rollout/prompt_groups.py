@@ -27,7 +27,7 @@ from megarl.rollout.admission import Admission, usable_samples
 from megarl.rollout.background import BackgroundTasks
 from megarl.rollout.failure_policy import FailurePolicy
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.group_progress import BegunResponse, Place
+from megarl.rollout.group_progress import BegunResponse, RequestPlace
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.journal import RolloutJournal
 from megarl.rollout.kept_groups import KeptGroup
@@ -142,7 +142,7 @@ class PromptGroups:
             samples = range(self._config.batch.samples_per_group)
             self._tasks.start(self._writer.clear([sample_key(group, index) for group in released for index in samples]))
 
-    async def _run(self, group_id: int, begun: Mapping[Place, BegunResponse] | None = None) -> None:
+    async def _run(self, group_id: int, begun: Mapping[RequestPlace, BegunResponse] | None = None) -> None:
         """Run one prompt group to its end; `begun`: the responses of an attempt before, which are continued.
 
         Raises RolloutError if its failure ends the run.

@@ -54,16 +54,17 @@ class Retention:
         self._saving = {later: history for later, history in self._saving.items() if later > step}
         return True
 
-    def keeps(self, group: int, newest: int, now: History) -> bool:
+    def keeps(self, group: int, newest: int, history: History) -> bool:
         """Tell whether a finished group can still be used. `newest`: the highest version of its tokens.
 
-        A group that is settled `now` is used again only by a run that resumes from before. There, tokens of later
-        versions count as older by the number of lost updates, and soon pass the bound on staleness. So the journal
-        holds little more than the groups that are not settled, even if no checkpoint is ever written.
+        `history`: what the run has settled so far. Its groups are used again only by a run that resumes from before.
+        There, tokens of later versions count as older by the number of lost updates, and soon pass the bound on
+        staleness. So the journal holds little more than the groups that are not settled, even if no checkpoint is ever
+        written.
         """
-        if not now.settled(group):
+        if not history.settled(group):
             return True
         return any(
-            not history.settled(group) and newest <= history.version + self._reach
-            for history in (self._complete, *self._saving.values())
+            not earlier.settled(group) and newest <= earlier.version + self._reach
+            for earlier in (self._complete, *self._saving.values())
         )

@@ -52,7 +52,7 @@ class Router:
         self._load[chosen] += samples
         return chosen
 
-    def finish(self, prefix: Hashable, replica: int, samples: int) -> None:
+    def release(self, prefix: Hashable, replica: int, samples: int) -> None:
         """Record that `samples` requests (>= 0), which `assign` gave to `replica`, are done.
 
         A removed replica is accepted. Raises ValueError if the replica has fewer outstanding samples.

@@ -34,7 +34,7 @@ class RecordedAdmission(Admission):
         super().__init__(groups, pace, refill=refill, capacity=capacity, steps=steps, max_uses=max_uses)
         self._record = record
 
-    def _if_reusing(self, **values: Any) -> Event:
+    def _if_reusing(self, **values: object) -> Event:
         """Return what an event has only in runs in which groups may be used again."""
         return values if self.max_uses > 1 else {}
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from megarl.config.pace import Pace
 from megarl.queue.dump import DumpedBatch
@@ -161,6 +160,6 @@ _EVENTS = {
 }
 
 
-def _same(what: str, recorded: Any, replayed: Any) -> None:
+def _same(what: str, recorded: object, replayed: object) -> None:
     if recorded != replayed:
         raise ScheduleMismatch(f"{what}: recorded {recorded}, replayed {replayed}")

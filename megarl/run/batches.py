@@ -2,7 +2,8 @@
 
 The next batch is then prepared by a thread while the current one trains. If the trainer computes log-probs while it
 waits (`idle_logprobs.py`), a thread waits for every batch, in synchronous training too. A batch that was prepared and
-is not trained, because the run stops or fails, was never committed: its groups are drawn again by the run that resumes.
+is not trained, because the run stops or fails, was never committed: the run that resumes uses its groups again or draws
+them again.
 """
 
 from __future__ import annotations

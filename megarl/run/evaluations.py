@@ -69,7 +69,7 @@ class Evaluations:
     def _record(self, finished: Sequence[FinishedEvaluation], steps_done: int) -> None:
         for each in finished:
             began_at, version = self._running.pop(each.label)
-            self._recorder.evaluation(began_at, version, each.label, each.reports, now=steps_done)
+            self._recorder.evaluation(began_at, version, each.label, each.reports, written_at=steps_done)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which evaluations have not ended. On rank 0."""

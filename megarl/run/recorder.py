@@ -202,11 +202,11 @@ class Recorder:
         self._writer.write_summary(self.summary, "running")
 
     def evaluation(
-        self, steps_done: int, version: int, label: str, reports: Sequence[SetReport], *, now: int | None = None
+        self, steps_done: int, version: int, label: str, reports: Sequence[SetReport], *, written_at: int | None = None
     ) -> None:
         """Record and print an evaluation, one report per set, that began after `steps_done` steps with `version`.
 
-        `now`: the steps that are done when it has ended, if others were done meanwhile. Its metrics are written there,
+        `written_at`: the step with which its metrics are written, if others were done meanwhile: that of its end,
         because sinks want steps in order, and a resume discards what was written after its checkpoint.
         """
         first = reports[0]
@@ -217,7 +217,7 @@ class Recorder:
             self.say(render_line(label, report))
             values = report.metrics() | {"eval/step": steps_done, "eval/version": version}
             values |= {"eval/oldest_version": report.oldest, "eval/newest_version": report.newest}
-            self._writer.write(steps_done if now is None else now, values, terminal=False)
+            self._writer.write(steps_done if written_at is None else written_at, values, terminal=False)
 
     def cut_result_files(self, step: int, positions: dict[str, int]) -> None:
         """Truncate the result files to their positions at the checkpoint of `step`. On rank 0."""

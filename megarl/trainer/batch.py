@@ -181,10 +181,7 @@ def pack(
 
 
 def unpack(values_R: Tensor, samples: Sequence[TrainSample], indices: Sequence[int]) -> list[Tensor]:
-    """Cut packed response values, [R] or [R, ...], into one tensor per sample of `indices`.
-
-    Returns [] for an empty micro-batch.
-    """
+    """Cut packed response values into one tensor per sample of `indices`; return [] for an empty micro-batch."""
     if not indices:
         return []
     return list(values_R.split([len(samples[index].response_ids) for index in indices]))

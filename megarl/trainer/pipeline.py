@@ -95,14 +95,14 @@ def _forward_step(
         **arguments,
     )
 
-    def finish(hidden_1TH: Tensor, non_loss_data: bool = False) -> object:
+    def loss_func(hidden_1TH: Tensor, non_loss_data: bool = False) -> object:
         result = function(chunk, hidden_1TH, batch)
         if non_loss_data:
             return result
         loss, tokens, report = result
         return loss, torch.tensor(tokens, dtype=torch.int, device=loss.device), report
 
-    return output_1TH, finish
+    return output_1TH, loss_func
 
 
 def _padding_mask(chunk: GPTModel, batch: MicroBatch) -> Tensor | None:

@@ -3,8 +3,8 @@
 The loss of a micro-batch is its share of the mini-batch's objective, by token weights that global counts determine. The
 shares add up, so no split into micro-batches, replicas or pipeline stages can change the gradient.
 
-Shapes: T tokens of a micro-batch, R response tokens, H hidden size, L lines (log-probs and, if requested, entropies),
-K sum keys and M maximum keys of the loss statistics.
+Shapes: T tokens of a micro-batch, R response tokens, H hidden size, K sum keys and M maximum keys of the loss
+statistics.
 """
 
 from __future__ import annotations
@@ -52,13 +52,9 @@ __all__ = ["LogProbs", "NonFiniteError", "Policy", "TrainSample"]
 
 @dataclass(frozen=True)
 class LogProbs:
-    """The log-probs and, if requested, entropies of one sample's response tokens, at the sampling temperature.
-
-    fp32, on the CPU.
-    """
+    """The log-probs of one sample's response tokens at the sampling temperature, fp32, on the CPU."""
 
     logprobs_R: Tensor
-    entropy_R: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -146,9 +142,7 @@ class Policy:
         self.scheduler = build_scheduler(config, self.optimizer)
         self.reference = ReferenceModel(config, layout, info) if config.needs_reference else None
 
-    def compute_logprobs(
-        self, samples: Sequence[TrainSample], *, reference: bool = False, with_entropy: bool = False
-    ) -> list[LogProbs]:
+    def compute_logprobs(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[LogProbs]:
         """Return the log-probs of this replica's samples under the policy (or the reference), in the same order.
 
         Call it on every rank with the samples of its replica, which may be none. All micro-batches run through the
@@ -164,19 +158,18 @@ class Policy:
         resident = self.reference.placement.resident() if reference and self.reference else nullcontext()
 
         def rows(chunk: GPTModel, hidden_1TH: Tensor, batch: MicroBatch) -> Tensor:
-            logprobs_R, entropy_R = self._response_logprobs(chunk, hidden_1TH, batch, with_entropy)
-            return torch.stack([logprobs_R, entropy_R] if entropy_R is not None else [logprobs_R])
+            return self._response_logprobs(chunk, hidden_1TH, batch, with_entropy=False)[0]
 
         with resident:
             parts = forward_only(chunks, plan.micro_batches, rows)
-        values_LR = self._from_last_stage(parts, plan, 2 if with_entropy else 1)
+        logprobs_R = self._from_last_stage(parts, plan)
         results: list[LogProbs | None] = [None] * len(samples)
         offset = 0
         for indices in plan.indices:
             size = sum(len(samples[index].response_ids) for index in indices)
-            part_LR = values_LR[:, offset : offset + size]
-            for index, piece_RL in zip(indices, unpack(part_LR.t(), samples, indices), strict=True):
-                results[index] = LogProbs(piece_RL[:, 0].clone(), piece_RL[:, 1].clone() if with_entropy else None)
+            pieces = unpack(logprobs_R[offset : offset + size], samples, indices)
+            for index, piece_R in zip(indices, pieces, strict=True):
+                results[index] = LogProbs(piece_R.clone())
             offset += size
         return [result for result in results if result is not None]
 
@@ -316,24 +309,24 @@ class Policy:
                 if name not in sample.streams:
                     raise ValueError(f"sample {sample.key} has no {name}, which the loss needs")
 
-    def _from_last_stage(self, parts: list[Tensor], plan: _PackedBatch, lines: int) -> Tensor:
-        """Return the last stage's `parts` ([L, R] each) on every rank of the replica, on the CPU.
+    def _from_last_stage(self, parts: list[Tensor], plan: _PackedBatch) -> Tensor:
+        """Return the last stage's `parts` ([R] each) on every rank of the replica, on the CPU.
 
-        The result is fp32 [L, R] with R over all non-empty micro-batches.
+        The result is fp32 [R] with R over all non-empty micro-batches.
         """
         sizes = [batch.targets_R.numel() for batch in plan.micro_batches if not batch.is_empty]
         device = platforms.current().device
-        values_LR = torch.zeros((lines, sum(sizes)), dtype=torch.float32, device=device)
+        values_R = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         kept = [part for part, batch in zip(parts, plan.micro_batches, strict=False) if not batch.is_empty]
         if kept:
-            values_LR = torch.cat(kept, dim=1)
+            values_R = torch.cat(kept)
         if self.layout.pipeline > 1 and sizes:
             torch.distributed.broadcast(
-                values_LR,
+                values_R,
                 src=parallel_state.get_pipeline_model_parallel_last_rank(),
                 group=parallel_state.get_pipeline_model_parallel_group(),
             )
-        return values_LR.cpu()
+        return values_R.cpu()
 
     def _reduce(self, parts: list[LossStats]) -> dict[str, float]:
         """Reduce the statistics of all micro-batches of all replicas, to which one rank per replica contributes."""

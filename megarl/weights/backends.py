@@ -1,4 +1,7 @@
-"""The process groups by which the members of a weight sync broadcast: gloo on CPU, NCCL on CUDA."""
+"""The process groups by which the members of a weight sync broadcast: gloo on CPU, NCCL on CUDA.
+
+Tensors may have any shape.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class MemberPlace:
     """One member's place in a group, and timeouts in seconds: for connecting, and for each operation."""
 
     name: str
@@ -43,7 +46,7 @@ class BackendKind:
 
     device: str  # the type of the device whose tensors are sent
     on_streams: bool  # operations run on streams of the device, not on the host
-    make: Callable[[PrefixStore, Place], Backend]
+    make: Callable[[PrefixStore, MemberPlace], Backend]
 
 
 @contextmanager
@@ -65,11 +68,11 @@ def blocking_wait() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _make_gloo(store: PrefixStore, place: Place) -> Backend:
+def _make_gloo(store: PrefixStore, place: MemberPlace) -> Backend:
     return cast("Backend", ProcessGroupGloo(store, place.rank, place.size, timeout=timedelta(seconds=place.connect_s)))
 
 
-def _make_nccl(store: PrefixStore, place: Place) -> Backend:
+def _make_nccl(store: PrefixStore, place: MemberPlace) -> Backend:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()

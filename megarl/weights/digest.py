@@ -13,7 +13,8 @@ The digest detects corruption and programming mistakes. It is not cryptographic 
 Two functions compute the sums of the rows, with equal results. On a CPU small chunks stay in the cache between the two
 readings. On an accelerator each operation is a kernel launch, so there are few chunks and large ones.
 
-Shapes: B bytes of a flat uint8 buffer, N rows, W words of a row (at most ROW_WORDS).
+Shapes: B bytes of a flat uint8 buffer, N rows, W words of a row (at most ROW_WORDS), M words in all rows of a chunk.
+Elementwise functions take tensors of any shape.
 """
 
 from __future__ import annotations
@@ -99,10 +100,10 @@ def cpu_row_sums(payload_B: torch.Tensor, low_N: torch.Tensor, high_N: torch.Ten
         rows = slice(begin // ROW_BYTES, -(-end // ROW_BYTES))
         low_N[rows] = torch.mv(payload_B[begin:end].view(torch.int64).view(-1, width), for_low_W[:width])
         if end == payload_B.numel():
-            words = _shifted_words(payload_B, begin, end)
+            words_M = _shifted_words(payload_B, begin, end)
         else:  # a view, which other devices do not allow: its words are not aligned
-            words = torch.from_numpy(payload_B.numpy()[begin + 4 : end + 4].view(np.int64))
-        high_N[rows] = torch.mv(words.view(-1, width), for_high_W[:width])
+            words_M = torch.from_numpy(payload_B.numpy()[begin + 4 : end + 4].view(np.int64))
+        high_N[rows] = torch.mv(words_M.view(-1, width), for_high_W[:width])
 
 
 def device_row_sums(payload_B: torch.Tensor, low_N: torch.Tensor, high_N: torch.Tensor) -> None:
@@ -110,10 +111,10 @@ def device_row_sums(payload_B: torch.Tensor, low_N: torch.Tensor, high_N: torch.
     for_low_W, for_high_W = _coefficients(payload_B.device)
     for begin, end, width in _chunks(payload_B.numel(), -(-low_N.numel() // _DEVICE_CHUNKS)):
         rows = slice(begin // ROW_BYTES, -(-end // ROW_BYTES))
-        words = payload_B[begin:end].view(torch.int64).view(-1, width)
-        torch.sum(words * for_low_W[:width], 1, out=low_N[rows])
-        words = _shifted_words(payload_B, begin, end).view(-1, width)
-        torch.sum(words.mul_(for_high_W[:width]), 1, out=high_N[rows])
+        words_NW = payload_B[begin:end].view(torch.int64).view(-1, width)
+        torch.sum(words_NW * for_low_W[:width], 1, out=low_N[rows])
+        words_NW = _shifted_words(payload_B, begin, end).view(-1, width)
+        torch.sum(words_NW.mul_(for_high_W[:width]), 1, out=high_N[rows])
 
 
 def _chunks(total: int, chunk_rows: int) -> Iterator[tuple[int, int, int]]:
@@ -126,7 +127,7 @@ def _chunks(total: int, chunk_rows: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _shifted_words(payload_B: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Return a copy of bytes [begin + 4, end + 4) as int64 words [W], with zeros behind the payload."""
+    """Return a copy of bytes [begin + 4, end + 4) as int64 words [M], with zeros behind the payload."""
     if end == payload_B.numel():
         return torch.cat([payload_B[begin + 4 :], payload_B.new_zeros(4)]).view(torch.int64)
     return payload_B[begin + 4 : end + 4].clone().view(torch.int64)
@@ -135,9 +136,9 @@ def _shifted_words(payload_B: torch.Tensor, begin: int, end: int) -> torch.Tenso
 @functools.lru_cache(maxsize=8)
 def _coefficients(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two vectors of ROW_WORDS odd pseudo-random int64, equal on every device and in every version of torch."""
-    number = torch.arange(1, 2 * ROW_WORDS + 1, dtype=torch.int64, device=device)
-    values = _mix(number * _signed(_MIX_A)) | 1
-    return values[:ROW_WORDS].clone(), values[ROW_WORDS:].clone()
+    number_2W = torch.arange(1, 2 * ROW_WORDS + 1, dtype=torch.int64, device=device)
+    odd_2W = _mix(number_2W * _signed(_MIX_A)) | 1
+    return odd_2W[:ROW_WORDS].clone(), odd_2W[ROW_WORDS:].clone()
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ class ReplicaHandle(Protocol):
         """The replica's name in errors, e.g. `replica 1`."""
         ...
 
-    def call(self, method: str, *args: object, timeout_s: float) -> Any:
+    def call(self, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call a method by its name and wait for its result, whose type depends on the method. Thread-safe.
 
         Raises:

@@ -64,7 +64,7 @@ def _uses_arguments_only(function: object) -> bool:
     return function is nn.functional.linear or (isinstance(function, FunctionType) and function.__closure__ is None)
 
 
-def _expert_processing(method: Any) -> str | None:
+def _expert_processing(method: Any) -> str | None:  # noqa: ANN401  # one of several classes of vLLM
     """Return what the quant method of an expert layer, or an unknown one, would do with loaded weights."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend

@@ -67,8 +67,8 @@ class MemberProgress:
         """The member waits for the end of a broadcast."""
         self._now = (f"the broadcast of bucket {bucket + 1}", _nobody, bucket, time.monotonic())
 
-    def finish(self) -> None:
-        """The member has done its part, and only waits for the end of the sync."""
+    def mark_done(self) -> None:
+        """Record that the member has done its part, and only waits for the end of the sync."""
         self._done = True
         self.work("has done its part")
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from megarl.common.errors import DigestMismatch, PeerTimeout, SyncAborted, WeightSyncError
 from megarl.weights.background_call import BackgroundCall
@@ -60,11 +60,11 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class _Returned:
-    """The end of one call to replica number `index`, at `time.monotonic`; if not `ok`, `value` is the exception."""
+    """The end of one call to replica number `index`, at `time.monotonic`: its result, or the exception."""
 
     index: int
-    ok: bool
-    value: Any
+    value: object
+    error: BaseException | None
     at: float
 
 
@@ -107,7 +107,8 @@ class EngineCalls:
         except CallsFailed as error:
             raise self._not_reached(error, replicas) from error
         names = tuple(replica.name for replica in replicas)
-        return GroupMembers(generation, tuple(senders), names, tuple(int(n.value) for n in sizes), backend, sync_s)
+        workers = tuple(cast("int", each.value) for each in sizes)
+        return GroupMembers(generation, tuple(senders), names, workers, backend, sync_s)
 
     def connect(self, members: GroupMembers, plan: BucketPlan, timeout_s: float) -> None:
         """Make every engine worker join the group, while the senders join it too. Raises WeightSyncError."""
@@ -350,14 +351,14 @@ class EngineCalls:
             each = _next_returned(done)
             if each is not None:
                 returned[each.index] = each
-            failures = {index: each.value for index, each in returned.items() if not each.ok}
+            failures = {index: each.error for index, each in returned.items() if each.error is not None}
             if not aborted and (failures or (release is not None and release.aborted())):
                 aborted, first = True, dict(failures)
                 deadline = min(deadline, time.monotonic() + EXTRA_WAIT_S)
                 if release is not None and failures:
                     index, failure = next(iter(failures.items()))
                     release.abort(f"engine {replicas[index].name} failed in {method}: {_brief(failure)}")
-        failures = {index: each.value for index, each in returned.items() if not each.ok}
+        failures = {index: each.error for index, each in returned.items() if each.error is not None}
         for index in set(range(len(replicas))) - returned.keys():
             failures[index] = (
                 CutShort(f"no answer to {method} within {EXTRA_WAIT_S:.1f} s after the failure of another member")
@@ -395,7 +396,9 @@ def _await_staged(staged: threading.Event, group: Group, timeout_s: float) -> No
             raise PeerTimeout(f"{group.name} waited {wait_s:.1f} s for its own first buckets to be gathered")
 
 
-def _bound_call(replica: ReplicaHandle, method: str, args: tuple[object, ...], timeout_s: float) -> Callable[[], Any]:
+def _bound_call(
+    replica: ReplicaHandle, method: str, args: tuple[object, ...], timeout_s: float
+) -> Callable[[], object]:
     return lambda: replica.call(method, *args, timeout_s=timeout_s)
 
 
@@ -407,12 +410,12 @@ def _next_returned(done: queue.Queue[_Returned]) -> _Returned | None:
         return None
 
 
-def _run_call(index: int, call: Callable[[], Any], done: queue.Queue[_Returned]) -> None:
+def _run_call(index: int, call: Callable[[], object], done: queue.Queue[_Returned]) -> None:
     try:
         value = call()
-        done.put(_Returned(index, True, value, time.monotonic()))
+        done.put(_Returned(index, value, None, time.monotonic()))
     except BaseException as error:
-        done.put(_Returned(index, False, error, time.monotonic()))
+        done.put(_Returned(index, None, error, time.monotonic()))
 
 
 def ways_of(reports: Sequence[dict[str, Any]]) -> str:

@@ -119,7 +119,7 @@ class Sending:
                 self._await_broadcast()
             if self._packer is not None:
                 self._report({"digests": self.digests, "seconds": self.seconds})
-            self._group.progress.finish()
+            self._group.progress.mark_done()
         except BaseException as error:
             self._fail(error)
             raise

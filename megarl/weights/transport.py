@@ -23,7 +23,7 @@ import torch
 from torch.distributed import BroadcastOptions, Work
 
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
-from megarl.weights.backends import BACKENDS, Backend, Place
+from megarl.weights.backends import BACKENDS, Backend, MemberPlace
 from megarl.weights.member_progress import MemberProgress
 from megarl.weights.store import STORE_TIMEOUT_S, SyncStore
 from megarl.weights.watch import StageWatch, end_key
@@ -187,7 +187,9 @@ class Group:
         assert self.rank is not None
         store = self.store.prefixed(f"{self._prefix}/rendezvous")
         # Our own deadline, whose error names members, comes before the library's timeout.
-        place = Place(self.name, self.rank, len(self.names), timeout_s, self.members.timeout_s + OPERATION_SLACK_S)
+        place = MemberPlace(
+            self.name, self.rank, len(self.names), timeout_s, self.members.timeout_s + OPERATION_SLACK_S
+        )
         return self._kind.make(store, place)
 
     def begin(self, sync: int, buckets: int, timeout_s: float) -> None:

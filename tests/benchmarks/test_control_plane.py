@@ -13,7 +13,7 @@ import pytest
 
 import benchmarks.control_plane as script
 from benchmarks.control_plane import SAMPLES_PER_GROUP, Measured, Meter, config_of, part_of, rows_of
-from benchmarks.control_plane_parts import LONGEST, SHORTEST, Response, Step, TimedReplica
+from benchmarks.control_plane_parts import LONGEST, SHORTEST, Response, TakenBatch, TimedReplica
 from megarl.config.pace import pace_of, pace_problems
 from megarl.config.schema import Config
 from megarl.queue.trajectory import VersionSpan
@@ -99,7 +99,7 @@ def test_the_meter_counts_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(script, "private_mib", lambda parts: {"controller": 50.0})
     meter = Meter(warm_up=100, trajectories=1000)
     for number in range(12):
-        meter.see(Step(finished=100 * number, in_flight=number, seconds=float(number)))
+        meter.see(TakenBatch(finished=100 * number, in_flight=number, seconds=float(number)))
     result = meter.result(64)
     # The first step that counts is the one with 100 finished, at 1 s.
     assert (result.rate, result.in_flight) == (100.0, 6.5 * SAMPLES_PER_GROUP)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.learning import MODES, STALENESS, Outcome, rows_of, run_config
+from benchmarks.learning import MODES, STALENESS, LearningResult, rows_of, run_config
 from megarl.algorithms.correction import CorrectionSpec
 from megarl.config.load import load_config
 from megarl.config.old_logprobs import correction_of
@@ -15,8 +15,8 @@ from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 
 
-def outcome(sampled: float, staleness: float = STALENESS) -> Outcome:
-    return Outcome({"greedy": 0.2, "sampled": 0.4}, {"greedy": 1.0, "sampled": sampled}, staleness, 40.0)
+def outcome(sampled: float, staleness: float = STALENESS) -> LearningResult:
+    return LearningResult({"greedy": 0.2, "sampled": 0.4}, {"greedy": 1.0, "sampled": sampled}, staleness, 40.0)
 
 
 def config(tmp_path: Path, mode: str) -> Config:

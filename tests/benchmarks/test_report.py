@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import NOT_MEASURED, Row, add_options, finish
+from benchmarks.report import NOT_MEASURED, Ratio, add_options, finish
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from benchmarks.report import NOT_MEASURED, Row, add_options, finish
     ],
 )  # fmt: skip
 def test_results(ratio: float, bound: float | None, at_least: bool, ok: bool) -> None:
-    assert Row("x", ratio, bound, at_least).ok is ok
+    assert Ratio("x", ratio, bound, at_least).ok is ok
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -30,7 +30,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 def test_a_missed_bound_is_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good, bad = Row("good", 2.0, 1.6, True, {"tokens": 7}), Row("bad", 2.0, 1.6)
+    good, bad = Ratio("good", 2.0, 1.6, True, {"tokens": 7}), Ratio("bad", 2.0, 1.6)
     options = parse("--json", str(tmp_path / "rows.json"))
     assert finish([good], options) == 0 and finish([good, bad], options) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -44,7 +44,7 @@ def test_a_missed_bound_is_exit_status_1(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_quick_run_has_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = parse("--quick", "--json", str(tmp_path / "rows.json"))
-    assert finish([Row("bad", 2.0, 1.6), Row("good", 1.0, 1.6)], options) == 0
+    assert finish([Ratio("bad", 2.0, 1.6), Ratio("good", 1.0, 1.6)], options) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == NOT_MEASURED and "MISSED" not in out and "ok" not in out
     assert [row["ok"] for row in json.loads((tmp_path / "rows.json").read_text())] == [None, None]

@@ -15,7 +15,7 @@ from benchmarks.soak import (
     FAULTS,
     QUICK_FAULTS,
     STALENESS,
-    Outcome,
+    SoakOutcome,
     fault_rows,
     main,
     note_continued,
@@ -23,7 +23,7 @@ from benchmarks.soak import (
     run_config,
     run_once,
 )
-from benchmarks.soak_accounting import Report
+from benchmarks.soak_accounting import AccountingReport
 from benchmarks.soak_faults import KINDS, Fault, Happened, schedule
 from benchmarks.soak_reward import is_late, late_math, marked
 from megarl.config.load import config_from_tree
@@ -128,18 +128,18 @@ def test_marks_of_several_processes_are_all_there(tmp_path: Path) -> None:
 SCHEDULE = schedule(0, QUICK_FAULTS, replicas=2, first=3, last=20)
 
 
-def outcome(name: str, accuracy: float = 0.9, **changes: Any) -> Outcome:
-    report = Report(ends=Counter(trained=90, filtered=30), steps=5, admitted=120, oldest=4)
+def outcome(name: str, accuracy: float = 0.9, **changes: Any) -> SoakOutcome:
+    report = AccountingReport(ends=Counter(trained=90, filtered=30), steps=5, admitted=120, oldest=4)
     records = [{"sync/restarted_replicas": 1.0, "rollout/continued": 3.0, "reward/errors": 4.0}]
     happened = [Happened(fault, pid=1, step=4, at_s=9.0, over=True) for fault in SCHEDULE]
     values = {
         "records": records, "report": report, "happened": happened, "late_rewards": 4,
         "summary": {"eval_after": {"greedy": accuracy, "sampled": accuracy}},
     }  # fmt: skip
-    return Outcome(name, **(values | changes))
+    return SoakOutcome(name, **(values | changes))
 
 
-def missed(calm: Outcome, disturbed: Outcome, minutes: float = 10.0) -> list[str]:
+def missed(calm: SoakOutcome, disturbed: SoakOutcome, minutes: float = 10.0) -> list[str]:
     return [row.name for row in rows_of(calm, disturbed, SCHEDULE, minutes, 20.0) if not row.ok]
 
 
@@ -160,7 +160,7 @@ def test_a_good_soak_misses_nothing() -> None:
         ({"records": [{"sync/restarted_replicas": 1.0, "reward/errors": 4.0}]}, "responses continued"),
         ({"late_rewards": 5}, "reward time-outs"),
         ({"late_rewards": 0}, "reward time-outs"),
-        ({"report": Report(oldest=5)}, "disturbed: oldest token"),
+        ({"report": AccountingReport(oldest=5)}, "disturbed: oldest token"),
     ],
 )
 def test_a_bad_soak_misses_its_bound(changes: dict[str, Any], row: str) -> None:
@@ -168,7 +168,7 @@ def test_a_bad_soak_misses_its_bound(changes: dict[str, Any], row: str) -> None:
 
 
 def test_a_problem_of_the_accounting_is_in_the_row_of_its_check() -> None:
-    report = Report()
+    report = AccountingReport()
     report.expect("epochs", "prompts", 2, 1)
     rows = rows_of(outcome("undisturbed"), outcome("disturbed", report=report), SCHEDULE, 10.0, 20.0)
     (row,) = [each for each in rows if not each.ok]

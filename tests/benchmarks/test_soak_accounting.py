@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak_accounting import CHECKS, Report, Rules, UnreadableRun, check_run, judge, main
+from benchmarks.soak_accounting import CHECKS, AccountingReport, Rules, UnreadableRun, check_run, judge, main
 from tests.support.soak_runs import edit_lines, edit_rows, write_run
 
 Change = Callable[[dict[str, Any]], dict[str, Any] | None]
@@ -284,7 +284,7 @@ def test_what_a_trained_group_adds(tmp_path: Path) -> None:
 
 
 def test_a_report_with_a_problem_is_not_ok() -> None:
-    report = Report()
+    report = AccountingReport()
     assert report.ok
     report.expect("epochs", "prompts", 1, 1)
     assert report.ok

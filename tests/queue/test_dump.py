@@ -129,7 +129,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_tokens_of_lost_updates_keep_their_origin_in_every_record(tmp_path):
-    """In the queue, in a recorded batch and in samples.jsonl; they count as older than any token of the history."""
+    """The records: queue, recorded batch, samples.jsonl. The tokens count as older than any of the history."""
     row = make(1, 0, versions=(VersionSpan(3, 0, 1), VersionSpan(5, 1, 2, lost=2, epoch=4)))
     assert row.tag.oldest_version == 1  # from version 5 two updates back to 3, which is as far from later ones as 1
     assert rows.decode(*rows.encode([row, make(1, 1)])) == [row, make(1, 1)]

@@ -144,10 +144,9 @@ def test_rows_come_back_exact_in_any_order_and_only_those_asked_for(queue: dict[
         (3, 0, -1, "failed"),
     ]
     assert tags[0].reward_components == {"correct": 1.0} and tags[0].total_tokens == 20
-    assert [tag.key for tag in reader.read_tags()] == sorted(written, key=lambda k: tuple(map(int, k.split(":"))))
-    reader.clear(list(written))
-    reader.clear(["0:0"])
-    assert reader.read_tags() == []
+    assert {tag.key for tag in reader.read_tags(list(written))} == set(written)
+    asyncio.run(writer.clear(list(written)))
+    asyncio.run(writer.clear(["0:0"]))
     with pytest.raises(KeyError, match="0 of the 1 requested rows"):
         reader.fetch(["0:0"])
     with pytest.raises(KeyError, match="1 of 1 rows"):
@@ -187,7 +186,7 @@ def test_a_group_of_which_nothing_was_generated(queue: dict[str, Any], tmp_path:
     line = sample_record(1, reader.fetch([failed[0].key])[0], lambda ids: " ".join(map(str, ids)), None)
     assert (line["prompt"], line["response"], line["versions"]) == ("", "", [])
     assert (line["status"], line["failure"]) == ("failed", "replica 0 refused a request")
-    reader.clear(keys)
+    asyncio.run(writer.clear(keys))
     writer.close()
     reader.close()
 
@@ -218,7 +217,7 @@ def test_declared_streams_of_every_dtype_arrive_and_missing_ones_are_filled(
         assert found[0].streams == exact | {"test_weight": float32}
         assert math.copysign(1, found[0].streams["test_weight"][1]) == -1
         assert [type(values[0]) for values in found[0].streams.values()] == [float, int, bool]
-    reader.clear([row.key for row in rows])
+    asyncio.run(writer.clear([row.key for row in rows]))
     writer.close()
     reader.close()
 
@@ -232,20 +231,23 @@ def test_logprobs_are_the_same_float32_bits(queue: dict[str, Any]) -> None:
     back = reader.fetch([row.key])[0].rollout_logprobs
     assert [struct.unpack("<I", struct.pack("<f", v))[0] for v in back] == bits
     assert math.copysign(1, back[0]) == -1
-    reader.clear([row.key])
+    asyncio.run(writer.clear([row.key]))
     writer.close()
     reader.close()
 
 
 def test_another_partition_has_its_own_rows(queue: dict[str, Any]) -> None:
-    writer, reader, other = QueueWriter.attach(**queue), QueueReader.attach(**queue), QueueReader.attach(**queue)
-    other._client.partition = "run.1"
+    writer, reader = QueueWriter.attach(**queue), QueueReader.attach(**queue)
+    other_writer, other_reader = QueueWriter.attach(**queue), QueueReader.attach(**queue)
+    other_writer._client.partition = other_reader._client.partition = "run.1"
     asyncio.run(writer.put_group(group(1, [2, 2])))
-    assert other.read_tags() == [] and len(reader.read_tags()) == 2
-    other.clear(["1:0", "1:1"])
-    assert len(reader.read_tags()) == 2
-    reader.clear(["1:0", "1:1"])
-    for each in (writer, reader, other):
+    keys = ["1:0", "1:1"]
+    with pytest.raises(KeyError, match="2 of 2 rows"):
+        other_reader.read_tags(keys)
+    asyncio.run(other_writer.clear(keys))
+    assert len(reader.read_tags(keys)) == 2
+    asyncio.run(writer.clear(keys))
+    for each in (writer, reader, other_writer, other_reader):
         each.close()
 
 
@@ -267,7 +269,7 @@ def test_a_queue_that_hangs_is_an_error_naming_the_wait(queue: dict[str, Any]) -
     reader._client._client._loop.call_soon_threadsafe(release.wait, 5)
     reader._client.timeout_s = 0.2
     with pytest.raises(TimeoutError, match=r"waited 0 s for the trajectory queue to list its rows"):
-        reader.read_tags()
+        reader.read_tags(["0:0"])
     release.set()
     reader.close()
 

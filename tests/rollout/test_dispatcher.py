@@ -45,7 +45,7 @@ def test_training_is_placed_before_an_evaluation_that_came_first() -> None:
         await asyncio.sleep(0.01)
         assert order == []
         for done in ("first of 0", "early", "late"):
-            dispatcher.finish(done, 0, 1)
+            dispatcher.release(done, 0, 1)
             await asyncio.sleep(0.01)
         assert order == ["early", "late", "evaluation"]
 
@@ -59,10 +59,10 @@ def test_room_that_comes_while_another_one_queues_up_is_used_at_once() -> None:
         dispatcher = Dispatcher([0], back_pressure=True)
         await busy(dispatcher, 0)
         first = place(dispatcher, "first")
-        asyncio.get_running_loop().call_soon(dispatcher.finish, "first of 0", 0, 1)
+        asyncio.get_running_loop().call_soon(dispatcher.release, "first of 0", 0, 1)
         second = place(dispatcher, "second")
         assert await asyncio.wait_for(first, 1) == 0
-        dispatcher.finish("first", 0, 1)
+        dispatcher.release("first", 0, 1)
         assert await asyncio.wait_for(second, 1) == 0
 
     run(scenario)
@@ -82,7 +82,7 @@ def test_whoever_is_cancelled_while_room_comes_does_not_take_it(turns: int) -> N
             task.cancel()
         await asyncio.wait(waiting, timeout=1)
         assert all(task.cancelled() for task in waiting)
-        dispatcher.finish("first of 0", 0, 1)
+        dispatcher.release("first of 0", 0, 1)
         assert await place(dispatcher, "next") == 0
 
     run(scenario)

@@ -47,7 +47,7 @@ def test_a_cancellation_counts_although_the_wait_ends_in_the_same_moment(wait: s
         if wait == "for a report":
             answer.set_result(EngineReport({"x": ResponsePart()}))
         elif wait == "for room":
-            fleet._dispatcher.finish("busy", 0, 9)
+            fleet._dispatcher.release("busy", 0, 9)
         else:
             fleet._replacements.end_sync()
         task.cancel()
@@ -177,7 +177,7 @@ def test_an_engine_that_reports_for_ever_is_lost_after_the_bound() -> None:
 
 @pytest.mark.parametrize("refusal", [None, ReplicaFailed(0, "replica 0 is gone")], ids=["ends", "lost"])
 def test_responses_that_are_unfinished_at_the_deadline_are_cut_or_fail_the_group(refusal: Exception | None) -> None:
-    """Also if the replica is lost just then: nothing is sent to another one any more."""
+    """If the replica is lost just then, nothing is sent to another one any more."""
     long = [GenerateRequest(f"r{i}", [1], SamplingSpec(10**9, 1.0, ())) for i in range(4)]
 
     async def run(policy: Any) -> tuple[ScriptedReplica, list[GenerateResult]]:

@@ -81,7 +81,7 @@ async def second_attempt(local: LocalController, state: Any) -> dict[int, list[T
 def test_finished_groups_are_used_again_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: bool
 ) -> None:
-    """With the controller killed, or only the trainer. A marked token tells rows of before from rows drawn again."""
+    """The kill ends the controller too, or only the trainer. A marked token tells old rows from those drawn again."""
 
     async def scenario() -> None:
         first = controller(tmp_path, monkeypatch)
@@ -309,6 +309,7 @@ def test_a_journal_that_cannot_be_read_is_begun_anew(tmp_path: Path, monkeypatch
         JournalFile(tmp_path / JOURNAL_FILE).append([b"\x02\x00\x00\x00{}"])
         await first_attempt(controller(tmp_path, monkeypatch), tmp_path)
         records = JournalFile(tmp_path / JOURNAL_FILE).read()
-        assert read_head(records[0])["kind"] == "epoch" and decode_group(records[1])
+        kinds = [read_head(record)["kind"] for record in records]  # on a busy machine an unfinished group comes first
+        assert kinds[0] == "epoch" and decode_group(records[kinds.index("group")])
 
     run(scenario)

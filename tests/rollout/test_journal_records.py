@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rollout.group_progress import BegunResponse, Place
+from megarl.rollout.group_progress import BegunResponse, RequestPlace
 from megarl.rollout.journal_records import (
     EpochRecord,
     decode_group,
@@ -74,7 +74,7 @@ def responses(draw: st.DrawFn) -> BegunResponse:
 
 @settings(max_examples=60, deadline=None)
 @given(begun=st.dictionaries(st.tuples(st.integers(0, 9), st.integers(0, 3)), responses(), max_size=4))
-def test_an_unfinished_group_is_read_as_it_was_written(begun: dict[Place, BegunResponse]) -> None:
+def test_an_unfinished_group_is_read_as_it_was_written(begun: dict[RequestPlace, BegunResponse]) -> None:
     record = encode_unfinished(5, begun, "what was asked")
     assert decode_unfinished(record) == begun
     head = read_head(record)

@@ -33,7 +33,7 @@ def test_everything_finished_leaves_no_load(replicas: int, work: list[tuple[int,
     open_work = [(prefix, router.assign(prefix, samples), samples) for prefix, samples in work]
     order.shuffle(open_work)  # type: ignore[attr-defined]
     for item in open_work:
-        router.finish(*item)
+        router.release(*item)
     assert set(router.load.values()) == {0}
     assert router.assign("new", 1) == 0
 
@@ -51,7 +51,7 @@ def test_a_removed_replica_gets_nothing_and_may_come_back() -> None:
     assert router.assign("a", 4) == 0
     router.remove(0)
     assert [router.assign("a", 1) for _ in range(3)] == [1, 1, 1]
-    router.finish("a", 0, 4)
+    router.release("a", 0, 4)
     router.add(0)
     assert router.load == {0: 0, 1: 3} and router.assign("b", 1) == 0
     with pytest.raises(ValueError, match="already"):
@@ -63,7 +63,7 @@ def test_without_a_replica_nothing_is_assigned() -> None:
     router.assign("a", 4)
     router.remove(0)
     assert router.assign("a", 1) is None and router.assign("b", 1, number=3) is None and router.load == {}
-    router.finish("a", 0, 4)
+    router.release("a", 0, 4)
     router.add(0)
     assert router.assign("a", 1) == 0 and router.load == {0: 1}
 
@@ -79,7 +79,7 @@ def test_finishing_more_than_was_assigned_is_refused() -> None:
     router = Router([0])
     router.assign("a", 1)
     with pytest.raises(ValueError, match="outstanding"):
-        router.finish("a", 0, 2)
+        router.release("a", 0, 2)
 
 
 def test_a_full_replica_gets_nothing() -> None:

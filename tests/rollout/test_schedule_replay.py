@@ -145,7 +145,7 @@ def test_the_first_difference_is_named(kind: str, change: Callable[[Event], Any]
 
 @pytest.mark.parametrize("index", range(13))
 def test_a_missing_event_of_the_steps_that_a_checkpoint_holds_is_found(index: int) -> None:
-    """But for `announce`, if `set_version` has told the same before a token had the version."""
+    """The exception is `announce`, if `set_version` has told the same before a token had the version."""
     events, taken = recorded()
     left_out = events.pop(index)
     try:

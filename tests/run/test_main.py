@@ -35,7 +35,7 @@ class Stopped(Exception):
 def test_a_rank_chooses_its_gpu_before_it_joins_its_peers(
     monkeypatch: pytest.MonkeyPatch, launch_id: str | None, index: int
 ) -> None:
-    """By itself a rank sees all GPUs of the host; a node's agent shows its ranks those of the trainer only."""
+    """A rank alone sees all GPUs of the host; a node's agent shows its ranks those of the trainer only."""
     order: list[Any] = []
 
     def join(backend: str, timeout_s: float) -> None:

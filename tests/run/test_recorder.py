@@ -223,7 +223,7 @@ def test_an_evaluation_beside_training_is_written_when_it_has_ended(
     """It says when it began and what it saw; the metrics of a mixture belong to no checkpoint."""
     recorder = open_recorder()
     mixed = replace(report(version=5), oldest=4, newest=7)
-    recorder.evaluation(3, 5, "step_3", [mixed], now=6)
+    recorder.evaluation(3, 5, "step_3", [mixed], written_at=6)
     [line] = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     names = ("step", "eval/step", "eval/version", "eval/oldest_version", "eval/newest_version")
     assert [line[name] for name in names] == [6, 3, 5, 4, 7]

@@ -11,7 +11,7 @@ from megarl.checkpoint.save.directory import CheckpointDirectory
 
 def make_checkpoint(directory: CheckpointDirectory, step: int, content: bytes = b"weights") -> Path:
     """A complete checkpoint of one file."""
-    partial = directory.begin(step)
+    partial = directory.create_partial(step)
     (partial / "shard").write_bytes(content)
     (partial / "state.json").write_text(json.dumps({"step": step}))
     files = {name: FileEntry.of(partial / name) for name in ("shard", "state.json")}

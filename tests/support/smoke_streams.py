@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch.distributed import HashStore, Store
 
-from megarl.weights.backends import BACKENDS, BackendKind, Place
+from megarl.weights.backends import BACKENDS, BackendKind, MemberPlace
 from megarl.weights.digest import digest
 from tests.support.simulated_nccl import SimulatedNCCL
 from tests.support.simulated_streams import Device, on
@@ -24,7 +24,7 @@ class SimulatedStreams:
         digest(torch.zeros(8, dtype=torch.uint8), version=0, bucket=0)
         self.device = Device(single_queue=single_queue)
 
-        def make(store: Store, place: Place) -> SimulatedNCCL:
+        def make(store: Store, place: MemberPlace) -> SimulatedNCCL:
             return SimulatedNCCL(store, place.rank, place.size, self.device)
 
         BACKENDS[self.backend] = BackendKind("cpu", on_streams=True, make=make)

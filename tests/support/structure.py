@@ -11,10 +11,13 @@ from pathlib import Path
 # Folders that belong to no folder of megarl/.
 OWN_FOLDERS = frozenset({"benchmarks", "jobs", "support", "system"})
 # A docstring that begins with one of these is a clause without a sentence around it ("Whether x is y.").
-CLAUSE_WORDS = frozenset(
-    {"as", "how", "of", "until", "what", "when", "where", "whether", "which", "who", "whose", "why"}
-)
+CLAUSE_WORDS = frozenset({
+    "also", "as", "but", "by", "how", "not", "of", "that", "until",
+    "what", "when", "where", "whether", "which", "who", "whose", "why",
+})  # fmt: skip
 _TARGET = re.compile(r"\w+(?:\.\w+)+:\w+")
+_SLOW_PART = re.compile(r"^(test-slow-[\w-]+):.*\n\t\$\(PY\) -m pytest -m slow (.+)$", re.MULTILINE)
+_CAMEL_CASE = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 
 
 def forbidden_imports(root: Path) -> list[str]:
@@ -66,6 +69,30 @@ def repeated_names(root: Path) -> list[str]:
     return sorted(name for name, count in names.items() if count > 1)
 
 
+def slow_tests_outside_parts(root: Path, makefile: str) -> list[str]:
+    """Modules with slow tests that not exactly one test-slow-* part of `make test-all` runs.
+
+    Those that also have the mark `cluster` belong to `make test-cluster`.
+    """
+    (prerequisites,) = re.findall(r"^test-all:(.*)##", makefile, re.MULTILINE)
+    parts = {name: folders.split() for name, folders in _SLOW_PART.findall(makefile) if name in prerequisites.split()}
+    found = []
+    for path in sorted(root.rglob("test_*.py")):
+        inside = path.relative_to(root.parent)
+        marks = _marks(path)
+        if "slow" in marks and "cluster" not in marks:
+            runs_it = [name for name, folders in parts.items() if any(inside.is_relative_to(each) for each in folders)]
+            if len(runs_it) != 1:
+                found.append(f"{inside}: run by {', '.join(runs_it) or 'no part'}")
+    return found
+
+
+def _marks(path: Path) -> set[str]:
+    """Names of pytest's marks that a module mentions: in decorators, in `pytestmark`, or in `marks=`."""
+    attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in attributes if ast.unparse(node.value) in {"pytest.mark", "mark"}}
+
+
 def helpers_elsewhere(root: Path) -> list[str]:
     """Modules outside support that are neither test modules nor conftests; functions of conftests, except fixtures."""
     found = []
@@ -87,14 +114,25 @@ def _is_fixture(function: ast.FunctionDef) -> bool:
     return decorated or function.name.startswith("pytest_")
 
 
-def repeated_class_names(package: Path) -> list[str]:
-    """Public classes of one name in several modules of the package."""
+def repeated_class_names(package: Path, programs: Path) -> list[str]:
+    """Public classes and type aliases of one name in several modules of the package, or of the programs beside it."""
     places: dict[str, list[str]] = {}
-    for path in sorted(package.rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(str(path.relative_to(package)))
+    for folder in (package, programs):
+        for path in sorted(folder.rglob("*.py")):
+            for name in _public_types(path):
+                places.setdefault(name, []).append(str(path.relative_to(package.parent)))
     return [f"{name}: {', '.join(where)}" for name, where in sorted(places.items()) if len(where) > 1]
+
+
+def _public_types(path: Path) -> Iterator[str]:
+    """Names of a module's own classes, and names in CamelCase that it assigns: type aliases and type variables."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [each.id for each in targets if isinstance(each, ast.Name)]
+            yield from (name for name in names if _CAMEL_CASE.fullmatch(name))
 
 
 def repeated_module_names(package: Path) -> list[str]:

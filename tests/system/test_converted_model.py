@@ -1,4 +1,4 @@
-"""From a converted checkpoint to one that an engine serves: import, train, export, evaluate, each by its command."""
+"""A converted checkpoint becomes one that an engine serves: import, train, export, evaluate, each by its command."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def test_a_replica_killed_in_the_middle_of_a_sync_is_replaced_and_the_run_goes_o
     run = train(config)
     assert (tmp_path / "died").exists()
     check_finished(run, steps=4, samples=64)  # the log-probs of every later token agree
-    # The other one too: it was caught between start and finish.
+    # The other one is restarted too: the failure came between its start and its finish.
     assert [record["sync/restarted_replicas"] for record in run.metrics] == [0, 2, 0, 0]
     logs = "".join(path.read_text() for path in (run.directory / "logs").glob("*.log"))
     assert "weight sync of version 2 failed during update: engine replica 1" in logs

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.world
 
 GRADIENT = 1e-5
 UPDATE = 1e-4
-CAUGHT = 1e-3  # a broken rule moves some gradient by at least this
+BROKEN = 1e-3  # a broken rule moves some gradient by at least this
 
 TP2 = {"tensor": 2}
 SP2 = {"tensor": 2, "sequence": True}
@@ -173,10 +173,10 @@ def test_weights_agree_with_overlapped_gather_and_reduction(trained: Callable[..
         ("padding_in_softmax", (2, "dense", TP2, {})),
     ],
 )
-def test_a_broken_rule_is_caught(trained: Callable[..., Any], mutation: str, case: Case) -> None:
+def test_a_broken_rule_is_found(trained: Callable[..., Any], mutation: str, case: Case) -> None:
     ranks, model, layout, changes = case
     got = trained(ranks, model, layout, mutation=mutation, **changes)
-    assert worst(got["gradients"], trained(1, model)["gradients"]) > CAUGHT
+    assert worst(got["gradients"], trained(1, model)["gradients"]) > BROKEN
 
 
 def test_adams_first_step_would_not_show_a_doubled_gradient(trained: Callable[..., Any]) -> None:

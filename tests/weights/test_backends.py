@@ -13,7 +13,7 @@ import torch
 
 from megarl.common.errors import PeerTimeout
 from megarl.weights import backends
-from megarl.weights.backends import BACKENDS, BackendKind, Place, blocking_wait
+from megarl.weights.backends import BACKENDS, BackendKind, MemberPlace, blocking_wait
 from megarl.weights.store import SyncStore
 from megarl.weights.transport import Group, GroupMembers, await_members
 
@@ -33,7 +33,7 @@ def test_nccl_is_made_without_a_watchdog_that_ends_the_process_and_with_the_sync
     RecordingGroup.Options = Options  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", RecordingGroup, raising=False)
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    BACKENDS["nccl"].make(SimpleNamespace(), Place("m", 1, 3, connect_s=5.0, operation_s=605.0))  # type: ignore[arg-type]
+    BACKENDS["nccl"].make(SimpleNamespace(), MemberPlace("m", 1, 3, connect_s=5.0, operation_s=605.0))  # type: ignore[arg-type]
     ((_, rank, size, options, blocking),) = made
     assert (rank, size, options._timeout.total_seconds(), blocking) == (1, 3, 605.0, "1")
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ, "other groups of the process keep their watchdog"

@@ -49,7 +49,7 @@ class CountedGather:
         return self.released
 
     def finish(self) -> None:
-        """Not called on a sender."""
+        """Do nothing: a sender never calls it."""
 
     def unfinished_peers(self) -> tuple[int, ...]:
         return () if self.released else (0,)
@@ -143,7 +143,7 @@ class RankGather(CountedGather):
 def test_each_rank_follows_the_order_and_never_writes_into_a_buffer_in_flight(
     owners: list[int], buffers: int, data: st.DataObject
 ) -> None:
-    """Also after a failure of engines at any broadcast: then the gathers that are left are made, in the same order."""
+    """After a failure of engines at any broadcast, the gathers that are left are still made, in the same order."""
     plan = bucket_plan([TensorSpec(f"t{n}", (16,), "float32", owner) for n, owner in enumerate(owners)], 96, None)
     order = schedule(plan, buffers)
     fails_at = data.draw(st.none() | st.integers(0, len(plan.buckets) - 1))

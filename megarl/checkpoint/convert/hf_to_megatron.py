@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megarl.checkpoint.convert.planner import LazySavePlanner
 from megarl.checkpoint.convert.target import Output
 from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
-from megarl.checkpoint.convert.workers import Report
+from megarl.checkpoint.convert.workers import ReportBytes
 from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.hf_files import HFDirectory, fingerprint
 from megarl.checkpoint.format.keys import StoredTensor, content_metadata, stored_tensors
@@ -46,7 +46,7 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-Place = tuple[str, list[int], int, int]  # of an item: key, offset in its tensor, bytes, first byte in the file
+TensorPlace = tuple[str, list[int], int, int]  # of an item: key, offset in its tensor, bytes, first byte in the file
 
 
 class UnitFile(TypedDict):
@@ -55,7 +55,7 @@ class UnitFile(TypedDict):
     file: str
     bytes: int
     blake3: str
-    places: list[Place]
+    places: list[TensorPlace]
 
 
 class HFToMegatron:
@@ -98,7 +98,7 @@ class HFToMegatron:
         """Make the step directory."""
         (partial / RELEASE).mkdir(exist_ok=True)
 
-    def write_unit(self, partial: Path, number: int, report: Report) -> UnitFile:
+    def write_unit(self, partial: Path, number: int, report: ReportBytes) -> UnitFile:
         """Write and fsync one `.distcp` file; return where each item is in it, and the file's digest."""
         unit = self.units[number]
         for item in unit:
@@ -205,6 +205,6 @@ class _Writer(FileSystemWriter):
         torch.serialization.set_crc32_options(False)
 
 
-def _write_result(result: UnitFile, place: Place) -> WriteResult:
+def _write_result(result: UnitFile, place: TensorPlace) -> WriteResult:
     key, offset, size, begin = place
     return WriteResult(MetadataIndex(key, torch.Size(offset)), size, _StorageInfo(result["file"], begin, size))

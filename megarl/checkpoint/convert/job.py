@@ -15,7 +15,7 @@ from typing import Protocol, TextIO, TypeVar
 from megarl.checkpoint.convert.byte_progress import ByteProgress, size
 from megarl.checkpoint.convert.ranks import Ranks
 from megarl.checkpoint.convert.target import Output
-from megarl.checkpoint.convert.workers import Report, run_units
+from megarl.checkpoint.convert.workers import ReportBytes, run_units
 from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.os_errors import from_os_error
 from megarl.common.byte_units import MIB
@@ -38,7 +38,7 @@ class Job(Protocol[R]):
     def prepare(self, partial: Path) -> None:
         """Make the directories that the units are written to, below the partial result."""
 
-    def write_unit(self, partial: Path, number: int, report: Report) -> R:
+    def write_unit(self, partial: Path, number: int, report: ReportBytes) -> R:
         """Write and fsync one unit, and return what `finish` needs of it. Raises ConversionError if the disk fails."""
 
     def finish(self, partial: Path, results: dict[int, R]) -> None:
@@ -138,7 +138,7 @@ def _write(job: Job[R], output: Output, options: Options, ranks: Ranks, done: Ma
     title = job.kind if ranks.size == 1 else f"{job.kind}, rank {ranks.rank} of {ranks.size}"
     progress = ByteProgress(stream, title, total, total - sum(job.sizes[number] for number in left))
 
-    def work(number: int, report: Report) -> None:
+    def work(number: int, report: ReportBytes) -> None:
         result = job.write_unit(output.partial, number, report)
         output.finish_unit(number, result)
         faults.reached("shard")

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from megarl.checkpoint.convert.target import Output
 from megarl.checkpoint.convert.units import Item, convert, pack, split, unit_bytes
-from megarl.checkpoint.convert.workers import Report
+from megarl.checkpoint.convert.workers import ReportBytes
 from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.hf_files import fingerprint
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
@@ -83,7 +83,7 @@ class MegatronToHF:
                 finally:
                     os.close(descriptor)
 
-    def write_unit(self, partial: Path, number: int, report: Report) -> None:
+    def write_unit(self, partial: Path, number: int, report: ReportBytes) -> None:
         """Write neighbouring tensors, or rows of one, into their places; they are on the disk when it returns."""
         unit = self.units[number]
         for item in unit:

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from megarl.checkpoint.convert.units import Item, convert
-from megarl.checkpoint.convert.workers import Report
+from megarl.checkpoint.convert.workers import ReportBytes
 from megarl.checkpoint.format.hf_files import HFDirectory
 from megarl.checkpoint.format.keys import StoredTensor
 from megarl.checkpoint.format.megatron_files import source_pieces
@@ -28,7 +28,7 @@ class LazySavePlanner(SavePlanner):
 
     def __init__(self, source: HFDirectory, units: list[list[Item[StoredTensor]]], dtypes: dict[str, torch.dtype]):
         self._source, self._units, self._dtypes = source, units, dtypes
-        self.report: Report = lambda count: None  # is called with the bytes of each item that the writer asks for
+        self.report: ReportBytes = lambda count: None  # is called with the bytes of each item that the writer asks for
         self.last = ""  # the key that the writer asked for last
         self._items = {(item.what.key, item.start): item for unit in units for item in unit}
 

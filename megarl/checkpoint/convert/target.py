@@ -145,8 +145,8 @@ class Output:
     def _refuse_replacing(self) -> None:
         """Raise ConversionError if OUT exists and may not be replaced.
 
-        With --force, what OUT held when the conversion began is replaced, once. Files that appeared later belong to
-        somebody else and are kept.
+        With --force, what OUT held when the conversion began is replaced, once. Files that appeared later were written
+        by another program and are kept.
         """
         if self._occupied() and (not self._force or self._old.exists()):
             raise ConversionError(

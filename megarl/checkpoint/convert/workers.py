@@ -20,12 +20,12 @@ from typing import cast
 from megarl.checkpoint.format.os_errors import from_os_error
 from megarl.common.errors import ConversionError
 
-Report = Callable[[int], None]  # is called with the bytes done since the last call
-Work = Callable[[int, Report], None]  # does the unit with this number
+ReportBytes = Callable[[int], None]  # is called with the bytes done since the last call
+Work = Callable[[int, ReportBytes], None]  # does the unit with this number
 _SILENCE_S = 3600.0
 
 
-def run_units(units: Sequence[int], work: Work, workers: int, report: Report) -> None:
+def run_units(units: Sequence[int], work: Work, workers: int, report: ReportBytes) -> None:
     """Do every unit once; the first failure ends all workers.
 
     Raises ConversionError for an OSError, or if a worker reports nothing for an hour. Of a worker process, a ValueError
@@ -38,7 +38,7 @@ def run_units(units: Sequence[int], work: Work, workers: int, report: Report) ->
     _Pool(work, min(workers, len(units)), report).run(list(units))
 
 
-def _do(work: Work, number: int, report: Report) -> None:
+def _do(work: Work, number: int, report: ReportBytes) -> None:
     try:
         work(number, report)
     except OSError as error:
@@ -48,7 +48,7 @@ def _do(work: Work, number: int, report: Report) -> None:
 class _Pool:
     """Forked workers; `_busy` has the unit of each, or None, and `_heard` when it last reported or was given one."""
 
-    def __init__(self, work: Work, workers: int, report: Report) -> None:
+    def __init__(self, work: Work, workers: int, report: ReportBytes) -> None:
         self._report = report
         self._busy: dict[Connection, int | None] = {}
         self._heard: dict[Connection, float] = {}

@@ -123,7 +123,7 @@ class Checkpointer:
 
     def _begin(self, step: int) -> Path:
         assert self._identity  # computed here, because here an error is raised on every rank
-        return self.directory.begin(step)
+        return self.directory.create_partial(step)
 
     def poll(self, *, wait: bool = False) -> bool:
         """Check whether the running save is complete; with `wait`, wait until it is. Returns False if it failed."""

@@ -52,7 +52,7 @@ class CheckpointDirectory:
         found = (_STEP.fullmatch(path.name) for path in self.root.iterdir())
         return sorted(int(match[1]) for match in found if match and (self.root / match[0] / MANIFEST).is_file())
 
-    def begin(self, step: int) -> Path:
+    def create_partial(self, step: int) -> Path:
         """Create and return an empty directory for a save. Raises OSError if the disk is read-only or full."""
         self.sweep()
         partial = self.partial(step)

@@ -130,23 +130,23 @@ def _prompts(config: Config) -> str | dict[str, str]:
     return digests if config.data.sets else digests[""]
 
 
-def _changed_prompts(saved: str | dict[str, str], now: str | dict[str, str]) -> str:
-    if isinstance(saved, str) and isinstance(now, str):
+def _changed_prompts(saved: str | dict[str, str], present: str | dict[str, str]) -> str:
+    if isinstance(saved, str) and isinstance(present, str):
         return "data.path: its content differs from that of the saved run"
-    if isinstance(saved, str) or isinstance(now, str):
+    if isinstance(saved, str) or isinstance(present, str):
         return "data: either this run or the saved one has data.sets, and the other data.path"
-    if set(saved) != set(now):
-        return f"data.sets: {sorted(now)}, the checkpoint has {sorted(saved)}"
-    differing = [name for name in now if now[name] != saved[name]]
+    if set(saved) != set(present):
+        return f"data.sets: {sorted(present)}, the checkpoint has {sorted(saved)}"
+    differing = [name for name in present if present[name] != saved[name]]
     return f"data.sets: the content of {', '.join(differing)} differs from that of the saved run"
 
 
-def changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changes(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
     """Return the config keys whose values differ, as `key: old -> new`, sorted. A resume applies and reports them.
 
     Keys that the saved config does not have are left out: it is an older version's.
     """
-    before, after = dict(_flatten(saved)), dict(_flatten(now))
+    before, after = dict(_flatten(saved)), dict(_flatten(present))
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
         for key in sorted(before)

@@ -40,11 +40,11 @@ def config_of_this_start(config: Config) -> Config:
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
 
 
-def same_launch(before: Mapping[str, Any], now: Mapping[str, Any], *, requeued: bool) -> bool:
+def same_launch(before: Mapping[str, Any], present: Mapping[str, Any], *, requeued: bool) -> bool:
     """Tell whether two starts of ranks belong to one launch: of a launch script, a requeued job or a torchrun agent."""
-    if now["launch"] is None:
-        return before["launch"] is None and bool(before["agent"] == now["agent"])
-    return bool(before["launch"] == now["launch"] or (requeued and before["job"] == now["job"] is not None))
+    if present["launch"] is None:
+        return before["launch"] is None and bool(before["agent"] == present["agent"])
+    return bool(before["launch"] == present["launch"] or (requeued and before["job"] == present["job"] is not None))
 
 
 def _launch(environment: Mapping[str, str]) -> dict[str, Any]:

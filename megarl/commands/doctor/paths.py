@@ -16,7 +16,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-Backend = Literal["gloo", "nccl"]
+BackendName = Literal["gloo", "nccl"]
 
 
 # What gloo and NCCL write, in lower case, and the fix; the first match counts.
@@ -53,7 +53,7 @@ class PathToTry:
     """One path. `environment`: per rank, the variables that select it. `required`: a run would use this path."""
 
     name: str
-    backend: Backend
+    backend: BackendName
     environment: tuple[Mapping[str, str], ...]
     required: bool
 

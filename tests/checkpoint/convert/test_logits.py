@@ -28,7 +28,7 @@ MUTATION = "k-and-v-swapped"
 
 
 def verify_logits(a: Path, b: Path, out: Path) -> tuple[int, str]:
-    """In a process of its own: it sets torch.distributed up. Exit status and output."""
+    """Run it in a process of its own, as it sets torch.distributed up; return exit status and output."""
     code = run_forked("verify", a, b, "--logits", *TEXTS, "--tolerance", 1e-5, stdout=out)
     return code, out.read_text()
 

@@ -18,7 +18,7 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, 
 
 
 def exported(source: Path, directory: Path) -> Path:
-    """By way of a Megatron checkpoint."""
+    """Import a model into a Megatron checkpoint and export that; return the exported model's directory."""
     convert("import", "--hf", source, "--out", directory / "megatron")
     convert("export", "--megatron", directory / "megatron", "--hf", directory / "hf")
     return directory / "hf"

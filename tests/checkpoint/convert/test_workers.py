@@ -7,14 +7,14 @@ import time
 import pytest
 
 from megarl.checkpoint.convert import workers
-from megarl.checkpoint.convert.workers import Report, run_units
+from megarl.checkpoint.convert.workers import ReportBytes, run_units
 from megarl.common.errors import ConversionError
 
 HANGS = 3
 OTHERS = 400
 
 
-def hang_in_one(number: int, report: Report) -> None:
+def hang_in_one(number: int, report: ReportBytes) -> None:
     time.sleep(60.0 if number == HANGS else 0.02)
     report(1)
 
@@ -27,7 +27,7 @@ def test_a_worker_that_hangs_is_told_while_others_work(monkeypatch: pytest.Monke
     assert 0 < len(done) < OTHERS
 
 
-def slow_with_reports(number: int, report: Report) -> None:
+def slow_with_reports(number: int, report: ReportBytes) -> None:
     for _ in range(8):
         time.sleep(0.3)
         report(1)

@@ -20,13 +20,13 @@ from tests.support.sample_checkpoints import make_checkpoint
 
 def test_only_what_has_a_manifest_is_a_checkpoint(directory: CheckpointDirectory) -> None:
     make_checkpoint(directory, 2)
-    partial = directory.begin(4)
+    partial = directory.create_partial(4)
     (partial / "shard").write_bytes(b"half")
     assert directory.steps() == [2]
     (directory.root / "iter_0000006").mkdir()  # a rename without a manifest cannot happen, a copy can
     assert directory.steps() == [2]
     assert (directory.root / "latest_checkpointed_iteration.txt").read_text() == "2\n"
-    directory.begin(8)
+    directory.create_partial(8)
     assert not partial.exists()
 
 

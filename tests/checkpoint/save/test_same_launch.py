@@ -55,7 +55,7 @@ def test_a_requeued_job_goes_on(config: Callable[[str], Config], monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("now", "requeued", "same"),
+    ("changes", "requeued", "same"),
     [
         ({}, False, True),
         ({"launch": "b"}, False, False),
@@ -65,8 +65,8 @@ def test_a_requeued_job_goes_on(config: Callable[[str], Config], monkeypatch: py
         ({"launch": None}, False, False),
     ],
 )
-def test_what_one_launch_is(now: dict[str, Any], requeued: bool, same: bool) -> None:
-    assert same_launch(FIRST, {**FIRST, **now}, requeued=requeued) == same
+def test_what_one_launch_is(changes: dict[str, Any], requeued: bool, same: bool) -> None:
+    assert same_launch(FIRST, {**FIRST, **changes}, requeued=requeued) == same
 
 
 def test_without_a_launch_script_the_agent_tells() -> None:

@@ -201,13 +201,13 @@ def expert_biases(policy: Policy) -> dict[str, torch.Tensor]:
 
 def logprobs(
     model_dir: Path, layout: dict[str, Any], samples: list[TrainSample], reference: bool = False, **changes: Any
-) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(index in `samples`, log-probs, entropies) of this replica's samples."""
+) -> list[tuple[int, torch.Tensor]]:
+    """(index in `samples`, log-probs) of this replica's samples."""
     with policy_under(model_dir, layout, **changes) as policy:
         indices, mine = own_share(samples)
-        results = policy.compute_logprobs(mine, reference=reference, with_entropy=True)
+        results = policy.compute_logprobs(mine, reference=reference)
         assert [len(r.logprobs_R) for r in results] == [len(s.response_ids) for s in mine]
-        return [(index, r.logprobs_R, r.entropy_R) for index, r in zip(indices, results, strict=True)]
+        return [(index, r.logprobs_R) for index, r in zip(indices, results, strict=True)]
 
 
 @contextlib.contextmanager

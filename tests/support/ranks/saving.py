@@ -101,17 +101,17 @@ def full_disk(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[s
     """Saves of steps 1..4: sound, a shard of rank 1 on a full disk, state.json on one, sound again."""
     with run_under(model_dir, {}, root, checkpoint__asynchronous=False) as (policy, checkpointer):
         outcomes = []
-        begin = checkpointer.directory.begin
+        create = checkpointer.directory.create_partial
         for step, full in enumerate([None, "__1_0.distcp", "state.json", None], start=1):
             update(policy, samples, 1)
 
-            def begin_with(step: int, full: str | None = full) -> Path:
-                partial: Path = begin(step)
+            def create_with(step: int, full: str | None = full) -> Path:
+                partial: Path = create(step)
                 if full is not None:
                     (partial / full).symlink_to("/dev/full")
                 return partial
 
-            checkpointer.directory.begin = begin_with
+            checkpointer.directory.create_partial = create_with
             outcomes.append(checkpointer.save(step, {}))
         return {"outcomes": outcomes, "said": checkpointer.said, "steps": checkpointer.directory.steps()}
 

@@ -16,7 +16,7 @@ from megarl.common.errors import WeightSyncError
 from megarl.models import export
 from megarl.models.export import HFExporter
 from megarl.weights import sender as sender_module
-from megarl.weights.backends import BACKENDS, BackendKind, Place
+from megarl.weights.backends import BACKENDS, BackendKind, MemberPlace
 from megarl.weights.digest import digest
 from megarl.weights.operation_order import LEAST_BUFFERS
 from megarl.weights.sender import SyncSettings, WeightSender
@@ -94,7 +94,7 @@ def simulated(single_queue: bool, host_wait_s: float) -> Iterator[Device]:
     )  # its constants, kept per process, belong to no device
     device, engines = Device(single_queue=single_queue, host_wait_s=host_wait_s), []
 
-    def make(store: torch.distributed.Store, place: Place) -> SimulatedNCCL:
+    def make(store: torch.distributed.Store, place: MemberPlace) -> SimulatedNCCL:
         if place.name.startswith("trainer"):
             return SimulatedNCCL(store, place.rank, place.size, device, delay_s=0.03)
         engines.append(Device(single_queue=single_queue))
