@@ -272,7 +272,9 @@ def main() -> int:
     rows = rows_of(calm, disturbed, faults, minutes, options.minutes)
     code = finish(rows, options)
     # What is counted must be right in a quick run too; only its accuracy and its time mean nothing.
-    missed = [row.name for row in rows if not row.ok and "accuracy" not in row.name]
+    missed = [row.name for row in rows if not row.ok and not ("accuracy" in row.name or row.name.startswith("minutes"))]
+    if options.quick and missed:
+        print("missed, in spite of --quick:", "; ".join(missed))
     return code or (1 if missed else 0)
 
 

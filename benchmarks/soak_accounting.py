@@ -63,6 +63,8 @@ class Rules:
         algorithm, admission = config["algorithm"], config["admission"]
         if config["data"].get("sets") or algorithm["overlong"]["buffer_tokens"]:
             raise UnreadableRun("data.sets and algorithm.overlong are not supported by this check")
+        if admission.get("max_uses", 1) > 1:
+            raise UnreadableRun("admission.max_uses > 1 is not supported by this check")
         if admission["max_staleness"] not in (None, bound):
             raise UnreadableRun(f"admission.max_staleness is {admission['max_staleness']}, the schedule's is {bound}")
         return cls(

@@ -229,9 +229,9 @@ class PoolClient:
         """Report that the engines serve `version`; with `admit`, also start the groups that it allows."""
         return self.call("set_version", version, admit, timeout_s=self.config.timeouts.rpc_s)
 
-    def admit(self) -> Counters:
-        """Start every group that the published version allows."""
-        return self.call("admit", timeout_s=self.config.timeouts.rpc_s)
+    def admit(self, needed: int | None = None) -> Counters:
+        """Start every group that the published version allows. `needed`: the step for whose batch the trainer waits."""
+        return self.call("admit", needed, timeout_s=self.config.timeouts.rpc_s)
 
     def wait_batch(self, step: int, timeout_s: float | None = None) -> BatchReady:
         """Wait until all groups of `step` are in the queue and return its batch."""

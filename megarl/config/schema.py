@@ -350,8 +350,8 @@ class AdmissionConfig(Section):
         1,
         ge=1,
         description="The most steps that train a group, all within `max_staleness`. With more than 1, a step for which "
-        "too few new groups have finished when the trainer needs it is filled up with groups of earlier steps. The "
-        "steps within the bound are shared: about 1 / max_uses as many groups are generated ahead.",
+        "too few new groups have finished when the trainer has nothing else to do is filled up with groups of earlier "
+        "steps. The steps within the bound are shared: about 1 / max_uses as many groups are generated ahead.",
     )
 
 

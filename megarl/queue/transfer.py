@@ -199,8 +199,8 @@ class _Client:
             try:
                 return future.result(min(SLICE_S, max(0.0, deadline - time.monotonic())))
             except TimeoutError:
-                if future.done():  # it is the call's own
-                    raise
+                if future.done():  # it has ended meanwhile, or the error is its own
+                    return future.result()
             try:
                 self._check()
             except BaseException:
@@ -231,6 +231,10 @@ class _Client:
 
     async def tags(self) -> dict[str, dict[str, Any]]:
         return (await self._client.async_kv_list(self.partition)).get(self.partition, {})
+
+    async def tags_of(self, keys: list[str]) -> list[dict[str, Any]]:
+        meta = await self._client.async_kv_retrieve_meta(keys=keys, partition_id=self.partition, create=False)
+        return list(meta.custom_meta) if meta.size else []
 
     async def clear(self, keys: list[str]) -> None:
         meta = await self._client.async_kv_retrieve_meta(keys=keys, partition_id=self.partition, create=False)
@@ -325,6 +329,11 @@ class QueueReader:
 
     def read_tags(self, keys: Sequence[str]) -> list[SampleTag]:
         """Return the tags of `keys` in their order; raises KeyError if one is not in the queue."""
+        if not keys:
+            return []
+        found = self._client.call(self._client.tags_of(list(keys)), "list its rows")
+        if len(found) == len(keys):
+            return [decode_tag(tag) for tag in found]
         tags = self._client.call(self._client.tags(), "list its rows")
         missing = [key for key in keys if key not in tags]
         if missing:

@@ -23,8 +23,9 @@ of queued. It leaves its place to the next group, and the step that is taken nex
 steps at most `refill` groups are replaced, so that every step ends.
 
 Bounded replay: with `max_uses` k > 1 a group that was trained may be trained again, by k steps in all and within the
-bound. A step takes such groups only to fill up: if the trainer has nothing else to do and at least one new group, but
-not enough of them, has finished. Two rules keep them from taking the places of new groups:
+bound. A step takes such groups only to fill up: if the trainer waits for it with nothing else to do (`needed`), and at
+least one new group that did not fail, but not enough of them, has finished. Two rules keep them from taking the places
+of new groups:
 
 - Only so many groups start that the steps up to their last step could train each of them k times, but always enough
   for one step. Otherwise the groups in flight would have all places within the bound, and none would be used again.
@@ -259,19 +260,19 @@ class Admission:
             del self._started[started]
         return oldest
 
-    def batch(self, step: int) -> tuple[list[int], list[int]] | None:
+    def batch(self, step: int, *, needed: bool = True) -> tuple[list[int], list[int]] | None:
         """Take the new groups of `step`: (trainable, failed), each sorted; None while they are not ready.
 
         They are ready when enough groups are finished, or can be filled up with groups that are used again (`reused`),
-        and none is in flight whose last step this is. A second call for the same step returns the same groups. Raises
-        ValueError for a step out of order.
+        and none is in flight whose last step this is. Without `needed` nothing is filled up: the trainer has other
+        work. A second call for the same step returns the same groups. Raises ValueError for a step out of order.
         """
         if step in self._taken:
             return self._taken[step].ok, self._taken[step].failed
         if step != self._steps_taken:
             raise ValueError(f"batches are taken in order: step {step} was requested, but {self._steps_taken} is next")
         missing = max(0, self.groups - self._ready_count)
-        if (missing and not self._fills_up(missing)) or self.awaited(step):
+        if (missing and not (needed and self._fills_up(missing))) or self.awaited(step):
             return None
         chosen: dict[int, bool] = {}
         oldest: dict[int, int] = {}
@@ -291,9 +292,11 @@ class Admission:
     def _fills_up(self, missing: int) -> bool:
         """Tell whether the next step takes the `missing` groups from those that may be used again.
 
-        It does not while another step is not committed: the trainer then has work, and more new groups may finish.
+        It does not without a new group that did not fail, or while another step is not committed: the trainer then has
+        work, and more new groups may finish.
         """
-        return not self._taken and self._ready_count > 0 and len(self._reusable) >= missing
+        new = any(ok for groups in self._ready.values() for ok in groups.values())
+        return not self._taken and new and len(self._reusable) >= missing
 
     def reused(self, step: int) -> list[int]:
         """Return the groups, sorted, that `step` trains again. Raises KeyError as `replaced` does."""

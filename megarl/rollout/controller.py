@@ -65,6 +65,7 @@ class RolloutController:
         self._batches = ReadyBatches(self.config.batch.samples_per_group)
         self._engine_time = BusyClock()
         self._taken_at: float | None = None  # when the batch before was taken
+        self._needed = -1  # the step for whose batch the trainer waits, or the last one
         self._tasks = BackgroundTasks()
         self._journal = RolloutJournal(self.config, self.run_dir)
 
@@ -168,9 +169,15 @@ class RolloutController:
             await self._groups.use_again(version)
         return await self.admit() if admit else self._admission.counters
 
-    async def admit(self) -> Counters:
-        """Start every group that the version allows."""
+    async def admit(self, needed: int | None = None) -> Counters:
+        """Start every group that the version allows. `needed`: the step for whose batch the trainer waits from now on.
+
+        From then on its batch may be filled up with groups that are used again.
+        """
         self._tasks.check()
+        if needed is not None:
+            self._needed = needed
+            self._tasks.changed.set()
         self._groups.start()
         return self._admission.counters
 
@@ -198,7 +205,7 @@ class RolloutController:
 
     def _take(self, step: int) -> BatchReady | None:
         """Take the batch of `step`, if its groups are ready."""
-        if self._admission.batch(step) is None:
+        if self._admission.batch(step, needed=step == self._needed) is None:
             return None
         self._groups.free_rows()  # of groups that are too old for the steps after it
         stats, self._runner.stats = self._runner.stats, BatchStats()
@@ -248,7 +255,6 @@ class RolloutController:
         if not counters.balanced:
             raise RolloutError(f"group counters do not add up after step {step}: {counters}")
         self._groups.start()  # in the places of the queue that the step had
-        self._tasks.changed.set()  # the next step may use groups of this one again
         return self._admission.counters
 
     async def counters(self) -> Counters:
@@ -316,7 +322,7 @@ class RolloutController:
         await self._batcher.cancel()
         await self._writer.clear_all()
         self._batches.clear()
-        self._runner.stats, self._taken_at = BatchStats(), None
+        self._runner.stats, self._taken_at, self._needed = BatchStats(), None, -1
 
     async def members(self) -> list[int]:
         """Return the indices of all replicas, lost and joining ones included."""

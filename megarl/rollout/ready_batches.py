@@ -48,7 +48,7 @@ class ReadyBatches:
         reused = admission.reused(step)
         shares: dict[str, float] = {}
         if admission.refill:
-            finished = len(replaced) + admission.groups
+            finished = len(replaced) + len(groups)
             shares = {
                 "rollout/groups_replaced": len(replaced),
                 "rollout/groups_replaced_share": len(replaced) / finished,

@@ -83,10 +83,10 @@ class RecordedAdmission(Admission):
             self._record({"event": "replace", "group": group, "versions": present})
         return replaced
 
-    def batch(self, step: int) -> tuple[list[int], list[int]] | None:
+    def batch(self, step: int, *, needed: bool = True) -> tuple[list[int], list[int]] | None:
         """See `Admission.batch`. Only the call that takes the batch is an event."""
         known = step in self._taken
-        batch = super().batch(step)
+        batch = super().batch(step, needed=needed)
         if batch is not None and not known:
             ok, failed = batch
             event = {"event": "batch", "step": step, "ok": ok, "failed": failed, "replaced": self.replaced(step)}

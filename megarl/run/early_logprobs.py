@@ -100,24 +100,25 @@ class EarlyLedger:
         self.upcoming = list(groups)
         return [tag for group in groups for tag in self._tags[group]]
 
-    def next_portion(self, wanted: Iterable[SampleTag], replicas: int, limit: int) -> Portion | None:
+    def next_portion(self, wanted: Iterable[SampleTag], replicas: int, limit: int, least: int = 0) -> Portion | None:
         """Return the next samples of `wanted` that lack log-probs, spread over the replicas; None if none does.
 
         Together with their prompts they have at most `limit` tokens, those of two passes counted twice, or there is
-        only one sample.
+        only one sample. With fewer than `least` tokens they are not worth a pass.
         """
         chosen: list[SampleTag] = []
         missing: dict[str, list[str]] = {}
         tokens = 0
         for tag in wanted:
             lacking = [stream for stream in self.streams if tag.key not in self._holders[stream]]
-            tokens += tag.total_tokens * len(lacking)
-            if lacking and chosen and tokens > limit:
+            if not lacking:
+                continue
+            if chosen and tokens + tag.total_tokens * len(lacking) > limit:
                 break
-            if lacking:
-                chosen.append(tag)
-                missing[tag.key] = lacking
-        if not chosen:
+            tokens += tag.total_tokens * len(lacking)
+            chosen.append(tag)
+            missing[tag.key] = lacking
+        if not chosen or tokens < least:
             return None
         parts = assign_to_ranks([tag.total_tokens for tag in chosen], replicas)
         return Portion([[chosen[index].key for index in part] for part in parts], missing)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megarl import platforms
 from megarl.config.datasets import own_temperatures
 from megarl.config.old_logprobs import logprob_passes
 from megarl.config.schema import Config
@@ -54,6 +55,7 @@ class IdleLogprobs:
         self._values: dict[str, dict[str, Tensor]] = {stream: {} for stream in self._ledger.streams}
         self._wanted: list[SampleTag] = []  # of the upcoming groups, the samples that the step would train
         self._temperatures = own_temperatures(config)
+        self._uploads = config.needs_reference and _offloads(config)
         self._seconds = 0.0
 
     def work_until(self, ready: Future[Any], step: int, version: int) -> None:
@@ -90,10 +92,13 @@ class IdleLogprobs:
         return [plan.tags[key] for key in plan.keys_of(0)]
 
     def _next_portion(self) -> Portion | None:
-        """Return about one micro-batch for each replica and pipeline stage: less would leave stages idle."""
+        """Return about one micro-batch for each replica and pipeline stage: less would leave stages idle.
+
+        Each pass brings an offloaded reference model to the device, so it is not made for a few samples.
+        """
         replicas = parallel.dp_size()
         limit = self._config.trainer.token_limit * self._config.trainer.parallel.pipeline * replicas
-        return self._ledger.next_portion(self._wanted, replicas, limit)
+        return self._ledger.next_portion(self._wanted, replicas, limit, least=limit // 2 if self._uploads else 0)
 
     def _compute(self, portion: Portion) -> None:
         """Fetch the samples of a portion and compute their log-probs, each replica those of its part."""
@@ -156,6 +161,11 @@ class IdleLogprobs:
             result["samples_share"] = len(early) / (len(owners) * len(held))
             result["tokens_share"] = sum(plan.tags[key].total_tokens for key in early) / tokens
         return {f"perf/idle_logprobs_{name}": value for name, value in result.items()}
+
+
+def _offloads(config: Config) -> bool:
+    """Tell whether the reference model is brought to the device for each pass."""
+    return config.reference.placement == "cpu_offload" and platforms.current().is_cuda
 
 
 def _failed_here(ready: Future[Any]) -> bool:

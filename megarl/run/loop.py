@@ -23,7 +23,7 @@ def train(session: Session) -> None:
         session.evaluations.resume(session.version)
     recorder.start_clock()
     for step in session.steps():
-        pool.admit()
+        pool.admit(step)
         prepared = session.batches.take(step, session.version)
         batch, plan = prepared.batch, prepared.plan
         with pool.keep_batch_on_failure(batch):

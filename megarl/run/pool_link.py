@@ -115,9 +115,12 @@ class PoolLink:
         ahead = pace_of(self._config).runs_ahead
         self._client.use(lambda pool: pool.set_version(version, admit=ahead))
 
-    def admit(self) -> None:
-        """Start every group that the published version allows. Not collective: only rank 0 acts."""
-        self._client.use(lambda pool: pool.admit())
+    def admit(self, needed: int) -> None:
+        """Start every group that the published version allows. Not collective: only rank 0 acts.
+
+        `needed`: the step whose batch the trainer takes next, and has nothing else to do.
+        """
+        self._client.use(lambda pool: pool.admit(needed))
 
     def take_batch(self, step: int, version: int, channel: Channel | None = None) -> StepBatch:
         """Wait for the groups of `step`, which updates the weights of `version`; return keys and tags on every rank."""

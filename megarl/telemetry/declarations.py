@@ -59,8 +59,9 @@ _GROUPS = [
         "groups/reused",
         "groups",
         "sum",
-        "Groups of earlier steps that are trained again (`admission.max_uses`): not admitted again, and part of "
-        "`batch/*` only.",
+        "Groups of earlier steps that are trained again (`admission.max_uses`): not admitted again, and part of what "
+        "describes training (`batch/*`, `policy/*`, `correction/*`, `mismatch/*`, `total/trained_*`), not of "
+        "`reward/*` and `rollout/*`.",
     ),
     Metric("groups/solve_all", "share", "mean", "Share of the batch's groups in which every sample is correct."),
     Metric("groups/solve_none", "share", "mean", "Share of the batch's groups in which no sample is correct."),
@@ -153,7 +154,8 @@ _ROLLOUT = [
         "rollout/prefetch_seconds",
         "s",
         "sum",
-        "Time to plan and fetch the batch in a thread. If generation runs ahead, `time/generate` does not contain it.",
+        "Time to plan and fetch the batch in a thread, if generation runs ahead or log-probs are computed in idle "
+        "time. `time/generate` contains the part of it for which the trainer waited.",
         True,
     ),
     Metric("rollout/replicas_alive", "replicas", "last", "Replicas that work.", True),
@@ -238,7 +240,14 @@ _TIME = [
         "the log-prob passes that it made meanwhile.",
         True,
     ),
-    Metric("time/queue", "s", "sum", "Time the trainer waited for tags and rows, and their way to the ranks.", True),
+    Metric(
+        "time/queue",
+        "s",
+        "sum",
+        "Time the trainer waited for tags and rows, and their way to the ranks. If a thread fetches them, that wait is "
+        "part of `time/generate`.",
+        True,
+    ),
     Metric("time/logprobs", "s", "sum", "Old-policy and reference passes, those made in idle time included.", True),
     Metric("time/update", "s", "sum", "Forward, backward and optimizer.", True),
     Metric(
@@ -306,7 +315,8 @@ _PERF = [
         "perf/idle_logprobs_seconds",
         "s",
         "sum",
-        "Part of `time/logprobs` in which the trainer would otherwise have waited, of passes that were in vain too.",
+        "Part of `time/logprobs` that passes in idle time took, those in vain included. The last one may end after the "
+        "batch has come.",
         True,
     ),
     Metric("perf/host_memory_gib", "GiB", "max", "Resident memory of a trainer rank.", True),

@@ -533,7 +533,10 @@ async def train_two_steps(local: LocalController) -> None:
     assert not asked.done(), "the trainer has work, and more groups may finish"
     counters = await controller.commit(0, trained=2, filtered=1, dropped_stale=0, failed=0, trained_groups=[0, 2])
     assert (counters.trained, counters.reusable) == (2, 2)
-    batch = await asked  # woken by the commit
+    await asyncio.sleep(0.05)
+    assert not asked.done(), "the trainer publishes weights, and more groups may finish"
+    await controller.admit(1)
+    batch = await asked
     assert (batch.keys, batch.groups, batch.reused) == (keys_of(0, 2, 3), [3], [0, 2])
     assert set(local.queue.rows) == set(batch.keys), "rows of a filtered group are freed, those of trained ones stay"
     await controller.set_version(1)
@@ -574,6 +577,7 @@ def test_a_resume_uses_no_settled_group_again_and_leaves_no_rows(reusing: LocalC
         assert not reusing.queue.rows and (counters.reusable, counters.reused, counters.trained) == (0, 2, 3)
         for step in range(2, 5):
             await controller.set_version(step)
+            await controller.admit(step)
             batch = await controller.wait_batch(step, WAIT_S)
             assert len(batch.groups + batch.reused) == GROUPS and min(batch.groups + batch.reused) > 3
             ends = {"trained": len(batch.groups), "filtered": 0, "dropped_stale": 0, "failed": 0}

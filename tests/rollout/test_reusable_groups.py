@@ -95,6 +95,9 @@ class Trainer:
         await controller.set_version(0)
         following = asyncio.create_task(controller.wait_batch(0, 20.0))
         for step in range(STEPS):
+            early = controller._batches.get(step)
+            assert early is None or not early.reused, "filled up before the trainer needs it"
+            await controller.admit(step)
             batch = await following
             if step + 1 < STEPS:
                 following = asyncio.create_task(controller.wait_batch(step + 1, 20.0))
@@ -104,6 +107,7 @@ class Trainer:
             await asyncio.sleep(TRAINING_S)
             self.uses.update({tag.group_id for tag in plan.tags.values()})
             await self.commit(step, plan.outcome, plan.trained_groups)
+            await asyncio.sleep(TRAINING_S)  # as for a publication
             if (step + 1) % 2 == 0:
                 await controller.set_version(step + 1)
 

@@ -44,7 +44,7 @@ def test_the_order_of_a_run(make_run: Callable[..., FakeRun]) -> None:
         "evaluate before of version 0",
         "record before at 0 of version 0: ['report of version 0']",
         "start the clock",
-        "admit",
+        "admit 0",
         "take batch 0 for version 0",
         "fetch plan for version 0",
         "train plan for version 0",
@@ -56,7 +56,7 @@ def test_the_order_of_a_run(make_run: Callable[..., FakeRun]) -> None:
         "set version 1",
         "record step 0 of plan for version 0, which made version 1",
         "poll the save",
-        "admit",
+        "admit 1",
         "take batch 1 for version 1",
         "fetch plan for version 1",
         "train plan for version 1",
@@ -180,10 +180,10 @@ def test_training_goes_on_while_an_evaluation_runs(make_run: Callable[..., FakeR
         "publish 2",
         "start evaluation step_2 of version 2",
         "publish 3 except replica 1",
-        "record step_2 at 2 (now 4) of version 2: ['report of version 2']",
+        "record step_2 at 2 (written at 4) of version 2: ['report of version 2']",
         "publish 4",
         "start evaluation step_4 of version 4",
-        "record step_4 at 4 (now 5) of version 4: ['report of version 4']",
+        "record step_4 at 4 (written at 5) of version 4: ['report of version 4']",
         "publish 5",
         "evaluate after of version 5",
         "record after at 5 of version 5: ['report of version 5']",
@@ -194,7 +194,7 @@ def test_an_evaluation_that_has_ended_is_recorded_after_the_step(make_run: Calla
     run = make_run(5, **BESIDE)
     run.evaluated = True
     journal = journal_of_training(run)
-    record = journal.index("record step_2 at 2 (now 3) of version 2: ['report of version 2']")
+    record = journal.index("record step_2 at 2 (written at 3) of version 2: ['report of version 2']")
     assert journal[record - 1] == "record step 2 of plan for version 2, which made version 3"
 
 
@@ -211,7 +211,7 @@ def test_a_resumed_run_begins_again_what_had_not_ended(make_run: Callable[..., F
     journal = evaluations_and_publications(journal_of_training(again))
     assert journal[:2] == ["publish 3", "start evaluation step_2 of version 3"]
     recorded = [line.partition(" of ")[0] for line in journal if " at " in line]
-    assert recorded == ["record step_2 at 2 (now 4)", "record step_4 at 4 (now 5)", "record after at 5"]
+    assert recorded == ["record step_2 at 2 (written at 4)", "record step_4 at 4 (written at 5)", "record after at 5"]
 
 
 def test_what_has_ended_when_a_checkpoint_is_saved_is_not_begun_again(make_run: Callable[..., FakeRun]) -> None:
@@ -222,7 +222,7 @@ def test_what_has_ended_when_a_checkpoint_is_saved_is_not_begun_again(make_run: 
     assert run.session is not None
     saved = run.session.checkpointer.saved[3]["evaluations"]  # type: ignore[attr-defined]
     recorded = [line.partition(" of ")[0] for line in journal if " at " in line]
-    assert recorded == ["record before at 0", "record step_2 at 2 (now 3)"] and saved == {}
+    assert recorded == ["record before at 0", "record step_2 at 2 (written at 3)"] and saved == {}
     assert not [line for line in journal if line.startswith("evaluate after")]
 
 

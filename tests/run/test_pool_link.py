@@ -90,8 +90,8 @@ class FakeClient:
     def set_version(self, version: int, admit: bool) -> None:
         self._note(f"set_version {version} {admit}")
 
-    def admit(self) -> None:
-        self._note("admit")
+    def admit(self, needed: int) -> None:
+        self._note(f"admit {needed}")
 
     def references(self, groups: Sequence[int]) -> dict[int, str]:
         self._note(f"references {sorted(groups)}")
@@ -404,7 +404,7 @@ def everything_not_collective(link: PoolLink) -> list[Any]:
     handles = link.engine_handles()
     link.announce(3)
     link.set_version(3)
-    link.admit()
+    link.admit(7)
     link.commit(batch_of(), plan_of(link))
     state = link.state_dict()
     link.close(keep_pool=False)
@@ -415,7 +415,7 @@ def test_ranks_that_hold_nothing_do_nothing(links: Links) -> None:
     outcomes = links.run(everything_not_collective)
     assert outcomes == [["handles", {"admission": {"steps": 1}}], *[[None, {}]] * 3]
     assert links.journal.of(1) == links.journal.of(3) == []
-    assert links.journal.of(0)[3:6] == ["announce 3", "set_version 3 False", "admit"]
+    assert links.journal.of(0)[3:6] == ["announce 3", "set_version 3 False", "admit 7"]
 
 
 @pytest.mark.parametrize(("mode", "admits"), [("sync", False), ("one_step_off", True), ("async", True)])

@@ -62,9 +62,9 @@ class FakeRecorder:
         self._note(f"record step {batch.step} of {plan}, which made version {version}")
 
     def evaluation(
-        self, steps_done: int, version: int, label: str, reports: Sequence[str], *, now: int | None = None
+        self, steps_done: int, version: int, label: str, reports: Sequence[str], *, written_at: int | None = None
     ) -> None:
-        at = f"{steps_done}" if now is None else f"{steps_done} (now {now})"
+        at = f"{steps_done}" if written_at is None else f"{steps_done} (written at {written_at})"
         self._note(f"record {label} at {at} of version {version}: {reports}")
 
     def roll_back(self, step: int) -> None:
@@ -102,8 +102,8 @@ class FakePool(Part):
     def set_version(self, version: int) -> None:
         self._note(f"set version {version}")
 
-    def admit(self) -> None:
-        self._note("admit")
+    def admit(self, needed: int) -> None:
+        self._note(f"admit {needed}")
 
     def take_batch(self, step: int, version: int, channel: object = None) -> StepBatch:
         self._run.taking(step)
