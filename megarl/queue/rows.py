@@ -1,51 +1,71 @@
-"""Converts trajectories to rows of the trajectory queue and back: columns of tensors, and tags of scalars."""
+"""Converts trajectories to rows of the trajectory queue and back: one column of bytes, and tags of scalars.
+
+All numbers of a trajectory are in one column, because the work of TransferQueue (0.1.11) for a put or a fetch is done
+for each row and column, whatever their size. A row is a head of three int64 (the numbers of prompt tokens, of response
+tokens, and of values that its version spans have), then the values of `_layout` in the machine's byte order.
+
+Shapes: B the bytes of all rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from megarl.queue.streams import STREAMS, stream_column, stream_row
+from megarl.queue.streams import STREAMS, Stream, stream_row
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-COLUMNS = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "versions")
+COLUMN = "trajectory"
+_HEAD = 3  # numbers in a row's head
+_FIELDS = ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")  # those that a row has as they are
+_SPAN = 5  # version, start, end, lost, epoch
 
 
 def encode(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, list[dict[str, Any]]]:
-    """Return (TensorDict of jagged columns, tags), one row per trajectory.
+    """Return (TensorDict of one jagged uint8 column, tags), one row per trajectory.
 
-    Token ids and versions are int64, masks int8, log-probs float32 and bitwise equal to the engine's.
+    Token ids are int32 in it, masks int8, log-probs float32 and bitwise equal to the engine's.
     """
-    import numpy as np
     import torch
     from tensordict import TensorDict
 
-    def jagged(rows: Sequence[Sequence[float]], dtype: str) -> torch.Tensor:
-        # One tensor for all rows, because a tensor per row takes six times as long; and NumPy reads numbers of Python
-        # seven times as fast as torch.
-        offsets = torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64)
-        values = torch.empty(int(offsets[-1]), dtype=getattr(torch, dtype))
-        # Copied, because torch gives an empty array of NumPy the stride 0, which the library refuses to send.
-        values.numpy()[:] = np.fromiter(chain.from_iterable(rows), dtype, count=len(values))
-        return torch.nested.nested_tensor_from_jagged(values, offsets)
+    rows = [_row(trajectory) for trajectory in trajectories]
+    # One tensor for all rows, because a tensor per row takes six times as long.
+    values_B = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
+    offsets = torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64)
+    column = torch.nested.nested_tensor_from_jagged(values_B, offsets)
+    return TensorDict({COLUMN: column}, batch_size=len(rows)), [_tag(trajectory) for trajectory in trajectories]
 
-    spans = [[n for s in t.versions for n in (s.version, s.start, s.end, s.lost, s.epoch)] for t in trajectories]
-    columns = {
-        "prompt_ids": jagged([t.prompt_ids for t in trajectories], "int64"),
-        "response_ids": jagged([t.response_ids for t in trajectories], "int64"),
-        "response_mask": jagged([t.response_mask for t in trajectories], "int8"),
-        "rollout_logprobs": jagged([t.rollout_logprobs for t in trajectories], "float32"),
-        "versions": jagged(spans, "int64"),
-    }
-    for stream in STREAMS.from_rollout:
-        rows = [stream_row(stream, trajectory) for trajectory in trajectories]
-        columns[stream_column(stream)] = jagged(rows, stream.dtype)
-    return TensorDict(columns, batch_size=len(trajectories)), [_tag(trajectory) for trajectory in trajectories]
+
+def _layout(head: Sequence[int], streams: Sequence[Stream]) -> Iterator[tuple[str, str, int]]:
+    """Yield (name, code of `array`, number of values) of the parts of a row after its head, widest values first."""
+    prompt, response, spans = head
+    yield "versions", "q", spans
+    yield from ((stream.name, "q", response) for stream in streams if stream.dtype == "int64")
+    yield "prompt_ids", "i", prompt
+    yield "response_ids", "i", response
+    yield "rollout_logprobs", "f", response
+    yield from ((stream.name, "f", response) for stream in streams if stream.dtype == "float32")
+    yield "response_mask", "b", response
+    yield from ((stream.name, "b", response) for stream in streams if stream.dtype == "bool")
+
+
+def _row(trajectory: Trajectory) -> bytes:
+    streams = STREAMS.from_rollout
+    values: dict[str, Sequence[float]] = {stream.name: stream_row(stream, trajectory) for stream in streams}
+    values["versions"] = [n for s in trajectory.versions for n in (s.version, s.start, s.end, s.lost, s.epoch)]
+    for name in _FIELDS:
+        values[name] = getattr(trajectory, name)
+    head = array("q", [len(values[name]) for name in ("prompt_ids", "response_ids", "versions")])
+    # The codes of `array` are more than its type stubs can tell apart.
+    parts: list[array[Any]] = [array(code, values[name]) for name, code, _ in _layout(head, streams)]
+    return b"".join([head.tobytes(), *(part.tobytes() for part in parts)])
 
 
 def _tag(trajectory: Trajectory) -> dict[str, Any]:
@@ -59,38 +79,54 @@ def decode_tag(tag: dict[str, Any]) -> SampleTag:
 
 
 def decode(data: TensorDict, tags: Sequence[dict[str, Any]]) -> list[Trajectory]:
-    """Return the trajectories of `encode`'s columns and tags."""
-    columns = {name: _rows(data[name]) for name in COLUMNS}
-    streams = {stream.name: _rows(data[stream_column(stream)]) for stream in STREAMS.from_rollout}
+    """Return the trajectories of `encode`'s column and tags. Raises ValueError for a row that `encode` has not made."""
     trajectories = []
-    for index, tag in enumerate(tags):
-        flat = columns["versions"][index]
-        spans = tuple(VersionSpan(*flat[start : start + 5]) for start in range(0, len(flat), 5))
+    for row, tag in zip(_rows(data[COLUMN]), tags, strict=True):
+        values = _values(row, tag["key"])
+        flat = values["versions"]
+        spans = tuple(VersionSpan(*flat[start : start + _SPAN]) for start in range(0, len(flat), _SPAN))
+        own = {name: values[name] for name in _FIELDS}
         trajectories.append(
             Trajectory(
                 group_id=tag["group_id"],
                 sample_index=tag["sample_index"],
-                prompt_ids=columns["prompt_ids"][index],
-                response_ids=columns["response_ids"][index],
-                rollout_logprobs=columns["rollout_logprobs"][index],
                 versions=spans,
                 finish_reason=tag["finish_reason"],
                 reward=tag["reward"],
                 reward_components=tag["reward_components"],
                 status=tag["status"],
                 failure=tag["failure"],
-                response_mask=columns["response_mask"][index],
-                streams={name: rows[index] for name, rows in streams.items()},
+                streams={stream.name: values[stream.name] for stream in STREAMS.from_rollout},
                 dataset=tag["dataset"],
+                **own,
             )
         )
     return trajectories
 
 
-def _rows(column: torch.Tensor) -> list[list[Any]]:  # of int or float, by the dtype of the column
-    """Return the rows of a column as lists. The library returns a dense tensor if all rows have the same length."""
+def _values(row: memoryview, key: str) -> dict[str, list[Any]]:  # of int, float or bool, by the part
+    """Return the parts of a row by name."""
+    streams = STREAMS.from_rollout
+    head, start = array("q"), _HEAD * 8
+    head.frombytes(row[:start])
+    values: dict[str, list[Any]] = {}
+    for name, code, count in _layout(head, streams):
+        part: array[Any] = array(code)
+        end = start + count * part.itemsize
+        part.frombytes(row[start:end])
+        values[name], start = part.tolist(), end
+    if start != len(row) or any(len(values[name]) != count for name, _, count in _layout(head, streams)):
+        raise ValueError(f"the row of sample {key} has {len(row)} bytes, but its head {head.tolist()} means {start}")
+    for stream in streams:
+        if stream.dtype == "bool":
+            values[stream.name] = [bool(value) for value in values[stream.name]]
+    return values
+
+
+def _rows(column: torch.Tensor) -> list[memoryview]:
+    """Return the bytes of each row. The library returns a dense tensor if all rows have the same length."""
     if not column.is_nested:
-        rows: list[list[Any]] = column.tolist()
-        return rows
-    values, offsets = column.values().tolist(), column.offsets().tolist()  # type: ignore[attr-defined]
+        return [memoryview(row.numpy()) for row in column.contiguous()]
+    jagged: Any = column  # torch's types do not know the methods of nested tensors
+    values, offsets = memoryview(jagged.values().numpy()), jagged.offsets().tolist()
     return [values[start:end] for start, end in pairwise(offsets)]

@@ -1,4 +1,4 @@
-"""The trajectory queue on top of TransferQueue: one row per sample, one column per field, unpadded.
+"""The trajectory queue on top of TransferQueue: one row per sample, unpadded (`rows.py`).
 
 The rollout controller starts TransferQueue's actors (`start_queue`); all other processes attach by name
 (`QueueWriter.attach`, `QueueReader.attach`). Actor names and the partition contain the run and its attempt, so that two

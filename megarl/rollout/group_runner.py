@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from megarl.common.errors import first_exception
 from megarl.config.schema import Config
@@ -98,7 +99,11 @@ class SampleContext:
         self._runner, self._deadline = runner, deadline
         self._progress = runner.progress[group_id]
         self._turns = 0
-        self.rng = random.Random(self._seed(0))
+
+    @cached_property
+    def rng(self) -> random.Random:
+        """See `AgentContext.rng`. Made when it is first used, because most loops use none."""
+        return random.Random(self._seed(0))
 
     def _seed(self, turn: int) -> int:
         return request_seed(self._runner.config.run.seed, self.group_id, self.sample_index, turn)

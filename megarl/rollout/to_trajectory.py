@@ -100,8 +100,18 @@ def check_trajectory(row: Trajectory, group_id: int, sample_index: int) -> None:
             raise ValueError(f"sample {row.key}: stream {name!r} is made by the trainer, not by an agent loop")
         stream_row(stream, row)
     if row.status == "ok":
-        versioned = {token for span in row.versions for token in range(span.start, span.end)}
-        missing = [token for token, sampled in enumerate(row.response_mask) if sampled and token not in versioned]
-        if not tokens or missing:
-            what = f"no weight version for response token {missing[0]}" if missing else "no response token"
+        missing = _without_version(row)
+        if not tokens or missing is not None:
+            what = f"no weight version for response token {missing}" if tokens else "no response token"
             raise ValueError(f"sample {row.key}: {what}")
+
+
+def _without_version(row: Trajectory) -> int | None:
+    """Return the first sampled token that no span covers; None if there is none."""
+    covered, mask = 0, row.response_mask
+    ends = [(span.start, span.end) for span in sorted(row.versions, key=lambda span: span.start)]
+    for start, end in [*ends, (len(mask), len(mask))]:
+        if any(gap := mask[covered:start]):
+            return covered + next(token for token, sampled in enumerate(gap) if sampled)
+        covered = max(covered, end)
+    return None

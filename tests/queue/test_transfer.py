@@ -71,7 +71,19 @@ def groups(draw: st.DrawFn, group_id: int = 0) -> list[Trajectory]:
 def test_encoding_is_exact(rows: list[Trajectory]) -> None:
     fields, tags = encode(rows)
     assert decode(fields, tags) == rows
-    assert fields["response_ids"].values().numel() == sum(len(row.response_ids) for row in rows)  # no padding
+    # No padding: a head of 24 bytes, 4 for each token of the prompt, 9 for one of the response, 40 for each span.
+    sizes = [24 + 4 * len(row.prompt_ids) + 9 * len(row.response_ids) + 40 * len(row.versions) for row in rows]
+    assert fields["trajectory"].values().numel() == sum(sizes)
+
+
+def test_a_row_of_another_length_is_refused() -> None:
+    row = Trajectory(0, 1, [1, 2], [3, 4, 5], [-0.5] * 3, (VersionSpan(0, 0, 3),), "stop", 1.0)
+    fields, tags = encode([row])
+    for change in (lambda row_B: row_B[:-1], lambda row_B: torch.cat([row_B, row_B[:1]])):
+        values_B = change(fields["trajectory"].values())
+        jagged = torch.nested.nested_tensor_from_jagged(values_B, torch.tensor([0, len(values_B)]))
+        with pytest.raises(ValueError, match=r"the row of sample 0:1 has \d+ bytes, but its head \[2, 3, 5\] means 99"):
+            decode({"trajectory": jagged}, tags)  # type: ignore[arg-type]
 
 
 def test_bounded_raises_in_time_and_passes_errors_on() -> None:

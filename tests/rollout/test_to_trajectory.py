@@ -6,6 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rewards.types import RewardOutcome
@@ -117,3 +119,17 @@ def test_a_stream_that_nobody_declared_is_named() -> None:
 def test_a_failed_trajectory_needs_neither_tokens_nor_versions() -> None:
     assert fault(failed_trajectory(7, 1, "no answer")) == ""
     assert fault(replace(LOOPED, status="failed", versions=())) == ""
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=4)
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=6), SPANS)
+def test_the_first_sampled_token_without_version_is_found(mask: list[int], ends: list[tuple[int, int]]) -> None:
+    """Whatever order the spans have, and if they overlap or are empty."""
+    spans = tuple(VersionSpan(3, *each) for each in ends if each[0] <= each[1])
+    covered = {token for span in spans for token in range(span.start, span.end)}
+    missing = [token for token, sampled in enumerate(mask) if sampled and token not in covered]
+    row = replace(LOOPED, response_ids=[5] * len(mask), rollout_logprobs=[-1.0] * len(mask), response_mask=mask)
+    found = fault(replace(row, versions=spans))
+    assert found == (f"sample 7:1: no weight version for response token {missing[0]}" if missing else "")

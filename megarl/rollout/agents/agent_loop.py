@@ -13,15 +13,16 @@ from megarl.rollout.requests import GenerateResult
 
 
 class AgentContext(Protocol):
-    """One sample of one prompt group, and the services that its loop may use.
-
-    `rng` is seeded by the run's seed, the group and the sample, so a loop that draws from nothing else is reproducible.
-    """
+    """One sample of one prompt group, and the services that its loop may use."""
 
     group_id: int
     sample_index: int
     prompt: Drawn
-    rng: random.Random
+
+    @property
+    def rng(self) -> random.Random:
+        """Seeded by the run's seed, the group and the sample: a loop that draws from nothing else is reproducible."""
+        ...
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> GenerateResult:
         """Sample the model's continuation of `token_ids` with the sampling of the prompt's set.
