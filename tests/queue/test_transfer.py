@@ -306,6 +306,7 @@ def test_a_queue_whose_processes_have_ended_is_not_waited_for(
         reader.fetch(["g0-0"])
     assert time.monotonic() - start < 5
     release.set()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), reader._client._client._loop).result(5)  # it goes on
     reader.close()
 
 

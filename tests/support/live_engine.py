@@ -145,6 +145,7 @@ class LiveReplica:
             self._engine.shutdown()
 
         self.run(stop(), 60)
+        self._engine = None  # freed now: at the end of the process vLLM's modules are gone before it
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
