@@ -233,6 +233,8 @@ def test_files_that_cannot_be_judged_are_refused(tmp_path: Path) -> None:
         file.write((tmp_path / "train.jsonl").read_text().splitlines()[0] + "\n")
     with pytest.raises(UnreadableRun, match="equal lines"):
         check_run(run_dir)
+    with pytest.raises(UnreadableRun, match="max_uses > 1 is not supported"):
+        check_run(write_run(tmp_path / "again", admission={"max_uses": 2}))
 
 
 # --- the rules, one group at a time
