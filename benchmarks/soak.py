@@ -39,8 +39,9 @@ for folder in (ROOT, ROOT / "benchmarks"):
 
 import yaml  # noqa: E402
 from report import Ratio, add_options, finish  # noqa: E402
-from soak_accounting import AccountingReport, UnreadableRun, check_run  # noqa: E402
+from soak_accounting import check_run  # noqa: E402
 from soak_faults import Fault, FaultTarget, Happened, Injector, lethal, missing, processes_left, schedule  # noqa: E402
+from soak_problems import AccountingReport, UnreadableRun  # noqa: E402
 from soak_reward import marked  # noqa: E402
 from whole_run import environment, train  # noqa: E402
 

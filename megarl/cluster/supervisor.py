@@ -257,10 +257,9 @@ class Supervisor:
         """End the engines first (bounded), then Ray, then every process that is left, by pid and start time."""
         started = time.monotonic()
         self._ending_since = self._ending_since or started
-        if failure is not None and self.stop_reason is None:
+        state, error = "stopped", self.stop_reason
+        if failure is not None and error is None:
             state, error = "failed", _cause(failure)
-        else:
-            state, error = "stopped", self.stop_reason
         # Published before the clean-up: the launcher may wait for it, and ranks that wait for an actor of the pool
         # must find the reason when the actor ends.
         self._publish(state="stopping" if state == "stopped" else state, error=error)

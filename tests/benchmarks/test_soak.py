@@ -24,8 +24,8 @@ from benchmarks.soak import (
     run_config,
     run_once,
 )
-from benchmarks.soak_accounting import AccountingReport
 from benchmarks.soak_faults import KINDS, Fault, Happened, schedule
+from benchmarks.soak_problems import AccountingReport
 from benchmarks.soak_reward import is_late, late_math, marked
 from megarl.config.load import config_from_tree
 from megarl.config.pace import pace_of

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak_accounting import CHECKS, AccountingReport, Rules, UnreadableRun, check_run, judge, main
+from benchmarks.soak_accounting import AccountingReport, Rules, UnreadableRun, check_run, main
+from benchmarks.soak_batches import judge
+from benchmarks.soak_problems import CHECKS
 from tests.support.soak_runs import edit_lines, edit_rows, write_run
 
 Change = Callable[[dict[str, Any]], dict[str, Any] | None]

@@ -78,7 +78,7 @@ def test_groups_that_are_used_again_are_part_of_the_batch_and_no_new_ones() -> N
 
 
 def test_the_share_of_replaced_groups_is_that_of_the_new_ones() -> None:
-    """Of the two groups that finished before step 1, one was replaced; the other group of the batch is used again."""
+    """Two groups finished before step 1, and one of them was replaced; the other group of the batch is used again."""
     admission = Admission(2, Pace(max_staleness=3), refill=4, max_uses=2)
     admission.set_version(0)
     assert admission.admit() == [0, 1, 2, 3]

@@ -63,7 +63,7 @@ def test_the_groups_that_the_batch_takes_first_are_computed_first() -> None:
 
 
 def test_a_short_portion_is_worth_a_pass_only_if_no_further_sample_fits() -> None:
-    """What does not fit now does not fit later either, so waiting for more would never end."""
+    """A sample that does not fit now does not fit later either, so waiting for more would never end."""
     both = 2 * (PROMPT + 4)  # tokens of one sample in two passes
     ledger = EarlyLedger(BOTH)
     ledger.begin(0)

@@ -121,7 +121,7 @@ def test_totals_are_sums_over_the_committed_history(steps: list[dict[str, int]],
 def test_engine_time_beside_log_probs_in_idle_time_is_counted_once(
     config: Config, open_recorder: Callable[..., Recorder]
 ) -> None:
-    """Of 7 s of an engine the trainer has waited for 3 s; it spent the others on log-probs."""
+    """The trainer has waited for 3 s of the engine's 7 s; it spent the others on log-probs."""
     recorder, now = open_recorder(), [0.0]
     recorder.timer = PhaseTimer(lambda: now[0])
     phases: dict[Phase, float] = {"generate": 3.0, "logprobs": 4.0, "update": 1.0}
