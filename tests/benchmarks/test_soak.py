@@ -168,6 +168,7 @@ def test_a_good_soak_misses_nothing() -> None:
         ({"happened": hit(continued=9) + hit(continued=0)}, "responses continued"),
         ({"happened": hit(busy=False)}, "responses continued"),
         ({"happened": hit(restarted=0)}, "replicas restarted without"),
+        ({"records": [{"sync/restarted_replicas": 3.0}], "happened": hit(restarted=3)}, "replicas restarted without"),
         ({"late_rewards": 5}, "reward time-outs"),
         ({"late_rewards": 3}, "reward time-outs"),
         ({"late_rewards": 0}, "reward time-outs"),
