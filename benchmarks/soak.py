@@ -12,8 +12,9 @@ Rows, for both runs where it makes sense:
 
 - each check of benchmarks/soak_accounting.py, an independent script over the run's files: its number of problems, and
   the oldest token that was trained over the bound;
-- the planned faults that happened, were noticed and were survived: replaced replicas, responses that another engine
-  has continued, counted time-outs;
+- the planned faults that happened, were noticed and were survived: replaced replicas, and none replaced without a
+  loss; responses that another engine has continued, for each busy replica that was lost; as many time-outs counted as
+  rewards were late;
 - final accuracy, greedy and sampled: the difference to the undisturbed run in points;
 - the time of all this over `--minutes`. A run that does not end in time is killed and reported.
 """
@@ -38,8 +39,9 @@ for folder in (ROOT, ROOT / "benchmarks"):
 
 import yaml  # noqa: E402
 from report import Ratio, add_options, finish  # noqa: E402
-from soak_accounting import AccountingReport, UnreadableRun, check_run  # noqa: E402
-from soak_faults import Fault, FaultTarget, Happened, Injector, lost_replicas, missing, processes_left, schedule  # noqa: E402
+from soak_accounting import check_run  # noqa: E402
+from soak_faults import Fault, FaultTarget, Happened, Injector, lethal, missing, processes_left, schedule  # noqa: E402
+from soak_problems import AccountingReport, UnreadableRun  # noqa: E402
 from soak_reward import marked  # noqa: E402
 from whole_run import environment, train  # noqa: E402
 
@@ -139,23 +141,26 @@ def run_once(
         outcome.failure = str(error)
         say(f"FAILED: {outcome.failure}")
     finally:
-        injector.stop()
+        problem = injector.stop()
     outcome.happened, outcome.late_rewards = injector.happened, marked(marks(run_dir))
     outcome.left = processes_left(run_dir, LEAVE_S)
-    note_continued(outcome)
+    note_effects(outcome)
     if not outcome.failure:
         outcome.summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         count(outcome, run_dir)
+    outcome.failure = "; ".join(filter(None, (outcome.failure, problem)))
     say(f"ended after {len(outcome.records)} steps")
     return outcome
 
 
-def note_continued(outcome: SoakOutcome) -> None:
-    """Note for each fault how many responses other engines continued until the next fault."""
+def note_effects(outcome: SoakOutcome) -> None:
+    """Note for each fault what there was until the next one: restarted replicas, responses continued elsewhere."""
     steps = [each.step for each in outcome.happened] + [len(outcome.records)]
     for event, end in zip(outcome.happened, steps[1:], strict=True):
-        continued = sum(record.get("rollout/continued") or 0.0 for record in outcome.records[event.step : end])
-        event.notes.append(f"{continued:.0f} responses continued elsewhere")
+        records = outcome.records[event.step : end]
+        event.continued = int(sum(record.get("rollout/continued") or 0.0 for record in records))
+        event.restarted = int(sum(record.get("sync/restarted_replicas") or 0.0 for record in records))
+        event.notes.append(f"{event.continued} responses continued elsewhere")
 
 
 def count(outcome: SoakOutcome, run_dir: Path) -> None:
@@ -214,15 +219,39 @@ def fault_rows(outcome: SoakOutcome, faults: Sequence[Fault]) -> list[Ratio]:
     details = {str(number): str(each) for number, each in enumerate(outcome.happened, start=1)}
     if absent := missing(faults, outcome.happened):
         details["not happened, or not over"] = ", ".join(absent)
-    lost, restarted = lost_replicas(outcome.happened), outcome.total("sync/restarted_replicas")
-    late, counted = outcome.late_rewards, outcome.total("reward/errors")
-    rewards = {"late": late, "counted by the run (reward/errors)": counted}
     return [
         Ratio("faults survived / planned", ratio(over, len(faults)), 1.0, at_least=True, details=details),
-        Ratio("replicas restarted / lost", ratio(restarted, lost), 1.0, at_least=True, details={"lost": lost}),
-        Ratio("responses continued elsewhere", outcome.total("rollout/continued"), 1.0, at_least=True),
-        Ratio("reward time-outs counted / late rewards", ratio(counted, late), 1.0, at_least=True, details=rewards),
+        *loss_rows(outcome),
+        reward_row(outcome),
     ]
+
+
+def loss_rows(outcome: SoakOutcome) -> list[Ratio]:
+    """Return the rows that say what the loss of replicas has cost.
+
+    A replica that is lost in the middle of a weight sync takes the others along, so one loss may restart all of them.
+    """
+    lost, restarted = lethal(outcome.happened), outcome.total("sync/restarted_replicas")
+    explained = sum(min(REPLICAS, each.restarted) for each in lost)
+    counts = {"lost": len(lost), "restarted": restarted}
+    continued = [each.continued for each in lost if each.busy]
+    responses = {"by each loss of a busy replica": continued, "in all": outcome.total("rollout/continued")}
+    return [
+        Ratio("replicas restarted / lost", ratio(restarted, len(lost)), 1.0, at_least=True, details=counts),
+        Ratio("replicas restarted without a loss", restarted - explained, 0.0),
+        Ratio(
+            "responses continued elsewhere, least of a busy replica that was lost",
+            min(continued, default=float("nan")), 1.0, at_least=True, details=responses,
+        ),
+    ]  # fmt: skip
+
+
+def reward_row(outcome: SoakOutcome) -> Ratio:
+    """Return the row that says whether the run has counted each late reward, and no other one."""
+    late, counted = outcome.late_rewards, outcome.total("reward/errors")
+    difference = abs(counted - late) if late else float("nan")
+    details = {"late": late, "counted by the run (reward/errors)": counted}
+    return Ratio("reward time-outs counted: difference to the late rewards", difference, 0.0, details=details)
 
 
 def ratio(value: float, of: float) -> float:

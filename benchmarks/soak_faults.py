@@ -25,6 +25,7 @@ import psutil
 POLL_S = 0.2
 BUSY_WAIT_S = 10.0  # for an engine that works, so that a fault hits requests in flight
 RECOVER_S = 240.0  # for a replica that was lost, until a publication has replaced it
+STOP_S = 30.0  # for the thread of the faults, when the run has ended
 NOTICE_S = 120.0  # for a run that goes on after a replica was slow
 DUTY = (0.15, 0.05)  # seconds of SIGSTOP and SIGCONT of a slow replica, in turn
 _LOG = re.compile(r"replica-(\d+)\.log")
@@ -102,13 +103,20 @@ def schedule(
 
 @dataclass
 class Happened:
-    """A fault that was injected: when, on which process, and what the run did. `over`: it did what it should."""
+    """A fault that was injected: when, on which process, and what the run did. `over`: it did what it should.
+
+    `busy`: the engine had requests. `continued`, `restarted`: the responses that other engines have finished, and the
+    replicas that were restarted, until the next fault.
+    """
 
     fault: Fault
     pid: int
     step: int
     at_s: float
     over: bool = False
+    busy: bool = False
+    continued: int = 0
+    restarted: int = 0
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -238,12 +246,13 @@ class Injector:
         self._thread = threading.Thread(target=self._run, name="faults", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the injection, because the run has ended. Raises the error that has ended it before."""
+    def stop(self) -> str:
+        """End the injection, because the run has ended; return what went wrong in it, "" if nothing did."""
         self._end.set()
-        self._thread.join(30.0)
-        if self._error is not None:
-            raise self._error
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            return f"the faults: waited {STOP_S:.0f} s for their thread to end"
+        return "" if self._error is None else f"the faults: {self._error!r}"
 
     def _run(self) -> None:
         try:
@@ -264,7 +273,7 @@ class Injector:
             return False
         busy = self._wait_until_busy(replica.engine)
         hit = replica.hit_by(fault)
-        event = Happened(fault, hit[0].pid, self._step, time.monotonic() - self._begun)
+        event = Happened(fault, hit[0].pid, self._step, time.monotonic() - self._begun, busy=busy)
         self.happened.append(event)
         event.notes.append("it had requests" if busy else "it was idle")
         self._say(f"step {event.step}: {fault} (pid {event.pid}), {event.notes[0]}")
@@ -375,6 +384,6 @@ def missing(faults: Sequence[Fault], happened: Sequence[Happened]) -> list[str]:
     return sorted({f"{fault.kind} {fault.target}" for fault in faults if (fault.kind, fault.target) not in over})
 
 
-def lost_replicas(happened: Sequence[Happened]) -> int:
-    """Return the number of faults that cost a replica."""
-    return sum(KINDS[each.fault.kind].loses for each in happened)
+def lethal(happened: Sequence[Happened]) -> list[Happened]:
+    """Return the faults that cost a replica."""
+    return [each for each in happened if KINDS[each.fault.kind].loses]

@@ -229,7 +229,7 @@ class PoolClient:
         """Report that the engines serve `version`; with `admit`, also start the groups that it allows."""
         return self.call("set_version", version, admit, timeout_s=self.config.timeouts.rpc_s)
 
-    def admit(self, needed: int | None = None) -> Counters:
+    def admit(self, needed: int) -> Counters:
         """Start every group that the published version allows. `needed`: the step for whose batch the trainer waits."""
         return self.call("admit", needed, timeout_s=self.config.timeouts.rpc_s)
 

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "supervisor.json"
 STOP_FILE = "supervisor.stop"
 SPEC_FILE = "supervisor_spec.json"
+_ENDED = {"failed": "failed", "stopping": "is stopping", "stopped": "stopped"}  # states after which none is "ready"
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,26 @@ class SupervisorHandle:
         return self.host != platform.node() or is_alive(self.process)
 
     def check(self) -> None:
-        """Raise PoolEnded with the reason if the pool has ended. A wait for the pool calls it now and then."""
+        """Raise PoolEnded with the reason if the pool has ended. A wait for the pool calls it now and then.
+
+        A state file that cannot be read now says nothing: a shared file system may fail for a moment.
+        """
         run_dir = Path(self.run_dir)
-        state = read_state(run_dir) or {}
-        if not self.is_alive() or state.get("state") != "ready":
-            reason = state.get("error") or "its supervisor was killed"
-            raise PoolEnded(f"the rollout pool has ended: {reason}; see {run_dir / 'logs'}")
+        try:
+            state = read_state(run_dir) or {}
+        except OSError as error:
+            if self.is_alive():
+                logger.warning("the state of the rollout pool is not known now: %s", error)
+                return
+            state = {}
+        launch_id = state.get("launch_id", self.launch_id)
+        if launch_id != self.launch_id:
+            reason: str | None = f"another launch ({launch_id}) has begun in {run_dir}"
+        elif self.is_alive() and state.get("state") == "ready":
+            return
+        else:
+            reason = state.get("error")
+        raise PoolEnded(f"the rollout pool has ended: {reason or 'its supervisor was killed'}; see {run_dir / 'logs'}")
 
 
 @dataclass(frozen=True)
@@ -236,8 +251,8 @@ def _await_state(
     while True:
         state = read_state(run_dir)
         if state is not None and state["launch_id"] == launch_id:
-            if state["state"] in {"failed", "stopped"}:
-                raise SupervisorFailed(f"the rollout pool {state['state']}: {state['error'] or 'asked to stop'}")
+            if ended := _ENDED.get(state["state"]):
+                raise SupervisorFailed(f"the rollout pool {ended}: {state['error'] or 'asked to stop'}")
             if done(state):
                 return state
             if state["host"] == platform.node() and not is_alive(ProcessId(**state["process"])):

@@ -257,10 +257,12 @@ class Supervisor:
         """End the engines first (bounded), then Ray, then every process that is left, by pid and start time."""
         started = time.monotonic()
         self._ending_since = self._ending_since or started
-        state = "failed" if failure is not None and self.stop_reason is None else "stopped"
-        if state == "failed":
-            # Published before the clean-up, because the launcher is waiting for it.
-            self._publish(state=state, error=_cause(failure) if failure else None)
+        state, error = "stopped", self.stop_reason
+        if failure is not None and error is None:
+            state, error = "failed", _cause(failure)
+        # Published before the clean-up: the launcher may wait for it, and ranks that wait for an actor of the pool
+        # must find the reason when the actor ends.
+        self._publish(state="stopping" if state == "stopped" else state, error=error)
         self._children |= self._descendants()
         self._close_actors(min(5.0, self.config.timeouts.shutdown_s / 3))
         self._children |= self._descendants()
@@ -269,7 +271,7 @@ class Supervisor:
             self._head.stop()
         if left:
             logger.error("still alive after SIGKILL: %s", sorted(process.pid for process in left))
-        self._publish(state=state, error=_cause(failure) if failure else self.stop_reason)
+        self._publish(state=state, error=error)
         logger.info("torn down in %.1f s", time.monotonic() - started)
 
     def _close_actors(self, timeout_s: float) -> None:

@@ -10,7 +10,7 @@ Shapes: B the bytes of all rows.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ COLUMN = "trajectory"
 _HEAD = 3  # numbers in a row's head
 _FIELDS = ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")  # those that a row has as they are
 _SPAN = 5  # version, start, end, lost, epoch
+_CODES = {"int64": "q", "float32": "f", "bool": "b"}  # of `array`, by the dtype of a stream
 
 
 def encode(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, list[dict[str, Any]]]:
@@ -43,21 +44,26 @@ def encode(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, list[dict[st
     return TensorDict({COLUMN: column}, batch_size=len(rows)), [_tag(trajectory) for trajectory in trajectories]
 
 
-def _layout(head: Sequence[int], streams: Sequence[Stream]) -> Iterator[tuple[str, str, int]]:
-    """Yield (name, code of `array`, number of values) of the parts of a row after its head, widest values first."""
+def _layout(head: Sequence[int], streams: Sequence[Stream]) -> list[tuple[str, str, int]]:
+    """Return (name, code of `array`, number of values) of the parts of a row after its head."""
     prompt, response, spans = head
-    yield "versions", "q", spans
-    yield from ((stream.name, "q", response) for stream in streams if stream.dtype == "int64")
-    yield "prompt_ids", "i", prompt
-    yield "response_ids", "i", response
-    yield "rollout_logprobs", "f", response
-    yield from ((stream.name, "f", response) for stream in streams if stream.dtype == "float32")
-    yield "response_mask", "b", response
-    yield from ((stream.name, "b", response) for stream in streams if stream.dtype == "bool")
+    return [
+        ("versions", "q", spans),
+        ("prompt_ids", "i", prompt),
+        ("response_ids", "i", response),
+        ("rollout_logprobs", "f", response),
+        ("response_mask", "b", response),
+        *((stream.name, _CODES[stream.dtype], response) for stream in streams),
+    ]
+
+
+def _streams() -> list[Stream]:
+    """Return the streams of a row by name: processes may have declared them in another order."""
+    return sorted(STREAMS.from_rollout, key=lambda stream: stream.name)
 
 
 def _row(trajectory: Trajectory) -> bytes:
-    streams = STREAMS.from_rollout
+    streams = _streams()
     values: dict[str, Sequence[float]] = {stream.name: stream_row(stream, trajectory) for stream in streams}
     values["versions"] = [n for s in trajectory.versions for n in (s.version, s.start, s.end, s.lost, s.epoch)]
     for name in _FIELDS:
@@ -106,17 +112,22 @@ def decode(data: TensorDict, tags: Sequence[dict[str, Any]]) -> list[Trajectory]
 
 def _values(row: memoryview, key: str) -> dict[str, list[Any]]:  # of int, float or bool, by the part
     """Return the parts of a row by name."""
-    streams = STREAMS.from_rollout
+    streams = _streams()
     head, start = array("q"), _HEAD * 8
     head.frombytes(row[:start])
+    layout = _layout(head, streams)
+    parts = [array(code) for _, code, _ in layout]
+    needed = start + sum(count * part.itemsize for (*_, count), part in zip(layout, parts, strict=True))
+    if needed != len(row):
+        raise ValueError(
+            f"the row of sample {key} has {len(row)} bytes, but its head {head.tolist()} means {needed}; or this "
+            f"process has declared other streams: {[stream.name for stream in streams]}"
+        )
     values: dict[str, list[Any]] = {}
-    for name, code, count in _layout(head, streams):
-        part: array[Any] = array(code)
+    for (name, _, count), part in zip(layout, parts, strict=True):
         end = start + count * part.itemsize
         part.frombytes(row[start:end])
         values[name], start = part.tolist(), end
-    if start != len(row) or any(len(values[name]) != count for name, _, count in _layout(head, streams)):
-        raise ValueError(f"the row of sample {key} has {len(row)} bytes, but its head {head.tolist()} means {start}")
     for stream in streams:
         if stream.dtype == "bool":
             values[stream.name] = [bool(value) for value in values[stream.name]]

@@ -331,14 +331,13 @@ class QueueReader:
         """Return the tags of `keys` in their order; raises KeyError if one is not in the queue."""
         if not keys:
             return []
-        found = self._client.call(self._client.tags_of(list(keys)), "list its rows")
-        if len(found) == len(keys):
-            return [decode_tag(tag) for tag in found]
-        tags = self._client.call(self._client.tags(), "list its rows")
-        missing = [key for key in keys if key not in tags]
-        if missing:
-            raise KeyError(f"{len(missing)} of {len(keys)} rows are not in the trajectory queue: {missing[:4]}")
-        return [decode_tag(tags[key]) for key in keys]
+        found = self._client.call(self._client.tags_of(list(keys)), f"tell the tags of {len(keys)} rows")
+        if len(found) != len(keys):
+            present = self._client.call(self._client.tags(), "list its rows")
+            missing = [key for key in keys if key not in present]
+            absent = len(keys) - len(found)
+            raise KeyError(f"{absent} of {len(keys)} rows are not in the trajectory queue: {missing[:4]}")
+        return [decode_tag(tag) for tag in found]
 
     def fetch(self, keys: Sequence[str]) -> list[Trajectory]:
         """Return the trajectories of `keys` in their order; raises KeyError if one is missing."""

@@ -104,7 +104,8 @@ class EarlyLedger:
         """Return the next samples of `wanted` that lack log-probs, spread over the replicas; None if none does.
 
         Together with their prompts they have at most `limit` tokens, those of two passes counted twice, or there is
-        only one sample. With fewer than `least` tokens they are not worth a pass.
+        only one sample. If they are all that lack log-probs, and have fewer than `least` tokens, they are not worth a
+        pass.
         """
         chosen: list[SampleTag] = []
         missing: dict[str, list[str]] = {}
@@ -118,7 +119,10 @@ class EarlyLedger:
             tokens += tag.total_tokens * len(lacking)
             chosen.append(tag)
             missing[tag.key] = lacking
-        if not chosen or tokens < least:
+        else:  # more than these does not fit: waiting would not make the portion longer
+            if tokens < least:
+                return None
+        if not chosen:
             return None
         parts = assign_to_ranks([tag.total_tokens for tag in chosen], replicas)
         return Portion([[chosen[index].key for index in part] for part in parts], missing)

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl import platforms
 from megarl.config.datasets import own_temperatures
 from megarl.config.old_logprobs import logprob_passes
 from megarl.config.schema import Config
@@ -55,7 +54,7 @@ class IdleLogprobs:
         self._values: dict[str, dict[str, Tensor]] = {stream: {} for stream in self._ledger.streams}
         self._wanted: list[SampleTag] = []  # of the upcoming groups, the samples that the step would train
         self._temperatures = own_temperatures(config)
-        self._uploads = config.needs_reference and _offloads(config)
+        self._uploads = policy.uploads_reference
         self._seconds = 0.0
 
     def work_until(self, ready: Future[Any], step: int, version: int) -> None:
@@ -161,11 +160,6 @@ class IdleLogprobs:
             result["samples_share"] = len(early) / (len(owners) * len(held))
             result["tokens_share"] = sum(plan.tags[key].total_tokens for key in early) / tokens
         return {f"perf/idle_logprobs_{name}": value for name, value in result.items()}
-
-
-def _offloads(config: Config) -> bool:
-    """Tell whether the reference model is brought to the device for each pass."""
-    return config.reference.placement == "cpu_offload" and platforms.current().is_cuda
 
 
 def _failed_here(ready: Future[Any]) -> bool:

@@ -262,7 +262,14 @@ _TIME = [
     Metric("time/eval", "s", "sum", "Evaluation; not part of `time/step`.", True),
     Metric("time/save", "s", "sum", "Time the loop waited for a save or an export.", True),
     Metric("time/other", "s", "sum", "Time outside all phases above.", True),
-    Metric("time/overhead", "s", "sum", "`time/step` minus engine, log-prob, update and sync time.", True),
+    Metric(
+        "time/overhead",
+        "s",
+        "sum",
+        "`time/step` minus engine, log-prob, update and sync time. `perf/idle_logprobs_seconds`, in which engines ran "
+        "beside the trainer, are taken off the engine time.",
+        True,
+    ),
     Metric("time/overhead_share", "share", "last", "`time/overhead` over `time/step`.", True),
     Metric("time/trainer_idle_ratio", "share", "last", "`time/generate` and `time/drain` over `time/step`.", True),
     Metric("time/eta", "s", "last", "Estimated time to the end of the run.", True),

@@ -142,6 +142,11 @@ class Policy:
         self.scheduler = build_scheduler(config, self.optimizer)
         self.reference = ReferenceModel(config, layout, info) if config.needs_reference else None
 
+    @property
+    def uploads_reference(self) -> bool:
+        """Tell whether each pass of the reference model brings its weights to the device."""
+        return self.reference is not None and self.reference.placement.uploads
+
     def compute_logprobs(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[LogProbs]:
         """Return the log-probs of this replica's samples under the policy (or the reference), in the same order.
 

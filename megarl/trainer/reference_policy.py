@@ -24,7 +24,10 @@ from megarl.trainer.optimizer import precision_wrap
 
 
 class Placement:
-    """Keeps the tensors of frozen modules on `device`, either always (`gpu`) or only inside `resident()`."""
+    """Keeps the tensors of frozen modules on `device`, either always (`gpu`) or only inside `resident()`.
+
+    `uploads`: whether each `resident()` brings them to the device.
+    """
 
     def __init__(
         self,
@@ -35,7 +38,8 @@ class Placement:
         self._device = device
         self._tensors: list[Tensor] = []
         self._home: list[Tensor] = []
-        if placement == "cpu_offload" and device.type != "cpu":
+        self.uploads = placement == "cpu_offload" and device.type != "cpu"
+        if self.uploads:
             self._tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
             pin = torch.cuda.is_available()
             for tensor in self._tensors:

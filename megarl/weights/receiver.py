@@ -42,10 +42,13 @@ class Loader(Protocol):
         """Replace all references to parts of `buffer_B` by copies: the buffer is about to be overwritten."""
 
 
+NOT_LOADED = "not loaded: the replica keeps its version"
+
+
 class _Dropping:
     """Loads nothing: the model keeps its weights."""
 
-    way = "not loaded: the replica keeps its version"
+    way = NOT_LOADED
     obstacle = None
 
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

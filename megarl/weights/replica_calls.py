@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from megarl.weights.buckets import BucketPlan, pack_manifest
 from megarl.weights.failure_cause import FailedCall, FailureCause, find_cause
 from megarl.weights.handles import EngineHandles, ReplicaHandle
 from megarl.weights.member_progress import Answer
+from megarl.weights.receiver import NOT_LOADED
 from megarl.weights.store import SyncStore
 from megarl.weights.transport import POLL_S, Group, GroupMembers, end_forming, forming_failed, names_of
 from megarl.weights.watch import answer_key
@@ -97,7 +98,7 @@ class EngineCalls:
         # The replicas of this generation: the pool may drop a dead replica, but the error must still name it.
         self._replicas: list[ReplicaHandle] = []
         self._called = True  # whether the replicas may have been told of the current sync
-        self._ways = ""  # in which the engines loaded the last version that was published
+        self._ways: dict[str, str] = {}  # in which each engine worker has loaded last
 
     def members(self, generation: int, senders: Sequence[int], backend: str, sync_s: float) -> GroupMembers:
         """Return the members of a new generation. Asks every replica for its number of workers."""
@@ -189,14 +190,14 @@ class EngineCalls:
         total = time.perf_counter() - started
         pause_s = max(each.at for each in resumed) - pause_begun
         digest_s = _digest_seconds(group.members, reports)
-        self._log_ways(version, ways_of(reports[len(group.members.senders) :]))
+        self._log_ways(version, reports[len(group.members.senders) :])
         return SyncReport(version, total, plan.total_bytes, len(plan.buckets), digest_s, pause_s, phases)
 
-    def _log_ways(self, version: int, ways: str) -> None:
-        """Log in which ways the engines have loaded a version, if they differ from those of the version before."""
-        if ways != self._ways:
-            logger.info("weights of version %d: %s", version, ways)
-        self._ways = ways
+    def _log_ways(self, version: int, reports: Sequence[dict[str, Any]]) -> None:
+        """Log in which ways the engines load, if that of a worker differs from its last one."""
+        before, self._ways = self._ways, ways_of(reports, self._ways)
+        if self._ways != before:
+            logger.info("weights of version %d: %s", version, _by_way(self._ways))
 
     def _await_reports(self, group: Group, plan: BucketPlan, deadline: float) -> list[dict[str, Any]]:
         """Return every member's report, after comparing all digests with the senders'. Raises DigestMismatch."""
@@ -418,13 +419,23 @@ def _run_call(index: int, call: Callable[[], object], done: queue.Queue[_Returne
         done.put(_Returned(index, None, error, time.monotonic()))
 
 
-def ways_of(reports: Sequence[dict[str, Any]]) -> str:
-    """Return in which ways engine workers have loaded, and which worker in which one, from their reports."""
+def ways_of(reports: Sequence[dict[str, Any]], before: Mapping[str, str]) -> dict[str, str]:
+    """Return in which way each engine worker has loaded last, from the reports and the ways of the version before.
+
+    Workers of a replica that keeps its version have not loaded now.
+    """
+    loaded = {report["member"]: report["loaded"] for report in reports}
+    last = {member: before.get(member) if way == NOT_LOADED else way for member, way in loaded.items()}
+    return {member: way for member, way in last.items() if way is not None}
+
+
+def _by_way(ways: Mapping[str, str]) -> str:
+    """Return which engine workers load in which way as text, `ways` by worker."""
     workers: dict[str, list[str]] = {}
-    for report in reports:
-        workers.setdefault(report["loaded"], []).append(report["member"])
+    for member, way in ways.items():
+        workers.setdefault(way, []).append(member)
     if len(workers) == 1:
-        return f"{next(iter(workers))} (all {len(reports)} engine workers)"
+        return f"{next(iter(workers))} (all {len(ways)} engine workers)"
     return "; ".join(f"{way} ({', '.join(names)})" for way, names in workers.items())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import soak
 from benchmarks.soak import (
     FAULTS,
     QUICK_FAULTS,
@@ -18,13 +19,13 @@ from benchmarks.soak import (
     SoakOutcome,
     fault_rows,
     main,
-    note_continued,
+    note_effects,
     rows_of,
     run_config,
     run_once,
 )
-from benchmarks.soak_accounting import AccountingReport
 from benchmarks.soak_faults import KINDS, Fault, Happened, schedule
+from benchmarks.soak_problems import AccountingReport
 from benchmarks.soak_reward import is_late, late_math, marked
 from megarl.config.load import config_from_tree
 from megarl.config.pace import pace_of
@@ -131,12 +132,17 @@ SCHEDULE = schedule(0, QUICK_FAULTS, replicas=2, first=3, last=20)
 def outcome(name: str, accuracy: float = 0.9, **changes: Any) -> SoakOutcome:
     report = AccountingReport(ends=Counter(trained=90, filtered=30), steps=5, admitted=120, oldest=4)
     records = [{"sync/restarted_replicas": 1.0, "rollout/continued": 3.0, "reward/errors": 4.0}]
-    happened = [Happened(fault, pid=1, step=4, at_s=9.0, over=True) for fault in SCHEDULE]
     values = {
-        "records": records, "report": report, "happened": happened, "late_rewards": 4,
+        "records": records, "report": report, "happened": hit(), "late_rewards": 4,
         "summary": {"eval_after": {"greedy": accuracy, "sampled": accuracy}},
     }  # fmt: skip
     return SoakOutcome(name, **(values | changes))
+
+
+def hit(**changes: Any) -> list[Happened]:
+    """Each fault of the schedule once."""
+    values = {"over": True, "busy": True, "continued": 3, "restarted": 1} | changes
+    return [Happened(fault, 1, 4, 9.0, **values) for fault in SCHEDULE]
 
 
 def missed(calm: SoakOutcome, disturbed: SoakOutcome, minutes: float = 10.0) -> list[str]:
@@ -157,14 +163,26 @@ def test_a_good_soak_misses_nothing() -> None:
         ({"left": ["sleep (pid 7)"]}, "disturbed: processes left"),
         ({"happened": []}, "faults survived"),
         ({"records": []}, "replicas restarted"),
-        ({"records": [{"sync/restarted_replicas": 1.0, "reward/errors": 4.0}]}, "responses continued"),
+        ({"records": [{"sync/restarted_replicas": 2.0, "reward/errors": 4.0}]}, "replicas restarted without"),
+        ({"happened": hit(continued=0)}, "responses continued"),
+        ({"happened": hit(continued=9) + hit(continued=0)}, "responses continued"),
+        ({"happened": hit(busy=False)}, "responses continued"),
+        ({"happened": hit(restarted=0)}, "replicas restarted without"),
+        ({"records": [{"sync/restarted_replicas": 3.0}], "happened": hit(restarted=3)}, "replicas restarted without"),
         ({"late_rewards": 5}, "reward time-outs"),
+        ({"late_rewards": 3}, "reward time-outs"),
         ({"late_rewards": 0}, "reward time-outs"),
         ({"report": AccountingReport(oldest=5)}, "disturbed: oldest token"),
     ],
 )
 def test_a_bad_soak_misses_its_bound(changes: dict[str, Any], row: str) -> None:
     assert any(name.startswith(row) for name in missed(outcome("undisturbed"), outcome("disturbed", **changes)))
+
+
+def test_a_loss_in_the_middle_of_a_sync_may_restart_every_replica() -> None:
+    records = [{"sync/restarted_replicas": 2.0, "reward/errors": 4.0}]
+    disturbed = outcome("disturbed", records=records, happened=hit(restarted=2))
+    assert missed(outcome("undisturbed"), disturbed) == []
 
 
 def test_a_problem_of_the_accounting_is_in_the_row_of_its_check() -> None:
@@ -192,14 +210,39 @@ def test_a_fault_that_is_not_over_is_told() -> None:
     assert row.details["not happened, or not over"] == "kill engine"
 
 
-def test_responses_are_continued_because_of_the_fault_before() -> None:
+def test_what_comes_before_the_next_fault_is_an_effect_of_the_fault_before() -> None:
     happened = [Happened(fault, pid=1, step=step, at_s=0.0) for fault, step in zip(SCHEDULE, (1, 3), strict=True)]
-    records = [{"rollout/continued": float(number)} for number in (100, 10, 20, 3, 4)]
-    ended = outcome("disturbed", records=records, happened=happened)
-    note_continued(ended)
-    assert [each.notes for each in happened] == [
-        ["30 responses continued elsewhere"], ["7 responses continued elsewhere"],
+    records = [
+        {"rollout/continued": float(number), "sync/restarted_replicas": number % 2} for number in (101, 11, 20, 3, 5)
+    ]
+    note_effects(outcome("disturbed", records=records, happened=happened))
+    assert [(each.continued, each.restarted, each.notes) for each in happened] == [
+        (31, 1, ["31 responses continued elsewhere"]), (8, 2, ["8 responses continued elsewhere"]),
     ]  # fmt: skip
+
+
+def test_a_run_whose_faults_went_wrong_has_failed_and_is_counted_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        happened = hit()
+
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def stop(self) -> str:
+            return "the faults: AccessDenied"
+
+    def train(config: Any, **_: Any) -> list[dict[str, Any]]:
+        Path(config["run"]["dir"]).mkdir()
+        (Path(config["run"]["dir"]) / "summary.json").write_text("{}")
+        return [{"time/step": 1.0}]
+
+    report = AccountingReport(steps=1)
+    for name, fake in (("Injector", Broken), ("train", train), ("check_run", lambda run_dir: report)):
+        monkeypatch.setattr(soak, name, fake)
+    chosen = options(minutes=20.0)
+    ended = run_once("disturbed", chosen, tmp_path, time.monotonic() + 600.0, SCHEDULE, 0.0)
+    assert ended.failure == "the faults: AccessDenied" and ended.report is report and len(ended.records) == 1
 
 
 def test_help_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak_accounting import CHECKS, AccountingReport, Rules, UnreadableRun, check_run, judge, main
+from benchmarks.soak_accounting import AccountingReport, Rules, UnreadableRun, check_run, main
+from benchmarks.soak_batches import judge
+from benchmarks.soak_problems import CHECKS
 from tests.support.soak_runs import edit_lines, edit_rows, write_run
 
 Change = Callable[[dict[str, Any]], dict[str, Any] | None]
@@ -233,6 +235,8 @@ def test_files_that_cannot_be_judged_are_refused(tmp_path: Path) -> None:
         file.write((tmp_path / "train.jsonl").read_text().splitlines()[0] + "\n")
     with pytest.raises(UnreadableRun, match="equal lines"):
         check_run(run_dir)
+    with pytest.raises(UnreadableRun, match="max_uses > 1 is not supported"):
+        check_run(write_run(tmp_path / "again", admission={"max_uses": 2}))
 
 
 # --- the rules, one group at a time

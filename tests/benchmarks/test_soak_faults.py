@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from benchmarks.soak_faults import (
     find_replicas,
     hold,
     is_stopped,
-    lost_replicas,
+    lethal,
     missing,
     processes_left,
     read_so_far,
@@ -225,8 +226,8 @@ def test_a_killed_engine_is_over_when_a_publication_has_replaced_it(run: Run) ->
     assert not injector.happened[0].over, "no restart was told"
     run.step(**{"sync/restarted_replicas": 1})
     wait_until(lambda: injector.happened[0].over, 10, "the end of the fault")
-    injector.stop()
-    assert "2 steps later; 1 replicas restarted" in str(injector.happened[0])
+    assert injector.stop() == ""
+    assert "2 steps later; 1 replicas restarted" in str(injector.happened[0]) and injector.happened[0].busy
     assert any("kill the engine of replica 1" in each for each in said)
 
 
@@ -243,7 +244,7 @@ def test_a_pause_is_over_when_the_same_engine_goes_on(run: Run) -> None:
         run.step()
         time.sleep(0.1)
     wait_until(lambda: injector.happened[0].over, 10, "the end of the fault")
-    injector.stop()
+    assert injector.stop() == ""
     assert "the same engine goes on; 0 replicas restarted" in str(injector.happened[0])
 
 
@@ -258,7 +259,7 @@ def test_a_pause_that_costs_a_replica_is_not_over(run: Run) -> None:
         run.step(**{"sync/restarted_replicas": 1})
         time.sleep(0.1)
     wait_until(lambda: "restarted" in str(injector.happened[0]), 10, "the end of the fault")
-    injector.stop()
+    assert injector.stop() == ""
     assert not injector.happened[0].over and "NOT OVER" in str(injector.happened[0])
 
 
@@ -267,15 +268,37 @@ def test_the_end_of_the_run_ends_the_faults_and_lets_stopped_processes_go_on(run
     faults = [Fault("hang", "replica", 0, 1, 0.0, 600.0), Fault("kill", "engine", 1, 1, 0.0, 0.0)]
     injector = Injector(run.directory, faults, replicas=2, say=lambda text: None)
     wait_until(lambda: is_stopped([run.replicas[0].engine]), 30, "the hang")
-    injector.stop()
+    assert injector.stop() == ""
     wait_until(lambda: not is_stopped([run.replicas[0].engine]), 10, "the process to go on")
     assert [each.over for each in injector.happened] == [False]
     assert run.alive(run.replicas[1].engine)
     assert missing(faults, injector.happened) == ["hang replica", "kill engine"]
 
 
-def test_missing_and_lost() -> None:
+def test_what_goes_wrong_in_the_thread_of_the_faults_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(run_dir: Path) -> dict[int, Replica]:
+        raise psutil.AccessDenied(7)
+
+    run.step()
+    monkeypatch.setattr(soak_faults, "find_replicas", broken)
+    injector = Injector(run.directory, [Fault("kill", "engine", 0, 1, 0.0, 0.0)], replicas=2, say=lambda text: None)
+    wait_until(lambda: injector._error is not None, 30, "the error")
+    assert "the faults: psutil.AccessDenied(pid=7" in injector.stop()
+
+
+def test_a_thread_of_the_faults_that_does_not_end_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(soak_faults, "STOP_S", 0.1)
+    injector = Injector(
+        run.directory, [Fault("kill", "engine", 0, 0, 0.0, 0.0)], replicas=2, say=lambda text: bool(go.wait(60))
+    )  # fmt: skip
+    wait_until(lambda: bool(injector.happened), 30, "the fault")
+    assert injector.stop() == "the faults: waited 0 s for their thread to end"
+    go.set()
+
+
+def test_missing_and_lethal() -> None:
     faults = [Fault(kind, target, 0, 1, 0.0, 1.0) for kind, target in WANTED]  # type: ignore[arg-type]
     happened = [Happened(fault, pid=1, step=1, at_s=0.0, over=fault.kind != "slow") for fault in faults]
     assert missing(faults, happened) == ["slow replica"]
-    assert lost_replicas(happened) == 2
+    assert [each.fault.kind for each in lethal(happened)] == ["kill", "hang"]

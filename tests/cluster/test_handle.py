@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import subprocess
 import sys
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from megarl.cluster import handle as launch
-from megarl.common.errors import SupervisorFailed
+from megarl.common.errors import PoolEnded, SupervisorFailed
 from megarl.common.processes import ProcessId, is_alive
 
 GONE = ProcessId(1, -1)
@@ -73,6 +75,7 @@ def test_only_the_same_agents_ready_pool_of_the_same_config_is_kept(tmp_path: Pa
     assert kept(agent_pid=os.getppid()) is None
     assert kept(agent=asdict(ProcessId(own.pid, own.start_time + 1))) is None
     assert kept(state="starting") is None
+    assert kept(state="stopping") is None
     assert kept(process=asdict(GONE)) is None
     (tmp_path / launch.STOP_FILE).touch()
     assert kept() is None
@@ -82,6 +85,46 @@ def test_waiting_ends_with_the_pools_own_error(tmp_path: Path) -> None:
     launch.write_state(tmp_path, state(ProcessId.own(), state="failed", error="engine replica 0: out of memory"))
     with pytest.raises(SupervisorFailed, match="rollout pool failed: engine replica 0: out of memory"):
         launch.wait_ready(handle(tmp_path), timeout_s=5)
+
+
+def test_a_pool_that_is_stopping_is_not_waited_for(tmp_path: Path) -> None:
+    launch.write_state(tmp_path, state(ProcessId.own(), state="stopping", error="SIGTERM", address="a:1"))
+    with pytest.raises(SupervisorFailed, match="rollout pool is stopping: SIGTERM"):
+        launch.wait_ready(handle(tmp_path), timeout_s=5)
+    with pytest.raises(SupervisorFailed, match="rollout pool is stopping: SIGTERM"):
+        launch.attach_supervisor(tmp_path, "abc", timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"state": "ready"}, None),
+        ({"state": "stopping", "error": "the launcher is gone"}, "has ended: the launcher is gone; see"),
+        ({"state": "failed", "error": "out of memory"}, "has ended: out of memory; see"),
+        ({"state": "ready", "launch_id": "xyz"}, r"has ended: another launch \(xyz\) has begun in"),
+        (None, "has ended: its supervisor was killed; see"),
+    ],
+)
+def test_a_wait_for_the_pool_learns_why_it_has_ended(
+    tmp_path: Path, changes: dict[str, object] | None, told: str | None
+) -> None:
+    if changes is not None:
+        launch.write_state(tmp_path, state(ProcessId.own(), **changes))
+    with pytest.raises(PoolEnded, match=told) if told else nullcontext():
+        handle(tmp_path).check()
+
+
+def test_a_state_that_cannot_be_read_does_not_end_a_living_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read(run_dir: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(launch, "read_state", read)
+    handle(tmp_path).check()
+    assert "the state of the rollout pool is not known now: [Errno 116] Stale file handle" in caplog.text
+    with pytest.raises(PoolEnded, match="its supervisor was killed"):
+        replace(handle(tmp_path), process=GONE).check()
 
 
 def test_waiting_for_a_dead_supervisor_ends_at_once(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +88,22 @@ def test_a_row_of_another_length_is_refused() -> None:
             decode({"trajectory": jagged}, tags)  # type: ignore[arg-type]
 
 
+def test_a_row_is_read_by_a_process_that_has_declared_its_streams_in_another_order() -> None:
+    streams = {"test_weight": [0.5, -1.5], "test_expert": [2**40, -1], "test_flag": [True, False]}
+    row = Trajectory(0, 1, [1, 2], [3, 4], [-0.5] * 2, (VersionSpan(0, 0, 2),), "stop", 1.0, streams=streams)
+    with declared(*EVERY_DTYPE):
+        written = encode([row])
+    with declared(*reversed(EVERY_DTYPE)):
+        assert decode(*written) == [row]
+
+
+def test_a_row_without_a_stream_that_this_process_has_declared_is_refused() -> None:
+    row = Trajectory(0, 1, [1, 2], [3, 4], [-0.5] * 2, (VersionSpan(0, 0, 2),), "stop", 1.0)
+    written = encode([row])
+    with declared(), pytest.raises(ValueError, match=r"or this process has declared other streams: \['test_weight'\]"):
+        decode(*written)
+
+
 def test_bounded_raises_in_time_and_passes_errors_on() -> None:
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="a sleep did not end"):
@@ -94,6 +112,24 @@ def test_bounded_raises_in_time_and_passes_errors_on() -> None:
     assert bounded(lambda: 7, 1, "seven") == 7
     with pytest.raises(ZeroDivisionError):
         bounded(lambda: 1 // 0, 1, "a division")
+
+
+def test_a_result_that_comes_when_a_slice_of_the_wait_ends_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EndsMeanwhile(Future[str]):
+        def result(self, timeout: float | None = None) -> str:
+            if not self.done():
+                self.set_result("rows")
+                raise TimeoutError
+            return super().result(timeout)
+
+    def submit(coroutine: Coroutine[Any, Any, str], loop: object) -> Future[str]:
+        coroutine.close()
+        return EndsMeanwhile()
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", submit)
+    library: Any = SimpleNamespace(_loop=None)
+    client = transfer._Client(library, "run.0", 60.0, lambda: pytest.fail("there is nothing to wait for"))
+    assert client.call(asyncio.sleep(0, "rows"), "send 1 rows") == "rows"
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +197,7 @@ def test_rows_come_back_exact_in_any_order_and_only_those_asked_for(queue: dict[
     asyncio.run(writer.clear(["0:0"]))
     with pytest.raises(KeyError, match="0 of the 1 requested rows"):
         reader.fetch(["0:0"])
-    with pytest.raises(KeyError, match="1 of 1 rows"):
+    with pytest.raises(KeyError, match=r"1 of 1 rows are not in the trajectory queue: \['0:0'\]"):
         reader.read_tags(["0:0"])
     assert reader.fetch([]) == []
     writer.close()
@@ -280,7 +316,7 @@ def test_a_queue_that_hangs_is_an_error_naming_the_wait(queue: dict[str, Any]) -
     release = threading.Event()
     reader._client._client._loop.call_soon_threadsafe(release.wait, 5)
     reader._client.timeout_s = 0.2
-    with pytest.raises(TimeoutError, match=r"waited 0 s for the trajectory queue to list its rows"):
+    with pytest.raises(TimeoutError, match=r"waited 0 s for the trajectory queue to tell the tags of 1 rows"):
         reader.read_tags(["0:0"])
     release.set()
     reader.close()

@@ -495,6 +495,19 @@ def test_a_step_is_filled_up_with_groups_that_were_trained_before() -> None:
     assert admission.take_released() == [0] and admission.take_released() == []  # used twice
 
 
+def test_a_step_whose_only_new_group_has_failed_is_not_filled_up() -> None:
+    admission = Admission(2, Pace(max_staleness=3), max_uses=2)
+    admission.set_version(0)
+    assert admission.admit() == [0, 1, 2, 3]
+    for group in (0, 1, 2):
+        admission.finish(group, group != 2, [0])
+    assert admission.batch(0) == ([0, 1], [])
+    admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0, trained_groups=[0, 1])
+    assert admission.counters.reusable == 2 and admission.batch(1) is None
+    admission.finish(3, True, [0])
+    assert admission.batch(1) == ([3], [2]) and admission.reused(1) == []
+
+
 def test_without_replay_every_group_leaves_the_queue_when_its_step_is_committed() -> None:
     admission = Admission(2, Pace(max_staleness=1))
     admission.set_version(0)

@@ -565,6 +565,17 @@ def test_groups_are_trained_again_while_new_ones_are_generated(reusing: LocalCon
     assert [(each.ok, each.reused) for each in schedule.values()] == [([0, 1, 2], []), ([3], [0, 2])]
 
 
+def test_what_one_trainer_waited_for_fills_up_no_batch_of_the_next_one(reusing: LocalController) -> None:
+    """Its step 1 is not filled up before it waits for it, though the trainer before has waited for a step 1."""
+
+    async def scenario() -> None:
+        await train_two_steps(reusing)
+        await train_two_steps(reusing)
+        await reusing.controller.shutdown()
+
+    run(scenario)
+
+
 def test_a_resume_uses_no_settled_group_again_and_leaves_no_rows(reusing: LocalController) -> None:
     controller = reusing.controller
 

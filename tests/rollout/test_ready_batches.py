@@ -77,6 +77,23 @@ def test_groups_that_are_used_again_are_part_of_the_batch_and_no_new_ones() -> N
     assert second.keys == ["1:0", "1:1", "2:0", "2:1"] and second.timings["rollout/groups_reusable"] == 1
 
 
+def test_the_share_of_replaced_groups_is_that_of_the_new_ones() -> None:
+    """Two groups finished before step 1, and one of them was replaced; the other group of the batch is used again."""
+    admission = Admission(2, Pace(max_staleness=3), refill=4, max_uses=2)
+    admission.set_version(0)
+    assert admission.admit() == [0, 1, 2, 3]
+    for group in (0, 1):
+        admission.finish(group, ok=True)
+    batches = ReadyBatches(1)
+    batches.take(0, admission, {})
+    admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0, trained_groups=[0, 1])
+    assert admission.replace(2, [0])
+    admission.finish(3, ok=True)
+    batch = batches.take(1, admission, {})
+    assert (batch.groups, batch.replaced, batch.reused) == ([3], [2], [0])
+    assert batch.timings["rollout/groups_replaced_share"] == 1 / 2
+
+
 def test_a_step_whose_groups_are_not_ready_has_no_batch() -> None:
     batches = ReadyBatches(SAMPLES)
     with pytest.raises(ValueError, match="the groups of step 0 are not ready"):

@@ -62,6 +62,21 @@ def test_the_groups_that_the_batch_takes_first_are_computed_first() -> None:
     )
 
 
+def test_a_short_portion_is_worth_a_pass_only_if_no_further_sample_fits() -> None:
+    """A sample that does not fit now does not fit later either, so waiting for more would never end."""
+    both = 2 * (PROMPT + 4)  # tokens of one sample in two passes
+    ledger = EarlyLedger(BOTH)
+    ledger.begin(0)
+    long = ledger.note_upcoming([0, 1], [tag(0), tag(1, tokens=40)])
+    first = ledger.next_portion(long, 1, limit=60, least=30)
+    assert first is not None and first.parts == [["0:0"]]
+    few = ledger.note_upcoming([2, 3], [tag(2), tag(3)])
+    assert ledger.next_portion(few, 1, limit=60, least=2 * both + 1) is None
+    enough = ledger.next_portion(few, 1, limit=60, least=2 * both)
+    assert enough is not None and enough.parts == [["2:0", "3:0"]]
+    assert ledger.next_portion([], 1, limit=60) is None
+
+
 def computed(ledger: EarlyLedger, version: int, groups: list[int]) -> None:
     """Let two replicas compute everything of `groups`."""
     ledger.begin(version)

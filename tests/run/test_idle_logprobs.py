@@ -165,7 +165,8 @@ class FakePool:
 
 
 class FakePolicy:
-    def __init__(self, during: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, during: Callable[[], None] = lambda: None, uploads: bool = False) -> None:
+        self.uploads_reference = uploads
         self.passes: list[tuple[bool, list[str], threading.Thread]] = []
         self.during = during
 
@@ -205,6 +206,24 @@ def test_a_batch_that_comes_waits_for_one_portion_at_most(make_idle: Callable[..
     make_idle(alone(), pool, policy, one_rank()).work_until(ready, 0, 0)
     assert [(reference, keys) for reference, keys, _ in policy.passes] == [
         (False, keys_of(0, 1, 2, 3)), (True, keys_of(0, 1, 2, 3)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("uploads", "first"), [(False, [0]), (True, [0, 1])])
+def test_a_reference_model_is_not_uploaded_for_a_few_samples(
+    make_idle: Callable[..., IdleLogprobs], uploads: bool, first: list[int]
+) -> None:
+    """One group is a quarter of a portion. Half of one is worth a pass; a resident model computes what there is."""
+
+    class SlowPool(FakePool):
+        def upcoming(self, step: int) -> list[int]:
+            return super().upcoming(step) if self.asked > 5 else super().upcoming(step)[:1]
+
+    ready: Future[None] = Future()
+    policy = FakePolicy(lambda: ready.done() or ready.set_result(None), uploads)
+    make_idle(alone(), SlowPool([0, 1]), policy, one_rank()).work_until(ready, 0, 0)
+    assert [(reference, keys) for reference, keys, _ in policy.passes] == [
+        (False, keys_of(*first)), (True, keys_of(*first)),
     ]  # fmt: skip
 
 

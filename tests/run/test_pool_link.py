@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from megarl.common.errors import RolloutError
+from megarl.common.errors import PoolEnded, RolloutError
 from megarl.config.schema import AdmissionConfig, Config
 from megarl.queue.dump import read_batch, recorded_steps
 from megarl.queue.trajectory import SampleTag, Trajectory
@@ -169,6 +169,7 @@ class Links:
         self.failure: Exception | None = None
         self.held_by_ranks: tuple[str, ...] = ()
         self.slow_reader: int | None = None
+        self.checks: list[Callable[[], None]] = []  # of the readers
         here = self.ranks._here
         monkeypatch.setattr(pool_link, "parallel", self.ranks)
         monkeypatch.setattr(channel, "parallel", self.ranks)
@@ -180,7 +181,8 @@ class Links:
         own = lambda rank: HeldDevices(f"trainer rank {rank}", "host", self.held_by_ranks)  # noqa: E731
         monkeypatch.setattr(pool_link, "own_device", own)
 
-    def _reader(self, partition: str, **_: Any) -> FakeReader:
+    def _reader(self, partition: str, *, check: Callable[[], None], **_: Any) -> FakeReader:
+        self.checks.append(check)
         rank = self.ranks._here.rank
         return FakeReader(self.journal, rank, fetch_s=0.3 if rank == self.slow_reader else 0.0)
 
@@ -196,8 +198,12 @@ class Links:
 
 def launched() -> Future[Any]:
     launch: Future[Any] = Future()
-    launch.set_result(SimpleNamespace(partition="run.0", namespace="run", check=lambda: None))
+    launch.set_result(SimpleNamespace(partition="run.0", namespace="run", check=has_ended))
     return launch
+
+
+def has_ended() -> None:
+    raise PoolEnded("the rollout pool has ended: asked to")
 
 
 @pytest.fixture
@@ -219,6 +225,11 @@ def test_rank_0_connects_to_the_controller_and_leaders_to_the_queue(links: Links
     assert links.journal.of(0) == ["load_tokenizer", "begin None", "connect run.0"]
     assert links.journal.of(2) == ["connect run.0"]
     assert links.journal.of(1) == links.journal.of(3) == []
+
+
+def test_a_leader_that_waits_for_the_queue_looks_if_the_pool_has_ended(links: Links) -> None:
+    links.run(lambda link: None)
+    assert links.checks == [has_ended] * 2
 
 
 def test_the_pool_resumes_the_loaded_history(links: Links) -> None:

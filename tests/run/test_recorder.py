@@ -27,6 +27,7 @@ from megarl.run import recorder as recorder_module
 from megarl.run.recorder import LastEvaluation, Recorder, ResultFiles, Totals
 from megarl.run.step import plan_step
 from megarl.run.step_batch import StepBatch
+from megarl.telemetry.timer import Phase, PhaseTimer
 from megarl.weights.replica_calls import SyncReport
 from tests.support.configs import config as config_of
 from tests.support.growth import growth_per_step, held_bytes
@@ -76,9 +77,12 @@ def report(score: float = 1.0, version: int = 0) -> SetReport:
     return asyncio.run(evaluate_set("held_out", ["a", "b"], respond, samples=2, version=version))
 
 
-def take_step(recorder: Recorder, config: Config, step: int = 0, rows: list[Trajectory] = ROWS) -> None:
+def take_step(
+    recorder: Recorder, config: Config, step: int = 0, rows: list[Trajectory] = ROWS, **timings: float
+) -> None:
     """Record one step of the recorded trajectories, as the loop does."""
-    batch = StepBatch(step, 0, [row.key for row in rows], [row.tag for row in rows], {"rollout/replicas_alive": 1.0})
+    keys, tags = [row.key for row in rows], [row.tag for row in rows]
+    batch = StepBatch(step, 0, keys, tags, {"rollout/replicas_alive": 1.0, **timings})
     plan = plan_step(batch.tags, config, dp_size=1, version=0)
     with recorder.phase("update"):
         recorder.metrics.record("policy/updates", 1)
@@ -124,6 +128,22 @@ def test_totals_are_sums_over_the_committed_history(steps: list[dict[str, int]],
     for name, value in sums.items():
         kind, _, short = name.partition("/")
         assert reported[f"total/groups_{short}" if kind == "groups" else f"total/{short}"] == value
+
+
+def test_engine_time_beside_log_probs_in_idle_time_is_counted_once(
+    config: Config, open_recorder: Callable[..., Recorder]
+) -> None:
+    """The trainer has waited for 3 s of the engine's 7 s; it spent the others on log-probs."""
+    recorder, now = open_recorder(), [0.0]
+    recorder.timer = PhaseTimer(lambda: now[0])
+    phases: dict[Phase, float] = {"generate": 3.0, "logprobs": 4.0, "update": 1.0}
+    for name, seconds in phases.items():
+        with recorder.phase(name):
+            now[0] += seconds
+    now[0] += 5.0  # the loop's own time
+    take_step(recorder, config, **{"rollout/engine_seconds": 7.0, "perf/idle_logprobs_seconds": 4.0})
+    [record] = lines(config.run_dir / "metrics.jsonl")
+    assert (record["time/step"], record["time/overhead"]) == (13.0, 5.0)
 
 
 def test_keep_best_gets_the_metrics_of_the_saved_weights_only() -> None:

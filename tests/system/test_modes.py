@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.queue.dump import read_batch
+from megarl.queue.trajectory import Trajectory
 from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule
 from tests.support.run import Run, step_records, tiny_config, train
@@ -18,6 +20,7 @@ from tests.support.whole_runs import check_every_group_once, replay
 pytestmark = pytest.mark.engine
 
 STEPS = 8
+ENDS = ("trained", "filtered", "dropped_stale", "failed")
 
 
 @pytest.mark.parametrize(
@@ -113,3 +116,46 @@ def test_groups_without_signal_are_replaced(tmp_path: Path, mode: str) -> None:
     assert last["total/groups_filtered"] > 0, "nothing was replaced"
     if mode == "sync":  # every group up to the last trained one was trained or replaced
         assert last["total/groups_admitted"] == max(trained) + 1
+
+
+@pytest.mark.slow
+def test_groups_are_used_again_while_engines_are_slow_and_all_counts_agree(tmp_path: Path) -> None:
+    """One engine generates the samples of one group at a time, so the trainer fills its steps up."""
+    groups, uses, bound = 4, 2, 3
+    config = tiny_config(tmp_path, steps=STEPS)
+    config["admission"] = {"mode": "async", "sync_interval": 1, "max_staleness": bound, "max_uses": uses}
+    config["sampling"]["max_tokens"] = 64
+    config["rollout"]["max_num_seqs"] = config["batch"]["samples_per_group"]
+    config["telemetry"] = {"dump_batches": True}
+    run = train(config)
+    assert run.code == 0, run.output[-4000:]
+    records = step_records(run.directory)
+    schedule = replay_schedule(read_schedule(run.directory / SCHEDULE_FILE))
+    assert list(schedule) == list(range(STEPS)) and len(records) == STEPS
+    trained: Counter[int] = Counter()  # uses of each group
+    for step, record in enumerate(records):
+        batch, taken = read_batch(run.directory / "batches", step), schedule[step]
+        taken.check(batch)
+        ids = sorted({row.group_id for row in batch.trajectories})
+        assert ids == sorted(taken.ok + taken.failed + taken.reused) and len(ids) == groups
+        new = taken.ok + taken.failed
+        assert taken.ok and not set(new) & trained.keys() and set(taken.reused) <= trained.keys()
+        assert record["groups/reused"] == len(taken.reused)
+        assert record["groups/admitted"] == len(new) == sum(record[f"groups/{end}"] for end in ENDS)
+        signal = {group for group in taken.ok if len(rewards_of(batch.trajectories, group)) > 1}
+        assert record["groups/trained"] == len(signal), "the rewards say which groups are trained"
+        assert step - min(row.oldest_version for row in batch.trajectories) <= bound
+        trained.update([*signal, *taken.reused])
+    assert max(trained.values()) == uses, "no group was used again"
+    last = records[-1]
+    assert last["total/groups_reused"] == trained.total() - len(trained) > 0
+    assert last["total/groups_trained"] == len(trained)
+    admitted = {group for each in schedule.values() for group in each.ok + each.failed}
+    assert last["total/groups_admitted"] == len(admitted) == sum(last[f"total/groups_{end}"] for end in ENDS)
+    commits = [event for event in read_schedule(run.directory / SCHEDULE_FILE) if event["event"] == "commit"]
+    for end in (*ENDS, "reused"):
+        assert sum(event[end] for event in commits) == last[f"total/groups_{end}"], "both sides count alike"
+
+
+def rewards_of(rows: list[Trajectory], group: int) -> set[float]:
+    return {row.reward for row in rows if row.group_id == group}

@@ -113,3 +113,49 @@ def test_finished_groups_survive_the_death_of_every_process(tmp_path: Path) -> N
     assert len(set(trained)) == 6 * config["batch"]["groups"]
     assert all(record["batch/staleness_max"] <= 3 for record in resumed.metrics)
     assert_nothing_left(run_dir)
+
+
+@pytest.mark.slow
+def test_a_curriculum_goes_on_where_it_was(tmp_path: Path) -> None:
+    """kill -9 of every process after 4 steps, back to the checkpoint of step 2: the same prompts of the same sets.
+
+    The first run is the undisturbed one. Its weights depend on every reward so far.
+    """
+    sets = [{"name": name, "path": str(tmp_path / f"{name}.jsonl")} for name in ("first", "second")]
+    notes = tmp_path / "notes.jsonl"
+    curriculum = {"function": "tests.support.curricula:noted_by_rewards", "kwargs": {"notes": str(notes)}}
+    data = {"path": None, "sets": sets, "curriculum": curriculum}
+    config = config_of(tmp_path, data=data, evaluation={"every": 4})
+    problems = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    for number, each in enumerate(sets):
+        Path(each["path"]).write_text("".join(problems[number::2]))
+    run_dir = tmp_path / "run"
+    directory = CheckpointDirectory(run_dir / "checkpoints")
+    process = start_run(config)
+    try:
+        wait_for(lambda: metric_steps(run_dir) == 4 and directory.steps() == [2, 4], process)
+    finally:
+        kill_everything(process, run_dir)
+    drawn, weights = prompts_by_step(run_dir, 4), weights_by_step(notes)
+    directory.set_aside(4, "undisturbed")
+    notes.unlink()
+    resumed = train(config)
+    assert resumed.code == 0, resumed.output[-4000:]
+    assert "2 steps done" in resumed.output
+    assert prompts_by_step(run_dir, 4) == drawn
+    assert {name for step in drawn for name, _ in step.values()} == {"first", "second"}
+    assert len(set(map(str, weights.values()))) == len(weights) == 5, "the weights did not follow the rewards"
+    again = weights_by_step(notes)
+    assert set(again) == {0, 3, 4} and all(again[step] == weights[step] for step in again)
+    assert_nothing_left(run_dir)
+
+
+def prompts_by_step(run_dir: Path, steps: int) -> list[dict[int, tuple[str, list[int]]]]:
+    """The set and the prompt of each group of each step."""
+    batches = [read_batch(run_dir / "batches", step) for step in range(steps)]
+    return [{row.group_id: (row.dataset, row.prompt_ids) for row in batch.trajectories} for batch in batches]
+
+
+def weights_by_step(notes: Path) -> dict[int, dict[str, float]]:
+    """The weights that the curriculum has returned, by the steps done."""
+    return dict(json.loads(line) for line in notes.read_text().splitlines())

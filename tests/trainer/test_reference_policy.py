@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from megarl.trainer.policy import Policy
 from megarl.trainer.reference_policy import Placement
 
 
@@ -34,6 +36,7 @@ def storages(layer: torch.nn.Module) -> list[int]:
 def test_offloaded_weights_are_on_the_device_only_inside_a_pass() -> None:
     layer = module()
     placement = FakeDevice([layer], GPU, "cpu_offload")
+    assert placement.uploads
     home = storages(layer)
     for _ in range(2):
         with placement.resident():
@@ -56,6 +59,15 @@ def test_they_go_home_even_when_the_pass_fails() -> None:
 def test_otherwise_nothing_moves(device: torch.device, where: Literal["gpu", "cpu_offload"]) -> None:
     layer = module()
     placement = FakeDevice([layer], device, where)
+    assert not placement.uploads
     before = storages(layer)
     with placement.resident():
         assert storages(layer) == before
+
+
+@pytest.mark.parametrize(("reference", "uploads"), [("cpu_offload", True), ("gpu", False), (None, False)])
+def test_a_policy_tells_if_its_reference_model_is_uploaded_for_each_pass(reference: Any, uploads: bool) -> None:
+    policy = object.__new__(Policy)
+    placement = FakeDevice([module()], GPU, reference)
+    policy.reference = SimpleNamespace(placement=placement) if reference else None  # type: ignore[assignment]
+    assert policy.uploads_reference is uploads
