@@ -1,4 +1,4 @@
-"""Converts trajectories to rows of the trajectory queue and back: one column of bytes, and tags of scalars.
+"""Converts trajectories to rows of the trajectory queue and back: one column of bytes, and a tag of scalars as JSON.
 
 All numbers of a trajectory are in one column, because the work of TransferQueue (0.1.11) for a put or a fetch is done
 for each row and column, whatever their size. A row is a head of three int64 (the numbers of prompt tokens, of response
@@ -9,8 +9,9 @@ Shapes: B the bytes of all rows.
 
 from __future__ import annotations
 
+import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 COLUMN = "trajectory"
+TAG = "tag"
 _HEAD = 3  # numbers in a row's head
 _FIELDS = ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")  # those that a row has as they are
 _SPAN = 5  # version, start, end, lost, epoch
 _CODES = {"int64": "q", "float32": "f", "bool": "b"}  # of `array`, by the dtype of a stream
 
 
-def encode(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, list[dict[str, Any]]]:
+def encode(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, list[dict[str, str]]]:
     """Return (TensorDict of one jagged uint8 column, tags), one row per trajectory.
 
     Token ids are int32 in it, masks int8, log-probs float32 and bitwise equal to the engine's.
@@ -74,20 +76,26 @@ def _row(trajectory: Trajectory) -> bytes:
     return b"".join([head.tobytes(), *(part.tobytes() for part in parts)])
 
 
-def _tag(trajectory: Trajectory) -> dict[str, Any]:
-    # `asdict` would copy every value of every field recursively; the tag's only container is a copy already.
-    return vars(trajectory.tag) | {"failure": trajectory.failure}
+def _tag(trajectory: Trajectory) -> dict[str, str]:
+    # One text, because the library copies each value of a tag three times on its way (`copy.deepcopy`).
+    # `asdict` would copy every value of every field recursively.
+    return {TAG: json.dumps(vars(trajectory.tag) | {"failure": trajectory.failure})}
 
 
-def decode_tag(tag: dict[str, Any]) -> SampleTag:
+def _content(tag: Mapping[str, str]) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(tag[TAG])
+    return content
+
+
+def decode_tag(tag: Mapping[str, str]) -> SampleTag:
     """Return the tag of one row."""
-    return SampleTag(**{name: value for name, value in tag.items() if name != "failure"})
+    return SampleTag(**{name: value for name, value in _content(tag).items() if name != "failure"})
 
 
-def decode(data: TensorDict, tags: Sequence[dict[str, Any]]) -> list[Trajectory]:
+def decode(data: TensorDict, tags: Sequence[Mapping[str, str]]) -> list[Trajectory]:
     """Return the trajectories of `encode`'s column and tags. Raises ValueError for a row that `encode` has not made."""
     trajectories = []
-    for row, tag in zip(_rows(data[COLUMN]), tags, strict=True):
+    for row, tag in zip(_rows(data[COLUMN]), map(_content, tags), strict=True):
         values = _values(row, tag["key"])
         flat = values["versions"]
         spans = tuple(VersionSpan(*flat[start : start + _SPAN]) for start in range(0, len(flat), _SPAN))

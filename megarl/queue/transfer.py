@@ -216,23 +216,23 @@ class _Client:
     def close(self) -> None:
         self._client.close()
 
-    async def put(self, keys: list[str], fields: TensorDict, tags: list[dict[str, Any]]) -> None:
+    async def put(self, keys: list[str], fields: TensorDict, tags: list[dict[str, str]]) -> None:
         meta = await self._client.async_kv_retrieve_meta(keys=keys, partition_id=self.partition, create=True)
         if meta.size != len(keys):
             raise RuntimeError(f"the trajectory queue made {meta.size} rows for {len(keys)} keys")
         meta.update_custom_meta(tags)
         await self._client.async_put(fields, meta)
 
-    async def get(self, keys: list[str]) -> tuple[TensorDict, list[dict[str, Any]]]:
+    async def get(self, keys: list[str]) -> tuple[TensorDict, list[dict[str, str]]]:
         meta = await self._client.async_kv_retrieve_meta(keys=keys, partition_id=self.partition, create=False)
         if meta.size != len(keys):
             raise KeyError(f"the trajectory queue holds {meta.size} of the {len(keys)} requested rows: {keys[:4]}…")
         return await self._client.async_get_data(meta), meta.custom_meta
 
-    async def tags(self) -> dict[str, dict[str, Any]]:
+    async def tags(self) -> dict[str, dict[str, str]]:
         return (await self._client.async_kv_list(self.partition)).get(self.partition, {})
 
-    async def tags_of(self, keys: list[str]) -> list[dict[str, Any]]:
+    async def tags_of(self, keys: list[str]) -> list[dict[str, str]]:
         meta = await self._client.async_kv_retrieve_meta(keys=keys, partition_id=self.partition, create=False)
         return list(meta.custom_meta) if meta.size else []
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
+from megarl.common.thread_results import ThreadResults
 from megarl.rewards.process import RewardProcess, StartError, WorkerDiedError, WorkerTimeoutError
 from megarl.rewards.resolve import import_path
 from megarl.rewards.types import ErrorReason, RewardInput, RewardOutcome, RewardResult, RewardSpec, WorkerMessage
@@ -81,6 +82,7 @@ class RewardPool:
         self.timeout_s = timeout_s
         self.on_error = on_error
         self.start_timeout_s = start_timeout_s
+        self._results = ThreadResults()
         self._tasks: deque[_Task] = deque()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -107,7 +109,7 @@ class RewardPool:
 
         Failures of the function are part of the outcome; RewardPoolError if the pool failed.
         """
-        return await asyncio.wrap_future(self.submit(sample, function))
+        return await self._results.of(self.submit(sample, function))
 
     def submit(self, sample: RewardInput, function: int = 0) -> Future[RewardOutcome]:
         """Score one sample without an event loop. A sample that cannot be pickled raises at once."""

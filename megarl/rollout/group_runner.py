@@ -16,6 +16,7 @@ from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.agents.agent_loop import AgentLoop
+from megarl.rollout.batch_decoder import BatchDecoder
 from megarl.rollout.batch_stats import BatchStats
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.group_deadline import GroupDeadline
@@ -46,6 +47,7 @@ class GroupRunner:
         self.source = source
         self.batcher = batcher
         self.rewards = rewards
+        self.decoder = BatchDecoder(source.decode_all)
         self.partition = partition
         self.stats = BatchStats()
         self.progress: dict[int, GroupProgress] = {}  # of the groups that are running
@@ -135,7 +137,7 @@ class SampleContext:
         """See `AgentContext.judge`."""
         if defect(result):
             return None
-        text = self._runner.source.decode(result.response_ids)
+        text = await self._runner.decoder.text(result.response_ids)
         started = time.monotonic()
         reward_input = self.prompt.reward_input(text, result.response_ids, result.finish_reason)
         outcome: RewardOutcome = await self._runner.rewards.score(reward_input, self.prompt.reward)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from megarl.common.errors import RolloutError
 from megarl.config.checks import PromptLimit, evaluation_prompt_limit, prompt_limit
 from megarl.config.data_sections import RewardConfig
@@ -23,6 +21,7 @@ from megarl.data.curriculum import Curriculum
 from megarl.data.cursor import Cursor
 from megarl.data.dataset import Prompt, load_prompts
 from megarl.data.mixture import Mixture, stable_hash
+from megarl.data.token_decoder import TokenDecoder
 from megarl.data.tokenize import PromptEncoder, load_tokenizer, stop_token_ids
 from megarl.models.read_config import load_info
 from megarl.rewards.types import RewardInput
@@ -65,6 +64,7 @@ class PromptSource:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.tokenizer = load_tokenizer(config.model.path)
+        self._decoder = TokenDecoder(self.tokenizer)
         self.stop_token_ids = tuple(stop_token_ids(config.model.path, self.tokenizer, config.sampling.stop_token_ids))
         self._rewards = list(reward_functions(config).values())
         info = load_info(config.model.path)
@@ -123,9 +123,11 @@ class PromptSource:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids without special tokens, as reward functions get it."""
-        # transformers checks every element of a list one by one, which takes longer than decoding them.
-        text: str = self.tokenizer.decode(np.asarray(ids, dtype=np.int64), skip_special_tokens=True)
-        return text
+        return self.decode_all([ids])[0]
+
+    def decode_all(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of several sequences, as `decode`. Any thread may call it."""
+        return self._decoder.texts(sequences)
 
     def eval_sets(self) -> list[EvalSet]:
         """Return the configured held-out sets, tokenized, without records."""

@@ -104,6 +104,9 @@ class FakeSource:
     def decode(self, ids: Sequence[int]) -> str:
         return "x" * len(ids)
 
+    def decode_all(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        return [self.decode(ids) for ids in sequences]
+
     def reference(self, group_id: int) -> str:
         return f"answer {group_id}"
 

@@ -1,0 +1,44 @@
+"""Decodes token ids to the text that reward functions get."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TokenDecoder:
+    """Decodes with a tokenizer of its own, so that one thread may decode while another one encodes.
+
+    A tokenizer whose settings are changed while another thread uses it, as every call that encodes does, raises
+    "Already borrowed".
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        # Its threads cost more than they bring here, and a process that has used them warns when it starts another one.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._library = _library_tokenizer(self._tokenizer)
+
+    def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of sequences of token ids, without special tokens."""
+        if self._library is not None:
+            # Directly, because transformers looks at every token id first, and because this lets other threads run.
+            texts: list[str] = self._library.decode_batch(sequences, skip_special_tokens=True)
+            return texts
+        return [self._tokenizer.decode(list(ids), skip_special_tokens=True) for ids in sequences]
+
+
+def _library_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401  # the library has no types
+    """Return the tokenizer of the `tokenizers` library that does all the decoding of `tokenizer`, if there is one."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = type(tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
+        return None
+    unchanged = own.decode is PreTrainedTokenizerFast.decode and own._decode is PreTrainedTokenizerFast._decode
+    return tokenizer.backend_tokenizer if unchanged else None
