@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 COLUMN = "trajectory"
 _HEAD = 3  # numbers in a row's head
 _FIELDS = ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")  # those that a row has as they are
+_TEXTS = ("failure", "reward_error")  # in the tags, but not of those that every rank reads
 _SPAN = 5  # version, start, end, lost, epoch
 
 
@@ -70,12 +71,12 @@ def _row(trajectory: Trajectory) -> bytes:
 
 def _tag(trajectory: Trajectory) -> dict[str, Any]:
     # `asdict` would copy every value of every field recursively; the tag's only container is a copy already.
-    return vars(trajectory.tag) | {"failure": trajectory.failure}
+    return vars(trajectory.tag) | {name: getattr(trajectory, name) for name in _TEXTS}
 
 
 def decode_tag(tag: dict[str, Any]) -> SampleTag:
     """Return the tag of one row."""
-    return SampleTag(**{name: value for name, value in tag.items() if name != "failure"})
+    return SampleTag(**{name: value for name, value in tag.items() if name not in _TEXTS})
 
 
 def decode(data: TensorDict, tags: Sequence[dict[str, Any]]) -> list[Trajectory]:
@@ -95,7 +96,7 @@ def decode(data: TensorDict, tags: Sequence[dict[str, Any]]) -> list[Trajectory]
                 reward=tag["reward"],
                 reward_components=tag["reward_components"],
                 status=tag["status"],
-                failure=tag["failure"],
+                **{name: tag[name] for name in _TEXTS},
                 streams={stream.name: values[stream.name] for stream in STREAMS.from_rollout},
                 dataset=tag["dataset"],
                 **own,
