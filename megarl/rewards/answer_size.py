@@ -15,7 +15,7 @@ from dataclasses import dataclass
 MAX_BITS = 1 << 17  # 39,000 digits, with which sympy computes in milliseconds
 MAX_TOKENS = 2000
 MAX_ELEMENTS = 200  # of sets, tuples and lists, together
-MAX_DEPTH = 40
+MAX_DEPTH = 13  # math-verify takes twice as long for each further bracket
 
 _TOKEN = re.compile(
     r"""\s+|\\(?:left|right|big|Big|bigg|Bigg|displaystyle|,|!|;|:|\ )(?![a-zA-Z])|[&~$]  # without a meaning

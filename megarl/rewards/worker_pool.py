@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 BATCH_SECONDS = 0.02  # target work per message: fast samples share one, slow samples are spread over the processes
 MAX_BATCH = 64
 START_ATTEMPTS = 3  # for a replacement; the first start of a pool is not repeated
-RETRY_S = 1.0  # before the second start, and twice that before the third
+RETRY_S = 0.5  # before the second start, and twice that before the third
 MAX_REDONE = 1  # how often a sample is scored again
 # What may have a cause outside the sample: another program killed the process, or the samples before filled its memory.
 _REDONE: frozenset[ErrorReason] = frozenset({"crash", "foreign", "memory"})
