@@ -106,8 +106,9 @@ class RewardConfig(Section):
     )
     on_error: Literal["drop"] | Annotated[float, Field(allow_inf_nan=False)] = Field(
         "drop",
-        description="What becomes of a sample whose function hung, raised, crashed or returned no finite number: `drop` "
-        "counts it as failed and trains nothing on it; a number is its reward. In evaluation `drop` counts it as wrong.",
+        description="What becomes of a sample whose function hung, raised, crashed or returned no finite number: "
+        "`drop` counts it as failed and trains nothing on it; a number is its reward. In evaluation `drop` counts it "
+        "as wrong.",
     )
     max_error_share: float = Field(
         0.5,

@@ -1,9 +1,9 @@
 r"""Estimates how large an answer becomes when it is evaluated, before anything evaluates it. Pure.
 
 sympy computes 9^{9^{9^9}} or (10^8)! exactly, for hours and with all memory, and compares the elements of two sets pair
-by pair. The estimate reads LaTeX and plain text in linear time. It is an upper bound of the *height* of the numbers that
-appear: the bits of the larger one of numerator and denominator. Letters and functions count as nothing, because sympy
-keeps them as symbols. What it does not see (say, an integral) is bounded by the time that a sample has.
+by pair. The estimate reads LaTeX and plain text in linear time. It is an upper bound of the *height* of the numbers
+that appear: the bits of the larger one of numerator and denominator. Letters and functions count as nothing, because
+sympy keeps them as symbols. What it does not see (say, an integral) is bounded by the time that a sample has.
 """
 
 from __future__ import annotations

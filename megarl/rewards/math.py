@@ -19,7 +19,8 @@ _BRACES = re.compile(r"\\?(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<cl
 _TAIL_CHARACTERS = 3000  # a final answer without a box is at the end, and math-verify is slow on long text
 # What math-verify evaluates in text without a box: formulas, and expressions of digits and operators.
 _FORMULA = re.compile(r"\$\$?[^$]+\$\$?|\\\[.*?\\\]|\\\(.*?\\\)|[\d(][\d\s.+\-*×/^()÷]*\^[\d\s.+\-*×/^()÷]*", re.DOTALL)
-_LEFT_OUT = r"$\text{too large}$"
+_LEFT_OUT_TEXT = "too large"
+_LEFT_OUT = rf"$\text{{{_LEFT_OUT_TEXT}}}$"
 Parsed = list[Any]  # math-verify's result, untyped: sympy expressions, then the text that they were read from
 
 
@@ -75,7 +76,7 @@ def compare(reference: str, answer: str) -> tuple[str | None, bool]:
             f"the reference answer {reference[-60:]!r} cannot be read by math-verify; correct the data file"
         )
     found = _parse(answer) if answer else []
-    if not found:
+    if not found or found[-1] == _LEFT_OUT_TEXT:
         return None, False
     return canonical(found), bool(verify(list(expected), found, timeout_seconds=None))
 

@@ -64,7 +64,7 @@ def as_result(value: Any) -> RewardResult:  # noqa: ANN401  # whatever a user's 
         raise ValueError(f"a reward must be a number or a RewardResult, not {value!r:.80}") from error
     if wrong := [name for name in components if not name or "/" in name]:
         raise ValueError(
-            f"the reward component {wrong[0]!r} has a name that its metric reward/component/NAME cannot have: use a name "
+            f"the reward component {wrong[0]!r} cannot be part of the metric reward/component/NAME: give it a name "
             f"without a slash, for example {wrong[0].strip('/').replace('/', '_') or 'format'!r}"
         )
     if not math.isfinite(result.score):

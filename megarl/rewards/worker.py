@@ -47,7 +47,7 @@ def _describe(error: BaseException) -> str:
     """Return type, message and innermost line of an exception, in at most 500 characters."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {_text(error)}{where}"[:500]
+    return f"{type(error).__name__}: {' '.join(_text(error).split())}{where}"[:500]
 
 
 def _text(error: BaseException) -> str:

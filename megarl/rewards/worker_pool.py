@@ -152,12 +152,22 @@ class RewardPool:
         task = _Task(next(self._numbers), function, payload, self._key(function, sample))
         with self._changed:
             failure = self._failure
-            if failure is None:
+            known = self._known(task)
+            if failure is None and known is None:
                 self._tasks.append(task)
                 self._changed.notify()
         if failure is not None:
             task.future.set_exception(RewardPoolError(failure))
+        elif known is not None and task.claim():
+            self._finish(task, known)
         return task.future
+
+    def _known(self, task: _Task) -> RewardAnswer | None:
+        """Return the answer of a task whose work has timed out before; None for any other."""
+        message = None if task.key is None else self._timeouts.get(task.key)
+        if message is None:
+            return None
+        return RewardAnswer(task.number, None, "timeout", f"the same answer as before: {message}")
 
     def _key(self, function: int, sample: RewardInput) -> str | None:
         """Return what decides how long the function takes for a sample; None if only the function knows."""
@@ -235,20 +245,19 @@ class RewardPool:
                 fair = -(-len(self._tasks) // self.workers)
                 size = max(1, min(cheap, fair, MAX_BATCH))
                 batch: list[_Task] = []
-                known: list[tuple[_Task, str]] = []
+                known: list[tuple[_Task, RewardAnswer]] = []
                 while self._tasks and len(batch) < size:
                     task = self._tasks.popleft()
                     if not task.claim():
                         continue
-                    message = self._timeouts.get(task.key) if task.key is not None else None
-                    if message is None:
+                    if (answer := self._known(task)) is None:
                         batch.append(task)
                     else:
-                        known.append((task, message))
+                        known.append((task, answer))
                 if not batch and not known:
                     self._changed.wait(IDLE_WAIT_S)
-            for task, message in known:
-                self._finish(task, RewardAnswer(task.number, None, "timeout", f"the same answer as before: {message}"))
+            for task, answer in known:
+                self._finish(task, answer)
             if batch:
                 return batch
 
@@ -313,10 +322,10 @@ class RewardPool:
             task.future.set_exception(RewardPoolError(failure))
         else:
             if passed:
-                recent, own = self._limits[task.function].recent, f"{answer.reason}: {answer.message}"
                 self._fail(
-                    f"the reward function {_name(spec)} failed for {recent}, and reward.max_error_share is "
-                    f"{self.max_error_share:g}; the latest failure: {own}" + (f"\n{answer.trace}" if answer.trace else "")
+                    f"the reward function {_name(spec)} failed for {self._limits[task.function].recent}, and "
+                    f"reward.max_error_share is {self.max_error_share:g}; the latest failure: {answer.reason}: "
+                    + "\n".join(filter(None, [answer.message, answer.trace]))
                 )
             task.future.set_result(self._outcome_of_error(spec, answer, task.redone))
 

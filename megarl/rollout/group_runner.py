@@ -23,6 +23,7 @@ from megarl.rollout.prompts import Drawn, PromptSource
 from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.to_trajectory import check_trajectory, defect, failed_trajectory
 
+
 class GroupRunner:
     """Turns a group's prompt into its trajectories; `stats` collects the measurements of the current batch."""
 

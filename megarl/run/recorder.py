@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from megarl.checkpoint.save.history import ROLLED_BACK, positions, roll_back
-from megarl.common.run_files import ExitRecord
 from megarl.common.notices import NoticeWatch
+from megarl.common.run_files import ExitRecord
 from megarl.config.schema import Config
 from megarl.data.tokenize import load_tokenizer
 from megarl.evaluation.harness import SetReport

@@ -44,8 +44,8 @@ _REWARD = [
         "reward/errors",
         "samples",
         "sum",
-        "Samples whose reward function hung, raised, crashed or returned no finite number; with `reward.on_error: drop` "
-        "they are failed samples.",
+        "Samples whose reward function hung, raised, crashed or returned no finite number; failed samples with "
+        "`reward.on_error: drop`.",
     ),
     Metric(
         "reward/redone",
@@ -84,7 +84,12 @@ _GROUPS = [
 _BATCH = [
     Metric("batch/samples", "samples", "sum", "Samples in the batch."),
     Metric("batch/trained_samples", "samples", "sum", "Samples that took part in the update."),
-    Metric("batch/failed_samples", "samples", "sum", "Failed samples: engine error, NaN or -9999 log-prob, abort, no reward."),
+    Metric(
+        "batch/failed_samples",
+        "samples",
+        "sum",
+        "Failed samples: engine error, NaN or -9999 log-prob, abort, no reward.",
+    ),
     Metric("batch/masked_samples", "samples", "sum", "Truncated samples masked from the loss."),
     Metric("batch/prompt_tokens", "tokens", "sum", "Prompt tokens of the batch."),
     Metric("batch/response_tokens", "tokens", "sum", "Response tokens of the batch."),

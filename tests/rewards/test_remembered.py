@@ -35,15 +35,11 @@ def test_the_same_pair_of_answer_and_reference_times_out_once() -> None:
     pool = make_reward_pool("math", timeout_s=0.001, workers=1, on_error="drop")
     try:
         answers = [rf"{thought}: \boxed{{{slow}}}" for thought in "abcdefgh"]
-        begin = time.monotonic()
         first = score_all(pool, [RewardInput("", each, answer="3") for each in answers[:1]])
-        took = time.monotonic() - begin
-        pids = [process._process.pid for process in pool._processes.values()]
         begin = time.monotonic()
         outcomes = score_all(pool, [RewardInput("", each, answer="3") for each in answers[1:]])
-        assert time.monotonic() - begin < max(1.0, took)
+        assert time.monotonic() - begin < 0.5  # a process has not even started in that time
         assert {each.reason for each in (*first, *outcomes)} == {"timeout"} and all(each.dropped for each in outcomes)
         assert all("the same answer as before" in str(each.error) for each in outcomes)
-        assert [process._process.pid for process in pool._processes.values()] in (pids, pids)
     finally:
         pool.close()

@@ -190,3 +190,15 @@ def _only_once() -> None:
 
 
 starts_once.warm_up = _only_once  # type: ignore[attr-defined]
+
+
+def endless(sample: RewardInput) -> float:
+    time.sleep(600)
+    return 1.0
+
+
+def fails_on_even(response: str, answer: str) -> float:
+    """The share of digits; raises for responses of an even length."""
+    if len(response) % 2 == 0:
+        raise LookupError("no verdict on an even length")
+    return digit_share(response, answer)
