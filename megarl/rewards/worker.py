@@ -29,6 +29,7 @@ Batch = list[tuple[int, bytes]]
 MAX_BATCH_BYTES = (1 << 32) - 1
 TRACE_FRAMES = 6
 TRACE_CHARACTERS = 2000
+PROBLEM_CHARACTERS = 4000
 
 
 def score(functions: Sequence[RewardFunction], task: int, payload: bytes) -> RewardAnswer:
@@ -72,7 +73,7 @@ def serve(connection: socket.socket) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))
     functions, problem = _resolve(setup)
     _end_if_forked(own_pid)  # a module that is imported may fork, too
-    send_frame(connection, encode_start(StartReport(problem)))
+    send_frame(connection, encode_start(StartReport(problem[:PROBLEM_CHARACTERS])))
     if problem:
         return
     while True:

@@ -117,6 +117,7 @@ class RewardPool:
         self._reports = [ErrorReport(_name(each), on_error, report) for each in self.functions]
         self._timeouts = RememberedTimeouts()
         self._numbers = itertools.count(1)
+        self._redone = 0
         self._tasks: deque[_Task] = deque()
         self._running: dict[int, _Task] = {}  # by process; its present sample
         self._changed = threading.Condition()
@@ -276,7 +277,9 @@ class RewardPool:
             again = answer.reason in _REDONE and task.redone < MAX_REDONE
             if again:
                 task.redone += 1
-                log.warning("a sample is scored again: %s: %s", answer.reason, answer.message)
+                self._redone += 1
+                if self._redone & (self._redone - 1) == 0:  # only the 1st, 2nd, 4th, 8th ... is logged
+                    log.warning("sample no. %d is scored again: %s: %s", self._redone, answer.reason, answer.message)
             else:
                 self._finish(task, answer)
             if not alive:

@@ -53,7 +53,6 @@ _REWARD = [
         "sum",
         "Samples that were scored again because their reward process ended, answered something else or ran out of "
         "memory.",
-        True,
     ),
     Metric("reward/component/{component}", "reward", "mean", "Mean of one named component of the reward."),
 ]

@@ -76,6 +76,13 @@ def test_a_result_of_megabytes_is_refused_by_its_own_worker(pool: RewardPool) ->
     assert worker_pids(pool) == before
 
 
+def test_an_interrupt_of_the_function_is_an_error_of_its_sample(pool: RewardPool) -> None:
+    before = worker_pids(pool)
+    outcomes = run(pool, "interrupt", "ok 2")
+    assert [each.reason for each in outcomes] == ["exception", None] and outcomes[1].score == 2.0
+    assert worker_pids(pool) == before
+
+
 def test_text_and_numbers_that_json_has_not_arrive(pool: RewardPool) -> None:
     (outcome,) = run(pool, "odd 3")
     assert (outcome.score, outcome.components, outcome.answer) == (3.0, {"café": float("inf")}, "?")

@@ -103,8 +103,7 @@ def test_a_record_of_the_first_format_is_restored(tmp_path: Path) -> None:
     assert state["summary"] | {"wall_seconds": 61.5} == SUMMARY
     assert session.pool._history == ROLLOUT  # what `attach` gives to the controller
     content = session.recorder.summary.as_dict("running")
-    assert content["eval_before"] == {"greedy": 0.25, "sampled": 0.5, "n": 8, "reward_errors": 0}
-    assert content["steps"] == 3
+    assert content["eval_before"] == {"greedy": 0.25, "sampled": 0.5, "n": 8} and content["steps"] == 3
 
 
 def test_the_rollout_side_resumes_the_history_of_the_first_format() -> None:

@@ -85,6 +85,8 @@ def hostile(sample: RewardInput) -> float | RewardResult:
                 sys.exit(0)
             if command == "fork_raise":
                 raise KeyboardInterrupt
+    if command == "interrupt":
+        raise KeyboardInterrupt
     if command == "flood":
         os.write(channel, b"x" * 3_000_000)
     if command == "garbage":
@@ -190,6 +192,12 @@ def _only_once() -> None:
 
 
 starts_once.warm_up = _only_once  # type: ignore[attr-defined]
+
+
+def slow_digit_share(response: str, answer: str) -> float:
+    """The share of digits after a while, so that most of a run's time is spent here."""
+    time.sleep(0.1)
+    return digit_share(response, answer)
 
 
 def endless(sample: RewardInput) -> float:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+import yaml
 
 from tests.support.leftovers import assert_nothing_left
-from tests.support.run import tiny_config, train
+from tests.support.run import start, step_records, tiny_config, train
 
 pytestmark = pytest.mark.engine
 
@@ -51,3 +57,47 @@ def test_samples_without_a_reward_are_counted_and_not_trained(tmp_path: Path) ->
     assert run.summary["eval_before"]["reward_errors"] > 0
     assert "rewards failed; the first: reward function" in run.output
     assert run.output.count("exception no. 1: LookupError: no verdict") == 1
+
+
+def workers_of(run: int) -> list[int]:
+    """The reward processes of a run."""
+    found = []
+    for process in psutil.Process(run).children(recursive=True):
+        try:
+            if "megarl.rewards.worker" in process.cmdline():
+                found.append(process.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def test_reward_workers_that_are_killed_and_stopped_cost_time_only(tmp_path: Path) -> None:
+    """At random moments, most of them while a sample is scored: a killed one's is scored again, a stopped one's lost."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    config = tiny_config(tmp_path, steps=6)
+    config["reward"] = {"function": f"{MODULE}:slow_digit_share", "workers": 2, "timeout_s": 3.0}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    process = start(tmp_path / "config.yaml")
+    run_dir, faults = Path(config["run"]["dir"]), 0
+    deadline = time.monotonic() + 400
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(moments.uniform(0.3, 1.5))
+        if faults < 8 and step_records(run_dir) and (workers := workers_of(process.pid)):
+            try:
+                os.kill(moments.choice(workers), signal.SIGSTOP if faults % 4 == 3 else signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            faults += 1
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output[-4000:]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    records = step_records(run_dir)
+    assert faults >= 3 and len(records) == summary["steps"] == 6
+    assert sum(each["reward/redone"] for each in records) > 0
+    assert summary["reward_errors"] == sum(each["batch/failed_samples"] for each in records) <= faults
+    for each in records:
+        ends = [each[f"groups/{end}"] for end in ("trained", "filtered", "dropped_stale", "failed")]
+        assert each["groups/admitted"] == sum(ends) == 4 and each["batch/samples"] == 16
+    assert_nothing_left(run_dir)
