@@ -37,6 +37,9 @@ _TOKEN = re.compile(
 )
 
 
+_Token = tuple[str, str]  # kind and text
+
+
 class _TooLarge(Exception):  # noqa: N818  # it ends the reading, and is no error
     """A part of the answer is larger than the limit."""
 
@@ -79,7 +82,7 @@ def _bounded(bits: float, whole: bool = True) -> _Height:
 
 def is_too_large(text: str) -> bool:
     """Tell whether an answer in LaTeX or plain text is too large to be evaluated."""
-    tokens = [(match.lastgroup, match[0]) for match in _TOKEN.finditer(text) if match.lastgroup]
+    tokens: list[_Token] = [(match.lastgroup, match[0]) for match in _TOKEN.finditer(text) if match.lastgroup]
     if len(tokens) > MAX_TOKENS or text.count(",") >= MAX_ELEMENTS:
         return True
     try:
@@ -92,7 +95,7 @@ def is_too_large(text: str) -> bool:
 class _Reader:
     """Reads tokens by recursive descent; what is no sound formula is read as far as possible."""
 
-    def __init__(self, tokens: list[tuple[str | None, str]]) -> None:
+    def __init__(self, tokens: list[_Token]) -> None:
         self._tokens, self._place, self._depth = tokens, 0, 0
 
     def all(self) -> None:

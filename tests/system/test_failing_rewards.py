@@ -72,7 +72,7 @@ def workers_of(run: int) -> list[int]:
 
 
 def test_reward_workers_that_are_killed_and_stopped_cost_time_only(tmp_path: Path) -> None:
-    """At random moments, most of them while a sample is scored: a killed one's is scored again, a stopped one's lost."""
+    """At random moments, mostly while they score: the sample of a killed one is scored again, of a stopped one lost."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     moments = random.Random(seed)
