@@ -41,8 +41,15 @@ def math(sample: RewardInput, require_box: bool = False) -> RewardResult:
 
 
 def comparison_key(sample: RewardInput, require_box: bool = False) -> str:
-    """Return what decides how long `math` takes for a sample: the pair of reference and answer."""
-    answer = _answer(sample.response, last_boxed(sample.response), require_box)
+    """Return what decides how long `math` takes for a sample: the pair of reference and answer.
+
+    It is cheap, however long the response is, because the pool asks for each sample.
+    """
+    start = max(sample.response.rfind(box) for box in (r"\boxed", r"\fbox"))
+    content = last_boxed(sample.response[start:]) if start >= 0 else None
+    if start >= 0 and content is None:  # the braces of the last one are not closed
+        content = last_boxed(sample.response)
+    answer = _answer(sample.response, content, require_box)
     return f"{len(sample.answer)} {sample.answer} {answer}"
 
 
