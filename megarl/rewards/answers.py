@@ -1,4 +1,4 @@
-"""What a reward process answers, as JSON that the pool checks: it decodes nothing that could run code. Pure."""
+"""The answers of a reward process, as JSON that the pool checks: it decodes nothing that could run code. Pure."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_memory_is_limited_and_the_worker_that_is_full_is_replaced(pool: RewardP
 
 @pytest.mark.parametrize("how", ["child_crash", "child_apart"])
 def test_children_end_with_their_worker(pool: RewardPool, tmp_path: Path, how: str) -> None:
-    """Also those of a worker that has died, and those that have left its session."""
+    """The worker has died by itself, or the child has left its session."""
     (outcome,) = run(pool, f"{how} 1 {tmp_path / 'pid'}")
     assert outcome.reason == ("crash" if how == "child_crash" else "timeout")
     wait_until(lambda: ended(tmp_path / "pid"), 10.0, "the end of the child of a killed worker")

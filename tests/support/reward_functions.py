@@ -72,7 +72,7 @@ _kept: list[bytearray] = []
 
 
 def hostile(sample: RewardInput) -> float | RewardResult:
-    """What a worker must survive, by accident or on purpose; the number after the command is the reward."""
+    """Do what a worker must survive, by accident or on purpose; the number after the command is the reward."""
     command, _, argument = sample.response.partition(" ")
     number, _, path = argument.partition(" ")
     reward = float(number or 1.0)
