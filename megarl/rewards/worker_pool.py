@@ -175,7 +175,7 @@ class RewardPool:
         spec = self.functions[function]
         if SHIPPED.get(spec.function, spec.function) != SHIPPED["math"]:
             return None
-        return f"{function} {comparison_key(sample, **spec.kwargs)}"
+        return f"{function} {comparison_key(sample, bool(spec.kwargs.get('require_box')))}"
 
     def waiting(self) -> str:
         """Describe what the pool works on and how often its functions have failed, as the end of a sentence."""
