@@ -30,6 +30,7 @@ from megarl.run.step import plan_step
 from megarl.run.step_batch import StepBatch
 from megarl.weights.replica_calls import SyncReport
 from tests.support.configs import config as config_of
+from tests.support.growth import growth_per_step, held_bytes
 from tests.support.recorded_steps import make_batch
 from tests.support.tiny import make_tiny_model
 
@@ -99,6 +100,17 @@ def test_notices_of_the_pool_are_on_the_terminal_of_the_first_rank_alone(
     assert second._notices is None
     assert first.terminal.getvalue().count("exception no. 1: LookupError\n") == 1  # type: ignore[attr-defined]
     assert second.terminal.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_nothing_that_it_holds_grows_with_the_steps(config: Config, open_recorder: Callable[..., Recorder]) -> None:
+    recorder, held = open_recorder(), []
+    for step in range(200):
+        take_step(recorder, config, step)
+        recorder.terminal.truncate(0)  # type: ignore[attr-defined]
+        recorder.terminal.seek(0)  # type: ignore[attr-defined]
+        if step % 10 == 9:
+            held.append(held_bytes(vars(recorder)))
+    assert growth_per_step(range(0, 10 * len(held), 10), held) < 1.0, held
 
 
 # --- the parts that a checkpoint keeps
