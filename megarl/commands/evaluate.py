@@ -196,9 +196,11 @@ def _evaluate(config: Config) -> list[SetReport]:
     """Start a pool, evaluate and tear it down. Raises RolloutError naming what failed."""
     from megarl.cluster.client import PoolClient
     from megarl.cluster.handle import launch_supervisor, stop_supervisor
+    from megarl.common.notices import NoticeWatch
     from megarl.config.checks import detect_device
 
     sys.stderr.write(f"megarl: starting the engine for {config.model.path}; logs in {config.run_dir / 'logs'}\n")
+    notices = NoticeWatch(config.run_dir, _tell)
     handle = launch_supervisor(config.model_dump_json(), config.run_dir, os.getpid(), cuda=detect_device() == "cuda")
     client = None
     try:
@@ -206,10 +208,15 @@ def _evaluate(config: Config) -> list[SetReport]:
         sys.stderr.write("megarl: evaluating\n")
         return client.evaluate(0, LABEL)
     finally:
+        notices.close()
         if client is not None:
             client.close()
         else:
             stop_supervisor(Path(handle.run_dir), handle.process, handle.launch_id, config.timeouts.shutdown_s)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"megarl: {text}\n")
 
 
 def _check(config: Config) -> None:

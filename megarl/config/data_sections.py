@@ -7,7 +7,7 @@ value of the section. `datasets.py` resolves that.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -98,7 +98,26 @@ class RewardConfig(Section):
     kwargs: Passed = Field(default_factory=dict, description="Keyword arguments bound to the function.")
     workers: int = Field(1, ge=1, description="Reward processes; each runs the functions of all sets.")
     timeout_s: float = Field(10.0, gt=0, description="Seconds per sample, after which its process is killed.")
-    on_error: float = Field(0.0, description="Reward of a sample whose function hung or raised.")
+    memory_gib: float | None = Field(
+        4.0,
+        gt=0,
+        description="GiB that each reward process may allocate (RLIMIT_DATA); beyond, the function gets a MemoryError; "
+        "null = no limit.",
+    )
+    on_error: Literal["drop"] | Annotated[float, Field(allow_inf_nan=False)] = Field(
+        "drop",
+        description="What becomes of a sample whose function hung, raised, crashed or returned no finite number: "
+        "`drop` counts it as failed and trains nothing on it; a number is its reward. In evaluation `drop` counts it "
+        "as wrong.",
+    )
+    max_error_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="The run ends if a function fails for a larger share of its latest samples (64 of them, or "
+        "`min_errors` if that is more); 1 = never.",
+    )
+    min_errors: int = Field(16, ge=1, description="Failures among these samples without which the run goes on.")
 
 
 class EvalSamplingConfig(Section):

@@ -41,13 +41,23 @@ class SetReport:
         return self.greedy.problems
 
     @property
+    def responses(self) -> int:
+        """The number of greedy and sampled responses."""
+        return self.greedy.responses + self.sampled.responses
+
+    @property
+    def first_failure(self) -> str | None:
+        """The message of the first failed response, of the greedy ones if one of them failed."""
+        return self.greedy.first_failure or self.sampled.first_failure
+
+    @property
     def failed_generations(self) -> int:
         """The number of greedy and sampled responses that the engine did not finish."""
         return self.greedy.failed_generations + self.sampled.failed_generations
 
     @property
     def reward_errors(self) -> int:
-        """The number of greedy and sampled responses whose reward function hung or raised."""
+        """The number of greedy and sampled responses whose reward function failed."""
         return self.greedy.reward_errors + self.sampled.reward_errors
 
     @property
@@ -58,7 +68,7 @@ class SetReport:
     @property
     def nothing_judged(self) -> str | None:
         """The error message for a set of which every response failed; None for any other set."""
-        responses = self.greedy.responses + self.sampled.responses
+        responses = self.responses
         if self.greedy.failures + self.sampled.failures < responses:
             return None
         return (

@@ -52,6 +52,8 @@ def report_table(reports: Sequence[EvalReport]) -> Table:
 
 def render_line(label: str, report: SetReport) -> str:
     """Return one line of plain text for the progress output of a run."""
+    if report.nothing_judged is not None:
+        return f"eval {report.name} ({label}): {report.nothing_judged}"
     greedy, sampled = report.greedy, report.sampled
     versions = "" if report.of_one_version else f", versions {report.oldest} to {report.newest}"
     return (
@@ -63,9 +65,10 @@ def render_line(label: str, report: SetReport) -> str:
 
 
 def _failures(report: SetReport) -> str:
-    """Return the counts of failures that are not zero, as the end of a line."""
+    """Return the counts of failures that are not zero, as the end of a line; they count as they were scored."""
     counts = {"generations failed": report.failed_generations, "rewards failed": report.reward_errors}
-    return "".join(f", {count} {what}" for what, count in counts.items() if count)
+    found = "".join(f", {count} of {report.responses} {what}" for what, count in counts.items() if count)
+    return f"{found}; the first: {report.first_failure}" if found else ""
 
 
 def format_estimate(estimate: Estimate) -> str:

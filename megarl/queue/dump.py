@@ -145,6 +145,7 @@ def _schema() -> pa.Schema:
             ("reward_components", pa.list_(component)),
             ("status", pa.string()),
             ("failure", pa.string()),
+            ("reward_error", pa.string()),
             ("dataset", pa.string()),
             *((stream_column(stream), pa.list_(_arrow_type(stream))) for stream in STREAMS.from_rollout),
         ]
@@ -186,6 +187,7 @@ _PLAIN = (
     "reward",
     "status",
     "failure",
+    "reward_error",
     "dataset",
 )
 

@@ -26,6 +26,7 @@ COLUMN = "trajectory"
 TAG = "tag"
 _HEAD = 3  # numbers in a row's head
 _FIELDS = ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")  # those that a row has as they are
+_TEXTS = ("failure", "reward_error")  # in the tags, but not of those that every rank reads
 _SPAN = 5  # version, start, end, lost, epoch
 _CODES = {"int64": "q", "float32": "f", "bool": "b"}  # of `array`, by the dtype of a stream
 
@@ -79,7 +80,7 @@ def _row(trajectory: Trajectory) -> bytes:
 def _tag(trajectory: Trajectory) -> dict[str, str]:
     # One text, because the library copies each value of a tag three times on its way (`copy.deepcopy`).
     # `asdict` would copy every value of every field recursively.
-    return {TAG: json.dumps(vars(trajectory.tag) | {"failure": trajectory.failure})}
+    return {TAG: json.dumps(vars(trajectory.tag) | {name: getattr(trajectory, name) for name in _TEXTS})}
 
 
 def _content(tag: Mapping[str, str]) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def _content(tag: Mapping[str, str]) -> dict[str, Any]:
 
 def decode_tag(tag: Mapping[str, str]) -> SampleTag:
     """Return the tag of one row."""
-    return SampleTag(**{name: value for name, value in _content(tag).items() if name != "failure"})
+    return SampleTag(**{name: value for name, value in _content(tag).items() if name not in _TEXTS})
 
 
 def decode(data: TensorDict, tags: Sequence[Mapping[str, str]]) -> list[Trajectory]:
@@ -110,6 +111,7 @@ def decode(data: TensorDict, tags: Sequence[Mapping[str, str]]) -> list[Trajecto
                 reward_components=tag["reward_components"],
                 status=tag["status"],
                 failure=tag["failure"],
+                reward_error=tag["reward_error"],
                 streams={stream.name: values[stream.name] for stream in STREAMS.from_rollout},
                 dataset=tag["dataset"],
                 **own,

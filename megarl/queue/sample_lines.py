@@ -46,6 +46,7 @@ def sample_record(step: int, trajectory: Trajectory, decode: Decode, reference: 
         "versions": [_span(span) for span in trajectory.versions],
         "status": trajectory.status,
         "failure": trajectory.failure,
+        "reward_error": trajectory.reward_error,
     }
 
 

@@ -44,6 +44,8 @@ class Trajectory:
         response_mask: 1 for tokens that the model sampled, 0 for tokens that were inserted (a tool's output). If it is
             omitted, all response tokens are sampled.
         status: `failed` marks a sample that is counted but must never be trained on; `failure` gives the reason.
+        reward_error: why the reward function gave no reward; "" if it did. The sample has failed, or its reward is
+            that of `reward.on_error`.
         streams: further values per response token (`megarl.queue.streams`).
         dataset: the name of the prompt's data set; "" if the run has only one.
     """
@@ -59,6 +61,7 @@ class Trajectory:
     reward_components: dict[str, float] = field(default_factory=dict)
     status: SampleStatus = "ok"
     failure: str = ""
+    reward_error: str = ""
     response_mask: list[int] = field(default_factory=list)
     streams: Mapping[str, Sequence[float]] = field(default_factory=dict)
     dataset: str = ""

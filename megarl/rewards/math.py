@@ -1,7 +1,8 @@
 r"""The `math` reward: compares the last \boxed{} of the response, else its final answer, by math-verify.
 
 math-verify's own timeouts are off, because they use SIGALRM, which raises outside the main thread, and because the pool
-kills a process whose sample takes too long.
+kills a process whose sample takes too long. An answer that would be too large to evaluate (`answer_size`) is not given
+to math-verify: it is right only if it is the reference, letter for letter.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from megarl.rewards.answer_size import is_too_large
 from megarl.rewards.types import RewardInput, RewardResult
 
 _BRACES = re.compile(r"\\?(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
 _TAIL_CHARACTERS = 3000  # a final answer without a box is at the end, and math-verify is slow on long text
+# What math-verify evaluates in text without a box: formulas, and expressions of digits and operators.
+_FORMULA = re.compile(r"\$\$?[^$]+\$\$?|\\\[.*?\\\]|\\\(.*?\\\)|[\d(][\d\s.+\-*×/^()÷]*\^[\d\s.+\-*×/^()÷]*", re.DOTALL)
+_LEFT_OUT_TEXT = "too large"
+_LEFT_OUT = rf"$\text{{{_LEFT_OUT_TEXT}}}$"
 Parsed = list[Any]  # math-verify's result, untyped: sympy expressions, then the text that they were read from
 
 
@@ -25,17 +31,33 @@ def math(sample: RewardInput, require_box: bool = False) -> RewardResult:
     without a box has no answer. Raises ValueError if the reference cannot be parsed.
     """
     content = last_boxed(sample.response)
-    if content is not None:
-        answer = rf"\boxed{{{content}}}"
-    else:
-        answer = "" if require_box else sample.response[-_TAIL_CHARACTERS:]
-    found, correct = compare(sample.answer, answer)
+    found, correct = compare(sample.answer, _answer(sample.response, content, require_box))
     components = {
         "correct": float(correct),
         "parsed": float(found is not None),
         "boxed": float(content is not None),
     }
     return RewardResult(float(correct), components, found)
+
+
+def comparison_key(sample: RewardInput, require_box: bool = False) -> str:
+    """Return what decides how long `math` takes for a sample: the pair of reference and answer.
+
+    It is cheap, however long the response is, because the pool asks for each sample.
+    """
+    start = max(sample.response.rfind(box) for box in (r"\boxed", r"\fbox"))
+    content = last_boxed(sample.response[start:]) if start >= 0 else None
+    if start >= 0 and content is None:  # the braces of the last one are not closed
+        content = last_boxed(sample.response)
+    answer = _answer(sample.response, content, require_box)
+    return f"{len(sample.answer)} {sample.answer} {answer}"
+
+
+def _answer(response: str, content: str | None, require_box: bool) -> str:
+    """Return the text in which the final answer is looked for; `content`: that of the last box."""
+    if content is not None:
+        return rf"\boxed{{{content}}}"
+    return "" if require_box else response[-_TAIL_CHARACTERS:]
 
 
 @lru_cache(maxsize=4096)
@@ -47,13 +69,21 @@ def compare(reference: str, answer: str) -> tuple[str | None, bool]:
     """
     from math_verify import verify
 
+    content, expected_text = last_boxed(answer), _reference_text(reference)
+    if content is not None and (is_too_large(content) or is_too_large(expected_text)):
+        same = "".join(content.split()) == "".join(expected_text.split())
+        return ("".join(content.split()), True) if same else (None, False)
+    if is_too_large(expected_text):
+        return None, False
+    if content is None:
+        answer = _FORMULA.sub(lambda match: _LEFT_OUT if is_too_large(match[0]) else match[0], answer)
     expected = parse_reference(reference)
     if not expected:
         raise ValueError(
             f"the reference answer {reference[-60:]!r} cannot be read by math-verify; correct the data file"
         )
     found = _parse(answer) if answer else []
-    if not found:
+    if not found or found[-1] == _LEFT_OUT_TEXT:
         return None, False
     return canonical(found), bool(verify(list(expected), found, timeout_seconds=None))
 
@@ -90,10 +120,14 @@ math.warm_up = _warm_up  # type: ignore[attr-defined]
 @lru_cache(maxsize=4096)
 def parse_reference(answer: str) -> tuple[Any, ...]:
     r"""Parse a reference answer: its last \boxed{}, else the text after `####`, else all of it. Empty if that fails."""
-    content = last_boxed(answer)
-    if content is None:
-        content = answer.rpartition("####")[2].strip().strip("$")
+    content = _reference_text(answer)
     return tuple(_parse(rf"\boxed{{{content}}}")) if content else ()
+
+
+def _reference_text(answer: str) -> str:
+    """Return the part of a reference answer that is compared."""
+    content = last_boxed(answer)
+    return answer.rpartition("####")[2].strip().strip("$") if content is None else content
 
 
 def last_boxed(text: str) -> str | None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 
-from megarl.rewards.types import RewardSpec, Setup, WorkerMessage
+from megarl.common.processes import descendants, kill
+from megarl.rewards.answers import MAX_ANSWER_BYTES, AnswerError, RewardAnswer, decode_answer, decode_start
+from megarl.rewards.frames import FrameError, receive_frame, send_frame
+from megarl.rewards.types import RewardSpec, Setup
 
 
 class StartError(RuntimeError):
@@ -28,21 +30,24 @@ class WorkerTimeoutError(RuntimeError):
     """No answer in time."""
 
 
+class ForeignAnswerError(RuntimeError):
+    """The process sent what is no answer to the sample that it was given."""
+
+
 class RewardProcess:
     """A reward process, started by the constructor without waiting until it is ready.
 
-    The kernel kills it when the thread that constructed it ends (PR_SET_PDEATHSIG).
+    The kernel kills it when the thread that constructed it ends (PR_SET_PDEATHSIG). `memory_bytes`: the most that it
+    may allocate; None: no limit.
     """
 
-    def __init__(self, functions: Sequence[RewardSpec], start_timeout_s: float) -> None:
+    def __init__(
+        self, functions: Sequence[RewardSpec], start_timeout_s: float, memory_bytes: int | None = None
+    ) -> None:
         self.name = ", ".join(repr(each.function) for each in functions)
         self._start_timeout_s = start_timeout_s
         self._deadline = time.monotonic() + start_timeout_s
-        ours, theirs = socket.socketpair()
-        # With these timeouts a suspended process cannot block the parent in the middle of a message.
-        bound = struct.pack("ll", int(start_timeout_s) + 1, 0)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
+        self._connection, theirs = socket.socketpair()
         with theirs:
             descriptor = theirs.fileno()
             self._process = subprocess.Popen(
@@ -52,8 +57,7 @@ class RewardProcess:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # so that processes which the function starts are killed with it
             )
-        self._connection = Connection(ours.detach())
-        self._setup = Setup(tuple(functions), [entry or os.getcwd() for entry in sys.path])
+        self._setup = Setup(tuple(functions), [entry or os.getcwd() for entry in sys.path], memory_bytes)
 
     def wait_ready(self) -> None:
         """Wait until the functions are imported and warmed up.
@@ -61,40 +65,59 @@ class RewardProcess:
         Raises ValueError if one cannot be used, and StartError if the process ends or is not ready in time.
         """
         try:
-            self._connection.send(self._setup)
-            if not self._connection.poll(max(0.0, self._deadline - time.monotonic())):
-                limit = f"{self._start_timeout_s:g} s"
-                raise StartError(
-                    f"a reward process was not ready to run {self.name} after {limit}; raise timeouts.engine_start_s"
-                )
-            state, message = self._connection.recv()
+            send_frame(self._connection, pickle.dumps(self._setup), self._left_s())
+            report = decode_start(receive_frame(self._connection, MAX_ANSWER_BYTES, self._left_s()))
+        except TimeoutError as error:
+            limit = f"{self._start_timeout_s:g} s"
+            raise StartError(
+                f"a reward process was not ready to run {self.name} after {limit}; raise timeouts.engine_start_s"
+            ) from error
         except (EOFError, OSError) as error:
             raise StartError(f"a reward process for {self.name} ended at its start: {self._end()}") from error
-        if state != "ready":
-            raise ValueError(message)
+        except (AnswerError, FrameError) as error:
+            raise StartError(f"a reward process for {self.name} sent {error} at its start") from error
+        if report.problem:
+            raise ValueError(report.problem)
 
-    def send(self, payloads: list[bytes]) -> None:
-        """Send a batch of pickled samples; raises WorkerDiedError if the process has ended."""
+    def _left_s(self) -> float:
+        """Return the seconds that are left for the start."""
+        return max(0.01, self._deadline - time.monotonic())
+
+    def send(self, batch: Sequence[tuple[int, bytes]]) -> None:
+        """Send a batch of numbers and pickled samples; raises WorkerDiedError if the process does not take it."""
         try:
-            self._connection.send(payloads)
+            send_frame(self._connection, pickle.dumps(list(batch)), self._start_timeout_s)
         except OSError as error:
             raise WorkerDiedError(self._end()) from error
 
-    def receive(self, timeout_s: float) -> WorkerMessage:
-        """Return the next answer; raises WorkerTimeoutError after `timeout_s`, WorkerDiedError if the process ends."""
+    def receive(self, task: int, timeout_s: float) -> RewardAnswer:
+        """Return the answer for the sample with the number `task`.
+
+        Raises WorkerTimeoutError after `timeout_s`, WorkerDiedError if the process ends, and ForeignAnswerError if it
+        sends anything else.
+        """
         try:
-            if not self._connection.poll(timeout_s):
-                raise WorkerTimeoutError(f"no reward after {timeout_s:g} s; the process was killed")
-            answer: WorkerMessage = self._connection.recv()
+            return decode_answer(receive_frame(self._connection, MAX_ANSWER_BYTES, timeout_s), task)
+        except TimeoutError as error:
+            raise WorkerTimeoutError(f"no reward after {timeout_s:g} s; the process was killed") from error
         except (EOFError, OSError) as error:
             raise WorkerDiedError(f"the process ended: {self._end()}") from error
-        return answer
+        except (AnswerError, FrameError) as error:
+            raise ForeignAnswerError(f"its process sent {error}; it was killed") from error
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and its session, and reap it. Any thread may call it, also repeatedly."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """Send SIGKILL to the process and to all that it started, and reap it. Any thread may call it, also repeatedly.
+
+        Its children are killed if it has ended itself, too. Not found are children that have left its session, if it
+        has ended before this call: they have another parent then.
+        """
+        if self._process.returncode is not None:
+            return
+        apart = descendants(self._process.pid)  # those that have left the session, too
+        # The process has not been reaped, so no other one can have its number.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        kill(apart, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10.0)
 
@@ -103,9 +126,19 @@ class RewardProcess:
         self.kill()
         self._connection.close()
 
-    def _end(self) -> str:
-        """Describe how the process ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(timeout=2.0)
-            return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    def _end(self, within_s: float = 2.0) -> str:
+        """Describe how the process ended. It is not reaped, so that its number stays its own until `kill`."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            if self._process.returncode is not None:
+                return _ending(self._process.returncode)
+            with contextlib.suppress(ChildProcessError):  # `close` in another thread has reaped it meanwhile
+                ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is not None:
+                    return _ending(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+            time.sleep(0.005)
         return "it closed its connection"
+
+
+def _ending(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -53,14 +53,20 @@ def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFuncti
 def as_result(value: Any) -> RewardResult:  # noqa: ANN401  # whatever a user's function returns
     """Convert the return value of a reward function to a RewardResult.
 
-    Raises ValueError if it is neither a finite number nor a RewardResult with a finite score.
+    Raises ValueError if it is neither a finite number nor a RewardResult with a finite score, and if a component has a
+    name that no metric can have.
     """
     try:
         raw = value if isinstance(value, RewardResult) else RewardResult(float(value))
-        components = {str(k): float(v) for k, v in raw.components.items()}
+        components = {str(name): float(value) for name, value in raw.components.items()}
         result = RewardResult(float(raw.score), components, None if raw.answer is None else str(raw.answer))
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"a reward must be a number or a RewardResult, not {value!r:.80}") from error
+    if wrong := [name for name in components if not name or "/" in name]:
+        raise ValueError(
+            f"the reward component {wrong[0]!r} cannot be part of the metric reward/component/NAME: give it a name "
+            f"without a slash, for example {wrong[0].strip('/').replace('/', '_') or 'format'!r}"
+        )
     if not math.isfinite(result.score):
         raise ValueError(f"the reward is {result.score}, not a finite number")
     return result

@@ -1,4 +1,4 @@
-"""Input and result of a reward function, the outcome that the pool reports, and the messages of a reward process."""
+"""Input and result of a reward function, the outcome that the pool reports, and what a reward process is given."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-ErrorReason = Literal["timeout", "exception", "crash", "invalid"]
+ErrorReason = Literal["timeout", "exception", "crash", "invalid", "memory", "foreign"]
+"""`foreign`: the process sent what is no answer to the sample. `memory`: it needed more than `reward.memory_gib`."""
+
+OnError = Literal["drop"] | float
+"""What a sample is worth whose function failed: nothing, because it is not used, or this reward."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +48,22 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class RewardOutcome:
-    """The reward of one sample; `error` is None, or tells why there is none (`score` is then `reward.on_error`)."""
+    """The reward of one sample; `error` is None, or tells why there is none.
+
+    `score` is then `reward.on_error`, and 0 with `drop`, where `dropped` is true: the sample must not be trained on.
+    `redone`: how often it was scored again because its process had ended.
+    """
 
     score: float
     components: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     reason: ErrorReason | None = None
     answer: str | None = None
+    dropped: bool = False
+    redone: int = 0
 
 
 RewardFunction = Callable[[RewardInput], RewardResult]
-
-# The message of a reward process for one sample: (result, None, "") or (None, reason, message).
-WorkerMessage = tuple[RewardResult | None, ErrorReason | None, str]
 
 
 @dataclass(frozen=True)
@@ -75,8 +82,9 @@ class RewardSpec:
 class Setup:
     """The first message to a reward process; `path` is the pool's sys.path, so that the same modules are found.
 
-    Later messages name a function by its number in `functions`.
+    Later messages name a function by its number in `functions`. `memory_bytes`: the most that the process may allocate.
     """
 
     functions: tuple[RewardSpec, ...]
     path: list[str]
+    memory_bytes: int | None = None

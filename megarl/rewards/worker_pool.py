@@ -1,47 +1,71 @@
 """Runs reward functions in processes that can be killed: a hang, an exception or a crash affects only one sample.
 
 Each process is owned by one thread of this process. The thread sends it samples, waits for each answer with a timeout
-and replaces the process when it ends. Threads are used because PR_SET_PDEATHSIG is tied to the thread that started a
-process, and because the event loop may run in any thread (Ray's async actors). No signal handlers are involved.
+and replaces the process when it ends, or when it answers anything but the reward of the sample that is waited for. A
+sample whose process ended, sent something else or ran out of memory is scored a second time: the cause may have been
+outside of it. Threads are used because PR_SET_PDEATHSIG is tied to the thread that started a process, and because the
+event loop may run in any thread (Ray's async actors). No signal handlers are involved.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import pickle
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
+from megarl.common.byte_units import GIB
+from megarl.common.errors import RolloutError
 from megarl.common.thread_results import ThreadResults
-from megarl.rewards.process import RewardProcess, StartError, WorkerDiedError, WorkerTimeoutError
-from megarl.rewards.resolve import import_path
-from megarl.rewards.types import ErrorReason, RewardInput, RewardOutcome, RewardResult, RewardSpec, WorkerMessage
+from megarl.rewards.answers import RewardAnswer
+from megarl.rewards.error_limit import ErrorLimit
+from megarl.rewards.error_report import ErrorReport
+from megarl.rewards.math import comparison_key
+from megarl.rewards.process import (
+    ForeignAnswerError,
+    RewardProcess,
+    StartError,
+    WorkerDiedError,
+    WorkerTimeoutError,
+)
+from megarl.rewards.remembered import RememberedTimeouts
+from megarl.rewards.resolve import SHIPPED, import_path
+from megarl.rewards.types import ErrorReason, OnError, RewardInput, RewardOutcome, RewardSpec
 
 log = logging.getLogger(__name__)
 
 BATCH_SECONDS = 0.02  # target work per message: fast samples share one, slow samples are spread over the processes
 MAX_BATCH = 64
 START_ATTEMPTS = 3  # for a replacement; the first start of a pool is not repeated
+RETRY_S = 0.5  # before the second start, and twice that before the third
+MAX_REDONE = 1  # how often a sample is scored again
+# What may have a cause outside the sample: another program killed the process, or the samples before filled its memory.
+_REDONE: frozenset[ErrorReason] = frozenset({"crash", "foreign", "memory"})
 IDLE_WAIT_S = 60.0
 JOIN_S = 15.0
 
 
-class RewardPoolError(RuntimeError):
-    """The pool cannot score any sample: it was closed, or its processes do not start."""
+class RewardPoolError(RolloutError):
+    """The pool cannot score any sample: it was closed, its processes do not start, or a function fails too often."""
 
 
 class _Task:
-    """A pickled sample and the future of its outcome."""
+    """A pickled sample and the future of its outcome.
 
-    __slots__ = ("future", "payload")
+    `key`: equal for samples that the function takes equally long for; None if that is not known.
+    """
 
-    def __init__(self, payload: bytes) -> None:
-        self.payload = payload
+    __slots__ = ("function", "future", "key", "number", "payload", "redone")
+
+    def __init__(self, number: int, function: int, payload: bytes, key: str | None) -> None:
+        self.number, self.function, self.payload, self.key = number, function, payload, key
+        self.redone = 0
         self.future: Future[RewardOutcome] = Future()
 
     def claim(self) -> bool:
@@ -53,9 +77,11 @@ class RewardPool:
     """A pool of `workers` processes, each of which runs any of `functions` (at least one).
 
     `timeout_s` limits the time of each sample, without waiting and process start; `start_timeout_s` limits the start of
-    a process, imports and warm-up included. `on_error` is the score of a sample whose function hung, raised, crashed or
-    returned no finite number. All processes start at the same time, by `start()` or by the first sample. Raises
-    ValueError if another process could not import a function or receive its arguments.
+    a process, imports and warm-up included; `memory_gib` what a process may allocate. `on_error` tells what becomes of
+    a sample whose function hung, raised, crashed or returned no finite number. If these are more than `max_error_share`
+    of a function's latest samples, and `min_errors` or more, the pool fails with the function's own message. `report`
+    is given the messages that a person should see at once. All processes start at the same time, by `start()` or by the
+    first sample. Raises ValueError if another process could not import a function or receive its arguments.
     """
 
     def __init__(
@@ -64,8 +90,12 @@ class RewardPool:
         *,
         workers: int,
         timeout_s: float,
-        on_error: float,
+        on_error: OnError,
         start_timeout_s: float,
+        memory_gib: float | None = None,
+        max_error_share: float = 1.0,
+        min_errors: int = 1,
+        report: Callable[[str], None] = lambda text: None,
     ) -> None:
         if workers < 1 or timeout_s <= 0:
             raise ValueError(
@@ -83,14 +113,21 @@ class RewardPool:
         self.on_error = on_error
         self.start_timeout_s = start_timeout_s
         self._results = ThreadResults()
+        self.memory_gib = memory_gib
+        self.max_error_share = max_error_share
+        self._limits = [ErrorLimit(max_error_share, min_errors) for _ in self.functions]
+        self._reports = [ErrorReport(_name(each), on_error, report) for each in self.functions]
+        self._timeouts = RememberedTimeouts()
+        self._numbers = itertools.count(1)
+        self._redone = 0
         self._tasks: deque[_Task] = deque()
+        self._running: dict[int, _Task] = {}  # by process; its present sample
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._started: list[Future[None]] = []
         self._processes: dict[int, RewardProcess] = {}
         self._failure: str | None = None
         self._sample_seconds = BATCH_SECONDS  # running estimate
-        self._errors: Counter[ErrorReason] = Counter()
 
     async def start(self) -> None:
         """Start all processes and wait until each has imported and warmed up the functions.
@@ -114,15 +151,44 @@ class RewardPool:
     def submit(self, sample: RewardInput, function: int = 0) -> Future[RewardOutcome]:
         """Score one sample without an event loop. A sample that cannot be pickled raises at once."""
         self._launch()
-        task = _Task(pickle.dumps((function, sample), protocol=pickle.HIGHEST_PROTOCOL))
+        payload = pickle.dumps((function, sample), protocol=pickle.HIGHEST_PROTOCOL)
+        task = _Task(next(self._numbers), function, payload, self._key(function, sample))
         with self._changed:
             failure = self._failure
-            if failure is None:
+            known = self._known(task)
+            if failure is None and known is None:
                 self._tasks.append(task)
                 self._changed.notify()
         if failure is not None:
             task.future.set_exception(RewardPoolError(failure))
+        elif known is not None and task.claim():
+            self._finish(task, known)
         return task.future
+
+    def _known(self, task: _Task) -> RewardAnswer | None:
+        """Return the answer of a task whose work has timed out before; None for any other."""
+        message = None if task.key is None else self._timeouts.get(task.key)
+        if message is None:
+            return None
+        return RewardAnswer(task.number, None, "timeout", f"the same answer as before: {message}")
+
+    def _key(self, function: int, sample: RewardInput) -> str | None:
+        """Return what decides how long the function takes for a sample; None if only the function knows."""
+        spec = self.functions[function]
+        if SHIPPED.get(spec.function, spec.function) != SHIPPED["math"]:
+            return None
+        return f"{function} {comparison_key(sample, bool(spec.kwargs.get('require_box')))}"
+
+    def waiting(self) -> str:
+        """Describe what the pool works on and how often its functions have failed, as the end of a sentence."""
+        running = {_name(self.functions[task.function]) for task in list(self._running.values())}
+        waiting = len(self._tasks) + len(self._running)
+        parts = [f"{waiting} samples wait for their reward"] if waiting else []
+        parts += [f"reward function {name} is running" for name in sorted(running)]
+        for spec, report in zip(self.functions, self._reports, strict=True):
+            counts = ", ".join(f"{reason} {count} times" for reason, count in sorted(report.by_reason.items()))
+            parts += [f"reward function {_name(spec)} has failed: {counts}"] if counts else []
+        return "".join(f"; {part}" for part in parts)
 
     def close(self) -> None:
         """Kill the processes and fail the waiting samples. May be called again; a closed pool stays closed."""
@@ -157,74 +223,126 @@ class RewardPool:
             self._started[index].set_exception(error if wrong_function else RewardPoolError(str(error)))
             return
         self._started[index].set_result(None)
-        while process is not None and (batch := self._take()):
-            alive, unanswered = self._run(process, batch)
-            if not alive:
-                process.close()
-                self._hand_back(unanswered)
-                process = self._replace(index)
+        batch: list[_Task] = []
+        try:
+            while process is not None and (batch := self._take()):
+                alive, unanswered = self._run(index, process, batch)
+                if not alive:
+                    process.close()
+                    self._hand_back(unanswered)
+                    process = self._replace(index)
+        except Exception as error:  # whatever it is, no sample may wait for a thread that has ended
+            log.exception("the thread of reward process %d failed", index)
+            self._fail(f"the thread of reward process {index} failed: {type(error).__name__}: {error}")
+            _refuse([task for task in batch if not task.future.done()], str(self._failure))
         if process is not None:
             process.close()
 
     def _take(self) -> list[_Task]:
         """Wait for the next samples for one process and return them; empty if the pool is closed."""
-        with self._changed:
-            while self._failure is None:
+        while True:
+            with self._changed:
+                if self._failure is not None:
+                    return []
                 cheap = int(BATCH_SECONDS / max(self._sample_seconds, 1e-6))
                 fair = -(-len(self._tasks) // self.workers)
                 size = max(1, min(cheap, fair, MAX_BATCH))
                 batch: list[_Task] = []
+                known: list[tuple[_Task, RewardAnswer]] = []
                 while self._tasks and len(batch) < size:
                     task = self._tasks.popleft()
-                    if task.claim():
+                    if not task.claim():
+                        continue
+                    if (answer := self._known(task)) is None:
                         batch.append(task)
-                if batch:
-                    return batch
-                self._changed.wait(IDLE_WAIT_S)
-        return []
+                    else:
+                        known.append((task, answer))
+                if not batch and not known:
+                    self._changed.wait(IDLE_WAIT_S)
+            for task, answer in known:
+                self._finish(task, answer)
+            if batch:
+                return batch
 
-    def _run(self, process: RewardProcess, batch: list[_Task]) -> tuple[bool, list[_Task]]:
+    def _run(self, index: int, process: RewardProcess, batch: list[_Task]) -> tuple[bool, list[_Task]]:
         """Score a batch; return (whether the process still runs, the tasks without an answer)."""
         try:
-            process.send([task.payload for task in batch])
+            process.send([(task.number, task.payload) for task in batch])
         except WorkerDiedError:
             return False, batch  # it ended while it was idle, so no sample is the cause
         for position, task in enumerate(batch):
-            answer, alive = self._await_answer(process)
-            self._finish(task, *answer)
+            self._running[index] = task
+            try:
+                answer, alive = self._await_answer(process, task)
+            finally:
+                del self._running[index]
+            again = answer.reason in _REDONE and task.redone < MAX_REDONE
+            if again:
+                task.redone += 1
+                self._redone += 1
+                if self._redone & (self._redone - 1) == 0:  # only the 1st, 2nd, 4th, 8th ... is logged
+                    log.warning("sample no. %d is scored again: %s: %s", self._redone, answer.reason, answer.message)
+            else:
+                self._finish(task, answer)
             if not alive:
-                return False, batch[position + 1 :]
+                return False, batch[position + (not again) :]
         return True, []
 
-    def _await_answer(self, process: RewardProcess) -> tuple[WorkerMessage, bool]:
+    def _await_answer(self, process: RewardProcess, task: _Task) -> tuple[RewardAnswer, bool]:
         """Wait for one answer; return it, and whether the process is still usable."""
         begin = time.monotonic()
-        answer: WorkerMessage
         alive = False
         try:
-            answer, alive = process.receive(self.timeout_s), True
+            answer = process.receive(task.number, self.timeout_s)
+            # Memory that samples before have filled stays so: the next ones would fail as well.
+            alive = answer.reason != "memory"
+            if not alive:
+                limit = "" if self.memory_gib is None else f"; it may have {self.memory_gib:g} GiB (reward.memory_gib)"
+                answer = replace(answer, message=answer.message + limit)
         except WorkerTimeoutError as error:
-            answer = (None, "timeout", str(error))
+            answer = RewardAnswer(task.number, None, "timeout", str(error))
+            if task.key is not None:
+                with self._changed:
+                    self._timeouts.add(task.key, str(error))
+        except ForeignAnswerError as error:
+            answer = RewardAnswer(task.number, None, "foreign", str(error))
         except WorkerDiedError as error:
-            answer = (None, "crash", str(error))
+            answer = RewardAnswer(task.number, None, "crash", str(error))
         self._sample_seconds += 0.2 * (time.monotonic() - begin - self._sample_seconds)
         return answer, alive
 
-    def _finish(self, task: _Task, result: RewardResult | None, reason: ErrorReason | None, message: str) -> None:
-        """Complete the task of an answer, and log some of the errors."""
+    def _finish(self, task: _Task, answer: RewardAnswer) -> None:
+        """Complete the task of an answer, and fail the pool if its function fails too often."""
+        result, spec = answer.result, self.functions[task.function]
         with self._changed:
             failure = self._failure
-            if failure is None and reason is not None:
-                self._errors[reason] += 1
-            count = self._errors[reason] if reason is not None else 0
+            if failure is None:
+                passed = self._limits[task.function].note(failed=result is None)
+                if result is None:
+                    self._reports[task.function].note(answer)
         if result is not None:
-            task.future.set_result(RewardOutcome(result.score, result.components, answer=result.answer))
+            outcome = RewardOutcome(result.score, result.components, answer=result.answer, redone=task.redone)
+            task.future.set_result(outcome)
         elif failure is not None:  # close() killed the process, so the sample did not fail
             task.future.set_exception(RewardPoolError(failure))
         else:
-            if count & (count - 1) == 0:  # only the 1st, 2nd, 4th, 8th ... error is logged
-                log.warning("reward %s no. %d: %s", reason, count, message)
-            task.future.set_result(RewardOutcome(self.on_error, error=f"{reason}: {message}", reason=reason))
+            if passed:
+                self._fail(
+                    f"the reward function {_name(spec)} failed for {self._limits[task.function].recent}, and "
+                    f"reward.max_error_share is {self.max_error_share:g}; the latest failure: {answer.reason}: "
+                    + "\n".join(filter(None, [answer.message, answer.trace]))
+                )
+            task.future.set_result(self._outcome_of_error(spec, answer, task.redone))
+
+    def _outcome_of_error(self, spec: RewardSpec, answer: RewardAnswer, redone: int) -> RewardOutcome:
+        dropped = self.on_error == "drop"
+        return RewardOutcome(
+            0.0 if self.on_error == "drop" else self.on_error,
+            error=f"reward function {_name(spec)}: {answer.reason}: {answer.message}",
+            reason=answer.reason,
+            dropped=dropped,
+            redone=redone,
+        )
 
     def _hand_back(self, tasks: list[_Task]) -> None:
         """Put unanswered tasks at the front of the queue, or fail them if the pool has failed."""
@@ -238,7 +356,8 @@ class RewardPool:
 
     def _start_process(self, index: int) -> RewardProcess:
         """Start a process and wait until it is ready; raises the same errors as `start`, and StartError."""
-        process = RewardProcess(self.functions, self.start_timeout_s)
+        memory = None if self.memory_gib is None else int(self.memory_gib * GIB)
+        process = RewardProcess(self.functions, self.start_timeout_s, memory)
         with self._changed:
             self._processes[index] = process
             failure = self._failure
@@ -258,8 +377,9 @@ class RewardPool:
         """
         cause: Exception | None = None
         for attempt in range(START_ATTEMPTS):
-            if self._failure is not None:
-                return None
+            with self._changed:  # what made the start fail may pass: a full disk, no room for a process
+                if self._changed.wait_for(lambda: self._failure is not None, timeout=attempt * RETRY_S):
+                    return None
             try:
                 return self._start_process(index)
             except (ValueError, StartError, RewardPoolError, OSError) as error:
@@ -282,3 +402,8 @@ def _refuse(tasks: Iterable[_Task], message: str) -> None:
     for task in tasks:
         if task.claim():
             task.future.set_exception(RewardPoolError(message))
+
+
+def _name(spec: RewardSpec) -> str:
+    """Return a function's name for messages, with its place in the config if that is a set of its own."""
+    return repr(spec.function) if spec.key == "reward" else f"{spec.function!r} ({spec.key})"

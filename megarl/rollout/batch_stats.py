@@ -55,6 +55,7 @@ class BatchStats:
     generate_seconds: list[float] = field(default_factory=list)
     reward_seconds: list[float] = field(default_factory=list)
     reward_errors: Counter[str] = field(default_factory=Counter)
+    rewards_redone: int = 0
     skipped_prompts: int = 0
     continued: int = 0
     cut: int = 0
@@ -84,6 +85,7 @@ class BatchStats:
             "rollout/running_max": load.running,
             "rollout/waiting_max": load.waiting,
             "reward/errors": sum(self.reward_errors.values()),
+            "reward/redone": self.rewards_redone,
         }
         if self.interval:
             values["rollout/idle_ratio"] = max(0.0, 1.0 - self.engine_seconds / self.interval)

@@ -16,10 +16,12 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.common.errors import BatchNotReady, RolloutError
+from megarl.common.notices import write_notice
 from megarl.common.output import redirect_output
 from megarl.config.datasets import reward_functions
 from megarl.config.schema import Config
@@ -86,6 +88,10 @@ class RolloutController:
             timeout_s=config.reward.timeout_s,
             on_error=config.reward.on_error,
             start_timeout_s=timeouts.engine_start_s,
+            memory_gib=config.reward.memory_gib,
+            max_error_share=config.reward.max_error_share,
+            min_errors=config.reward.min_errors,
+            report=partial(write_notice, self.run_dir),
         )
         # Slow calls run in threads, outside the event loop.
         self._queue, self._source, self._fleet, _ = await asyncio.gather(
@@ -205,7 +211,7 @@ class RolloutController:
                 refilled = f", {replaced} groups without signal replaced (admission.refill)" if replaced else ""
                 raise BatchNotReady(
                     f"the trainer waited {timeout_s:.0f} s for the batch of step {step}; {len(groups)} groups in "
-                    f"flight: {groups[:8]}{refilled}, replicas alive: {self._fleet.serving}"
+                    f"flight: {groups[:8]}{refilled}, replicas alive: {self._fleet.serving}{self._rewards.waiting()}"
                 ) from None
 
     def _take(self, step: int) -> BatchReady | None:
@@ -267,9 +273,20 @@ class RolloutController:
         return self._admission.counters
 
     async def evaluate(self, version: int, label: str = "") -> list[SetReport]:
-        """Evaluate every configured set, greedy and sampled; with `label`, write RUN_DIR/eval_{label}.jsonl."""
+        """Evaluate every configured set, greedy and sampled; with `label`, write RUN_DIR/eval_{label}.jsonl.
+
+        Raises RolloutError if that takes longer than `timeouts.generate_s`.
+        """
         self._tasks.check()
-        return await self._evaluations.run(version, label)
+        bound = self.config.timeouts.generate_s
+        try:
+            async with asyncio.timeout(bound):
+                return await self._evaluations.run(version, label)
+        except TimeoutError:
+            raise RolloutError(
+                f"the trainer waited {bound:.0f} s (timeouts.generate_s) for an evaluation; replicas alive: "
+                f"{self._fleet.serving}{self._rewards.waiting()}"
+            ) from None
 
     async def start_evaluation(self, version: int, label: str) -> None:
         """Begin to evaluate beside training; `take_evaluations` gives the reports. All replicas serve `version` now."""

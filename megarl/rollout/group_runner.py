@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -24,8 +23,6 @@ from megarl.rollout.group_progress import BegunResponse, GroupProgress, RequestP
 from megarl.rollout.prompts import Drawn, PromptSource
 from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.to_trajectory import check_trajectory, defect, failed_trajectory
-
-logger = logging.getLogger(__name__)
 
 
 class GroupRunner:
@@ -144,6 +141,6 @@ class SampleContext:
         stats = self._runner.stats  # read here: meanwhile a batch may have been taken, and its statistics replaced
         stats.reward_seconds.append(time.monotonic() - started)
         if outcome.error is not None:
-            stats.reward_errors[outcome.reason or "error"] += 1
-            logger.warning("reward of a sample of %r: %s", self.prompt.answer, outcome.error)
+            stats.reward_errors[outcome.reason or "error"] += 1  # the pool reports them
+        stats.rewards_redone += outcome.redone
         return outcome

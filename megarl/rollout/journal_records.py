@@ -20,7 +20,8 @@ from megarl.rollout.lineage import Lineage, lineage_content, read_lineage
 from megarl.rollout.response_parts import ResponsePart
 
 _HEAD = struct.Struct("<I")  # bytes of the head
-_PLAIN = ("sample_index", "finish_reason", "reward", "reward_components", "status", "failure", "dataset")
+_TEXTS = ("failure", "reward_error", "dataset")
+_PLAIN = ("sample_index", "finish_reason", "reward", "reward_components", "status", *_TEXTS)
 _TOKENS = (("response_ids", "i"), ("logprobs", "f"))  # of an unfinished group
 _ARRAYS = (("prompt_ids", "i"), ("response_ids", "i"), ("response_mask", "b"), ("rollout_logprobs", "f"))
 
@@ -132,7 +133,7 @@ def decode_group(record: bytes) -> list[Trajectory]:
             Trajectory(
                 group_id=head["group"],
                 versions=versions,
-                **{name: content[name] for name in _PLAIN},
+                **{name: content[name] for name in _PLAIN if name in content},
                 **{name: columns[name] for name, _ in _ARRAYS},
                 streams={name: columns[name] for name in content["streams"]},
             )

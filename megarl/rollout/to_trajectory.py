@@ -71,6 +71,9 @@ def trajectory(
     failure = defect(result)
     if outcome is None and not failure:
         raise ValueError(f"sample {group_id}:{sample_index} is valid but was not judged")
+    error = outcome.error or "" if outcome is not None else ""
+    if outcome is not None and outcome.dropped:
+        failure = failure or error
     return Trajectory(
         group_id=group_id,
         sample_index=sample_index,
@@ -83,6 +86,7 @@ def trajectory(
         reward_components=dict(outcome.components) if outcome is not None else {},
         status="failed" if failure else "ok",
         failure=failure,
+        reward_error=error,
     )
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from megarl.checkpoint.save.history import ROLLED_BACK, positions, roll_back
+from megarl.common.notices import NoticeWatch
 from megarl.common.run_files import ExitRecord
 from megarl.config.schema import Config
 from megarl.data.tokenize import load_tokenizer
@@ -110,6 +111,7 @@ class Recorder:
         self._config, self._peers = config, peers
         self._run_dir = config.run_dir
         self._writer = MetricsWriter.open(config, terminal) if peers.is_first else MetricsWriter.silent()
+        self._notices = NoticeWatch(self._run_dir, self.say) if peers.is_first else None
         self.metrics = step_metrics()
         self.timer = PhaseTimer()
         self.summary = RunSummary()
@@ -213,7 +215,7 @@ class Recorder:
         because sinks want steps in order, and a resume discards what was written after its checkpoint.
         """
         first = reports[0]
-        self.summary.evaluation(label, first.greedy.mean.value, first.sampled.mean.value, first.n)
+        self.summary.evaluation(label, first.greedy.mean.value, first.sampled.mean.value, first.n, first.reward_errors)
         if all(report.of_one_version for report in reports):
             self._evaluated.record(version, {key: value for each in reports for key, value in each.metrics().items()})
         for report in reports:
@@ -237,5 +239,7 @@ class Recorder:
         self._writer.write_exit(record)
 
     def close(self) -> None:
-        """Close the metric files."""
+        """Show the last notices of the pool, and close the metric files."""
+        if self._notices is not None:
+            self._notices.close()
         self._writer.close()

@@ -40,7 +40,20 @@ _REWARD = [
         "mean",
         "Share of samples whose reward is at least 1 (the answer is correct).",
     ),
-    Metric("reward/errors", "samples", "sum", "Samples whose reward function hung or raised."),
+    Metric(
+        "reward/errors",
+        "samples",
+        "sum",
+        "Samples whose reward function hung, raised, crashed or returned no finite number; failed samples with "
+        "`reward.on_error: drop`.",
+    ),
+    Metric(
+        "reward/redone",
+        "samples",
+        "sum",
+        "Samples that were scored again because their reward process ended, answered something else or ran out of "
+        "memory.",
+    ),
     Metric("reward/component/{component}", "reward", "mean", "Mean of one named component of the reward."),
 ]
 
@@ -70,7 +83,12 @@ _GROUPS = [
 _BATCH = [
     Metric("batch/samples", "samples", "sum", "Samples in the batch."),
     Metric("batch/trained_samples", "samples", "sum", "Samples that took part in the update."),
-    Metric("batch/failed_samples", "samples", "sum", "Failed samples: engine error, NaN or -9999 log-prob, abort."),
+    Metric(
+        "batch/failed_samples",
+        "samples",
+        "sum",
+        "Failed samples: engine error, NaN or -9999 log-prob, abort, no reward.",
+    ),
     Metric("batch/masked_samples", "samples", "sum", "Truncated samples masked from the loss."),
     Metric("batch/prompt_tokens", "tokens", "sum", "Prompt tokens of the batch."),
     Metric("batch/response_tokens", "tokens", "sum", "Response tokens of the batch."),
@@ -361,7 +379,7 @@ _EVAL = [
         "eval/{set}/reward_errors",
         "responses",
         "last",
-        "Greedy and sampled responses whose reward function hung or raised; scored `reward.on_error`.",
+        "Greedy and sampled responses whose reward function failed; scored `reward.on_error`, 0 with `drop`.",
     ),
 ]
 

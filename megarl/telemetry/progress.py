@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TextIO
@@ -50,7 +51,7 @@ LIVE_COLUMNS = tuple(column for column in COLUMNS if column.metric in LIVE)
 class Progress:
     """Prints the progress of a run of `steps` steps to `stream`, with a live line if that is a terminal.
 
-    Nothing else may write to `stream` between two calls.
+    Nothing else may write to `stream` between two calls. Several threads may call it.
     """
 
     def __init__(self, stream: TextIO, steps: int) -> None:
@@ -58,6 +59,7 @@ class Progress:
         self._steps = steps
         self._printed = 0
         self._live = False
+        self._lock = threading.Lock()
         self._newest = ""  # the part of the live line that shows the last step
         self._tty = stream.isatty() and os.environ.get("TERM") != "dumb"
 
@@ -84,13 +86,15 @@ class Progress:
         if self._tty:
             # A line longer than the terminal would wrap and could not be replaced.
             line = (text + self._newest)[: shutil.get_terminal_size().columns - 1]
-            self._stream.write(f"\r\x1b[2K{line}")
-            self._stream.flush()
-            self._live = True
+            with self._lock:
+                self._stream.write(f"\r\x1b[2K{line}")
+                self._stream.flush()
+                self._live = True
 
     def close(self) -> None:
         """Remove the live line."""
-        self._clear()
+        with self._lock:
+            self._clear()
 
     def _clear(self) -> None:
         if self._live:
@@ -99,9 +103,10 @@ class Progress:
             self._live = False
 
     def _line(self, text: str) -> None:
-        self._clear()
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        with self._lock:
+            self._clear()
+            self._stream.write(text + "\n")
+            self._stream.flush()
 
 
 def compact(value: float) -> str:

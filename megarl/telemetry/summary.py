@@ -15,6 +15,7 @@ _SUMMED = (
     "batch/response_tokens",
     "batch/reused_tokens",
     "rollout/replaced_tokens",
+    "reward/errors",
     "time/logprobs",
     "time/update",
     "time/step",
@@ -74,13 +75,13 @@ class RunSummary:
             self._logprob.setdefault("first", measured)
             self._logprob["last"] = measured
 
-    def evaluation(self, label: str, greedy: float, sampled: float, n: int) -> None:
-        """Record accuracies in [0, 1] of the first set over `n` problems.
+    def evaluation(self, label: str, greedy: float, sampled: float, n: int, reward_errors: int = 0) -> None:
+        """Record accuracies in [0, 1] of the first set over `n` problems, and the responses without a reward.
 
         `label`: `before` (the first step), `after` (the last step), anything else for one in between.
         """
         name = label if label in ("before", "after") else "latest"
-        self._eval[name] = {"greedy": greedy, "sampled": sampled, "n": n}
+        self._eval[name] = {"greedy": greedy, "sampled": sampled, "n": n, "reward_errors": reward_errors}
 
     def as_dict(self, exit_status: str) -> dict[str, Any]:
         """Return the content of summary.json; values that were not measured are None."""
@@ -96,6 +97,7 @@ class RunSummary:
             "eval_after": self._eval["after"],
             **({"eval_latest": self._eval["latest"]} if self._eval.get("latest") else {}),
             "trained_samples": int(total("batch/trained_samples", 0.0)),
+            "reward_errors": int(total("reward/errors", 0.0)),
             "tokens_per_second": {"trainer": trainer, "rollout": rollout},
             "loop_overhead_share": _rate(total("time/overhead", 0.0), total("time/step", 0.0)),
             "logprob_abs_diff": {key: self._logprob.get(key, empty) for key in ("first", "last")},

@@ -62,9 +62,15 @@ def test_failures_reach_metrics_line_and_message(broken: str, errors: int):
     report = asyncio.run(evaluate_set("dev", ["easy", "long"], judged_by(broken), samples=2, version=0))
     metrics = report.metrics()
     assert (metrics["eval/dev/reward_errors"], metrics["eval/dev/failed_generations"]) == (errors, 0)
-    assert render_line("after", report).endswith(f"truncated, {errors} rewards failed" if errors else "truncated")
+    first = f", {errors} of 6 rewards failed; the first: exception: no key 'x'" if errors else ""
+    line = render_line("after", report)
     told = "all 6 responses of set 'dev' failed (0 generations, 6 rewards), so its figures mean nothing; "
     assert report.nothing_judged == (f"{told}the first: exception: no key 'x'" if broken == "all" else None)
+    # An accuracy of 0.0% would look like a judgement.
+    if broken == "all":
+        assert line == f"eval dev (after): {report.nothing_judged}"
+    else:
+        assert line.endswith(f"truncated{first}")
 
 
 def test_a_failure_is_raised_as_itself_and_stops_the_rest():

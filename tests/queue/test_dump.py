@@ -50,6 +50,7 @@ trajectories = st.builds(
     reward_components=st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False), max_size=2),
     status=st.sampled_from(["ok", "failed"]),
     failure=st.text(max_size=5),
+    reward_error=st.text(max_size=5),
     dataset=st.text(max_size=5),
 )  # fmt: skip
 
@@ -150,9 +151,10 @@ def test_sample_record():
     assert first["reference"] == "5" and first["response_tokens"] == 2 and first["finish_reason"] == "stop"
     assert first["reward_components"] == {"accuracy": 0.1, "format": 1.0}
     assert first["versions"] == [{"version": 0, "start": 0, "end": 1}, {"version": 3, "start": 1, "end": 2}]
-    failed = make(0, 0, reward=math.nan, status="failed", failure="log-prob NaN", versions=())
+    failed = make(0, 0, reward=math.nan, status="failed", failure="log-prob NaN", reward_error="late", versions=())
     line = json.loads(json.dumps(sample_record(0, failed, decode, None), allow_nan=False))
     assert line["reward"] is None and line["failure"] == "log-prob NaN" and line["reference"] is None
+    assert line["reward_error"] == "late"
 
 
 def test_choice_ignores_arrival_order_and_varies_by_step():

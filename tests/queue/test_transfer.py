@@ -62,6 +62,7 @@ def groups(draw: st.DrawFn, group_id: int = 0) -> list[Trajectory]:
                 reward_components={"parsed": draw(st.floats(0, 1))},
                 status=status,
                 failure="it failed" if status == "failed" else "",
+                reward_error="late" if status == "failed" else "",
                 dataset=draw(st.sampled_from(["", "gsm8k"])),
             )
         )

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.math import compare, last_boxed, math
+from megarl.rewards.math import compare, comparison_key, last_boxed, math
 from megarl.rewards.types import RewardInput
 from megarl.rewards.worker_pool import RewardPool
 from tests.support.checkout import EXCERPTS
@@ -129,6 +129,15 @@ def test_the_same_answer_of_a_group_is_compared_once(monkeypatch: pytest.MonkeyP
     assert len(calls) == 2
 
 
+@given(st.lists(st.sampled_from(["\\boxed{", "\\fbox {", "\\", "{", "}", "\\{", "7", "x ", "\\boxed"]), max_size=14))
+def test_the_key_of_a_sample_has_the_answer_that_is_compared(parts: list[str]) -> None:
+    response = "".join(parts)
+    content = last_boxed(response)
+    expected = response if content is None else rf"\boxed{{{content}}}"
+    assert comparison_key(RewardInput("", response, answer="4 2")) == f"3 4 2 {expected}"
+    assert comparison_key(RewardInput("", response), True) == f"0  {'' if content is None else expected}"
+
+
 def test_a_reference_that_cannot_be_read_is_an_error() -> None:
     with pytest.raises(ValueError, match="cannot be read by math-verify"):
         math(RewardInput("", r"\boxed{1}", answer=""))
@@ -152,13 +161,13 @@ def pool() -> Iterator[RewardPool]:
     pool.close()
 
 
-def test_a_hostile_answer_is_killed_in_the_pool(pool: RewardPool) -> None:
-    """sympy works on this tower for hours; a policy does find such answers."""
+def test_a_hostile_answer_is_wrong_at_once(pool: RewardPool) -> None:
+    """sympy would work on this tower for hours; a policy does find such answers."""
     samples = [RewardInput("", rf"\boxed{{{x}}}", answer="3") for x in ("3", "10^{10^{10^{10}}}", "6/2")]
     outcomes = score_all(pool, samples)
     assert [o.score for o in outcomes] == [1.0, 0.0, 1.0]
     assert [o.answer for o in outcomes] == ["3", None, "3"]
-    assert [o.reason for o in outcomes] == [None, "timeout", None]
+    assert [o.reason for o in outcomes] == [None, None, None]
 
 
 def test_the_excerpts_own_answers_are_right() -> None:

@@ -45,13 +45,14 @@ LOAD = EngineLoad(0.5, 3, 1)
 
 
 def test_batch_metrics() -> None:
-    stats = BatchStats([0.1, 0.4, 0.2, 0.3], [0.01, 0.03], Counter({"timeout": 2, "crash": 1}), skipped_prompts=5)
+    stats = BatchStats([0.1, 0.4, 0.2, 0.3], [0.01, 0.03], Counter({"timeout": 2, "crash": 1}), 4, skipped_prompts=5)
     values = stats.metrics(replicas_serving=2, replicas_lost=0, load=LOAD)
     assert "rollout/idle_ratio" not in values  # of the first batch there is none before
     busy = BatchStats(engine_seconds=3.0, interval=4.0).metrics(replicas_serving=1, replicas_lost=0, load=LOAD)
     assert busy["rollout/idle_ratio"] == 0.25
     assert [values[f"rollout/{name}_max"] for name in ("kv_usage", "running", "waiting")] == [0.5, 3, 1]
-    assert values["reward/errors"] == 3 and values["rollout/skipped_prompts"] == 5
+    assert values["reward/errors"] == 3 and values["reward/redone"] == 4
+    assert values["rollout/skipped_prompts"] == 5
     assert values["rollout/generate_seconds_max"] == 0.4 and values["rollout/generate_seconds_p50"] == 0.3
     assert values["rollout/reward_seconds_mean"] == pytest.approx(0.02)
     assert quantile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0

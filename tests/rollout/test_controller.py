@@ -14,7 +14,10 @@ import pytest
 from megarl.algorithms.filters import ShapingSpec
 from megarl.common.errors import BatchNotReady, NoReplicaLeft, RolloutError
 from megarl.config.schema import Config
+from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import SampleTag, Trajectory
+from megarl.rewards.types import RewardOutcome
+from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout import controller as controller_module
 from megarl.rollout import prompt_groups
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
@@ -88,7 +91,8 @@ def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: LocalContr
 
     async def scenario() -> None:
         await local.controller.set_version(0)
-        with pytest.raises(BatchNotReady, match=r"waited 0 s for the batch of step 0; 1 groups in flight: \[1\]"):
+        told = r"waited 0 s for the batch of step 0; 1 groups in flight: \[1\].*; 3 samples wait for their reward"
+        with pytest.raises(BatchNotReady, match=told):
             await local.controller.wait_batch(0, 0.1)
         await local.controller.shutdown()
 
@@ -189,6 +193,55 @@ def test_a_group_whose_samples_all_fail_in_the_engine_is_failed(local: LocalCont
         message = f"{GROUPS} prompt groups in a row failed .*{SAMPLES} of {SAMPLES} samples cannot be used; .*{nan}"
         with pytest.raises(RolloutError, match=message):
             await local.controller.wait_batch(1, WAIT_S)
+
+    run(scenario)
+
+
+def test_samples_without_a_reward_are_failed_samples_and_no_zeros(local: LocalController) -> None:
+    """Those of one group, whose text has two characters; the metrics count them."""
+    late = RewardOutcome(0.0, error="timeout: no reward after 10 s", reason="timeout", dropped=True, redone=1)
+    local.rewards.script[2] = [late] * SAMPLES
+
+    async def scenario() -> None:
+        await local.controller.set_version(0)
+        batch = await local.controller.wait_batch(0, WAIT_S)
+        rows = [local.queue.rows[key] for key in batch.keys]
+        assert [row.status for row in rows] == ["ok", "ok", "failed", "failed", "ok", "ok"]
+        assert {row.failure for row in rows[2:4]} == {row.reward_error for row in rows[2:4]} == {late.error}
+        assert (batch.timings["reward/errors"], batch.timings["reward/redone"]) == (SAMPLES, SAMPLES)
+        counters = await local.controller.commit(0, trained=2, filtered=0, dropped_stale=0, failed=1)
+        assert counters.balanced and (counters.trained, counters.failed) == (2, 1)
+
+    run(scenario)
+
+
+def test_a_reward_function_that_fails_too_often_ends_the_run_with_its_own_message(local: LocalController) -> None:
+    message = "the reward function 'judge:f' failed for 16 of the latest 16 samples; LookupError: no key"
+    local.rewards.failure = RewardPoolError(message)
+
+    async def scenario() -> None:
+        await local.controller.set_version(0)
+        with pytest.raises(RolloutError) as caught:
+            await local.controller.wait_batch(0, WAIT_S)
+        assert str(caught.value) == message
+
+    run(scenario)
+
+
+def test_an_evaluation_that_does_not_end_names_what_it_waits_for(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts = config.timeouts.model_copy(update={"generate_s": 0.1})
+    local = local_controller(config.model_copy(update={"timeouts": timeouts}), tmp_path, monkeypatch)
+
+    async def never(version: int, label: str) -> list[SetReport]:
+        await asyncio.sleep(60)
+        return []
+
+    async def scenario() -> None:
+        local.controller._evaluations.run = never  # type: ignore[method-assign]
+        with pytest.raises(RolloutError, match=r"generate_s\) for an evaluation; .*; 3 samples wait for their reward"):
+            await local.controller.evaluate(0, "before")
 
     run(scenario)
 

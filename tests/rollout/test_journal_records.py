@@ -45,6 +45,7 @@ def groups(draw: st.DrawFn) -> list[Trajectory]:
                 {"format": 0.1},
                 status="failed" if failed else "ok",
                 failure="aborted" if failed else "",
+                reward_error="late" if failed else "",
                 streams=streams,
                 response_mask=[token % 2 for token in range(len(ids))],
                 dataset=draw(st.sampled_from(["", "näme"])),

@@ -25,6 +25,16 @@ def test_a_sound_sample_keeps_tokens_logprobs_and_versions() -> None:
     assert (row.reward, row.reward_components) == (0.5, {"parsed": 1.0})
 
 
+def test_a_sample_without_a_reward_has_failed_unless_on_error_gives_it_one() -> None:
+    late = RewardOutcome(0.0, error="timeout: no reward after 10 s", reason="timeout", dropped=True)
+    row = trajectory(7, 1, [1, 2], GOOD, late)
+    assert (row.status, row.failure, row.reward_error) == ("failed", late.error, late.error)
+    row = trajectory(7, 1, [1, 2], GOOD, replace(late, score=-0.5, dropped=False))
+    assert (row.status, row.failure, row.reward_error, row.reward) == ("ok", "", late.error, -0.5)
+    aborted = trajectory(7, 1, [1, 2], replace(GOOD, finish_reason="abort"), late)
+    assert (aborted.failure, aborted.reward_error) == ("aborted", late.error)
+
+
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, -9999.0])
 def test_a_bad_logprob_fails_the_sample(value: float) -> None:
     bad = replace(GOOD, logprobs=[-0.5, value, 0.0])

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.common.notices import write_notice
 from megarl.common.run_files import ExitRecord
 from megarl.config.schema import Config
 from megarl.evaluation.accuracy import ScoredResponse
@@ -91,6 +92,18 @@ def take_step(
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_notices_of_the_pool_are_on_the_terminal_of_the_first_rank_alone(
+    config: Config, open_recorder: Callable[..., Recorder]
+) -> None:
+    first, second = open_recorder(0), open_recorder(1)
+    (config.run_dir / "logs").mkdir(parents=True)
+    write_notice(config.run_dir, "reward function 'judge:f': exception no. 1: LookupError")
+    first._notices.close()  # type: ignore[union-attr]
+    assert second._notices is None
+    assert first.terminal.getvalue().count("exception no. 1: LookupError\n") == 1  # type: ignore[attr-defined]
+    assert second.terminal.getvalue() == ""  # type: ignore[attr-defined]
 
 
 def test_nothing_that_it_holds_grows_with_the_steps(config: Config, open_recorder: Callable[..., Recorder]) -> None:

@@ -123,14 +123,21 @@ class FakeSource:
 
 
 class FakeRewards:
-    """The reward is the length of the text, or the next one of `script`."""
+    """The reward is the length of the text, or the next one of `script`; `failure` is raised if it is set."""
 
     def __init__(self) -> None:
-        self.script: dict[int, list[float]] = {}  # by length of the text, which tells the group
+        self.script: dict[int, list[float | RewardOutcome]] = {}  # by length of the text, which tells the group
+        self.failure: Exception | None = None
 
     async def score(self, judged: RewardInput, function: int = 0) -> RewardOutcome:
+        if self.failure is not None:
+            raise self.failure
         script = self.script.get(len(judged.response))
-        return RewardOutcome(script.pop(0) if script else float(len(judged.response)))
+        reward = script.pop(0) if script else float(len(judged.response))
+        return reward if isinstance(reward, RewardOutcome) else RewardOutcome(reward)
+
+    def waiting(self) -> str:
+        return "; 3 samples wait for their reward"
 
     def close(self) -> None: ...
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import re
+import signal
+import struct
 import subprocess
 import sys
 import time
@@ -62,6 +66,67 @@ def by_response(sample: RewardInput) -> float:
     if command == "print":
         print("noise on stdout")  # must not disturb the protocol
     return float(argument or 1.0)
+
+
+_kept: list[bytearray] = []
+
+
+def hostile(sample: RewardInput) -> float | RewardResult:
+    """Do what a worker must survive, by accident or on purpose; the number after the command is the reward."""
+    command, _, argument = sample.response.partition(" ")
+    number, _, path = argument.partition(" ")
+    reward = float(number or 1.0)
+    channel = int(sys.argv[1])  # the worker's socket
+    if command in ("fork", "fork_exit", "fork_raise", "fork_c"):
+        pid = ctypes.CDLL(None).fork() if command == "fork_c" else os.fork()
+        if pid == 0:
+            reward = 1000.0 + reward
+            if command == "fork_exit":
+                sys.exit(0)
+            if command == "fork_raise":
+                raise KeyboardInterrupt
+    if command == "interrupt":
+        raise KeyboardInterrupt
+    if command == "flood":
+        os.write(channel, b"x" * 3_000_000)
+    if command == "garbage":
+        os.write(channel, struct.pack("!I", 5) + b"hello")
+    if command == "forge":
+        os.write(channel, _frame({"task": 1_000_000, "result": {"score": 99.0}, "reason": None}))
+    if command == "half":
+        os.write(channel, struct.pack("!I", 500) + b"{")
+        time.sleep(600)
+    if command == "long":
+        return RewardResult(reward, answer="x" * 3_000_000)
+    if command == "odd":
+        return RewardResult(reward, {"caf\u00e9": float("inf")}, "\ud800")
+    if command == "allocate":
+        bytearray(8 << 30)
+    if command == "leak":
+        _kept.append(bytearray(400 << 20))
+    if command in ("child_crash", "child_apart"):
+        child = subprocess.Popen(["sleep", "600"], start_new_session=command == "child_apart")
+        Path(path).write_text(str(child.pid))
+        if command == "child_crash":
+            os._exit(7)
+        time.sleep(600)
+    if command == "crash_once" and not Path(path).exists():
+        Path(path).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reward
+
+
+def _frame(content: object) -> bytes:
+    encoded = json.dumps(content).encode()
+    return struct.pack("!I", len(encoded)) + encoded
+
+
+def broken(sample: RewardInput) -> float:
+    raise LookupError("the judge has no key \x1b[31m")
+
+
+def slashed(sample: RewardInput) -> RewardResult:
+    return RewardResult(1.0, {"format/ok": 1.0})
 
 
 def warmed(sample: RewardInput) -> float:
@@ -127,3 +192,21 @@ def _only_once() -> None:
 
 
 starts_once.warm_up = _only_once  # type: ignore[attr-defined]
+
+
+def slow_digit_share(response: str, answer: str) -> float:
+    """The share of digits after a while, so that most of a run's time is spent here."""
+    time.sleep(0.1)
+    return digit_share(response, answer)
+
+
+def endless(sample: RewardInput) -> float:
+    time.sleep(600)
+    return 1.0
+
+
+def fails_on_even(response: str, answer: str) -> float:
+    """The share of digits; raises for responses of an even length."""
+    if len(response) % 2 == 0:
+        raise LookupError("no verdict on an even length")
+    return digit_share(response, answer)

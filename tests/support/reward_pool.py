@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl.rewards.types import RewardInput, RewardOutcome, RewardSpec
+from megarl.rewards.types import OnError, RewardInput, RewardOutcome, RewardSpec
 from megarl.rewards.worker_pool import RewardPool
 
 
@@ -16,7 +16,8 @@ def make_reward_pool(
     *,
     workers: int = 1,
     timeout_s: float = 10.0,
-    on_error: float = 0.0,
+    on_error: OnError = 0.0,
+    **options: Any,
 ) -> RewardPool:
     return RewardPool(
         [RewardSpec(function, kwargs or {})],  # type: ignore[arg-type]  # what is no path is refused
@@ -24,6 +25,7 @@ def make_reward_pool(
         timeout_s=timeout_s,
         on_error=on_error,
         start_timeout_s=120.0,
+        **options,
     )
 
 

@@ -188,13 +188,13 @@ def test_a_resumed_summary_counts_on(tmp_path: Path) -> None:
 def test_summary_has_exactly_what_was_asked_for(tmp_path: Path) -> None:
     now = [0.0]
     summary = RunSummary(clock=lambda: now[0])
-    summary.evaluation("before", greedy=0.1, sampled=0.2, n=500)
+    summary.evaluation("before", greedy=0.1, sampled=0.2, n=500, reward_errors=7)
     for step in range(3):
         summary.step(
             {
                 "batch/trained_samples": 8, "batch/trained_tokens": 1000, "batch/response_tokens": 600,
                 "time/logprobs": 1.0, "time/update": 3.0, "time/step": 10.0, "time/overhead": 0.5,
-                "rollout/engine_seconds": 2.0,
+                "rollout/engine_seconds": 2.0, "reward/errors": 2.0,
                 "mismatch/logprob_abs_diff_mean": 1e-7 * (step + 1), "mismatch/logprob_abs_diff_max": 1e-5 * (step + 1),
             }
         )  # fmt: skip
@@ -205,9 +205,10 @@ def test_summary_has_exactly_what_was_asked_for(tmp_path: Path) -> None:
     assert written == {
         "steps": 3,
         "wall_seconds": 42.0,
-        "eval_before": {"greedy": 0.1, "sampled": 0.2, "n": 500},
-        "eval_after": {"greedy": 0.6, "sampled": 0.5, "n": 500},
+        "eval_before": {"greedy": 0.1, "sampled": 0.2, "n": 500, "reward_errors": 7},
+        "eval_after": {"greedy": 0.6, "sampled": 0.5, "n": 500, "reward_errors": 0},
         "trained_samples": 24,
+        "reward_errors": 6,
         "tokens_per_second": {"trainer": 250.0, "rollout": 300.0},
         "loop_overhead_share": pytest.approx(0.05),
         "logprob_abs_diff": {

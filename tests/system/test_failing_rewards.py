@@ -1,0 +1,103 @@
+"""Whole runs whose reward function fails: always, never returning, or for some samples."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.support.leftovers import assert_nothing_left
+from tests.support.run import start, step_records, tiny_config, train
+
+pytestmark = pytest.mark.engine
+
+MODULE = "tests.support.reward_functions"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("broken", "LookupError: the judge has no key"), ("endless", "no reward after 0.5 s")]
+)
+def test_a_function_that_always_fails_ends_the_run_with_its_own_message(tmp_path: Path, name: str, told: str) -> None:
+    config = tiny_config(tmp_path, steps=3)
+    config["reward"] = {"function": f"{MODULE}:{name}", "timeout_s": 0.5, "min_errors": 8}
+    run = train(config)
+    assert run.code != 0
+    ending = f"the reward function '{MODULE}:{name}' failed for 8 of the latest 8 samples"
+    assert ending in run.output and run.output.count(ending) == 1
+    assert told in run.output.partition(ending)[0], "the first failure is told before the run ends"
+    assert told in run.output.partition(ending)[2]
+    assert "\x1b[31m" not in run.output.partition(ending)[0]
+    for file in ("exit.json", "summary.json"):
+        assert "failed" in (content := (run.directory / file).read_text()) and ending in content
+    assert_nothing_left(run.directory)
+
+
+def test_samples_without_a_reward_are_counted_and_not_trained(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, steps=2)
+    config["reward"] = {"function": f"{MODULE}:fails_on_even", "max_error_share": 1.0}
+    config["telemetry"] = {"samples_per_step": 16}
+    run = train(config)
+    assert run.code == 0, run.output[-4000:]
+    lines = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
+    failed = [line for line in lines if line["reward_error"]]
+    assert 0 < len(failed) < len(lines) == 32
+    for line in lines:
+        assert (line["status"] == "failed") == bool(line["reward_error"]) == (line["failure"] != "")
+        assert not line["reward_error"] or "LookupError: no verdict on an even length" in line["reward_error"]
+    assert run.summary["reward_errors"] == len(failed) == sum(each["reward/errors"] for each in run.metrics)
+    assert sum(each["batch/failed_samples"] for each in run.metrics) == len(failed)
+    assert sum(each["batch/trained_samples"] for each in run.metrics) <= len(lines) - len(failed)
+    assert run.summary["eval_before"]["reward_errors"] > 0
+    assert "rewards failed; the first: reward function" in run.output
+    assert run.output.count("exception no. 1: LookupError: no verdict") == 1
+
+
+def workers_of(run: int) -> list[int]:
+    """The reward processes of a run."""
+    found = []
+    for process in psutil.Process(run).children(recursive=True):
+        try:
+            if "megarl.rewards.worker" in process.cmdline():
+                found.append(process.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def test_reward_workers_that_are_killed_and_stopped_cost_time_only(tmp_path: Path) -> None:
+    """At random moments, mostly while they score: the sample of a killed one is scored again, of a stopped one lost."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    config = tiny_config(tmp_path, steps=6)
+    config["reward"] = {"function": f"{MODULE}:slow_digit_share", "workers": 2, "timeout_s": 3.0}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    process = start(tmp_path / "config.yaml")
+    run_dir, faults = Path(config["run"]["dir"]), 0
+    deadline = time.monotonic() + 400
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(moments.uniform(0.3, 1.5))
+        if faults < 8 and step_records(run_dir) and (workers := workers_of(process.pid)):
+            try:
+                os.kill(moments.choice(workers), signal.SIGSTOP if faults % 4 == 3 else signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            faults += 1
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output[-4000:]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    records = step_records(run_dir)
+    assert faults >= 3 and len(records) == summary["steps"] == 6
+    assert sum(each["reward/redone"] for each in records) > 0
+    assert summary["reward_errors"] == sum(each["batch/failed_samples"] for each in records) <= faults
+    for each in records:
+        ends = [each[f"groups/{end}"] for end in ("trained", "filtered", "dropped_stale", "failed")]
+        assert each["groups/admitted"] == sum(ends) == 4 and each["batch/samples"] == 16
+    assert_nothing_left(run_dir)
