@@ -254,7 +254,7 @@ def test_every_socket_of_the_actors_refuses_a_stranger(queue: dict[str, Any], tm
     reader = QueueReader.attach(**queue)
     client = reader._client._client
     units = client.storage_manager.storage_unit_infos.values()
-    addresses = [info.to_addr(name) for info in (client.controller_info, *units) for name in info.ports]
+    addresses = [info.to_addr(name) for info in (client.storage_manager.controller_info, *units) for name in info.ports]
     assert len(addresses) == 2 + 2
     assert [attack(each, tmp_path / "ran") for each in addresses] == [False] * 4
     assert not (tmp_path / "ran").exists()
