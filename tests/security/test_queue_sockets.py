@@ -48,8 +48,6 @@ def address(servers: dict[str, Any], kind: str, owner: str, name: str) -> str:
     return f"tcp://127.0.0.1:{servers[kind][owner]['ports'][name]}"
 
 
-
-
 @pytest.mark.parametrize(("owner", "name"), SOCKETS)
 def test_each_socket_of_the_library_runs_a_strangers_code(
     servers: dict[str, Any], tmp_path: Path, owner: str, name: str
@@ -75,13 +73,13 @@ def test_each_locked_socket_refuses_a_stranger(
 
 
 @pytest.mark.parametrize(("owner", "name"), SOCKETS)
-def test_the_lock_is_the_keys_and_nothing_else(
-    servers: dict[str, Any], tmp_path: Path, owner: str, name: str
-) -> None:
+def test_the_lock_is_the_keys_and_nothing_else(servers: dict[str, Any], tmp_path: Path, owner: str, name: str) -> None:
     """The same message is decoded with the run's keys: what refuses a stranger is not an error of the attack."""
     client = key_pair("client")
     path = tmp_path / "ran"
-    assert attack(address(servers, "locked", owner, name), path, (key_pair("server").public, client.public, client.secret))
+    assert attack(
+        address(servers, "locked", owner, name), path, (key_pair("server").public, client.public, client.secret)
+    )
     wait_until(path.exists, RAN_S, "the pickle to run")
 
 
