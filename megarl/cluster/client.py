@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.handle import SupervisorHandle, stop_supervisor, wait_ready
-from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, access_environment
+from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, access_environment, loopback_kept
 from megarl.cluster.supervisor import CONTROLLER
 from megarl.common.errors import PoolEnded, ReplicaFailed, RolloutError
 from megarl.config.schema import Config
@@ -52,7 +52,7 @@ def connect_ray(handle: SupervisorHandle, timeout_s: float) -> None:
 
     if ray.is_initialized():
         return
-    with own_sigterm_handler():
+    with own_sigterm_handler(), loopback_kept():
         try:
             ray.init(
                 address=handle.address,

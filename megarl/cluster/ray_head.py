@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 TOKEN_FILE = "ray_token"
 # Environment variable with this node's address, set by the node's agent (megarl/cluster/nodes/agent.py).
 NODE_ADDRESS_VARIABLE = "MEGARL_NODE_ADDRESS"
+LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 * MIB
 ATTEMPT_S = 30
 MAX_ATTEMPTS = 5
@@ -62,6 +63,27 @@ def access_environment(run_dir: Path, create: bool = False) -> dict[str, str]:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+
+
+def node_address() -> str:
+    """Return the address at which this node's Ray listens; without an agent the run has one node only."""
+    return os.environ.get(NODE_ADDRESS_VARIABLE, LOOPBACK)
+
+
+@contextmanager
+def loopback_kept() -> Iterator[None]:
+    """Let `ray.init` use 127.0.0.1, by which Ray 2.60.0 binds its sockets to loopback, instead of all interfaces.
+
+    services.py replaces 127.0.0.1 by the address of the machine's route to the internet.
+    """
+    from ray._private import services
+
+    original = services.resolve_ip_for_localhost
+    services.resolve_ip_for_localhost = lambda host: host
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = original
 
 
 @dataclass(frozen=True)
@@ -143,7 +165,7 @@ class RayHead:
         os.environ.update(ray_environment())
         import ray
 
-        with patched_start():
+        with patched_start(), loopback_kept():
             context = ray.init(
                 address="local",
                 num_cpus=self.share.num_cpus,
@@ -155,7 +177,7 @@ class RayHead:
                 configure_logging=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=str(self.temp_dir),
-                _node_ip_address=os.environ.get(NODE_ADDRESS_VARIABLE),
+                _node_ip_address=node_address(),
             )
         self.address = context.address_info["gcs_address"]
 

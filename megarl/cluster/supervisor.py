@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.handle import STATE_FILE, STOP_FILE, SupervisorSpec, write_state
+from megarl.cluster.nodes.network import one_node_environment
 from megarl.cluster.ray_head import RayHead, access_environment, ray_environment, rollout_share
 from megarl.common.errors import RolloutError
 from megarl.common.output import redirect_output
 from megarl.common.processes import ProcessId, descendants, is_alive, sweep
+from megarl.common.run_token import run_token
 from megarl.config.checks import max_sequence_tokens
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
@@ -163,6 +165,9 @@ class Supervisor:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(pool.devices)
         if config.ray.address is None:
             os.environ.update(access_environment(self.run_dir, create=True))
+        os.environ.update(one_node_environment(config))
+        run_token()  # raises now, not after the engines' start, if the queue could not be locked
+        if config.ray.address is None:
             share = rollout_share(config, cuda=self.spec.cuda)
             self._head = RayHead(share, self.spec.namespace, self.run_dir / "logs", config.timeouts.ray_start_s)
             self._head.start()

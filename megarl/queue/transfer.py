@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from megarl.queue.curve import lock
 from megarl.queue.rows import decode, decode_tag, encode
 from megarl.queue.trajectory import SampleTag, Trajectory
 
@@ -96,6 +97,7 @@ def start_queue(
     end), and ValueError if no node has `node_resource`.
     """
     quiet_library()
+    lock()
     import ray
     from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
 
@@ -162,6 +164,7 @@ class _Client:
         Raises TimeoutError if the queue does not exist within `timeout_s`.
         """
         quiet_library()
+        lock()
         import ray
 
         name, deadline = _controller_name(partition), time.monotonic() + timeout_s

@@ -136,9 +136,11 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
     `this_start`: the config of this start of the ranks, without `auto`. The pool gets `config`, that of the launch, so
     that a restart of the ranks finds it unchanged and keeps the pool.
     """
+    from megarl.cluster.nodes.network import one_node_environment
     from megarl.common.processes import die_with_parent
 
     die_with_parent()
+    os.environ.update(one_node_environment(config))
     rank = int(os.environ["RANK"])
     launch = _launch_pool(config) if rank == 0 else None
     from megarl import platforms

@@ -36,6 +36,7 @@ from megarl.telemetry.declarations import step_metrics
 from tests.support import pool as _tokens  # noqa: F401  (one Ray access token for this process)
 from tests.support.configs import config
 from tests.support.declared_streams import EVERY_DTYPE, declared
+from tests.support.queue_attack import attack
 
 float32 = st.floats(width=32, allow_nan=False, max_value=0.0)
 
@@ -282,6 +283,18 @@ def test_logprobs_are_the_same_float32_bits(queue: dict[str, Any]) -> None:
     assert math.copysign(1, back[0]) == -1
     asyncio.run(writer.clear([row.key]))
     writer.close()
+    reader.close()
+
+
+def test_every_socket_of_the_actors_refuses_a_stranger(queue: dict[str, Any], tmp_path: Path) -> None:
+    """Ray sends the library's classes by value: the actors must have got the lock with them."""
+    reader = QueueReader.attach(**queue)
+    client = reader._client._client
+    units = client.storage_manager.storage_unit_infos.values()
+    addresses = [info.to_addr(name) for info in (client.storage_manager.controller_info, *units) for name in info.ports]
+    assert len(addresses) == 2 + 2
+    assert [attack(each, tmp_path / "ran") for each in addresses] == [False] * 4
+    assert not (tmp_path / "ran").exists()
     reader.close()
 
 

@@ -1,12 +1,17 @@
-"""A node's own address: the one by which the other nodes of the job reach it."""
+"""A node's own address, by which the other nodes of the job reach it, and what keeps a single node on loopback."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Sequence
 
 import psutil
+
+from megarl.cluster.nodes.node_commands import network_environment
+from megarl.cluster.ray_head import LOOPBACK, NODE_ADDRESS_VARIABLE
+from megarl.config.schema import Config
 
 
 def own_address(hosts: Sequence[str], interface: str | None = None) -> str:
@@ -31,6 +36,17 @@ def interface_of(address: str) -> str | None:
         if any(each.family == socket.AF_INET and each.address == address for each in addresses):
             return name
     return None
+
+
+def one_node_environment(config: Config) -> dict[str, str]:
+    """Return `network_environment` on loopback for a run that no agent has started, which has one node only.
+
+    Without what the user has set; empty if an agent has set it, or if the engines are in a Ray cluster of the user's.
+    """
+    if NODE_ADDRESS_VARIABLE in os.environ or config.ray.address is not None:
+        return {}
+    found = network_environment(LOOPBACK, interface_of(LOOPBACK), several=False, chosen=False)
+    return {name: value for name, value in found.items() if name not in os.environ}
 
 
 def _of_interface(name: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.cluster.nodes.network import interface_of, own_address
+from megarl.cluster.nodes.network import interface_of, one_node_environment, own_address
+from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE
+from tests.support.configs import config
 
 
 def test_own_address() -> None:
@@ -14,3 +16,17 @@ def test_own_address() -> None:
     # Names that resolve to nothing or to loopback are no help; what remains is the way out, if there is one.
     assert own_address(["no-such-host.invalid", "localhost"]) == own_address([])
     assert interface_of(own_address([])) is not None
+
+
+def test_a_run_without_an_agent_stays_on_loopback_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (NODE_ADDRESS_VARIABLE, "VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    alone = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert one_node_environment(config("model")) == alone
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert "GLOO_SOCKET_IFNAME" not in one_node_environment(config("model"))
+    assert one_node_environment(config("model", ray={"address": "10.0.0.1:6379"})) == {}
+    monkeypatch.setenv(NODE_ADDRESS_VARIABLE, "10.0.0.7")
+    assert one_node_environment(config("model")) == {}

@@ -1,0 +1,226 @@
+"""The listening sockets of a run: which one is known, what protects it, and whether that is enough. Pure.
+
+The kernel tells a socket's process and address, not its purpose. So a socket is known if its process may have one of
+its kind, and the sockets of that kind are not more than the process may have.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from io import StringIO
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.commands.doctor.report import Level
+
+SocketKind = Literal["gRPC", "TCP", "unix"]
+SocketLock = Literal["token", "curve", "hmac", "loopback only", "file mode", "none"]
+
+NETWORK_RULE = "let only the nodes of the job reach this port: see the network rule in SECURITY.md"
+UNKNOWN_FIX = "find out what opened it; if it is the run's, add it to KNOWN in megarl/commands/doctor/listeners.py"
+MANY = 1000
+
+
+@dataclass(frozen=True)
+class Listener:
+    """One listening socket. `role`: its process, as `role_of` names it; `host`: its address, a path for kind `unix`.
+
+    gRPC's sockets have IPv6's family also for an IPv4 address; those of all other libraries here do not.
+    `open_to_others`: another user of this host may connect to the path.
+    """
+
+    pid: int
+    role: str
+    kind: SocketKind
+    host: str
+    port: int = 0
+    open_to_others: bool = False
+
+    @property
+    def address(self) -> str:
+        """The address as a table shows it."""
+        return self.host if self.kind == "unix" else f"{'*' if self.is_wildcard else self.host}:{self.port}"
+
+    @property
+    def is_wildcard(self) -> bool:
+        """True if the socket listens on all interfaces."""
+        return self.kind != "unix" and ipaddress.ip_address(self.host).is_unspecified
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if only processes of this host reach the socket."""
+        if self.kind == "unix":
+            return False
+        address = ipaddress.ip_address(self.host)
+        mapped = getattr(address, "ipv4_mapped", None)
+        return (mapped or address).is_loopback
+
+
+@dataclass(frozen=True)
+class Known:
+    """Up to `most` sockets that a process of one role may have. `lock`: what protects them beyond their address."""
+
+    what: str
+    kind: SocketKind
+    lock: SocketLock
+    most: int = MANY
+
+
+RAY_CALLS = Known("Ray's calls", "gRPC", "token", 1)
+ENGINE_PARTS = Known("between the engine's processes", "unix", "file mode")
+COLLECTIVES = Known("gloo and NCCL", "TCP", "none")
+KNOWN: dict[str, tuple[Known, ...]] = {
+    "Ray's gcs_server": (Known("Ray's control store", "gRPC", "token", 1),),
+    "Ray's raylet": (
+        Known("Ray's node and object managers", "gRPC", "token", 2),
+        Known("Ray's processes of this node", "unix", "file mode", 2),
+    ),
+    "Ray's agents": (Known("Ray's agents", "TCP", "token", 1), Known("Ray's agents", "gRPC", "token", 1)),
+    "supervisor": (RAY_CALLS,),
+    "rollout controller": (RAY_CALLS,),
+    "queue controller": (RAY_CALLS, Known("trajectory queue", "TCP", "curve", 2)),
+    "queue storage": (RAY_CALLS, Known("trajectory queue", "TCP", "curve", 1)),
+    "engine replica": (RAY_CALLS, ENGINE_PARTS),
+    "engine": (ENGINE_PARTS, COLLECTIVES),
+    # The stores of checkpoints, weight sync and rendezvous check each value; gloo and NCCL beside them check nothing.
+    "trainer rank": (RAY_CALLS, Known("stores (hmac), gloo and NCCL (none)", "TCP", "none")),
+    "torchrun": (Known("rendezvous store", "TCP", "hmac", 2),),
+    "launcher": (RAY_CALLS,),
+    "idle Ray worker": (RAY_CALLS,),
+}
+_RAY_ROLES = {
+    "IDLE": "idle Ray worker",
+    "DashboardAgent": "Ray's agents",
+    "RuntimeEnvAgent": "Ray's agents",
+    "EngineReplica": "engine replica",
+    "RolloutController": "rollout controller",
+    "TransferQueueController": "queue controller",
+    "SimpleStorageUnit": "queue storage",
+}
+_MODULE_ROLES = {
+    "megarl.cluster.supervisor": "supervisor",
+    "megarl.cluster.guardian": "guardian",
+    "megarl.cluster.nodes.agent": "node agent",
+    "megarl.cluster.nodes.raylet": "raylet's parent",
+    "megarl.rewards.worker": "reward worker",
+    "torch.distributed.run": "torchrun",
+}
+
+
+def role_of(command: Sequence[str], parent_role: str, *, is_launcher: bool = False) -> str:
+    """Return the role of a process from its command line; its program's name if it has none.
+
+    `parent_role`: that of the process that started it; `is_launcher`: with its end the run's supervisor ends.
+    """
+    program = command[0].strip() if command else "?"
+    role = name = program.rpartition("/")[2]
+    module = next((after for option, after in itertools.pairwise(command) if option == "-m"), "")
+    if actor := re.match(r"ray::(\w+)", program):
+        role = _RAY_ROLES.get(actor[1], program)
+    elif program.startswith("VLLM::"):
+        role = "engine"
+    elif name in {"gcs_server", "raylet"}:
+        role = f"Ray's {name}"
+    elif module in _MODULE_ROLES:
+        role = _MODULE_ROLES[module]
+    elif "torchrun" in {name, *(part.rpartition("/")[2] for part in command[1:2])}:
+        role = "torchrun"
+    elif parent_role == "torchrun":
+        role = "trainer rank"
+    elif is_launcher:
+        role = "launcher"
+    return role
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One socket with what protects it. `fail`: it is unknown, or a stranger reaches it and should not."""
+
+    level: Level
+    listener: Listener
+    what: str
+    lock: SocketLock
+    fix: str = ""
+
+
+def judge(listeners: Iterable[Listener], *, ray_on_loopback: bool) -> list[Verdict]:
+    """Return a verdict for each socket, the failures first.
+
+    `ray_on_loopback`: the run's Ray has a loopback address. With any other, Ray 2.60.0 listens on all interfaces.
+    """
+    verdicts = []
+    seen: Counter[tuple[int, Known]] = Counter()
+    # Those on all interfaces last, so that none of them takes the place of one that is bound as it should be.
+    for listener in sorted(
+        listeners, key=lambda each: (each.is_wildcard, each.role, each.pid, each.kind, each.address)
+    ):
+        known = None
+        for each in KNOWN.get(listener.role, ()):
+            if each.kind == listener.kind and seen[listener.pid, each] < each.most:
+                known = each
+                seen[listener.pid, each] += 1
+                break
+        verdicts.append(_judge(listener, known, ray_on_loopback))
+    order = ("fail", "warn", "ok")
+    return sorted(verdicts, key=lambda verdict: order.index(verdict.level))
+
+
+def _judge(listener: Listener, known: Known | None, ray_on_loopback: bool) -> Verdict:
+    level: Level = "ok"
+    what, lock, fix = (known.what, known.lock, "") if known is not None else ("unknown", "none", UNKNOWN_FIX)
+    if known is None:
+        level = "fail"
+    elif listener.open_to_others:
+        level, lock, fix = "fail", "none", "other users of this host can connect: start the run with umask 022"
+    elif listener.is_wildcard:
+        # Ray's C++ code alone has no choice between loopback and all interfaces.
+        open_ray = listener.kind == "gRPC" and known.lock == "token" and not ray_on_loopback
+        level, fix = ("warn", NETWORK_RULE) if open_ray else ("fail", "it must be bound to one address")
+    elif lock == "none" and listener.is_loopback:
+        lock = "loopback only"
+    elif lock == "none":
+        level, fix = "warn", NETWORK_RULE
+    return Verdict(level, listener, what, lock, fix)
+
+
+def all_locked(verdicts: Iterable[Verdict]) -> bool:
+    """Tell whether no socket is a failure."""
+    return all(verdict.level != "fail" for verdict in verdicts)
+
+
+def render_listeners(verdicts: Sequence[Verdict]) -> str:
+    """Return the table of sockets, followed by each fix and a conclusion."""
+    stream = StringIO()
+    console = Console(file=stream, width=140, highlight=False)
+    table = Table("state", "process", "pid", "address", "what", "lock", box=None, padding=(0, 2))
+    for verdict in verdicts:
+        listener = verdict.listener
+        table.add_row(verdict.level, listener.role, str(listener.pid), listener.address, verdict.what, verdict.lock)
+    console.print(table)
+    for fix in dict.fromkeys(verdict.fix for verdict in verdicts if verdict.fix):
+        which = ", ".join(verdict.listener.address for verdict in verdicts if verdict.fix == fix)
+        console.print(f"\n{which}\n  -> {fix}")
+    failed = sum(verdict.level == "fail" for verdict in verdicts)
+    for_network = sum(verdict.level == "warn" for verdict in verdicts)
+    if failed:
+        conclusion = f"{failed} of {len(verdicts)} sockets are not locked"
+    elif for_network:
+        conclusion = f"{len(verdicts)} sockets are known; the network must protect {for_network} of them"
+    else:
+        conclusion = f"{len(verdicts)} sockets are known and locked"
+    console.print(f"\n{conclusion}")
+    return stream.getvalue()
+
+
+def listeners_to_json(verdicts: Sequence[Verdict]) -> str:
+    """Return the verdicts as JSON text."""
+    sockets = [{**asdict(verdict), "address": verdict.listener.address} for verdict in verdicts]
+    return json.dumps({"locked": all_locked(verdicts), "sockets": sockets}, indent=2) + "\n"

@@ -1,0 +1,153 @@
+"""Finds the processes of a run on this host and the sockets on which they listen, for `megarl doctor --run`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megarl.cluster.handle import read_state
+from megarl.cluster.ray_head import TOKEN_FILE
+from megarl.commands.doctor.listeners import (
+    Listener,
+    all_locked,
+    judge,
+    listeners_to_json,
+    render_listeners,
+    role_of,
+)
+from megarl.common.errors import ConfigError
+from megarl.common.processes import ProcessId, is_alive
+
+_ACCEPTS = 0x10000  # __SO_ACCEPTCON of /proc/net/unix: the socket listens
+
+
+def examine_run(run_dir: Path, *, as_json: bool, write: Callable[[str], object]) -> int:
+    """Write the table of listening sockets of the run's processes on this host; return 1 if one is not locked.
+
+    Raises ConfigError if the run has no process here, or one whose sockets this user may not see.
+    """
+    state = read_state(run_dir)
+    if state is None:
+        raise ConfigError([f"{run_dir} has no supervisor.json: no run has started there, or it is not a run directory"])
+    roles = find_roles(run_dir.resolve(), state)
+    if not roles:
+        raise ConfigError([f"no process of {run_dir} runs on this host; its supervisor was started on {state['host']}"])
+    ray_host = str(state["address"]).rpartition(":")[0]
+    verdicts = judge(find_listeners(roles), ray_on_loopback=ray_host in {"", "127.0.0.1", "::1"})
+    write(listeners_to_json(verdicts) if as_json else render_listeners(verdicts))
+    return 0 if all_locked(verdicts) else 1
+
+
+def find_roles(run_dir: Path, state: dict[str, Any]) -> dict[int, str]:
+    """Return the role of each living process of the run on this host, by pid."""
+    launcher = 0
+    roots: set[int] = set(_of_this_run(run_dir))
+    if state["host"] == platform.node():
+        known = [ProcessId(**each) for each in (state["process"], state["agent"], *state.get("children", ()))]
+        roots |= {process.pid for process in known if is_alive(process)}
+        launcher = state["agent"]["pid"]
+    parents = {process.pid: process.info["ppid"] for process in psutil.process_iter(["ppid"])}
+    found = {pid for pid in parents if any(above in roots for above in _with_ancestors(pid, parents))}
+    if launcher != os.getpid():
+        found.discard(os.getpid())
+    roles: dict[int, str] = {}
+
+    def role(pid: int) -> str:
+        if pid not in roles:
+            parent = parents.get(pid, 0)
+            above = role(parent) if parent in found else ""
+            roles[pid] = role_of(_command(pid), above, is_launcher=pid == launcher)
+        return roles[pid]
+
+    return {pid: role(pid) for pid in sorted(found)}
+
+
+def _of_this_run(run_dir: Path) -> Iterator[int]:
+    """Yield processes that name the run: agents in their command lines, Ray's in the path of their token."""
+    token = str(run_dir / TOKEN_FILE)
+    for process in psutil.process_iter():
+        try:
+            command = process.cmdline()
+            agent = "megarl.cluster.nodes.agent" in command and any(part.startswith(f"{run_dir}/") for part in command)
+            if agent or process.environ().get("RAY_AUTH_TOKEN_PATH") == token:
+                yield process.pid
+        except psutil.Error:
+            continue  # it has ended, or it is another user's, so not the run's
+
+
+def _with_ancestors(pid: int, parents: dict[int, int]) -> Iterator[int]:
+    seen: set[int] = set()
+    while pid in parents and pid not in seen:
+        seen.add(pid)
+        yield pid
+        pid = parents[pid]
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return []
+
+
+def find_listeners(roles: dict[int, str]) -> list[Listener]:
+    """Return the sockets on which the processes of `roles` listen now. A process that has ended has none.
+
+    Raises ConfigError for a process whose sockets cannot be seen: of another user, or in another network namespace.
+    """
+    paths = listening_paths(Path("/proc/net/unix").read_text().splitlines()[1:])
+    listeners: list[Listener] = []
+    for pid, role in roles.items():
+        try:
+            if os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"):
+                where = f"process {pid} ({role}) is in another network namespace"
+                raise ConfigError([f"{where}, where doctor cannot see its sockets: run doctor in its container"])
+            connections = psutil.Process(pid).net_connections(kind="all")
+        except (psutil.NoSuchProcess, FileNotFoundError):
+            continue
+        except (psutil.AccessDenied, PermissionError):
+            hidden = f"the sockets of process {pid} ({role}) cannot be seen: run doctor as the user of the run"
+            raise ConfigError([hidden]) from None
+        listeners += listeners_of(pid, role, connections, paths)
+    return listeners
+
+
+def listeners_of(pid: int, role: str, connections: Iterable[Any], paths: set[str]) -> Iterator[Listener]:
+    """Yield the listening ones of a process's `connections`, psutil's. `paths`: the Unix sockets that listen."""
+    seen = set()
+    for each in connections:
+        if each.family == socket.AF_UNIX:
+            if each.laddr in paths and each.laddr not in seen:  # an accepted connection has the same path
+                seen.add(each.laddr)
+                yield Listener(pid, role, "unix", each.laddr, open_to_others=is_open_to_others(Path(each.laddr)))
+        elif each.type == socket.SOCK_STREAM and each.status == psutil.CONN_LISTEN:
+            kind = "gRPC" if each.family == socket.AF_INET6 else "TCP"
+            yield Listener(pid, role, kind, each.laddr.ip, each.laddr.port)  # type: ignore[arg-type]
+
+
+def listening_paths(lines: Iterable[str]) -> set[str]:
+    """Return the paths of listening sockets from the lines of /proc/net/unix below its head."""
+    rows = (line.split(maxsplit=7) for line in lines)
+    return {row[7] for row in rows if len(row) == 8 and int(row[3], 16) & _ACCEPTS}
+
+
+def is_open_to_others(path: Path) -> bool:
+    """Tell whether another user may connect: the socket is writable for others, and all folders above can be entered.
+
+    An abstract socket, whose name begins with `@`, has no permissions. One that was removed cannot be reached.
+    """
+    if str(path).startswith("@"):
+        return True
+    try:
+        if not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return False
+        return all(folder.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH) for folder in path.parents)
+    except FileNotFoundError:
+        return False
