@@ -82,7 +82,14 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError([_wrong_world(world, config.trainer.gpus, options.run_dir)])
     _refuse_inputs_inside(config.run_dir, options.run_dir, batches, options.checkpoint)
     schedule = check_schedule(options.run_dir / SCHEDULE_FILE, steps)
-    return _run_rank(config, batches, steps, schedule, options.checkpoint, export=options.export)
+    from megarl.run.claim_for_ranks import claim_for_ranks
+
+    held = claim_for_ranks(config, int(os.environ.get("RANK", "0")), "megarl replay")
+    try:
+        return _run_rank(config, batches, steps, schedule, options.checkpoint, export=options.export)
+    finally:
+        if held is not None:
+            held.release()
 
 
 def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> Config:

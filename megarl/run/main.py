@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from megarl.checkpoint.save.directory import continues_history
 from megarl.checkpoint.save.same_launch import config_of_this_start
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.common import run_files
+from megarl.common.claim import Holder, RunClaim
 from megarl.common.errors import ConfigError
 from megarl.common.output import redirect_output
 from megarl.config.arguments import add_config_arguments
@@ -26,6 +28,7 @@ from megarl.config.load import load_config, to_yaml
 from megarl.config.plan import RunPlan, make_plan
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
+from megarl.run.claim_for_ranks import claim_for_ranks
 from megarl.run.failure import FailureReport, set_aside
 
 if TYPE_CHECKING:
@@ -49,14 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print_dry_run(plan, sys.stdout)
             return
         _check_launch(config)
-    except (ConfigError, ValueError, FileNotFoundError) as error:
+        claim = claim_for_ranks(config, rank)
+    except (ConfigError, ValueError, FileNotFoundError, TimeoutError) as error:
         if rank != 0:
             # Rank 0 reports the mistake. torchrun ends all ranks when the first one exits, so rank 0 must exit first.
             time.sleep(RANK_0_EXITS_S)
             sys.exit(2)
         sys.stderr.write(f"megarl: {error}\n")
         sys.exit(2)
-    sys.exit(run(config, plan))
+    sys.exit(run(config, plan, claim))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,12 +100,14 @@ def _check_launch(config: Config) -> None:
         )
 
 
-def run(config: Config, plan: RunPlan) -> int:
-    """Train as this rank; return 0, or end the process with 1."""
+def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:
+    """Train as this rank; return 0, or end the process with 1. `claim`: that on RUN_DIR, if this rank holds it."""
     rank = int(os.environ["RANK"])
     log_file = config.run_dir / "logs" / f"trainer-rank-{rank}.log"
     failures = FailureReport(config.run_dir, rank)
     terminal = redirect_output(log_file)
+    if claim is not None:
+        claim.renew_in_background(lambda other: _end_without_a_trace(other, config.run_dir, terminal))
     this_start = config_of_this_start(plan.config)
     if rank == 0:
         _take_over(this_start)
@@ -111,9 +117,20 @@ def run(config: Config, plan: RunPlan) -> int:
     except Exception as error:
         failures.claim(error, terminal, log_file)
         terminal.flush()
+        if claim is not None and not _restarts_left():
+            claim.release()
         # Not sys.exit, which could hang: peers may be waiting in a collective that this rank has left.
         os._exit(1)
+    if claim is not None:
+        claim.release()
     return 0
+
+
+def _end_without_a_trace(other: Holder, run_dir: Path, terminal: TextIO) -> None:
+    """End this rank, and leave RUN_DIR to the run that has taken it while this one was silent."""
+    terminal.write(f"megarl: {run_dir} was taken by {other.describe()} while this run was silent; this run ends\n")
+    terminal.flush()
+    os._exit(1)
 
 
 def _take_over(config: Config) -> None:

@@ -28,6 +28,7 @@ from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.network import interface_of, own_address
 from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, free_ports
 from megarl.common import run_files
+from megarl.common.claim import Holder, RunClaim, claim
 from megarl.common.processes import ProcessId, descendants, die_with_parent, is_alive, sweep
 from megarl.config.hardware import local_gpus
 from megarl.rollout.devices import visible_devices
@@ -43,6 +44,10 @@ class NodeFailed(Exception):  # noqa: N818
     """This node cannot continue; the message is the reason why the job ends."""
 
 
+class DirectoryLost(Exception):  # noqa: N818
+    """Another run has taken the run directory while this one was silent; nothing may be written there."""
+
+
 class PeerFailed(Exception):  # noqa: N818
     """Another node has failed and has written why."""
 
@@ -56,6 +61,7 @@ class NodeAgent:
         self.node = launch.topology.nodes[index]
         self.host = launch.hosts[index] if launch.hosts else platform.node()
         self.board = NodeBoard(Path(launch.directory))
+        self._claim: RunClaim | None = None  # the first node's agent holds the run directory
         self.address = "127.0.0.1"
         self.endpoint = ""
         self._beat = 0
@@ -80,6 +86,11 @@ class NodeAgent:
             while not self._tick():
                 time.sleep(TICK_S)
             self._finish()
+        except DirectoryLost as error:
+            logger.error("ending: %s", error)
+            self.board.claim_failure(NodeFailure(self.host, str(error)))
+            self._end_all()
+            return 1
         except PeerFailed as error:
             logger.error("ending: %s", error)
             self._end_all()
@@ -101,6 +112,9 @@ class NodeAgent:
 
     def _start(self) -> None:
         self._check_devices()
+        if self.node.index == 0:
+            mine = Holder.here("megarl launch", ProcessId.own(), self.launch.launch_id)
+            self._claim = claim(self.launch.run_dir, mine, self.config.timeouts.node_s)
         several = len(self.topology.nodes) > 1
         interface = self.config.launch.interface
         if several or interface is not None:
@@ -253,6 +267,9 @@ class NodeAgent:
     def _post_if_due(self) -> None:
         if time.monotonic() >= self._next_beat:
             self._post()
+            other = self._claim.renew() if self._claim is not None else None
+            if other is not None:
+                raise DirectoryLost(f"{self.launch.run_dir} was taken by {other.describe()} while this run was silent")
 
     def _report(self, error: Exception) -> None:
         reason = str(error) if isinstance(error, NodeFailed | ValueError) else f"{type(error).__name__}: {error}"
