@@ -1,0 +1,113 @@
+"""The supervisor's own duties while disk or libraries fail: it watches on, and its state is written later."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster import supervisor as module
+from megarl.cluster.handle import STOP_FILE, SupervisorSpec, read_state
+from megarl.cluster.supervisor import Supervisor
+from megarl.common.processes import ProcessId
+from tests.support.configs import config
+
+GONE = ProcessId(1, -1)
+
+
+def supervisor_in(directory: Path, agent: ProcessId | None = None) -> Supervisor:
+    content = config("model", run__dir=str(directory)).model_dump_json()
+    made = Supervisor(SupervisorSpec(content, str(directory), agent or ProcessId.own(), "abc", 0, "/", cuda=False))
+    made._guardian = GONE
+    return made
+
+
+class Ended(BaseException):
+    """Ends a loop that nothing else may end."""
+
+
+def test_no_exception_ends_the_watch_and_few_are_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = supervisor_in(tmp_path)
+    failures = iter([*[OSError(errno.ENOSPC, "No space left on device")] * 50, RuntimeError("of any kind"), Ended()])
+
+    def fail(recorded: set[ProcessId]) -> set[ProcessId]:
+        raise next(failures)
+
+    monkeypatch.setattr(module, "WATCH_S", 0.0)
+    monkeypatch.setattr(watched, "_watch_once", fail)
+    with pytest.raises(Ended):
+        watched._watch()
+    assert caplog.text.count("the watch of the supervisor failed, and goes on") == 1
+
+
+def test_a_full_disk_does_not_hide_that_the_launcher_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state is written when there is space again."""
+    watched = supervisor_in(tmp_path, agent=GONE)
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_state", full)
+        watched._publish(state="ready")
+        watched._watch_once(set())
+        assert watched.stop_reason == "the launcher (pid 1) is gone" and read_state(tmp_path) is None
+    watched._publish(state="stopped")
+    state = read_state(tmp_path)
+    assert state is not None and state["state"] == "stopped"
+
+
+def test_a_state_that_could_not_be_written_is_written_by_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched, real = supervisor_in(tmp_path), module.write_state
+    errors = [OSError(errno.ESTALE, "Stale file handle")]
+
+    def stale(*arguments: object) -> None:
+        if errors:
+            raise errors.pop()
+        real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "write_state", stale)
+    recorded = watched._watch_once(set())
+    watched._publish(state="ready")
+    assert read_state(tmp_path) is None or not errors
+    watched._watch_once(recorded)
+    state = read_state(tmp_path)
+    assert state is not None and state["state"] == "ready"
+
+
+@pytest.mark.parametrize(("content", "stops"), [("abc", True), ("", True), ("another launch", False)])
+def test_the_stop_file_of_this_launch_stops_it(tmp_path: Path, content: str, stops: bool) -> None:
+    watched = supervisor_in(tmp_path)
+    (tmp_path / STOP_FILE).write_text(content)
+    watched._watch_once(set())
+    assert watched.stop_reason == ("asked to" if stops else None)
+
+
+def test_children_may_come_and_go_while_the_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads, as the watch and the main one: neither sees the set change while it goes through it."""
+    watched, errors = supervisor_in(tmp_path), []
+    numbers = iter(range(10**6))
+    monkeypatch.setattr(watched, "_descendants", lambda: {ProcessId(os.getpid(), -next(numbers)) for _ in range(20)})
+    monkeypatch.setattr(module, "write_state", lambda *arguments: None)
+    monkeypatch.setattr(module, "is_alive", lambda process: True)
+
+    def work(action: object) -> None:
+        try:
+            for _ in range(150):
+                action()  # type: ignore[operator]
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(each,)) for each in (watched._record_descendants, watched._publish)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert errors == []
