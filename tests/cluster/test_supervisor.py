@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -106,8 +107,13 @@ def test_children_may_come_and_go_while_the_state_is_written(tmp_path: Path, mon
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(each,)) for each in (watched._record_descendants, watched._publish)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+    finally:
+        sys.setswitchinterval(interval)
     assert errors == []
