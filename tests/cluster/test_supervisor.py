@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -93,27 +94,25 @@ def test_the_stop_file_of_this_launch_stops_it(tmp_path: Path, content: str, sto
 
 def test_children_may_come_and_go_while_the_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads, as the watch and the main one: neither sees the set change while it goes through it."""
-    watched, errors = supervisor_in(tmp_path), []
-    numbers = iter(range(10**6))
-    monkeypatch.setattr(watched, "_descendants", lambda: {ProcessId(os.getpid(), -next(numbers)) for _ in range(20)})
-    monkeypatch.setattr(module, "write_state", lambda *arguments: None)
+    watched, numbers = supervisor_in(tmp_path), iter(range(10**6))
+    monkeypatch.setattr(watched, "_descendants", lambda: {ProcessId(os.getpid(), -next(numbers))})
+    monkeypatch.setattr(module, "write_state", lambda *arguments: time.sleep(0.001))
     monkeypatch.setattr(module, "is_alive", lambda process: True)
+    written = threading.Event()
 
-    def work(action: object) -> None:
-        try:
-            for _ in range(150):
-                action()  # type: ignore[operator]
-        except Exception as error:
-            errors.append(error)
+    def record() -> None:
+        while not written.is_set():
+            watched._record_descendants()
+            time.sleep(0)
 
-    threads = [threading.Thread(target=work, args=(each,)) for each in (watched._record_descendants, watched._publish)]
-    interval = sys.getswitchinterval()
+    recorder, interval = threading.Thread(target=record), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
+    recorder.start()
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
+        for _ in range(30):
+            watched._publish()  # raises RuntimeError if the set changes meanwhile
     finally:
+        written.set()
+        recorder.join(timeout=30)
         sys.setswitchinterval(interval)
-    assert errors == []
+    assert len(watched._children) > 30
