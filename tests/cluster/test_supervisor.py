@@ -115,4 +115,4 @@ def test_children_may_come_and_go_while_the_state_is_written(tmp_path: Path, mon
         written.set()
         recorder.join(timeout=30)
         sys.setswitchinterval(interval)
-    assert len(watched._children) > 30
+    assert len(watched._children) > 1
