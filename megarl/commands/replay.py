@@ -245,10 +245,11 @@ def _run_rank(
     try:
         _train(config, batches, steps, schedule, checkpoint, terminal, export=export)
     except Exception as error:
-        failure.claim(error, terminal, log_file)
-        terminal.flush()
-        # Not sys.exit, which could hang: peers may be waiting in a collective that this rank has left.
-        os._exit(1)
+        try:
+            failure.claim(error, terminal, log_file)
+        finally:
+            # Not sys.exit, which could hang: peers may be waiting in a collective that this rank has left.
+            os._exit(1)
     return 0
 
 

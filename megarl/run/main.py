@@ -105,25 +105,32 @@ def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:
     rank = int(os.environ["RANK"])
     log_file = config.run_dir / "logs" / f"trainer-rank-{rank}.log"
     failures = FailureReport(config.run_dir, rank)
-    terminal = redirect_output(log_file)
-    if claim is not None:
-        claim.renew_in_background(lambda other: _end_without_a_trace(other, config.run_dir, terminal))
-    this_start = config_of_this_start(plan.config)
-    if rank == 0:
-        _take_over(this_start)
-        (config.run_dir / "config.yaml").write_text(to_yaml(plan.config), encoding="utf-8")  # read by `megarl replay`
+    terminal: TextIO = sys.stderr
     try:
-        _train(config, this_start, plan, terminal)
+        terminal = redirect_output(log_file)
+        _run(config, plan, claim, terminal)
     except Exception as error:
-        failures.claim(error, terminal, log_file)
-        terminal.flush()
-        if claim is not None and not _restarts_left():
-            claim.release()
-        # Not sys.exit, which could hang: peers may be waiting in a collective that this rank has left.
-        os._exit(1)
+        try:
+            failures.claim(error, terminal, log_file)
+            if claim is not None and not _restarts_left():
+                claim.release()
+        finally:
+            # Not sys.exit, which could hang: peers may be waiting in a collective that this rank has left.
+            os._exit(1)
     if claim is not None:
         claim.release()
     return 0
+
+
+def _run(config: Config, plan: RunPlan, claim: RunClaim | None, terminal: TextIO) -> None:
+    """Take RUN_DIR over and train. Raises what ends the run."""
+    if claim is not None:
+        claim.renew_in_background(lambda other: _end_without_a_trace(other, config.run_dir, terminal))
+    this_start = config_of_this_start(plan.config)
+    if int(os.environ["RANK"]) == 0:
+        _take_over(this_start)
+        (config.run_dir / "config.yaml").write_text(to_yaml(plan.config), encoding="utf-8")  # read by `megarl replay`
+    _train(config, this_start, plan, terminal)
 
 
 def _end_without_a_trace(other: Holder, run_dir: Path, terminal: TextIO) -> None:
@@ -145,6 +152,7 @@ def _take_over(config: Config) -> None:
         (config.run_dir / run_files.EXIT_FILE).unlink(missing_ok=True)
     else:
         run_files.forget(config.run_dir)
+    run_files.make_reserve(config.run_dir)
 
 
 def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) -> None:
