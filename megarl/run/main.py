@@ -2,7 +2,8 @@
 
 A mistake of the user ends with one message and exit code 2 before anything starts. A failure of the run ends with one
 message (of the first rank that failed), exit code 1 and "failed" in RUN_DIR/summary.json and RUN_DIR/exit.json. A run
-that was asked to stop (megarl/common/run_files.py) exits with 0.
+that was asked to stop (megarl/common/run_files.py) exits with 0 if it has saved the step at which it stopped, else with 1.
+A run that has trained all steps, but could not save the last one, has failed.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:
     terminal: TextIO = sys.stderr
     try:
         terminal = redirect_output(log_file)
-        _run(config, plan, claim, terminal)
+        code = _run(config, plan, claim, terminal)
     except Exception as error:
         try:
             failures.claim(error, terminal, log_file)
@@ -119,18 +120,18 @@ def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:
             os._exit(1)
     if claim is not None:
         claim.release()
-    return 0
+    return code
 
 
-def _run(config: Config, plan: RunPlan, claim: RunClaim | None, terminal: TextIO) -> None:
-    """Take RUN_DIR over and train. Raises what ends the run."""
+def _run(config: Config, plan: RunPlan, claim: RunClaim | None, terminal: TextIO) -> int:
+    """Take RUN_DIR over and train; return the exit code. Raises what ends the run."""
     if claim is not None:
         claim.renew_in_background(lambda other: _end_without_a_trace(other, config.run_dir, terminal))
     this_start = config_of_this_start(plan.config)
     if int(os.environ["RANK"]) == 0:
         _take_over(this_start)
         (config.run_dir / "config.yaml").write_text(to_yaml(plan.config), encoding="utf-8")  # read by `megarl replay`
-    _train(config, this_start, plan, terminal)
+    return _train(config, this_start, plan, terminal)
 
 
 def _end_without_a_trace(other: Holder, run_dir: Path, terminal: TextIO) -> None:
@@ -155,8 +156,8 @@ def _take_over(config: Config) -> None:
     run_files.make_reserve(config.run_dir)
 
 
-def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) -> None:
-    """Build the session and train.
+def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) -> int:
+    """Build the session and train. Return 0; 1 if the run was stopped and could not save where it did.
 
     `this_start`: the config of this start of the ranks, without `auto`. The pool gets `config`, that of the launch, so
     that a restart of the ranks finds it unchanged and keeps the pool.
@@ -182,11 +183,16 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
     try:
         train(session)
         session.finish()
-    except BaseException:
-        session.close(keep_pool=_restarts_left())
+    except BaseException as error:
+        try:
+            session.close(keep_pool=_restarts_left())
+        except Exception as failure:  # the first error is the one to report
+            error.add_note(f"closing failed too: {failure!r}")
         raise
     session.close()
     torch.distributed.destroy_process_group()
+    # torchrun would start the ranks again for another code, if it may; the run that was stopped must stay so.
+    return 1 if session.lost_its_stop and not _restarts_left() else 0
 
 
 def _own_device(plan: RunPlan, local_rank: int) -> int:
