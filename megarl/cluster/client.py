@@ -293,12 +293,14 @@ class PoolClient:
         """End the pool: supervisor, Ray, engines. Bounded by `timeouts.shutdown_s`."""
         import ray
 
-        with own_sigterm_handler():
-            ray.shutdown()
-        stop_supervisor(
-            Path(self.handle.run_dir), self.handle.process, self.handle.launch_id, self.config.timeouts.shutdown_s,
-            self.handle.host,
-        )  # fmt: skip
+        try:
+            with own_sigterm_handler():
+                ray.shutdown()
+        finally:
+            stop_supervisor(
+                Path(self.handle.run_dir), self.handle.process, self.handle.launch_id, self.config.timeouts.shutdown_s,
+                self.handle.host,
+            )  # fmt: skip
 
 
 def _own_error(error: RayTaskError) -> Exception:

@@ -1,34 +1,70 @@
-"""The guardian: a process that outlives the supervisor briefly and kills what a killed supervisor leaves behind.
+"""The guardian: a process that outlives the supervisor briefly and kills what a killed or stuck one leaves behind.
 
-`python -m megarl.cluster.guardian STATE_FILE PID START_TIME` waits until that process is gone, then kills every child
-that the process has recorded in STATE_FILE, by pid and start time. After an orderly tear-down no child is left. Ray's
-own processes usually end by themselves, but some take a while, and one that hangs does not.
+`python -m megarl.cluster.guardian STATE_FILE PID START_TIME AGENT_PID AGENT_START_TIME PATIENCE_S` watches the
+supervisor (PID) and the agent whose end ends the pool. When the supervisor is gone, it kills every child that it has
+seen or that the supervisor has recorded in STATE_FILE, by pid and start time. When the agent has been gone for
+PATIENCE_S seconds and the supervisor still runs, it kills the supervisor too: that one should have torn down the pool
+by then. After an orderly tear-down no child is left. Ray's own processes usually end by themselves, but some take a
+while, and one that hangs does not.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from megarl.common.processes import ProcessId, is_alive, sweep
+from megarl.common.processes import ProcessId, descendants, is_alive, sweep
 
 POLL_S = 0.5
+SCAN_S = 5.0  # between two looks at all processes of the host
 TERMINATE_S = 1.0  # between SIGTERM and SIGKILL
 
 
 def main() -> None:
-    """Wait for the end of the process that the arguments name, then kill what it has left."""
-    state_file, supervisor = Path(sys.argv[1]), ProcessId(int(sys.argv[2]), int(sys.argv[3]))
+    """Wait for the end of the processes that the arguments name, then kill what they have left."""
+    state_file, numbers = Path(sys.argv[1]), [int(text) for text in sys.argv[2:6]]
+    supervisor, agent = ProcessId(*numbers[:2]), ProcessId(*numbers[2:])
+    seen = wait_for_end(supervisor, agent, float(sys.argv[6]))
+    own = ProcessId.own()
+    children = (seen | recorded_children(state_file, supervisor)) - {own}
+    if is_alive(supervisor):
+        # The supervisor first: its watch would take the end of a child for a failure of the pool.
+        sweep({supervisor}, grace_s=0.0)
+    sweep(children, grace_s=TERMINATE_S)
+
+
+def wait_for_end(supervisor: ProcessId, agent: ProcessId, patience_s: float) -> set[ProcessId]:
+    """Return when the supervisor is gone, or the agent for `patience_s` seconds, with the children seen until then."""
+    seen: set[ProcessId] = set()
+    gone_at: float | None = None
+    scanned_at = -SCAN_S
     while is_alive(supervisor):
+        now = time.monotonic()
+        if gone_at is None and not is_alive(agent):
+            gone_at, scanned_at = now, -SCAN_S
+        if now >= scanned_at + SCAN_S:
+            scanned_at = now
+            seen = {child for child in seen | descendants(supervisor.pid) if is_alive(child)}
+        if gone_at is not None and now > gone_at + patience_s:
+            return seen | descendants(supervisor.pid)
         time.sleep(POLL_S)
-    state = json.loads(state_file.read_text())
-    # A later launch may have replaced the file.
-    if ProcessId(**state["process"]) == supervisor:
-        children = {ProcessId(**child) for child in state["children"]}
-        sweep({child for child in children if child.pid != os.getpid()}, grace_s=TERMINATE_S)
+    return seen
+
+
+def recorded_children(state_file: Path, supervisor: ProcessId) -> set[ProcessId]:
+    """Return the children in the supervisor's state file; none if it is a later launch's or cannot be read."""
+    try:
+        state = json.loads(state_file.read_text())
+        if ProcessId(**state["process"]) != supervisor:
+            return set()
+        return {ProcessId(**child) for child in state["children"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        with suppress(OSError):  # the log's disk may be full
+            sys.stderr.write(f"guardian: {state_file} cannot be read: {error}\n")
+        return set()
 
 
 if __name__ == "__main__":

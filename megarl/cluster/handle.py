@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.common.errors import PoolEnded, SupervisorFailed
-from megarl.common.processes import ProcessId, is_alive, sweep
+from megarl.common.processes import ProcessId, is_alive, kill, sweep
 from megarl.config.schema import Config
 
 logger = logging.getLogger(__name__)
@@ -274,8 +274,13 @@ def stop_supervisor(
 
     A supervisor on another `host` (default: this one) is not killed: the agent of its node does that.
     """
-    (run_dir / STOP_FILE).write_text(launch_id)
     here = host in {None, platform.node()}
+    try:
+        (run_dir / STOP_FILE).write_text(launch_id)
+    except OSError:  # a full disk, for example
+        if not here:
+            raise
+        kill([process], signal.SIGTERM)
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         for child in _STARTED.values():

@@ -127,11 +127,15 @@ def make_temp_dir() -> Path:
 
 
 def keep_logs(temp_dir: Path, target: Path) -> None:
-    """Move the Ray logs of a node to `target` and remove its temporary directory."""
-    shutil.rmtree(target, ignore_errors=True)
-    for session in sorted(temp_dir.glob("session_2*/logs")):
-        shutil.copytree(session, target, dirs_exist_ok=True, symlinks=True, ignore_dangling_symlinks=True)
-    shutil.rmtree(temp_dir, ignore_errors=True)
+    """Move the Ray logs of a node to `target` and remove its temporary directory, also if the disk takes no logs."""
+    try:
+        shutil.rmtree(target, ignore_errors=True)
+        for session in sorted(temp_dir.glob("session_2*/logs")):
+            shutil.copytree(session, target, dirs_exist_ok=True, symlinks=True, ignore_dangling_symlinks=True)
+    except OSError as error:  # shutil.Error is one too; it lists every file
+        logger.warning("Ray's logs could not all be moved to %s: %s", target, str(error)[:500])
+    finally:
+        shutil.rmtree(temp_dir, ignore_errors=True)
 
 
 class RayHead:

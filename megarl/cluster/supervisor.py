@@ -5,6 +5,7 @@ neither a killed rank nor a Ctrl-C ends the pool. It tears down the pool when th
 is gone, when RUN_DIR/supervisor.stop names this launch, on SIGTERM, and when the Ray head dies.
 
 Its actors are named but not `lifetime="detached"`: this process owns them, so that even its SIGKILL ends them.
+A guardian (`megarl/cluster/guardian.py`) kills what is left after that, and this process if it is stuck.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from megarl.cluster.ray_head import RayHead, access_environment, ray_environment
 from megarl.common.errors import RolloutError
 from megarl.common.output import redirect_output
 from megarl.common.processes import ProcessId, descendants, is_alive, sweep
+from megarl.common.rate_limit import RateLimit
 from megarl.common.run_token import run_token
 from megarl.config.checks import max_sequence_tokens
 from megarl.config.pools import resolve_pools
@@ -44,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 CONTROLLER = "controller"
 HEARTBEAT_S = 5.0
+WATCH_S = 0.5
+COMPLAIN_S = 30.0  # between two log lines about the same trouble
 
 
 class Supervisor:
@@ -57,6 +61,8 @@ class Supervisor:
         self._stop = threading.Event()
         self._children: set[ProcessId] = set()
         self._lock = threading.Lock()
+        self._published = True  # False after a failure to write the state, until a later attempt succeeds
+        self._complaints = RateLimit(COMPLAIN_S)
         self._state: dict[str, Any] = {
             "state": "starting",
             "error": None,
@@ -98,7 +104,10 @@ class Supervisor:
     def _start_guardian(self) -> None:
         own = ProcessId.own()
         state_file = self.run_dir / STATE_FILE
-        command = [sys.executable, "-m", "megarl.cluster.guardian", str(state_file), str(own.pid), str(own.start_time)]
+        # By then an orderly tear-down and a forced one would have ended.
+        agent, patience_s = self.spec.agent, 1.6 * self._orderly_s
+        numbers = (own.pid, own.start_time, agent.pid, agent.start_time, patience_s)
+        command = [sys.executable, "-m", "megarl.cluster.guardian", str(state_file), *map(str, numbers)]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         self._guardian = ProcessId.of(process.pid)
 
@@ -128,34 +137,67 @@ class Supervisor:
     def _force_exit(self) -> None:
         """End everything from the watch thread, because the main thread is stuck in a library's call."""
         logger.error("the orderly tear-down took more than %.0f s: killing what is left", self._orderly_s)
-        left = sweep(self._children | self._descendants(), grace_s=0.0)
-        self._publish(state="stopped" if self.stop_reason else "failed", error=self.stop_reason or "tear-down hung")
-        logger.error("still alive: %s", sorted(process.pid for process in left))
-        logging.shutdown()
-        os._exit(1)
+        try:
+            left = sweep(self._record_descendants(), grace_s=0.0)
+            self._publish(state="stopped" if self.stop_reason else "failed", error=self.stop_reason or "tear-down hung")
+            logger.error("still alive: %s", sorted(process.pid for process in left))
+            logging.shutdown()
+        finally:
+            os._exit(1)
 
     def _publish(self, **changes: object) -> None:
+        """Write the state, with `changes`, to its file. If the disk refuses it, the watch tries again."""
         with self._lock:
             self._state.update(changes)
             self._state["children"] = [asdict(child) for child in self._children if is_alive(child)]
-            write_state(self.run_dir, self._state)
+            try:
+                write_state(self.run_dir, self._state)
+                self._published = True
+            except OSError as error:
+                self._published = False
+                if self._complaints.allows():
+                    logger.error("the state could not be written, and will be tried again: %s", error)
+
+    def _record_descendants(self) -> set[ProcessId]:
+        """Add the present descendants to those that were ever seen, orphans included; return a copy of these."""
+        present = self._descendants()
+        with self._lock:
+            self._children |= present
+            return set(self._children)
 
     def _watch(self) -> None:
-        """Check agent, stop file and deadline every half second, and record every descendant, orphans included."""
-        stop_file = self.run_dir / STOP_FILE
+        """Check twice a second, for the life of this process: no error, of whatever kind, may end this thread."""
         recorded: set[ProcessId] = set()
         while True:
-            self._children |= self._descendants()
-            if self._ending_since is not None and time.monotonic() > self._ending_since + self._orderly_s:
-                self._force_exit()
-            if not is_alive(self.spec.agent):
-                self.request_stop(f"the launcher (pid {self.spec.agent.pid}) is gone")
-            elif stop_file.exists() and stop_file.read_text() in {"", self.spec.launch_id}:
-                self.request_stop("asked to")
-            if self._children != recorded and not self._stop.is_set():
-                recorded = set(self._children)
-                self._publish()
-            time.sleep(0.5)
+            try:
+                recorded = self._watch_once(recorded)
+            except Exception:
+                if self._complaints.allows():
+                    logger.exception("the watch of the supervisor failed, and goes on")
+            time.sleep(WATCH_S)
+
+    def _watch_once(self, recorded: set[ProcessId]) -> set[ProcessId]:
+        """Check agent, deadline and stop file; write new descendants to the state. Return the recorded descendants.
+
+        What needs no disk comes first.
+        """
+        if not is_alive(self.spec.agent):
+            self.request_stop(f"the launcher (pid {self.spec.agent.pid}) is gone")
+        if self._ending_since is not None and time.monotonic() > self._ending_since + self._orderly_s:
+            self._force_exit()
+        children = self._record_descendants()
+        if self._asked_to_stop():
+            self.request_stop("asked to")
+        if (children != recorded or not self._published) and not self._stop.is_set():
+            self._publish()
+        return children
+
+    def _asked_to_stop(self) -> bool:
+        """Tell whether RUN_DIR/supervisor.stop names this launch."""
+        try:
+            return (self.run_dir / STOP_FILE).read_text() in {"", self.spec.launch_id}
+        except FileNotFoundError:
+            return False
 
     def _start_ray(self) -> None:
         config, rollout = self.config, self.config.rollout
@@ -268,10 +310,9 @@ class Supervisor:
         # Published before the clean-up: the launcher may wait for it, and ranks that wait for an actor of the pool
         # must find the reason when the actor ends.
         self._publish(state="stopping" if state == "stopped" else state, error=error)
-        self._children |= self._descendants()
+        self._record_descendants()
         self._close_actors(min(5.0, self.config.timeouts.shutdown_s / 3))
-        self._children |= self._descendants()
-        left = sweep(self._children, grace_s=1.0)
+        left = sweep(self._record_descendants(), grace_s=1.0)
         if self._head is not None:
             self._head.stop()
         if left:
@@ -316,10 +357,13 @@ def main() -> int:
     )
     redirect_output(Path(spec.run_dir) / "logs" / "supervisor.log")
     logger.info("supervisor of %s: %s", spec.run_dir, json.dumps({"attempt": spec.attempt, "launch": spec.launch_id}))
-    code = Supervisor(spec).run()
-    logging.shutdown()
-    # Not sys.exit: a library's non-daemon thread or exit hook could keep this process alive.
-    os._exit(code)
+    code = 1
+    try:
+        code = Supervisor(spec).run()
+        logging.shutdown()
+    finally:
+        # Not sys.exit: a library's non-daemon thread or exit hook could keep this process alive.
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from megarl.common.errors import ConfigError
 from megarl.config.datasets import HeldOutSet, held_out_sets
 
 if TYPE_CHECKING:
+    from megarl.common.claim import Holder
     from megarl.config.schema import Config
     from megarl.evaluation.harness import SetReport
 
@@ -95,12 +96,32 @@ def run(options: argparse.Namespace) -> int:
     """Evaluate and report; return the exit status.
 
     It is 0 on success, 1 (with one message) if the pool or every response of a set failed, 130 after Ctrl-C. Raises
-    ConfigError for a mistake in options, model or data.
+    ConfigError for a mistake in options, model or data, or if another run holds the run directory.
     """
-    from megarl.common.errors import RolloutError
+    from megarl.common.claim import Holder, claim
+    from megarl.common.processes import ProcessId
 
     config = eval_config(options)
     _check(config)
+    mine = Holder.here("megarl eval", ProcessId.own())
+    held = claim(config.run_dir, mine, config.timeouts.node_s, lambda text: sys.stderr.write(f"megarl: {text}\n"))
+    held.renew_in_background(lambda other: _end_at_once(other, config))
+    try:
+        return _report(config, options)
+    finally:
+        held.release()
+
+
+def _end_at_once(other: Holder, config: Config) -> None:
+    """End this process, and with it its pool: another run has taken the directory while this one was silent."""
+    sys.stderr.write(f"megarl: {config.run_dir} was taken by {other.describe()}; this evaluation ends\n")
+    os._exit(1)
+
+
+def _report(config: Config, options: argparse.Namespace) -> int:
+    """Evaluate and show the results; return the exit status of `run`."""
+    from megarl.common.errors import RolloutError
+
     try:
         reports = _evaluate(config)
     except (RolloutError, ValueError, TimeoutError) as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+from megarl.common.claim import refuse_claimed
 from megarl.common.errors import ConfigError
 
 
@@ -62,9 +64,14 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         Console(file=sys.stderr, width=None if sys.stderr.isatty() else WIDTH, highlight=False).print(render_plan(plan))
         return 0
+    if not slurm:  # a job may be queued while another one of the same run runs
+        refuse_claimed(config.run_dir)
     path = Path(config.run_dir) / "launch" / ("train.sbatch" if slurm else "local.sh")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(script, encoding="utf-8")
+    # A new file, because bash may still be reading the one of a running launch.
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(script, encoding="utf-8")
+    new.replace(path)
     command = ["sbatch", str(path)] if slurm else ["bash", str(path)]
     try:
         return subprocess.run(command, check=False).returncode

@@ -82,7 +82,14 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError([_wrong_world(world, config.trainer.gpus, options.run_dir)])
     _refuse_inputs_inside(config.run_dir, options.run_dir, batches, options.checkpoint)
     schedule = check_schedule(options.run_dir / SCHEDULE_FILE, steps)
-    return _run_rank(config, batches, steps, schedule, options.checkpoint, export=options.export)
+    from megarl.run.claim_for_ranks import claim_for_ranks
+
+    held = claim_for_ranks(config, int(os.environ.get("RANK", "0")), "megarl replay")
+    try:
+        return _run_rank(config, batches, steps, schedule, options.checkpoint, export=options.export)
+    finally:
+        if held is not None:
+            held.release()
 
 
 def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> Config:
@@ -238,10 +245,11 @@ def _run_rank(
     try:
         _train(config, batches, steps, schedule, checkpoint, terminal, export=export)
     except Exception as error:
-        failure.claim(error, terminal, log_file)
-        terminal.flush()
-        # Not sys.exit, which could hang: peers may be waiting in a collective that this rank has left.
-        os._exit(1)
+        try:
+            failure.claim(error, terminal, log_file)
+        finally:
+            # Not sys.exit, which could hang: peers may be waiting in a collective that this rank has left.
+            os._exit(1)
     return 0
 
 

@@ -13,8 +13,12 @@ def write_json(path: Path, content: object) -> None:
     """Write `content` as JSON to a temporary file and rename it to `path`; NaN and infinities become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(finite(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(finite(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def finite(content: object) -> object:

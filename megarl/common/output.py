@@ -1,16 +1,79 @@
-"""Redirects everything that a process and its libraries print to a log file.
+"""Redirects everything that a process and its libraries print to a log file, which never grows without bound.
 
-File descriptors 1 and 2 are redirected, not only `sys.stdout`, because NCCL, gloo and vLLM write from C++.
+File descriptors 1 and 2 are redirected, not only `sys.stdout`, because NCCL, gloo and vLLM write from C++. A log or a
+terminal that takes no more bytes (a full disk, a closed connection) costs these bytes, and never the run.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import io
 import logging
 import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+# A log that has become larger is renamed to LOG.1, which replaces an older one.
+LOG_BYTES = 256 << 20
+
+
+class LossyFile(io.RawIOBase):
+    """Writes to a descriptor, and drops what it does not take. `before` is called before each write."""
+
+    def __init__(self, descriptor: int, before: Callable[[], None] = lambda: None) -> None:
+        self._descriptor, self._before = descriptor, before
+        self.lost_bytes = 0
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the descriptor, for libraries that write to it themselves."""
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        """Tell whether the descriptor is a terminal."""
+        return os.isatty(self._descriptor)
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Write `data`; return its length, also if it was dropped."""
+        self._before()
+        content = memoryview(data).cast("B")
+        written = 0
+        try:
+            while written < len(content):
+                written += os.write(self._descriptor, content[written:])
+        except OSError:
+            self.lost_bytes += len(content) - written
+        return len(content)
+
+
+class RotatingLog:
+    """The log file behind descriptors 1 and 2 of this process."""
+
+    def __init__(self, path: Path, limit: int = LOG_BYTES) -> None:
+        self.path, self._limit = path, limit
+
+    def open(self) -> None:
+        """Let both descriptors append to the file. Raises OSError."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+
+    def rotate_if_large(self) -> None:
+        """Begin a new file if this one has become too large. If that fails, the old one is written on."""
+        with suppress(OSError):
+            if os.fstat(1).st_size > self._limit:
+                self.path.replace(self.path.with_name(f"{self.path.name}.1"))
+                self.open()
 
 
 def redirect_output(log_file: Path) -> TextIO:
@@ -18,11 +81,11 @@ def redirect_output(log_file: Path) -> TextIO:
     log_file.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    terminal = os.fdopen(os.dup(2), "w", buffering=1)
-    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+    terminal = _text(LossyFile(os.dup(2)))
+    log = RotatingLog(log_file)
+    log.open()
+    sys.stdout = _text(LossyFile(1, log.rotate_if_large))
+    sys.stderr = _text(LossyFile(2, log.rotate_if_large))
     faulthandler.enable()
     logging.basicConfig(
         level=logging.INFO,
@@ -31,3 +94,8 @@ def redirect_output(log_file: Path) -> TextIO:
         force=True,
     )
     return terminal
+
+
+def _text(raw: LossyFile) -> TextIO:
+    """Return a stream of text to `raw` that is flushed after each line."""
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)

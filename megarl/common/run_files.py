@@ -8,18 +8,25 @@ restarts hide the exit codes of the ranks.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from megarl.common.files import write_json
 
 STOP_FILE = "stop"
 EXIT_FILE = "exit.json"
+# Space that a run gives up when the disk is full, so that it can still say how it ended.
+RESERVE_FILE = ".reserve"
+RESERVE_BYTES = 256 << 10
 
+T = TypeVar("T")
 Status = Literal["finished", "preempted", "failed"]
 
 
@@ -33,8 +40,24 @@ class ExitRecord:
 
 
 def write_exit(run_dir: Path, record: ExitRecord) -> None:
-    """Replace RUN_DIR/exit.json atomically."""
-    write_json(run_dir / EXIT_FILE, asdict(record))
+    """Replace RUN_DIR/exit.json atomically. On a full disk it takes the run's reserve."""
+    with_reserve(run_dir, lambda: write_json(run_dir / EXIT_FILE, asdict(record)))
+
+
+def make_reserve(run_dir: Path) -> None:
+    """Reserve the space for the last words of a run. Raises OSError if there is none."""
+    (run_dir / RESERVE_FILE).write_bytes(os.urandom(RESERVE_BYTES))  # which no file system compresses
+
+
+def with_reserve(run_dir: Path, write: Callable[[], T]) -> T:
+    """Return `write()`. If the disk is full, free the run's reserve and try again. Raises OSError if that fails."""
+    try:
+        return write()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not (run_dir / RESERVE_FILE).exists():
+            raise
+        (run_dir / RESERVE_FILE).unlink(missing_ok=True)
+        return write()
 
 
 def read_exit(run_dir: Path) -> ExitRecord | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 import traceback
 from pathlib import Path
 from typing import TextIO
 
+from megarl.common import run_files
 from megarl.common.files import write_json
 from megarl.common.run_files import ExitRecord, write_exit
 from megarl.telemetry.summary import RunSummary
@@ -33,6 +35,9 @@ def set_aside(run_dir: Path) -> Path | None:
     return target
 
 
+CLOCK_S = 60.0  # by which the clock of a file server may be behind
+
+
 class PeerFailedError(RuntimeError):
     """Another rank has failed and reports the cause; the rank that raises this error only logs."""
 
@@ -43,29 +48,44 @@ class FailureReport:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.path = run_dir / "error.txt"
         self.rank = rank
+        self._started = time.time()
 
     def claim(self, error: BaseException, terminal: TextIO, log_file: Path) -> bool:
         """Write the traceback to this rank's log and, if no rank has failed before, one message to the terminal."""
         traceback.print_exception(error)
-        if isinstance(error, PeerFailedError):
+        if isinstance(error, PeerFailedError) or not self._is_first():
             return False
         message = f"megarl: {describe(error)}\n(rank {self.rank} on {platform.node()}; traceback in {log_file})\n"
+        # The terminal first: it takes the message also if the disk takes nothing.
+        terminal.write(message)
+        terminal.flush()
+        for write in (lambda: self.path.write_text(message), lambda: self._mark_failed(describe(error))):
+            try:
+                run_files.with_reserve(self.path.parent, write)
+            except (OSError, ValueError) as failure:
+                terminal.write(f"megarl: how the run ended could not all be written to {self.path.parent}: {failure}\n")
+        return True
+
+    def _is_first(self) -> bool:
+        """Claim the report by creating error.txt. On a disk where this is impossible, every rank reports."""
         try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            if self.path.exists() and self.path.stat().st_mtime < self._started - CLOCK_S:
+                self.path.unlink()  # an earlier run's, which this one has not moved aside yet
+            run_files.with_reserve(
+                self.path.parent, lambda: os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+            )
         except FileExistsError:
             return False
-        with os.fdopen(descriptor, "w") as file:
-            file.write(message)
-        self._mark_failed(describe(error))
-        terminal.write(message)
+        except OSError:
+            traceback.print_exc()
         return True
 
     def _mark_failed(self, message: str) -> None:
         """Record the failure in exit.json and summary.json, in place of rank 0, which may be killed before it can."""
         path = self.path.with_name("summary.json")
         content = json.loads(path.read_text()) if path.is_file() else RunSummary().as_dict("failed")
-        write_json(path, {**content, "exit": "failed", "error": message})
         write_exit(self.path.parent, ExitRecord("failed", content.get("steps", 0), message))
+        write_json(path, {**content, "exit": "failed", "error": message})
 
 
 def describe(error: BaseException) -> str:

@@ -2,7 +2,8 @@
 
 A mistake of the user ends with one message and exit code 2 before anything starts. A failure of the run ends with one
 message (of the first rank that failed), exit code 1 and "failed" in RUN_DIR/summary.json and RUN_DIR/exit.json. A run
-that was asked to stop (megarl/common/run_files.py) exits with 0.
+that was asked to stop (megarl/common/run_files.py) exits with 0 if it has saved the step at which it stopped, else with 1.
+A run that has trained all steps, but could not save the last one, has failed.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from megarl.checkpoint.save.directory import continues_history
 from megarl.checkpoint.save.same_launch import config_of_this_start
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.common import run_files
+from megarl.common.claim import Holder, RunClaim
 from megarl.common.errors import ConfigError
 from megarl.common.output import redirect_output
 from megarl.config.arguments import add_config_arguments
@@ -26,6 +29,7 @@ from megarl.config.load import load_config, to_yaml
 from megarl.config.plan import RunPlan, make_plan
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
+from megarl.run.claim_for_ranks import claim_for_ranks
 from megarl.run.failure import FailureReport, set_aside
 
 if TYPE_CHECKING:
@@ -49,14 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print_dry_run(plan, sys.stdout)
             return
         _check_launch(config)
-    except (ConfigError, ValueError, FileNotFoundError) as error:
+        claim = claim_for_ranks(config, rank)
+    except (ConfigError, ValueError, FileNotFoundError, TimeoutError) as error:
         if rank != 0:
             # Rank 0 reports the mistake. torchrun ends all ranks when the first one exits, so rank 0 must exit first.
             time.sleep(RANK_0_EXITS_S)
             sys.exit(2)
         sys.stderr.write(f"megarl: {error}\n")
         sys.exit(2)
-    sys.exit(run(config, plan))
+    sys.exit(run(config, plan, claim))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,24 +101,44 @@ def _check_launch(config: Config) -> None:
         )
 
 
-def run(config: Config, plan: RunPlan) -> int:
-    """Train as this rank; return 0, or end the process with 1."""
+def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:
+    """Train as this rank; return 0, or end the process with 1. `claim`: that on RUN_DIR, if this rank holds it."""
     rank = int(os.environ["RANK"])
     log_file = config.run_dir / "logs" / f"trainer-rank-{rank}.log"
     failures = FailureReport(config.run_dir, rank)
-    terminal = redirect_output(log_file)
+    terminal: TextIO = sys.stderr
+    try:
+        terminal = redirect_output(log_file)
+        code = _run(config, plan, claim, terminal)
+    except Exception as error:
+        try:
+            failures.claim(error, terminal, log_file)
+            if claim is not None and not _restarts_left():
+                claim.release()
+        finally:
+            # Not sys.exit, which could hang: peers may be waiting in a collective that this rank has left.
+            os._exit(1)
+    if claim is not None:
+        claim.release()
+    return code
+
+
+def _run(config: Config, plan: RunPlan, claim: RunClaim | None, terminal: TextIO) -> int:
+    """Take RUN_DIR over and train; return the exit code. Raises what ends the run."""
+    if claim is not None:
+        claim.renew_in_background(lambda other: _end_without_a_trace(other, config.run_dir, terminal))
     this_start = config_of_this_start(plan.config)
-    if rank == 0:
+    if int(os.environ["RANK"]) == 0:
         _take_over(this_start)
         (config.run_dir / "config.yaml").write_text(to_yaml(plan.config), encoding="utf-8")  # read by `megarl replay`
-    try:
-        _train(config, this_start, plan, terminal)
-    except Exception as error:
-        failures.claim(error, terminal, log_file)
-        terminal.flush()
-        # Not sys.exit, which could hang: peers may be waiting in a collective that this rank has left.
-        os._exit(1)
-    return 0
+    return _train(config, this_start, plan, terminal)
+
+
+def _end_without_a_trace(other: Holder, run_dir: Path, terminal: TextIO) -> None:
+    """End this rank, and leave RUN_DIR to the run that has taken it while this one was silent."""
+    terminal.write(f"megarl: {run_dir} was taken by {other.describe()} while this run was silent; this run ends\n")
+    terminal.flush()
+    os._exit(1)
 
 
 def _take_over(config: Config) -> None:
@@ -128,10 +153,11 @@ def _take_over(config: Config) -> None:
         (config.run_dir / run_files.EXIT_FILE).unlink(missing_ok=True)
     else:
         run_files.forget(config.run_dir)
+    run_files.make_reserve(config.run_dir)
 
 
-def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) -> None:
-    """Build the session and train.
+def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) -> int:
+    """Build the session and train. Return 0; 1 if the run was stopped and could not save where it did.
 
     `this_start`: the config of this start of the ranks, without `auto`. The pool gets `config`, that of the launch, so
     that a restart of the ranks finds it unchanged and keeps the pool.
@@ -159,11 +185,16 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
     try:
         train(session)
         session.finish()
-    except BaseException:
-        session.close(keep_pool=_restarts_left())
+    except BaseException as error:
+        try:
+            session.close(keep_pool=_restarts_left())
+        except Exception as failure:  # the first error is the one to report
+            error.add_note(f"closing failed too: {failure!r}")
         raise
     session.close()
     torch.distributed.destroy_process_group()
+    # torchrun would start the ranks again for another code, if it may; the run that was stopped must stay so.
+    return 1 if session.lost_its_stop and not _restarts_left() else 0
 
 
 def _own_device(plan: RunPlan, local_rank: int) -> int:

@@ -245,9 +245,11 @@ class PoolLink:
 
     def close(self, *, keep_pool: bool) -> None:
         """Disconnect from the queue and end the pool (unless kept); bounded, and safe after a failure."""
-        self._reader.use(lambda queue: queue.close())
-        if not keep_pool:
-            self._client.use(lambda pool: pool.close())
+        try:
+            self._reader.use(lambda queue: queue.close())
+        finally:
+            if not keep_pool:
+                self._client.use(lambda pool: pool.close())
 
     def _ask(self, question: Callable[[PoolClient], T]) -> T:
         """Call the controller on rank 0 and return its answer on every rank."""

@@ -6,7 +6,7 @@ Every rank has a recorder, because every rank measures; only the one of rank 0 w
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
@@ -93,12 +93,14 @@ class ResultFiles:
 
     key = "files"
 
-    def __init__(self, config: Config) -> None:
-        self._run_dir = config.run_dir
+    def __init__(self, config: Config, waiting: Callable[[], Mapping[str, int]] = dict) -> None:
+        """`waiting`: the bytes that a full disk has not taken yet, by file name."""
+        self._run_dir, self._waiting = config.run_dir, waiting
 
     def state_dict(self) -> dict[str, int]:
         """Return the current position of each file, in bytes."""
-        return positions(self._run_dir)
+        waiting = self._waiting()
+        return {name: position + waiting.get(name, 0) for name, position in positions(self._run_dir).items()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Do nothing: the files are already truncated."""
@@ -123,7 +125,7 @@ class Recorder:
     @property
     def parts(self) -> Sequence[Stateful]:
         """The recorder's parts that a checkpoint keeps."""
-        return (self.summary, self._totals, ResultFiles(self._config), self._evaluated)
+        return (self.summary, self._totals, ResultFiles(self._config, self._writer.waiting), self._evaluated)
 
     def describe_model(self, info: ModelInfo) -> None:
         """Set the model whose throughput is measured. Call it when the platform is active."""
@@ -199,6 +201,8 @@ class Recorder:
         values |= self._performance.of_step(values)
         values["perf/trainer_peak_memory_gib"] = peak_memory_gib(self._peers.group)
         values |= self._totals.add(values)
+        if self._writer.failures:
+            values["total/failed_writes"] = self._writer.failures
         values["total/wall_seconds"] = self.summary.wall_seconds
         steps_done = batch.step + 1
         values["time/eta"] = values["total/wall_seconds"] / steps_done * (self._config.run.steps - steps_done)

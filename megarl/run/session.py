@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import TextIO
 
 import torch
@@ -33,6 +34,10 @@ from megarl.run.stop_vote import StopVote
 from megarl.trainer import parallel
 from megarl.trainer.policy import Policy
 from megarl.weights.sender import WeightSender
+
+
+class LastSaveFailed(RuntimeError):  # noqa: N818
+    """The run has trained all its steps, but could not save the last of them."""
 
 
 class Session:
@@ -126,7 +131,7 @@ class Session:
                 # Before the first step there is nothing to save.
                 if step > self.first_step and not self.save(step, wait=True):
                     self.steps_done = self.checkpointer.newest or 0  # where the next launch resumes
-                    self.stopped += f"; the checkpoint of step {step} could not be saved"
+                    self.stopped += f"; {self.checkpointer.failure}"
                 return
             if step < total:
                 yield step
@@ -159,16 +164,32 @@ class Session:
         """Complete the running save and record how the run ended: finished, or preempted if `stopped` is set.
 
         A Hugging Face export that is still running is awaited if the run is finished, and ended if it is preempted.
+        Raises LastSaveFailed if the run is finished, but not its last checkpoint.
         """
         self.batches.finish()
         self.checkpointer.poll(wait=True)
+        self.recorder.summary.failed_saves = self.checkpointer.failed_saves
+        if self.stopped is None and self.checkpointer.failure is not None:
+            reason = f"all {self.steps_done} steps are trained, but {self.checkpointer.failure}"
+            self.recorder.finish(ExitRecord("failed", self.checkpointer.newest or 0, reason))
+            self.checkpointer.finish(export_s=self.config.timeouts.save_s)
+            raise LastSaveFailed(reason)
         status = ExitRecord("finished" if self.stopped is None else "preempted", self.steps_done, self.stopped or "")
         self.recorder.finish(status)
         self.checkpointer.finish(export_s=self.config.timeouts.save_s if self.stopped is None else 0.0)
 
+    @property
+    def lost_its_stop(self) -> bool:
+        """True if the run was asked to stop and could not save the step at which it did."""
+        return self.stopped is not None and self.checkpointer.failure is not None
+
     def close(self, *, keep_pool: bool = False) -> None:
-        """Leave the weight-sync group and end the pool (unless kept); bounded, and safe after a failure."""
-        self.batches.close()
-        self.sender.close()
-        self.pool.close(keep_pool=keep_pool)
-        self.recorder.close()
+        """Leave the weight-sync group and end the pool (unless kept); bounded, and safe after a failure.
+
+        Every part is closed, also if an earlier one fails; then the failure is raised.
+        """
+        with ExitStack() as parts:  # closes in the reverse order
+            parts.callback(self.recorder.close)
+            parts.callback(self.pool.close, keep_pool=keep_pool)
+            parts.callback(self.sender.close)
+            parts.callback(self.batches.close)

@@ -397,6 +397,14 @@ _TOTAL = [
         "Groups that were started and then discarded by a resume; not in the other totals, because they are redrawn.",
         True,
     ),
+    Metric(
+        "total/failed_writes",
+        "writes",
+        "last",
+        "Writes of metrics, samples or the summary that the file system or a service has refused in this start of the "
+        "run; lines of `metrics.jsonl` and `samples.jsonl` wait and are written later.",
+        True,
+    ),
     Metric("total/trained_samples", "samples", "last", "Samples trained on."),
     Metric("total/trained_tokens", "tokens", "last", "Tokens trained on."),
     Metric("total/wall_seconds", "s", "last", "Wall time since the start.", True),

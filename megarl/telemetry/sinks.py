@@ -5,20 +5,30 @@ Only one rank writes. A sink never changes a value, and undeclared metrics are r
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from megarl.common.files import finite
+from megarl.common.rate_limit import RateLimit
 from megarl.common.run_files import ExitRecord, write_exit
 from megarl.config.schema import Config
 from megarl.telemetry.declarations import REGISTRY
 from megarl.telemetry.progress import Progress
 from megarl.telemetry.summary import RunSummary
+
+logger = logging.getLogger(__name__)
+
+WAITING_BYTES = 64 << 20  # of lines in memory that the disk does not take; later ones are lost, and reported
+LINE_BYTES = 16 << 20  # more than the longest line
+COMPLAIN_S = 60.0  # between two warnings to the user; the log has all of them
 
 
 class Sink(Protocol):
@@ -35,14 +45,18 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """Appends one JSON object per line, `step` and `wall_time` (Unix seconds) first, and flushes each line.
+    """Appends one JSON object per line, `step` and `wall_time` (Unix seconds) first, and writes each line at once.
 
-    NaN and infinities are written as null.
+    NaN and infinities are written as null. A line that the disk does not take waits in memory, and is written before
+    the next one.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        _remove_cut_line(path)
+        self._waiting = bytearray()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the metrics of one step as one line."""
@@ -53,12 +67,42 @@ class JsonlSink:
 
     def write_object(self, content: Mapping[str, Any]) -> None:
         """Append one line."""
-        self._file.write(json.dumps(finite(content), allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
+        line = json.dumps(finite(content), allow_nan=False, ensure_ascii=False) + "\n"
+        if len(self._waiting) > WAITING_BYTES:
+            raise OSError(
+                errno.ENOSPC, f"{len(self._waiting) >> 20} MiB wait already; this line is lost", str(self.path)
+            )
+        self._waiting += line.encode()
+        self.write_waiting()
+
+    def write_waiting(self) -> None:
+        """Write the lines that wait. Raises OSError if the disk does not take them; they go on waiting then."""
+        while self._waiting:
+            written = self._file.write(self._waiting)
+            del self._waiting[:written]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that are not in the file yet."""
+        return len(self._waiting)
 
     def close(self) -> None:
-        """Close the file; every line has already been flushed."""
-        self._file.close()
+        """Write what waits, and close the file. Raises OSError if lines are lost."""
+        try:
+            self.write_waiting()
+        finally:
+            self._file.close()
+
+
+def _remove_cut_line(path: Path) -> None:
+    """Cut off an incomplete last line, which a killed process or a full disk has left."""
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        begin = max(0, size - LINE_BYTES)
+        file.seek(begin)
+        tail = file.read()
+        if not tail.endswith(b"\n"):
+            file.truncate(begin + tail.rfind(b"\n") + 1)
 
 
 class WandbSink:
@@ -94,7 +138,11 @@ class WandbSink:
 
 
 class MetricsWriter:
-    """All sinks of a run; `write` is called once per step with the reduced metrics of the step."""
+    """All sinks of a run; `write` is called once per step with the reduced metrics of the step.
+
+    A sink that fails (a full disk, a lost connection) is reported to the user, counted in `failures`, and tried again
+    with the next step. It never ends the run.
+    """
 
     def __init__(
         self, sinks: list[Sink], samples: JsonlSink | None, progress: Progress, run_dir: Path | None = None
@@ -104,6 +152,8 @@ class MetricsWriter:
         self._sinks = sinks
         self._samples = samples
         self.progress = progress
+        self.failures = 0
+        self._complaints = RateLimit(COMPLAIN_S)
 
     @classmethod
     def open(cls, config: Config, terminal: TextIO) -> MetricsWriter:
@@ -132,24 +182,50 @@ class MetricsWriter:
         for name in values:
             REGISTRY.lookup(name)
         for sink in self._sinks:
-            sink.write(step, values)
+            self._attempt(sink, partial(sink.write, step, values))
         if terminal:
             self.progress.step(step, values)
 
     def roll_back(self, step: int) -> None:
         """Discard the metrics after `step` in every sink, because the run resumes there."""
         for sink in self._sinks:
-            sink.roll_back(step)
+            self._attempt(sink, partial(sink.roll_back, step))
 
     def sample(self, step: int, content: Mapping[str, Any]) -> None:
         """Append one sample to samples.jsonl (`megarl.queue.sample_lines`)."""
         if self._samples is not None:
-            self._samples.write_object({"step": step, **content})
+            self._attempt(self._samples, partial(self._samples.write_object, {"step": step, **content}))
+
+    def waiting(self) -> dict[str, int]:
+        """Return the bytes of each result file that the disk has not taken yet, by file name."""
+        files = [sink for sink in (*self._sinks, self._samples) if isinstance(sink, JsonlSink)]
+        return {sink.path.name: sink.waiting_bytes for sink in files}
+
+    def _attempt(self, what: object, action: Callable[[], object]) -> None:
+        """Do `action`; report its failure, and go on. A library's own sink may raise anything."""
+        try:
+            action()
+        except OSError as error:
+            self._complain(what, error)
+        except Exception as error:
+            if isinstance(what, JsonlSink):
+                raise
+            self._complain(what, error)
+
+    def _complain(self, what: object, error: Exception) -> None:
+        self.failures += 1
+        logger.warning("%s: %r", type(what).__name__, error)
+        if self._complaints.allows():
+            where = what.path if isinstance(what, JsonlSink) else type(what).__name__
+            self.progress.message(
+                f"warning: {where} could not be written ({error}); the run goes on and tries again; "
+                f"{self.failures} failed writes so far"
+            )
 
     def write_summary(self, summary: RunSummary, status: str) -> None:
         """Write RUN_DIR/summary.json."""
         if self._run_dir is not None:
-            summary.write(self._run_dir / "summary.json", status)
+            self._attempt(summary, partial(summary.write, self._run_dir / "summary.json", status))
 
     def write_exit(self, record: ExitRecord) -> None:
         """Write RUN_DIR/exit.json."""
@@ -158,11 +234,10 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close every sink and remove the live line."""
+        for sink in (*self._sinks, self._samples):
+            if sink is not None:
+                self._attempt(sink, sink.close)
         self.progress.close()
-        for sink in self._sinks:
-            sink.close()
-        if self._samples is not None:
-            self._samples.close()
 
     def __enter__(self) -> MetricsWriter:
         return self

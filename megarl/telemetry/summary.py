@@ -43,6 +43,7 @@ class RunSummary:
         self._before_s = 0.0
         self._rolled_back = 0
         self.steps = 0
+        self.failed_saves = 0  # of this start of the run
 
     @property
     def wall_seconds(self) -> float:
@@ -103,6 +104,7 @@ class RunSummary:
             "logprob_abs_diff": {key: self._logprob.get(key, empty) for key in ("first", "last")},
             "exit": exit_status,
             **({"groups_rolled_back": self._rolled_back} if self._rolled_back else {}),
+            **({"failed_saves": self.failed_saves} if self.failed_saves else {}),
         }
 
     def write(self, path: Path, exit_status: str) -> dict[str, Any]:

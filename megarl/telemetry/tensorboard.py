@@ -17,10 +17,17 @@ class TensorBoardSink:
     """Writes `events.out.tfevents.*` into `directory`; one event per step with all its scalars."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        # The pid is in the name because two runs may start in the same second.
-        self._writer = EventsWriter(str(directory / "events"), f".{os.getpid()}.megarl")
-        self._writer.flush()
+        self._directory, self._files = directory, 0
+        self._writer: EventsWriter | None = self._open()
+
+    def _open(self) -> EventsWriter:
+        """Begin a file. The pid and a number are in its name because several may begin in the same second."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._files += 1
+        number = f".{self._files}" if self._files > 1 else ""
+        writer = EventsWriter(str(self._directory / "events"), f".{os.getpid()}{number}.megarl")
+        writer.flush()
+        return writer
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append one event with all metrics of the step as scalars, and flush it."""
@@ -34,8 +41,15 @@ class TensorBoardSink:
 
     def close(self) -> None:
         """Flush and close the events file."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def _add(self, event: Event) -> None:
-        self._writer.write_event(event)
-        self._writer.flush()
+        """Write one event. Raises OSError if the disk does not take it; the next one then begins a new file.
+
+        Readers ignore everything after an incomplete event.
+        """
+        writer, self._writer = self._writer or self._open(), None
+        writer.write_event(event)
+        writer.flush()
+        self._writer = writer

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster import guardian
-from megarl.common.processes import ProcessId, is_alive
+from megarl.common.processes import ProcessId, descendants, is_alive
 from tests.support.waiting import wait_until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
@@ -38,9 +40,19 @@ def write_state(path: Path, supervisor: ProcessId, children: list[ProcessId]) ->
     path.write_text(json.dumps({"process": asdict(supervisor), "children": [asdict(child) for child in children]}))
 
 
-def run_guardian(state_file: Path, supervisor: ProcessId, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = [str(state_file), str(supervisor.pid), str(supervisor.start_time)]
-    monkeypatch.setattr(sys, "argv", ["guardian", *arguments])
+PATIENCE_S = 1.0
+
+
+def arguments_of(state_file: Path, supervisor: ProcessId, agent: ProcessId | None = None) -> list[str]:
+    agent = agent or ProcessId.own()
+    numbers = (supervisor.pid, supervisor.start_time, agent.pid, agent.start_time, PATIENCE_S)
+    return [str(state_file), *map(str, numbers)]
+
+
+def run_guardian(
+    state_file: Path, supervisor: ProcessId, monkeypatch: pytest.MonkeyPatch, agent: ProcessId | None = None
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["guardian", *arguments_of(state_file, supervisor, agent)])
     guardian.main()
 
 
@@ -72,13 +84,57 @@ def test_nothing_is_killed_while_the_supervisor_lives(
     supervisor = start()
     child, identity = ProcessId.of(start().pid), ProcessId.of(supervisor.pid)
     write_state(tmp_path / "state.json", identity, [child])
-    arguments = [str(tmp_path / "state.json"), str(identity.pid), str(identity.start_time)]
+    arguments = arguments_of(tmp_path / "state.json", identity)
     process = subprocess.Popen([sys.executable, "-m", "megarl.cluster.guardian", *arguments])
     try:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=4 * guardian.POLL_S)
         assert is_alive(child)
         supervisor.kill()
+        wait_until(lambda: not is_alive(child), 30, "the guardian to kill the child")
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+
+
+# Starts a child, and does not end by itself.
+PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])"
+
+
+def test_a_supervisor_that_outlives_its_agent_is_killed_with_everything_below_it(
+    start: Callable[[], subprocess.Popen[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after its watch was stuck: its state file is not even there, for example because the disk was full."""
+    agent = start()
+    stuck = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
+    assert stuck.stdout is not None and stuck.stdout.readline() == b"up\n"
+    supervisor, launcher = ProcessId.of(stuck.pid), ProcessId.of(agent.pid)
+    (child,) = descendants(stuck.pid)
+    stuck.send_signal(signal.SIGSTOP)
+    agent.kill()
+    began = time.monotonic()
+    try:
+        run_guardian(tmp_path / "missing.json", supervisor, monkeypatch, launcher)
+        assert time.monotonic() - began > PATIENCE_S
+        assert not is_alive(supervisor) and not is_alive(child)
+    finally:
+        stuck.kill()
+        stuck.wait(timeout=10)
+
+
+def test_children_that_were_seen_are_killed_without_a_state_file(tmp_path: Path) -> None:
+    """The supervisor is killed, and could not write its children down."""
+    killed = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
+    assert killed.stdout is not None and killed.stdout.readline() == b"up\n"
+    supervisor = ProcessId.of(killed.pid)
+    (child,) = descendants(killed.pid)
+    command = [sys.executable, "-m", "megarl.cluster.guardian", *arguments_of(tmp_path / "missing.json", supervisor)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        time.sleep(4 * guardian.POLL_S)  # it looks once at its start
+        killed.kill()
+        killed.wait(timeout=10)
         wait_until(lambda: not is_alive(child), 30, "the guardian to kill the child")
         assert process.wait(timeout=30) == 0
     finally:

@@ -1,19 +1,124 @@
-"""The supervisor's end, without Ray: what the ranks that still wait for the pool find in its state file."""
+"""The supervisor without Ray: it watches on while disk or libraries fail, and tells the reason of its end."""
 
 from __future__ import annotations
 
+import errno
+import os
 import platform
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from megarl.cluster.handle import SupervisorHandle, SupervisorSpec, read_state
+from megarl.cluster import supervisor as module
+from megarl.cluster.handle import STOP_FILE, SupervisorHandle, SupervisorSpec, read_state
 from megarl.cluster.supervisor import Supervisor
 from megarl.common.errors import PoolEnded
 from megarl.common.processes import ProcessId
 from tests.support.configs import config
 
+GONE = ProcessId(1, -1)
 REQUESTED = "the launcher (pid 7) is gone"
+
+
+def supervisor_in(directory: Path, agent: ProcessId | None = None) -> Supervisor:
+    content = config("model", run__dir=str(directory)).model_dump_json()
+    made = Supervisor(SupervisorSpec(content, str(directory), agent or ProcessId.own(), "abc", 0, "/", cuda=False))
+    made._guardian = GONE
+    return made
+
+
+class Ended(BaseException):
+    """Ends a loop that nothing else may end."""
+
+
+def test_no_exception_ends_the_watch_and_few_are_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = supervisor_in(tmp_path)
+    failures = iter([*[OSError(errno.ENOSPC, "No space left on device")] * 50, RuntimeError("of any kind"), Ended()])
+
+    def fail(recorded: set[ProcessId]) -> set[ProcessId]:
+        raise next(failures)
+
+    monkeypatch.setattr(module, "WATCH_S", 0.0)
+    monkeypatch.setattr(watched, "_watch_once", fail)
+    with pytest.raises(Ended):
+        watched._watch()
+    assert caplog.text.count("the watch of the supervisor failed, and goes on") == 1
+
+
+def test_a_full_disk_does_not_hide_that_the_launcher_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state is written when there is space again."""
+    watched = supervisor_in(tmp_path, agent=GONE)
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_state", full)
+        watched._publish(state="ready")
+        watched._watch_once(set())
+        assert watched.stop_reason == "the launcher (pid 1) is gone" and read_state(tmp_path) is None
+    watched._publish(state="stopped")
+    state = read_state(tmp_path)
+    assert state is not None and state["state"] == "stopped"
+
+
+def test_a_state_that_could_not_be_written_is_written_by_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched, real = supervisor_in(tmp_path), module.write_state
+    errors = [OSError(errno.ESTALE, "Stale file handle")]
+
+    def stale(*arguments: object) -> None:
+        if errors:
+            raise errors.pop()
+        real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "write_state", stale)
+    recorded = watched._watch_once(set())
+    watched._publish(state="ready")
+    assert read_state(tmp_path) is None or not errors
+    watched._watch_once(recorded)
+    state = read_state(tmp_path)
+    assert state is not None and state["state"] == "ready"
+
+
+@pytest.mark.parametrize(("content", "stops"), [("abc", True), ("", True), ("another launch", False)])
+def test_the_stop_file_of_this_launch_stops_it(tmp_path: Path, content: str, stops: bool) -> None:
+    watched = supervisor_in(tmp_path)
+    (tmp_path / STOP_FILE).write_text(content)
+    watched._watch_once(set())
+    assert watched.stop_reason == ("asked to" if stops else None)
+
+
+def test_children_may_come_and_go_while_the_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads, as the watch and the main one: neither sees the set change while it goes through it."""
+    watched, numbers = supervisor_in(tmp_path), iter(range(10**6))
+    monkeypatch.setattr(watched, "_descendants", lambda: {ProcessId(os.getpid(), -next(numbers))})
+    monkeypatch.setattr(module, "write_state", lambda *arguments: time.sleep(0.001))
+    monkeypatch.setattr(module, "is_alive", lambda process: True)
+    written = threading.Event()
+
+    def record() -> None:
+        while not written.is_set():
+            watched._record_descendants()
+            time.sleep(0)
+
+    recorder, interval = threading.Thread(target=record), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    recorder.start()
+    try:
+        for _ in range(30):
+            watched._publish()  # raises RuntimeError if the set changes meanwhile
+    finally:
+        written.set()
+        recorder.join(timeout=30)
+        sys.setswitchinterval(interval)
+    assert len(watched._children) > 1
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_ranks_and_replays_get_what_auto_stands_for_and_the_pool_the_launchs_con
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(main, "redirect_output", lambda file: io.StringIO())
     monkeypatch.setattr(main, "_take_over", lambda config: None)
-    monkeypatch.setattr(main, "_train", lambda *arguments: trained.extend(arguments[:2]))
+    monkeypatch.setattr(main, "_train", lambda *arguments: trained.extend(arguments[:2]) or 0)
     assert main.run(chosen, plan) == 0
     assert trained == [chosen, plan.config]
     assert load_config(tmp_path / "config.yaml", []) == plan.config

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.common.errors import ConfigError
+from megarl.run.session import LastSaveFailed
 from tests.support.configs import config as config_of
 from tests.support.fake_session import FakeRun, fake_run
 from tests.support.old_records import OLD_RECORD
@@ -129,7 +130,7 @@ def test_a_stop_whose_save_fails_reports_where_the_next_run_resumes(
     assert session.stopped == "SIGTERM; the checkpoint of step 2 could not be saved"
     assert session.steps_done == resumes_at
     session.finish()
-    assert f"step={resumes_at}" in run.journal[-2]
+    assert f"step={resumes_at}" in run.journal[-2] and session.lost_its_stop
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,51 @@ def test_the_end_of_a_run(run: FakeRun, stopped: str | None, end: str, export_s:
     run.journal.clear()
     session.finish()
     assert run.journal == ["complete the save", end, f"finish the export in {export_s} s"]
+
+
+def test_a_run_whose_last_save_failed_is_a_failure(run: FakeRun) -> None:
+    """Its weights are not on the disk, and a batch script must not take it for a finished one."""
+    run.failing_saves = {3, 5}
+    session = run.build()
+    session.steps_done = 5
+    session.save(3)
+    session.save(5)
+    run.journal.clear()
+    with pytest.raises(
+        LastSaveFailed, match=r"all 5 steps are trained, but the checkpoint of step 5 could not be saved"
+    ):
+        session.finish()
+    told = "all 5 steps are trained, but the checkpoint of step 5 could not be saved"
+    end = f"end: ExitRecord(status='failed', step=0, reason='{told}')"
+    assert run.journal == ["complete the save", end, "finish the export in 90 s"]
+    assert session.recorder.summary.failed_saves == 2
+
+
+def test_a_failed_save_before_a_good_one_only_shows_in_the_summary(run: FakeRun) -> None:
+    run.failing_saves = {3}
+    session = run.build()
+    session.steps_done = 5
+    session.save(3)
+    session.save(5)
+    session.finish()
+    assert session.recorder.summary.failed_saves == 1
+
+
+@pytest.mark.parametrize("failing", ["batches", "sender", "pool", "recorder"])
+def test_whatever_fails_to_close_every_other_part_is_closed(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    session = run.build()
+    run.journal.clear()
+
+    def fail(**options: object) -> None:
+        raise RuntimeError(f"{failing} does not close")
+
+    monkeypatch.setattr(getattr(session, failing), "close", fail)
+    with pytest.raises(RuntimeError, match=f"{failing} does not close"):
+        session.close()
+    closed = {"sender": "close the sender", "pool": "end the pool", "recorder": "close the recorder"}
+    assert run.journal == [text for part, text in closed.items() if part != failing]
 
 
 @pytest.mark.parametrize("keep", [False, True])

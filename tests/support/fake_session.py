@@ -39,6 +39,7 @@ class FakeRecorder:
         self._note = run.journal.append
         self.parts = [Part(key, run.journal) for key in ("summary", "totals", "files", "metrics")]
         self.timer = self.metrics = None
+        self.summary = SimpleNamespace(failed_saves=0)
         self.said: list[str] = []
         self.say = self.said.append
         self.describe_model = lambda info: None
@@ -177,6 +178,8 @@ class FakeCheckpointer:
     def __init__(self, run: FakeRun) -> None:
         self._run, self._note = run, run.journal.append
         self.newest: int | None = None
+        self.failure: str | None = None
+        self.failed_saves = 0
         self.saved: dict[int, dict[str, Any]] = {}
         self.directory = SimpleNamespace(state=lambda step: {"files": {"metrics.jsonl": 100 * step}})
 
@@ -198,8 +201,9 @@ class FakeCheckpointer:
         self._note(f"save {step}{' and wait' if wait else ''}")
         self.saved[step] = record
         if step in self._run.failing_saves:
+            self.failure, self.failed_saves = f"the checkpoint of step {step} could not be saved", self.failed_saves + 1
             return False
-        self.newest = step
+        self.newest, self.failure = step, None
         return True
 
     def finish(self, export_s: float) -> None:

@@ -1,19 +1,24 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
 import struct
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from megarl.telemetry import sinks
 from megarl.telemetry.metrics import UndeclaredMetricError
 from megarl.telemetry.progress import COLUMNS, Progress, compact, duration
-from megarl.telemetry.sinks import MetricsWriter
+from megarl.telemetry.sinks import JsonlSink, MetricsWriter
 from megarl.telemetry.summary import RunSummary
 from megarl.telemetry.tensorboard import TensorBoardSink
 from tests.support.configs import config
@@ -224,3 +229,118 @@ def test_summary_of_a_run_that_never_stepped(tmp_path: Path) -> None:
     assert content["steps"] == 0 and content["loop_overhead_share"] is None
     assert content["logprob_abs_diff"]["first"] == {"mean": None, "max": None}
     assert content["eval_before"] is None and content["exit"] == "failed"
+
+
+# --- disks that take nothing
+
+
+class FullDisk:
+    """Stands for the file of a sink: it takes `room` bytes, then nothing until there is more room."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self._file, self.room = path.open("ab", buffering=0), room
+
+    def write(self, data: bytearray) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._file.write(bytes(data[: self.room]))
+        self.room -= written
+        return written
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@given(st.lists(st.integers(0, 400), max_size=8), st.integers(0, 300))
+def test_no_line_is_lost_whatever_the_disk_takes_for_a_time(room_by_step: list[int], first: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        sink = JsonlSink(Path(directory) / "metrics.jsonl")
+        sink._file.close()
+        disk = FullDisk(sink.path, first)
+        sink._file = disk  # type: ignore[assignment]
+        for step, room in enumerate(room_by_step):
+            disk.room = room
+            try:
+                sink.write(step, VALUES)
+            except OSError:
+                assert sink.waiting_bytes
+        whole = sink.path.stat().st_size + sink.waiting_bytes
+        disk.room = 10**6
+        sink.close()
+        assert [line["step"] for line in lines(sink.path)] == list(range(len(room_by_step)))
+        assert sink.path.stat().st_size == whole
+
+
+def test_a_full_disk_is_reported_once_and_counted_and_the_run_goes_on(tmp_path: Path) -> None:
+    chosen = config("model", run__dir=str(tmp_path), telemetry={"samples_per_step": 1})
+    terminal = io.StringIO()
+    writer = MetricsWriter.open(chosen, terminal)
+    full = [sink for sink in (*writer._sinks, writer._samples) if isinstance(sink, JsonlSink)]
+    disks = [FullDisk(sink.path, 0) for sink in full]
+    for sink, disk in zip(full, disks, strict=True):
+        sink._file.close()
+        sink._file = disk  # type: ignore[assignment]
+    for step in (1, 2, 3):
+        writer.write(step, VALUES)
+        writer.sample(step, {"prompt": "1+1="})
+    assert writer.failures == 6 and set(writer.waiting()) == {"metrics.jsonl", "samples.jsonl"}
+    said = terminal.getvalue()
+    assert said.count("warning: ") == 1 and "No space left on device" in said and "the run goes on" in said
+    for disk in disks:
+        disk.room = 10**6
+    writer.close()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert [line["step"] for line in lines(tmp_path / name)] == [1, 2, 3]
+
+
+def test_lines_that_are_lost_for_good_are_reported_at_the_end(tmp_path: Path) -> None:
+    terminal = io.StringIO()
+    writer = MetricsWriter.open(config("model", run__dir=str(tmp_path), telemetry={"tensorboard": False}), terminal)
+    (sink,) = writer._sinks
+    assert isinstance(sink, JsonlSink)
+    sink._file.close()
+    sink._file = FullDisk(sink.path, 0)  # type: ignore[assignment]
+    writer.close()
+    assert terminal.getvalue() == ""
+    sink._waiting += b"a line\n"
+    writer.close()
+    assert "metrics.jsonl could not be written" in terminal.getvalue()
+
+
+def test_memory_for_lines_that_wait_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "WAITING_BYTES", 100)
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink._file.close()
+    sink._file = FullDisk(sink.path, 0)  # type: ignore[assignment]
+    for step in range(9):
+        with pytest.raises(OSError, match=r"No space left|this line is lost"):
+            sink.write(step, VALUES)
+    assert sink.waiting_bytes < 400
+
+
+@pytest.mark.parametrize("cut", [b"", b'{"step": 1}\n', b'{"step": 1}\n{"st', b'{"st'])
+def test_an_incomplete_line_is_cut_off_before_the_next_one(tmp_path: Path, cut: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(cut)
+    sink = JsonlSink(path)
+    sink.write(7, {})
+    sink.close()
+    assert [line["step"] for line in lines(path)][-1] == 7
+    assert len(lines(path)) == cut.count(b"\n") + 1
+
+
+def test_tensorboard_begins_a_new_file_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.write(1, {"reward/mean": 0.5})
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sink._writer, "flush", full)
+    with pytest.raises(OSError, match="No space"):
+        sink.write(2, {"reward/mean": 0.5})
+    sink.write(3, {"reward/mean": 0.5})
+    sink.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    newest = max(tmp_path.iterdir(), key=lambda path: len(path.name))
+    assert [event.step for event in events(newest)] == [0, 3]

@@ -82,10 +82,13 @@ class Checkpointer:
         self._notes: list[str] = []  # from threads of rank 0, to be reported at the next step boundary
         self.export = BackgroundExport(config, self.directory, self._notes.append)
         self.newest: int | None = None
+        self.failure: str | None = None  # why the last save failed; None if it succeeded. The same on every rank
+        self.failed_saves = 0
         self._group, self._notify = group, notify
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._pending: _RunningSave | None = None
         self._saves = 0
+        self._threads: list[threading.Thread] = []  # of this rank's saves, those that have timed out included
         self._store: SyncStore | None = None
 
     def due(self, steps_done: int) -> bool:
@@ -101,8 +104,12 @@ class Checkpointer:
         """
         self.poll(wait=True)  # only one save is written at a time
         if step == self.newest:
+            self.failure = None
             return True
         started = time.monotonic()
+        if self._still_writing():
+            self._failed(step, "a rank is still writing an earlier one, which took too long; its disk may hang")
+            return False
         store = self._store = self._store or self._open_store()
         partial, error = self._first_rank(lambda: self._begin(step))
         if partial is None:
@@ -112,14 +119,22 @@ class Checkpointer:
         self._saves += 1
         content = {**self._own_record(step), **(record or {})}
         pending = _RunningSave(step, write, content, f"save/{self._saves}", started + self.config.timeouts.save_s)
-        write.start(lambda written: store.put(f"{pending.key}/{self._rank}", written.to_text()))
+        self._threads.append(write.start(lambda written: store.put(f"{pending.key}/{self._rank}", written.to_text())))
         if self._rank == 0:
             pending.finisher = threading.Thread(
                 target=self._finish, args=(pending, store), name="checkpoint-finisher", daemon=True
             )
             pending.finisher.start()
+            self._threads.append(pending.finisher)
         self._pending = pending
         return self.poll(wait=wait or not self.settings.asynchronous)
+
+    def _still_writing(self) -> bool:
+        """Tell whether a thread of a save that has timed out still writes, on any rank. A save sweeps its directory."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        flag = torch.tensor([len(self._threads)])
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._group)
+        return bool(flag.item())
 
     def _begin(self, step: int) -> Path:
         assert self._identity  # computed here, because here an error is raised on every rank
@@ -147,7 +162,7 @@ class Checkpointer:
         if path is None:
             self._failed(pending.step, error)
             return False
-        self.newest = pending.step
+        self.newest, self.failure = pending.step, None
         return True
 
     def _finish(self, pending: _RunningSave, store: SyncStore) -> None:
@@ -356,6 +371,8 @@ class Checkpointer:
 
     def _failed(self, step: int, error: str) -> None:
         kept = "none" if self.newest is None else f"step {self.newest}"
+        self.failed_saves += 1
+        self.failure = f"the checkpoint of step {step} could not be saved: {error}; newest checkpoint: {kept}"
         logger.error("saving step %d failed: %s", step, error)
         self._notify(
             f"the checkpoint of step {step} could NOT be saved: {error}. Training continues; newest checkpoint: "

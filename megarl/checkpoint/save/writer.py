@@ -78,9 +78,14 @@ class BackgroundWrite:
         self.metadata = planned[1]
         self._buckets = copy_to_host(self._writer.write_buckets or [])
 
-    def start(self, report: Callable[[Written], None]) -> None:
-        """Write in a daemon thread, for which a rank that ends does not wait. The thread calls `report` at its end."""
-        threading.Thread(target=lambda: report(self._write_all()), name="checkpoint-writer", daemon=True).start()
+    def start(self, report: Callable[[Written], None]) -> threading.Thread:
+        """Write in a daemon thread, for which a rank that ends does not wait, and return it.
+
+        The thread calls `report` at its end.
+        """
+        thread = threading.Thread(target=lambda: report(self._write_all()), name="checkpoint-writer", daemon=True)
+        thread.start()
+        return thread
 
     def finish(self, results: list[list[WriteResult]]) -> None:
         """Write torch's `.metadata`, on rank 0, after the threads of all ranks have ended. Raises OSError."""

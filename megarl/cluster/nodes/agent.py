@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -28,7 +29,9 @@ from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.network import interface_of, own_address
 from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, free_ports
 from megarl.common import run_files
+from megarl.common.claim import Holder, RunClaim, claim
 from megarl.common.processes import ProcessId, descendants, die_with_parent, is_alive, sweep
+from megarl.common.rate_limit import RateLimit
 from megarl.config.hardware import local_gpus
 from megarl.rollout.devices import visible_devices
 
@@ -36,11 +39,16 @@ logger = logging.getLogger("megarl.cluster.nodes.agent")
 
 TICK_S = 0.5
 BEAT_S = 2.0
+COMPLAIN_S = 30.0  # between two log lines about the same trouble
 TERMINATE_S = 3.0  # between SIGTERM and SIGKILL
 
 
 class NodeFailed(Exception):  # noqa: N818
     """This node cannot continue; the message is the reason why the job ends."""
+
+
+class DirectoryLost(Exception):  # noqa: N818
+    """Another run has taken the run directory while this one was silent; nothing may be written there."""
 
 
 class PeerFailed(Exception):  # noqa: N818
@@ -56,11 +64,15 @@ class NodeAgent:
         self.node = launch.topology.nodes[index]
         self.host = launch.hosts[index] if launch.hosts else platform.node()
         self.board = NodeBoard(Path(launch.directory))
+        self._claim: RunClaim | None = None  # the first node's agent holds the run directory
         self.address = "127.0.0.1"
         self.endpoint = ""
         self._beat = 0
         self._next_beat = 0.0
         self._signals = 0
+        self._ending = False  # from then on no signal may interrupt
+        self._trouble_since: float | None = None  # since when the file system has failed
+        self._complaints = RateLimit(COMPLAIN_S)
         self._children: set[ProcessId] = set()
         self._torchrun: subprocess.Popen[bytes] | None = None
         self._raylet: subprocess.Popen[bytes] | None = None
@@ -77,16 +89,28 @@ class NodeAgent:
         signal.signal(signal.SIGINT, self._on_signal)
         try:
             self._start()
-            while not self._tick():
+            while not self._tick_or_wait():
                 time.sleep(TICK_S)
             self._finish()
+        except DirectoryLost as error:
+            self._ending = True
+            logger.error("ending: %s", error)
+            with suppress(OSError):
+                self.board.claim_failure(NodeFailure(self.host, str(error)))
+            self._end_all()
+            return 1
         except PeerFailed as error:
+            self._ending = True
             logger.error("ending: %s", error)
             self._end_all()
             return 1
         except Exception as error:
+            self._ending = True
             logger.exception("node %d (%s) failed", self.node.index, self.host)
-            self._report(error)
+            try:
+                self._report(error)
+            except OSError as failure:
+                logger.error("the failure could not be recorded in %s: %s", self.launch.run_dir, failure)
             self._end_all()
             return 1
         return 0
@@ -95,12 +119,18 @@ class NodeAgent:
         """On the first signal ask the run to save and end; on the second end at once."""
         self._signals += 1
         name = signal.Signals(number).name
+        if self._ending:
+            logger.info("%s while ending: everything is ended already", name)
+            return
         if self._signals > 1:
             raise NodeFailed(f"received a second stop signal ({name})")
         run_files.ask_to_stop(self.launch.run_dir, f"{name} on node {self.host}")
 
     def _start(self) -> None:
         self._check_devices()
+        if self.node.index == 0:
+            mine = Holder.here("megarl launch", ProcessId.own(), self.launch.launch_id)
+            self._claim = claim(self.launch.run_dir, mine, self.config.timeouts.node_s)
         several = len(self.topology.nodes) > 1
         interface = self.config.launch.interface
         if several or interface is not None:
@@ -157,6 +187,24 @@ class NodeAgent:
             environment["CUDA_VISIBLE_DEVICES"] = visible_devices(self.node.trainer_devices)
         logger.info("starting %s", " ".join(command))
         self._torchrun = self._spawn(command, environment)
+
+    def _tick_or_wait(self) -> bool:
+        """Tick; return False, as if nothing had happened, while the file system fails for less than `timeouts.node_s`.
+
+        Raises NodeFailed once it has failed for longer.
+        """
+        try:
+            done = self._tick()
+        except OSError as error:
+            self._trouble_since = self._trouble_since or time.monotonic()
+            if self._complaints.allows():
+                logger.warning("the run's file system fails, trying again: %s", error)
+            if time.monotonic() > self._trouble_since + self.config.timeouts.node_s:
+                bound = f"{self.config.timeouts.node_s:.0f} s (timeouts.node_s)"
+                raise NodeFailed(f"its file system has failed for {bound}: {error}") from error
+            return False
+        self._trouble_since = None
+        return done
 
     def _tick(self) -> bool:
         """Check every process and peer once. Return True when this node's share is done."""
@@ -251,8 +299,16 @@ class NodeAgent:
         self.board.post(NodeRecord(self.node.index, self.host, self.address, state, self._beat, self.endpoint))
 
     def _post_if_due(self) -> None:
+        """Show the other nodes, and other starts, that this one lives. A disk that is full for a time ends nothing."""
         if time.monotonic() >= self._next_beat:
-            self._post()
+            try:
+                self._post()
+            except OSError as error:
+                if self._complaints.allows():
+                    logger.warning("this node's sign of life could not be written: %s", error)
+            other = self._claim.renew() if self._claim is not None else None
+            if other is not None:
+                raise DirectoryLost(f"{self.launch.run_dir} was taken by {other.describe()} while this run was silent")
 
     def _report(self, error: Exception) -> None:
         reason = str(error) if isinstance(error, NodeFailed | ValueError) else f"{type(error).__name__}: {error}"
@@ -267,8 +323,10 @@ class NodeAgent:
             run_files.write_exit(self.launch.run_dir, run_files.ExitRecord("failed", step, f"node {host}: {reason}"))
 
     def _finish(self) -> None:
+        self._ending = True
         self._end_all()
-        self._post(done=True)
+        with suppress(OSError):  # the others know the end of the run from exit.json
+            self._post(done=True)
         logger.info("done")
 
     def _end_all(self) -> None:
@@ -279,7 +337,10 @@ class NodeAgent:
         if self._raylet is not None and self._raylet.poll() is None:
             self._raylet.terminate()
         if self._supervisor is not None and self._supervisor.poll() is None:
-            (self.launch.run_dir / SUPERVISOR_STOP).write_text(self.launch.launch_id)
+            try:
+                (self.launch.run_dir / SUPERVISOR_STOP).write_text(self.launch.launch_id)
+            except OSError:
+                self._supervisor.terminate()
         orderly = {ProcessId.of(p.pid) for p in (self._raylet, self._supervisor) if p is not None and p.poll() is None}
         deadline = time.monotonic() + self.config.timeouts.shutdown_s
         while any(is_alive(process) for process in orderly) and time.monotonic() < deadline:

@@ -7,6 +7,7 @@ RUN_DIR/launch/ID. `status` reports how the run ended.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from megarl.cluster.nodes.launch_spec import LAUNCH_FILE, LaunchSpec, launch_dir
 from megarl.cluster.nodes.node_commands import ENTRY, user_environment
 from megarl.cluster.nodes.topology import make_topology
 from megarl.common import run_files
+from megarl.common.claim import Holder, RunClaim, claim
 from megarl.common.errors import ConfigError
+from megarl.common.processes import ProcessId
 from megarl.config.checks import detect_device
 from megarl.config.load import to_yaml
 from megarl.config.plan import make_plan
@@ -40,6 +43,9 @@ def prepare(config: Config, allocation: Allocation, launch_id: str, *, entry: st
     topology = make_topology(config)
     check_allocation(config, topology, allocation, cuda=cuda)
     refuse_running(config.run_dir)
+    # The holder is the launch script, until the first node's agent takes over.
+    script = Holder.here("megarl launch", ProcessId.of(os.getppid()), launch_id)
+    claim(config.run_dir, script, config.timeouts.node_s, lambda text: sys.stderr.write(f"megarl: {text}\n"))
     directory = launch_directory(config.run_dir, launch_id)
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
@@ -85,10 +91,19 @@ def refuse_running(run_dir: Path, pause_s: float = 2 * BEAT_S) -> None:
 
 
 def status(spec: LaunchSpec) -> tuple[run_files.Status, str]:
-    """Return how the launch ended, and one line for the user. Writes exit.json if no process of the run could.
+    """Return how the launch ended, and one line for the user; give up its claim on the run directory.
+
+    Writes exit.json if no process of the run could.
 
     A launch that was stopped before it saved a step of its own counts as failed: requeued, it would never get further.
     """
+    try:
+        return _status(spec)
+    finally:
+        RunClaim(spec.run_dir, Holder.here("megarl launch", ProcessId.own(), spec.launch_id)).release()
+
+
+def _status(spec: LaunchSpec) -> tuple[run_files.Status, str]:
     failure = NodeBoard(Path(spec.directory)).failure()
     record = run_files.read_exit(spec.run_dir)
     if record is not None and record.status != "failed":

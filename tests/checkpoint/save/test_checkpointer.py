@@ -177,6 +177,19 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
         assert result["saved"] is False and "could NOT be saved" in result["said"][0]
 
 
+def test_a_save_does_not_sweep_what_a_timed_out_one_still_writes(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    tmp_path: Path,
+) -> None:
+    arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": tmp_path}
+    for result in world(2).run("tests.support.ranks.saving:hanging_disk", **arguments):
+        assert result["outcomes"] == [False, False, True] and result["untouched"]
+        assert result["failure"].startswith("the checkpoint of step 2 could not be saved: a rank is still writing")
+        assert result["last"] is None
+
+
 def test_checkpoints_of_another_history_are_set_aside(
     world: Callable[[int], World],
     model_dir: Callable[[str], Path],

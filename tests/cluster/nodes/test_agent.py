@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from megarl.cluster.nodes import agent as module
+from megarl.cluster.nodes.agent import NodeAgent
 from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord
 from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
 from megarl.common import run_files as stopping
@@ -144,3 +147,62 @@ def test_a_silent_node_is_named(tmp_path: Path) -> None:
         process.kill()
     assert job.board.failure() == NodeFailure("n2", "not started within 1 s")
     assert json.loads((job.run_dir / "exit.json").read_text())["reason"] == "node n2: not started within 1 s"
+
+
+def agent_of(job: Job) -> NodeAgent:
+    return NodeAgent(job.spec, 0)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOSPC, errno.EIO])
+def test_a_file_system_that_fails_for_a_while_ends_nothing(
+    job: Job, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    agent = agent_of(job)
+    now, failures = [100.0], [OSError(number, "for a while")] * 3
+
+    def failure() -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(agent.board, "failure", failure)
+    monkeypatch.setattr(agent, "_start_torchrun", lambda: None)
+    for _ in range(5):
+        now[0] += 0.9 * agent.config.timeouts.node_s / 3
+        assert agent._tick_or_wait() is False
+    failures += [OSError(number, "for good")] * 9
+    with pytest.raises(
+        module.NodeFailed, match=r"its file system has failed for 120 s \(timeouts.node_s\): .*for good"
+    ):
+        for _ in range(9):
+            now[0] += 50
+            agent._tick_or_wait()
+
+
+def test_a_heartbeat_that_cannot_be_written_does_not_keep_the_agent_from_its_work(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, started = agent_of(job), []
+
+    def full(record: NodeRecord) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(agent.board, "post", full)
+    monkeypatch.setattr(agent, "_start_torchrun", lambda: started.append(True))
+    assert agent._tick_or_wait() is False
+    assert started and agent._trouble_since is None
+
+
+def test_a_signal_during_the_end_interrupts_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = agent_of(job)
+    agent._on_signal(signal.SIGTERM, None)
+    monkeypatch.setattr(agent, "_start", lambda: agent._on_signal(signal.SIGTERM, None))
+    monkeypatch.setattr(agent, "_end_all", lambda: agent._on_signal(signal.SIGTERM, None))
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        assert agent.run() == 1
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), handlers, strict=True):
+            signal.signal(number, handler)
+    failure = job.board.failure()
+    assert failure is not None and "second stop signal" in failure.reason

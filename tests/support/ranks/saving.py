@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from megarl.checkpoint.save.training_state import (
     sharded_state,
     trainer_numbers,
 )
+from megarl.checkpoint.save.writer import BackgroundWrite, Written
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
 from tests.support.checkout import PROMPTS
@@ -114,6 +116,30 @@ def full_disk(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[s
             checkpointer.directory.create_partial = create_with
             outcomes.append(checkpointer.save(step, {}))
         return {"outcomes": outcomes, "said": checkpointer.said, "steps": checkpointer.directory.steps()}
+
+
+def hanging_disk(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[str, Any]:
+    """Saves of steps 1..3: the disk of rank 1 hangs from the first until after the second."""
+    works = threading.Event()
+    with run_under(model_dir, {}, root, timeouts__save_s=2) as (policy, checkpointer):
+        update(policy, samples, 1)
+        real = BackgroundWrite._write_all
+        if torch.distributed.get_rank() == 1:
+
+            def hang(write: BackgroundWrite) -> Written:
+                assert works.wait(timeout=120)
+                return real(write)
+
+            BackgroundWrite._write_all = hang  # type: ignore[method-assign]
+        outcomes = [checkpointer.save(1, {}, wait=True), checkpointer.save(2, {}, wait=True)]
+        failure, untouched = checkpointer.failure, checkpointer.directory.partial(1).is_dir()
+        torch.distributed.barrier()
+        BackgroundWrite._write_all = real  # type: ignore[method-assign]
+        works.set()
+        for thread in checkpointer._threads:
+            thread.join(timeout=60)
+        outcomes.append(checkpointer.save(3, {}, wait=True))
+        return {"outcomes": outcomes, "failure": failure, "untouched": untouched, "last": checkpointer.failure}
 
 
 def refused_target(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[str, Any]:

@@ -1,0 +1,29 @@
+"""The claim of trainer ranks on RUN_DIR: no rank writes there before its run holds it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
+from megarl.common.claim import Holder, RunClaim, await_claim, claim
+from megarl.common.processes import ProcessId
+from megarl.common.timeouts import GRACE_S
+from megarl.config.schema import Config
+
+
+def claim_for_ranks(config: Config, rank: int, what: str = "torchrun") -> RunClaim | None:
+    """Claim RUN_DIR for torchrun's agent on rank 0; elsewhere wait until the claim is made, and return None.
+
+    A rank that torchrun has not started holds the claim itself. `what`: the command, for messages.
+
+    A launch has claimed it before it started the ranks, and its agent renews the claim. Raises ConfigError if another
+    run holds RUN_DIR, and TimeoutError if this one does not get it.
+    """
+    node_s, launch = config.timeouts.node_s, os.environ.get(LAUNCH_ID_VARIABLE)
+    process = ProcessId.of(os.getppid()) if "RANK" in os.environ else ProcessId.own()
+    mine = Holder.here(what, process, launch)
+    if launch is None and rank == 0:
+        return claim(config.run_dir, mine, node_s, lambda text: sys.stderr.write(f"megarl: {text}\n"))
+    await_claim(config.run_dir, mine, node_s + GRACE_S)
+    return None

@@ -1,0 +1,88 @@
+"""Every command that writes in a run directory is refused while another run holds it, and changes no byte there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.nodes.__main__ import main as launch_step
+from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
+from megarl.commands import cli
+from megarl.common.claim import Holder, claim
+from megarl.common.processes import ProcessId
+from megarl.run import main as trainer
+from tests.support.checkout import ROOT
+from tests.support.configs import tree, write_problems
+from tests.support.tiny import make_tiny_model
+from tests.support.tree import tree_of
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("refused") / "model")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """The directory of a living run, with results in it."""
+    directory = tmp_path / "run"
+    (directory / "launch").mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text('{"step": 1}\n')
+    (directory / "exit.json").write_text('{"status": "preempted", "step": 1, "reason": "x"}')
+    (directory / "launch" / "local.sh").write_text("sleep 1000\n")
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    claim(directory, Holder.here("torchrun", ProcessId.of(process.pid)), node_s=1.0)
+    yield directory
+    process.kill()
+    process.wait(timeout=10)
+
+
+@pytest.fixture
+def config(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The config of a run in that directory, in the environment of a rank that torchrun has started."""
+    path = run_dir.with_name("config.yaml")
+    data = write_problems(run_dir.with_name("prompts.jsonl"), 1)
+    path.write_text(json.dumps(tree(model, data, run__dir=str(run_dir))))
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv(LAUNCH_ID_VARIABLE, raising=False)
+    monkeypatch.chdir(ROOT)
+    return path
+
+
+def train(config: Path, run_dir: Path) -> int:
+    with pytest.raises(SystemExit) as ended:
+        trainer.main(["--config", str(config)])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def launch(config: Path, run_dir: Path) -> int:
+    return cli.main(["launch", "--scheduler", "local", "--config", str(config)])
+
+
+def prepare(config: Path, run_dir: Path) -> int:
+    return launch_step(["prepare", "--scheduler", "local", "--config", str(config)])
+
+
+def evaluate(config: Path, run_dir: Path) -> int:
+    content = json.loads(config.read_text())
+    model, data = content["model"]["path"], content["data"]["path"]
+    return cli.main(["eval", "--model", model, "--data", data, "--max-tokens", "8", "--run-dir", str(run_dir)])
+
+
+@pytest.mark.parametrize("start", [train, launch, prepare, evaluate])
+def test_a_second_start_in_a_living_runs_directory_changes_nothing(
+    config: Path, run_dir: Path, capsys: pytest.CaptureFixture[str], start: Callable[[Path, Path], int]
+) -> None:
+    before = tree_of(run_dir)
+    assert start(config, run_dir) == 2
+    error = capsys.readouterr().err
+    assert error.count("megarl: ") == 1 and "is in use by torchrun (pid " in error and "nothing was changed" in error
+    assert tree_of(run_dir) == before
