@@ -84,6 +84,7 @@ class PromptSource:
 
     def reset(self) -> None:
         """Begin the order of the prompts: the groups of a run that resumes no history."""
+        self._drawn: dict[int, Drawn] = {}  # of the groups that are not finished
         first = self._weights if self._curriculum is None else self._curriculum.first_weights
         self._mixture = Mixture(first, self.config.run.seed)
         if self._curriculum is not None:
@@ -95,16 +96,19 @@ class PromptSource:
         return sum(each.encoder.skipped for each in self._sets)
 
     def draw(self, group_id: int) -> Drawn:
-        """Return the problem of a group, the same one at every call."""
+        """Return the problem of a group, the same one at every call; it is kept until the group is finished."""
+        if group_id in self._drawn:
+            return self._drawn[group_id]
         index, prompt = self._find(group_id)
         own = self._sets[index]
-        return Drawn(
+        drawn = self._drawn[group_id] = Drawn(
             prompt,
             own.encoder.encode(prompt),
             self._samplings[index],
             own.chosen.name,
             self._reward(own.chosen.reward),
         )
+        return drawn
 
     def dataset(self, group_id: int) -> str:
         """Return the name of a group's set; "" if there is only one."""
@@ -112,7 +116,8 @@ class PromptSource:
 
     def reference(self, group_id: int) -> str:
         """Return the reference answer of a group's problem."""
-        return self._find(group_id)[1].answer
+        drawn = self._drawn.get(group_id)
+        return self._find(group_id)[1].answer if drawn is None else drawn.answer
 
     def _find(self, group_id: int) -> tuple[int, Prompt]:
         index, draw = self._mixture.at(group_id)
@@ -155,7 +160,8 @@ class PromptSource:
         )
 
     def finish(self, group_id: int, rewards: Sequence[float]) -> None:
-        """Note the rewards of the usable samples of a finished group, for the curriculum."""
+        """Note the end of a group, and the rewards of its usable samples, for the curriculum."""
+        self._drawn.pop(group_id, None)
         if self._curriculum is not None:
             self._curriculum.finish(group_id, self.dataset(group_id), rewards)
 
@@ -182,6 +188,7 @@ class PromptSource:
                 "it faster, or raise timeouts.rpc_s"
             ) from None
         self._mixture.reweight(next_group(), weights)
+        self._drawn.clear()  # groups that have not begun may have other problems now
         self._mixture.forget(first_open())
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,6 +207,7 @@ class PromptSource:
         Weights that the config has changed since apply from that group on. Raises ValueError if a data set, the seed or
         the order is a different one.
         """
+        self._drawn.clear()
         if bool(self.config.data.sets) != ("sets" in state):
             saved, own = ("data.sets", "data.path") if "sets" in state else ("data.path", "data.sets")
             raise ValueError(

@@ -16,6 +16,7 @@ from megarl.config.checks import check, evaluation_prompt_limit, prompt_limit
 from megarl.config.schema import Config
 from megarl.data.curriculum import TrainingProgress
 from megarl.data.cursor import epoch_order
+from megarl.data.dataset import PromptDataset
 from megarl.models.read_config import load_info
 from megarl.rollout.prompts import PromptSource
 from tests.support.configs import write_problems
@@ -82,6 +83,25 @@ def test_one_file_is_drawn_in_the_order_of_the_seed(model: Path, tmp_path: Path)
     assert source.state_dict() == {"n": 32, "seed": 3, "shuffle": True, "drawn": 0}
     assert {(each.dataset, each.reward, each.sampling.max_tokens) for each in drawn} == {("", 0, RESPONSE)}
     source.load_state_dict(source.state_dict(), 7)
+
+
+def test_the_problem_of_a_group_is_read_once_until_the_group_is_finished(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, read = PromptSource(config(tmp_path, model)), PromptDataset.__getitem__
+    reads: list[int] = []
+
+    def counted(dataset: PromptDataset, index: int) -> Any:
+        reads.append(index)
+        return read(dataset, index)
+
+    monkeypatch.setattr(PromptDataset, "__getitem__", counted)
+    drawn = source.draw(4)
+    assert source.draw(4) is drawn and source.reference(4) == drawn.answer and len(reads) == 1
+    source.finish(4, [])
+    assert source.reference(4) == drawn.answer and source.draw(4) == drawn and len(reads) == 3
+    source.load_state_dict(source.state_dict(), 5)
+    assert source.draw(4) == drawn and len(reads) == 4
 
 
 SIZES = {"small": 6, "large": 20}
@@ -212,12 +232,12 @@ def test_a_curriculum_weighs_the_groups_to_come_and_a_resume_goes_on_with_it(mod
     for group in range(8):
         source.finish(group, [float(group == 5)] * 2)
     asyncio.run(source.commit(range(4), 1, lambda: 8, lambda: 4))
-    assert {source.dataset(group) for group in range(40)} == {"small"}
+    assert {source.draw(group).dataset for group in range(40)} == {"small"}
     asyncio.run(source.commit(range(4, 8), 2, lambda: 12, lambda: 0))
     assert [(each.steps, each.next_group) for each in SEEN] == [(0, 0), (1, 8), (2, 12)]
     assert SEEN[-1].sets["small"].groups == 8 and SEEN[-1].sets["small"].rewards == (0.0,) * 5 + (1.0, 0.0, 0.0)
     assert {source.dataset(group) for group in range(12)} == {"small"}
-    assert Counter(source.dataset(group) for group in range(12, 32)) == {"small": 10, "large": 10}
+    assert Counter(source.draw(group).dataset for group in range(12, 32)) == {"small": 10, "large": 10}
     resumed = with_curriculum(tmp_path, model)
     resumed.load_state_dict(json.loads(json.dumps(source.state_dict())), 12)
     assert [resumed.draw(group) for group in range(32)] == [source.draw(group) for group in range(32)]
