@@ -83,7 +83,7 @@ def test_real_answers_are_not_too_large(text: str) -> None:
 def test_the_verdict_is_fast_and_no_error(text: str, written: str) -> None:
     begin = time.perf_counter()
     assert math(RewardInput("", written % text, answer="3")).score == 0.0
-    assert time.perf_counter() - begin < 5.0  # the import included; without the check it is hours
+    assert time.perf_counter() - begin < 30.0  # the import included; without the check it is hours
 
 
 def test_a_large_answer_is_right_if_it_is_the_reference_itself() -> None:

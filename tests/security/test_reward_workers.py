@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 
 import pytest
 
@@ -18,38 +17,42 @@ ANSWER_S = 60.0
 
 
 @pytest.fixture
-def unguarded() -> Iterator[Connection]:
-    """The pool's end of the connection to an unguarded worker, which has a process group of its own."""
-    ours, theirs = socket.socketpair()
+def unguarded() -> Iterator[socket.socket]:
+    """The pool's end of the connection to an unguarded worker. Each message is read as a whole by one process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         worker = subprocess.Popen(
             [sys.executable, "-m", "tests.support.unguarded_worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             cwd=ROOT,
-            start_new_session=True,
         )
-    with Connection(ours.detach()) as connection:
-        yield connection
+    with ours:
+        ours.settimeout(ANSWER_S)
+        yield ours
     worker.wait(timeout=10)  # it and its child end with the connection
 
 
-def answer(connection: Connection) -> float:
-    assert connection.poll(ANSWER_S), "the worker did not answer"
-    reward: float = connection.recv()
-    return reward
+def has_answered(connection: socket.socket) -> bool:
+    """Wait for an answer, and leave it there."""
+    return bool(connection.recv(1 << 10, socket.MSG_PEEK))
+
+
+def score(connection: socket.socket, response: str) -> float:
+    """The reward of a response, as a pool without numbers takes it: the next answer."""
+    connection.send(response.encode())
+    return float(connection.recv(1 << 10))
 
 
 @pytest.mark.parametrize(("fork", "of_child"), [("fork", 1001.0), ("fork_exit", -1.0), ("fork_raise", -1.0)])
-def test_the_attack_succeeds_on_an_unguarded_worker(unguarded: Connection, fork: str, of_child: float) -> None:
+def test_the_attack_succeeds_on_an_unguarded_worker(unguarded: socket.socket, fork: str, of_child: float) -> None:
     """One sample gets two answers, so that each later sample gets the reward of the one before it."""
-    unguarded.send(f"{fork} 1")
-    first = answer(unguarded)
-    assert unguarded.poll(ANSWER_S)  # a second answer, for which nobody has asked
+    first = score(unguarded, f"{fork} 1")
     assert first in (1.0, of_child)
-    unguarded.send("ok 2")
-    assert answer(unguarded) in {1.0, of_child} - {first}  # of sample 1, taken for that of sample 2
-    unguarded.send("ok 3")
-    assert answer(unguarded) == 2.0  # of sample 2, taken for that of sample 3
+    assert has_answered(unguarded)  # a second time, for which nobody has asked
+    assert score(unguarded, "ok 2") in {1.0, of_child} - {first}  # of sample 1
+    for number in range(3, 10):
+        assert has_answered(unguarded)
+        assert score(unguarded, f"ok {number}") == number - 1
 
 
 @pytest.mark.parametrize("fork", ["fork", "fork_exit", "fork_raise", "fork_c"])
