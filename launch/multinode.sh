@@ -15,7 +15,10 @@ launch=$("$PYTHON" -m megarl.cluster.nodes prepare --scheduler local --hosts "$h
 run_dir=$(dirname "$(dirname "$(dirname "$launch")")")
 
 # The ranks see the file at their next step boundary, save and exit.
-stop() { [ -e "$run_dir/stop" ] || echo "$1" >"$run_dir/stop"; }
+stop() {
+  [ -e "$run_dir/stop" ] || echo "megarl: finishing the step, saving" >&2
+  [ -e "$run_dir/stop" ] || echo "$1" >"$run_dir/stop"
+}
 trap 'stop SIGUSR1' USR1
 trap 'stop SIGTERM' TERM
 trap 'stop SIGINT' INT

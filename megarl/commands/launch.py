@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Launch as the options say; return the exit status of sbatch or of the run, 130 after Ctrl-C.
+    """Launch as the options say; return the exit status of sbatch or of the run.
 
     Raises ConfigError for a config that cannot run, or if sbatch is not installed.
     """
@@ -74,8 +75,24 @@ def run(options: argparse.Namespace) -> int:
     new.replace(path)
     command = ["sbatch", str(path)] if slurm else ["bash", str(path)]
     try:
-        return subprocess.run(command, check=False).returncode
+        return run_script(command)
     except FileNotFoundError:
         raise ConfigError([f"{command[0]} is not on this machine; add --dry-run to see the script"]) from None
-    except KeyboardInterrupt:
-        return 130
+
+
+def run_script(command: list[str]) -> int:
+    """Run the script to its end, which decides what stop signals mean; return its exit status.
+
+    A Ctrl-C reaches the script from the terminal, and this process only waits; a SIGTERM is passed on.
+    """
+    # Functions, not SIG_IGN: the script would inherit that, and could not trap the signal.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        process = subprocess.Popen(command)
+        previous = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Literal, TypeVar
 
 from megarl.common.files import write_json
@@ -87,17 +85,3 @@ def forget(run_dir: Path) -> None:
     """Remove the stop request and the exit record of an earlier launch; called before a run starts."""
     for name in (STOP_FILE, EXIT_FILE):
         (run_dir / name).unlink(missing_ok=True)
-
-
-class TerminationFlag:
-    """A handler by which SIGTERM requests a stop instead of ending the process; `raised` is the request."""
-
-    def __init__(self) -> None:
-        self.raised = False
-
-    def install(self) -> None:
-        """Install the handler. Call it in the main thread and after `ray.init`, which sets its own handler."""
-        signal.signal(signal.SIGTERM, self._remember)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.raised = True

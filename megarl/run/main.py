@@ -2,8 +2,8 @@
 
 A mistake of the user ends with one message and exit code 2 before anything starts. A failure of the run ends with one
 message (of the first rank that failed), exit code 1 and "failed" in RUN_DIR/summary.json and RUN_DIR/exit.json. A run
-that was asked to stop (megarl/common/run_files.py) exits with 0 if it has saved the step at which it stopped, else with 1.
-A run that has trained all steps, but could not save the last one, has failed.
+that was asked to stop (megarl/common/run_files.py) exits with 0 if it has saved the step at which it stopped, else with
+1. A run that has trained all steps, but could not save the last one, has failed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
 from megarl.run.claim_for_ranks import claim_for_ranks
 from megarl.run.failure import FailureReport, set_aside
+from megarl.run.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from megarl.cluster.handle import SupervisorHandle
@@ -168,6 +169,8 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
     die_with_parent()
     os.environ.update(one_node_environment(config))
     rank = int(os.environ["RANK"])
+    signals = StopSignals(config.run_dir, config.checkpoint_dir, terminal, speaks=rank == 0)
+    signals.install()
     launch = _launch_pool(config) if rank == 0 else None
     from megarl import platforms
     from megarl.run.peers import join_peers
@@ -181,7 +184,7 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
     from megarl.run.loop import train
     from megarl.run.session import Session
 
-    session = Session(this_start, launch, terminal)
+    session = Session(this_start, launch, terminal, signals)
     try:
         train(session)
         session.finish()

@@ -30,6 +30,7 @@ from megarl.run.peers import Peers
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 from megarl.run.stateful import Stateful, collect, restore
+from megarl.run.stop_signals import StopSignals
 from megarl.run.stop_vote import StopVote
 from megarl.trainer import parallel
 from megarl.trainer.policy import Policy
@@ -47,7 +48,9 @@ class Session:
     that this run resumes; 0 for a new run. `version`: the version of the policy's weights (`megarl/config/pace.py`).
     """
 
-    def __init__(self, config: Config, launch: Future[SupervisorHandle] | None, terminal: TextIO) -> None:
+    def __init__(
+        self, config: Config, launch: Future[SupervisorHandle] | None, terminal: TextIO, signals: StopSignals
+    ) -> None:
         self.config = config
         self.peers = Peers(config.timeouts)
         self._refuse_different_plans()
@@ -65,7 +68,7 @@ class Session:
         self.evaluations = Evaluations(config, self.pool, self.recorder)
         self.sender = WeightSender(config, self._exporter)
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
-        self._stop_vote = StopVote(config.run_dir, self.peers)
+        self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank
         self.version = 0
         self.first_step = self.steps_done = self._resume()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 from megarl.common import run_files
@@ -25,15 +23,3 @@ def test_the_first_reason_stays_until_it_is_forgotten(tmp_path: Path) -> None:
 def test_a_stop_file_made_by_touch_counts(tmp_path: Path) -> None:
     (tmp_path / run_files.STOP_FILE).touch()
     assert run_files.stop_reason(tmp_path) == "asked to stop"
-
-
-def test_sigterm_is_remembered_and_ends_nothing() -> None:
-    flag = run_files.TerminationFlag()
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        flag.install()
-        assert not flag.raised
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert flag.raised
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -54,11 +54,12 @@ def test_a_rank_chooses_its_gpu_before_it_joins_its_peers(
     monkeypatch.setattr(processes, "die_with_parent", lambda: None)
     monkeypatch.setattr(peers, "join_peers", join)
     monkeypatch.setattr(platforms, "activate", activate)
+    monkeypatch.setattr(main, "StopSignals", lambda *_, **__: SimpleNamespace(install=lambda: order.append("signals")))
     chosen = config("model")
     plan: Any = SimpleNamespace(pools=SimpleNamespace(trainer=SimpleNamespace(devices=(4, 6))))
     with pytest.raises(Stopped):
         main._train(chosen, chosen, plan, io.StringIO())
-    assert order == [index, "joins over nccl"]
+    assert order == ["signals", index, "joins over nccl"]
 
 
 def test_ranks_and_replays_get_what_auto_stands_for_and_the_pool_the_launchs_config(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
+import io
 from pathlib import Path
 
 import pytest
 
 from megarl.common.run_files import ask_to_stop
+from megarl.run.stop_signals import StopSignals
 from megarl.run.stop_vote import StopVote
 from tests.support.thread_ranks import ThreadPeers, ThreadRanks
 
 WORLD = 3
+
+
+def signals_of(run_dir: Path) -> StopSignals:
+    return StopSignals(run_dir, run_dir / "checkpoints", io.StringIO(), speaks=False)
 
 
 def vote(run_dir: Path, *, signalled: tuple[int, ...] = ()) -> list[str | Exception | None]:
@@ -21,8 +24,9 @@ def vote(run_dir: Path, *, signalled: tuple[int, ...] = ()) -> list[str | Except
 
     def on_rank(peers: ThreadPeers) -> str | None:
         own = run_dir if peers.is_first else run_dir / "of_another_node"  # only rank 0 may look for the file
-        ballot = StopVote(own, peers)  # type: ignore[arg-type]
-        ballot._termination.raised = peers.rank in signalled
+        signals = signals_of(run_dir)
+        signals.raised = peers.rank in signalled
+        ballot = StopVote(own, peers, signals)  # type: ignore[arg-type]
         return ballot.agree()
 
     return ThreadRanks(size=WORLD).run(on_rank)
@@ -39,7 +43,7 @@ def test_the_file_that_rank_0_finds_gives_every_rank_its_reason(tmp_path: Path) 
 
 @pytest.mark.parametrize("rank", range(WORLD))
 def test_sigterm_to_any_rank_stops_all(tmp_path: Path, rank: int) -> None:
-    assert vote(tmp_path, signalled=(rank,)) == ["SIGTERM"] * WORLD
+    assert vote(tmp_path, signalled=(rank,)) == ["a stop signal"] * WORLD
 
 
 def test_the_reason_in_the_file_comes_before_the_signal(tmp_path: Path) -> None:
@@ -51,23 +55,3 @@ def test_a_file_that_only_another_rank_sees_is_no_request(tmp_path: Path) -> Non
     (tmp_path / "of_another_node").mkdir()
     ask_to_stop(tmp_path / "of_another_node", "left there")
     assert vote(tmp_path) == [None] * WORLD
-
-
-@pytest.fixture
-def _handler() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.usefixtures("_handler")
-def test_an_installed_vote_turns_sigterm_into_a_request(tmp_path: Path) -> None:
-    """Without the handler the signal would end this process."""
-    found: list[StopVote] = []
-    ranks = ThreadRanks()
-    ranks.run(lambda peers: found.append(StopVote(tmp_path, peers)))  # type: ignore[arg-type]
-    (ballot,) = found
-    ballot.install()
-    assert ranks.run(lambda _: ballot.agree()) == [None]
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert ranks.run(lambda _: ballot.agree()) == ["SIGTERM"]

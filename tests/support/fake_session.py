@@ -255,7 +255,7 @@ class FakeRun:
         self.session: Session | None = None
 
     def build(self) -> Session:
-        self.session = Session(self.config, None, io.StringIO())
+        self.session = Session(self.config, None, io.StringIO(), None)  # type: ignore[arg-type]
         return self.session
 
     def agree(self) -> str | None:
@@ -296,7 +296,7 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         "IdleLogprobs": lambda config, policy, peers, pool, recorder: FakeIdle(run),
         "WeightSender": lambda config, exporter: FakeSender(run),
         "Checkpointer": lambda config, policy, group, say: FakeCheckpointer(run),
-        "StopVote": lambda run_dir, peers: SimpleNamespace(agree=run.agree, install=install),
+        "StopVote": lambda run_dir, peers, signals: SimpleNamespace(agree=run.agree, install=install),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(session, name, fake)

@@ -40,6 +40,7 @@ logger = logging.getLogger("megarl.cluster.nodes.agent")
 TICK_S = 0.5
 BEAT_S = 2.0
 COMPLAIN_S = 30.0  # between two log lines about the same trouble
+SAME_REQUEST_S = 1.0
 TERMINATE_S = 3.0  # between SIGTERM and SIGKILL
 
 
@@ -69,7 +70,7 @@ class NodeAgent:
         self.endpoint = ""
         self._beat = 0
         self._next_beat = 0.0
-        self._signals = 0
+        self._signals, self._signalled_at = 0, 0.0
         self._ending = False  # from then on no signal may interrupt
         self._trouble_since: float | None = None  # since when the file system has failed
         self._complaints = RateLimit(COMPLAIN_S)
@@ -116,14 +117,22 @@ class NodeAgent:
         return 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """On the first signal ask the run to save and end; on the second end at once."""
-        self._signals += 1
-        name = signal.Signals(number).name
+        """On the first signal ask the run to save and end; on a second one end at once.
+
+        One Ctrl-C reaches this process from the terminal and from the launch script: within SAME_REQUEST_S it is one.
+        """
+        name, now = signal.Signals(number).name, time.monotonic()
+        if self._signals and now < self._signalled_at + SAME_REQUEST_S:
+            return
+        self._signals, self._signalled_at = self._signals + 1, now
         if self._ending:
             logger.info("%s while ending: everything is ended already", name)
             return
         if self._signals > 1:
-            raise NodeFailed(f"received a second stop signal ({name})")
+            raise NodeFailed(
+                f"received a second stop signal ({name}); the same command resumes from the newest checkpoint, if there "
+                "is one"
+            )
         run_files.ask_to_stop(self.launch.run_dir, f"{name} on node {self.host}")
 
     def _start(self) -> None:

@@ -56,11 +56,17 @@ set -euo pipefail
 launch=$("$PYTHON" -m megarl.cluster.nodes prepare --scheduler local --config "$config" "$@")
 run_dir=$(dirname "$(dirname "$(dirname "$launch")")")
 
-# The ranks see the file at their next step boundary, save and exit. A second Ctrl-C ends everything at once.
-stop() { [ -e "$run_dir/stop" ] || echo "$1" >"$run_dir/stop"; }
+# The ranks see the file at their next step boundary, save and exit.
+stop() {
+  if [ ! -e "$run_dir/stop" ]; then
+    echo "megarl: finishing the step, saving; again to abort" >&2
+    echo "$1" >"$run_dir/stop"
+  fi
+}
+# The agent counts INT and TERM, which a Ctrl-C sends to both: at the second one it ends everything at once.
 trap 'stop SIGUSR1' USR1
-trap 'stop SIGTERM' TERM
-trap 'stop SIGINT' INT
+trap 'stop SIGTERM; kill -TERM "$agent" 2>/dev/null || true' TERM
+trap 'stop SIGINT; kill -INT "$agent" 2>/dev/null || true' INT
 
 {agent} &
 agent=$!

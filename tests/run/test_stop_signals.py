@@ -1,0 +1,124 @@
+"""SIGINT and SIGTERM to a rank: the first is a request, a second one an end, whatever the main thread does."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.common.run_files import ExitRecord, read_exit
+from megarl.run import stop_signals
+from megarl.run.stop_signals import StopSignals
+from tests.support.checkout import environment
+
+# A rank whose main thread waits in C, as in a collective.
+RANK = """
+import sys, threading
+from pathlib import Path
+from megarl.run.stop_signals import StopSignals
+run_dir, begins = Path(sys.argv[1]), sys.argv[2] == "running"
+signals = StopSignals(run_dir, run_dir / "checkpoints", sys.stderr, speaks=True)
+signals.install()
+if begins:
+    signals.run_has_begun()
+print("up", flush=True)
+import ctypes
+ctypes.CDLL(None).usleep(30_000_000)
+ctypes.CDLL(None).usleep(30_000_000)
+ctypes.CDLL(None).usleep(30_000_000)
+"""
+
+
+def start(run_dir: Path, phase: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RANK, str(run_dir), phase], env=environment(), text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    return process
+
+
+def save(run_dir: Path, step: int) -> None:
+    directory = run_dir / "checkpoints" / f"iter_{step:07d}"
+    directory.mkdir(parents=True)
+    (directory / "manifest.json").write_text(json.dumps({}))
+
+
+def test_ctrl_c_twice_in_a_running_rank(tmp_path: Path) -> None:
+    process = start(tmp_path, "running")
+    try:
+        process.send_signal(signal.SIGINT)
+        time.sleep(stop_signals.SAME_REQUEST_S + 0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=10) == 1
+    finally:
+        process.kill()
+    assert process.stderr is not None
+    asked, ended = process.stderr.read().splitlines()
+    assert asked == "megarl: finishing the step, saving; again to abort"
+    assert ended == ("megarl: aborted by a second stop signal (SIGINT); the same command begins anew: nothing is saved")
+    assert read_exit(tmp_path) == ExitRecord("failed", 0, "aborted by a second stop signal (SIGINT)")
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StopSignals:
+    """A rank that notes its exit code in `codes` instead of ending; `now[0]` is the time."""
+    now, codes = [100.0], list[int]()
+    monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stop_signals, "REPORT_S", 0.0)
+    made = StopSignals(tmp_path, tmp_path / "checkpoints", io.StringIO(), speaks=True)
+    made._exit = codes.append
+    made.now, made.codes = now, codes  # type: ignore[attr-defined]
+    return made
+
+
+def said(rank: StopSignals) -> str:
+    assert isinstance(rank._terminal, io.StringIO)
+    return rank._terminal.getvalue()
+
+
+def test_one_ctrl_c_that_arrives_twice_is_one_request(rank: StopSignals) -> None:
+    rank._running = True
+    rank.receive(signal.SIGINT)
+    rank.now[0] += 0.5  # type: ignore[attr-defined]
+    rank.receive(signal.SIGINT)
+    assert rank.raised and rank.codes == [] and said(rank).count("megarl: ") == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)])
+def test_the_end_says_where_the_next_run_resumes(
+    tmp_path: Path, rank: StopSignals, numbers: tuple[signal.Signals, ...]
+) -> None:
+    save(tmp_path, 4)
+    rank._running = True
+    for number in numbers:
+        rank.receive(number)
+        rank.now[0] += 2.0  # type: ignore[attr-defined]
+    assert rank.codes == [1]  # type: ignore[attr-defined]
+    assert said(rank).endswith(
+        "megarl: aborted by a second stop signal (SIGTERM); the same command resumes after step 4\n"
+    )
+    assert read_exit(tmp_path) == ExitRecord("failed", 4, "aborted by a second stop signal (SIGTERM)")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_rank_that_starts_ends_with_the_first_signal(rank: StopSignals, number: signal.Signals) -> None:
+    rank.receive(number)
+    assert rank.codes == [1] and not rank.raised  # type: ignore[attr-defined]
+    assert said(rank) == (
+        f"megarl: {number.name} while the run was starting; the same command begins anew: nothing is saved\n"
+    )
+
+
+def test_after_the_failure_of_another_rank_nothing_is_said(tmp_path: Path, rank: StopSignals) -> None:
+    """torchrun then ends the others by SIGTERM."""
+    (tmp_path / "error.txt").write_text("megarl: the cause")
+    rank.receive(signal.SIGTERM)
+    assert rank.codes == [1] and said(rank) == ""  # type: ignore[attr-defined]
