@@ -29,7 +29,9 @@ from megarl.common.confined_paths import inside
 from megarl.models.source import SHARD_INDEX
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-# The classes of an index, by module and exact name. Megatron-Core 0.15 and older wrote those of its own.
+_PLANNER = "torch.distributed.checkpoint.planner"
+# The classes of an index, by module and exact name. Megatron-Core adds the plans of the save, and up to 0.15 wrote
+# classes of its own.
 _RECORDS = {
     (_METADATA, "Metadata"),
     (_METADATA, "MetadataIndex"),
@@ -40,6 +42,11 @@ _RECORDS = {
     (_METADATA, "_MEM_FORMAT_ENCODING"),
     (_METADATA, "StorageMeta"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    (_PLANNER, "SavePlan"),
+    (_PLANNER, "WriteItem"),
+    (_PLANNER, "WriteItemType"),
+    (_PLANNER, "TensorWriteData"),
+    (_PLANNER, "BytesIOWriteData"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
     ("torch.serialization", "_get_layout"),
