@@ -137,18 +137,21 @@ def test_an_index_that_runs_code(attack: str, megatron: Path, tmp_path: Path) ->
 
 
 @pytest.mark.world
-def test_training_from_a_crafted_checkpoint(world: Callable[[int], World], megatron: Path, tmp_path: Path) -> None:
+def test_training_from_a_crafted_checkpoint(
+    world: Callable[[int], World], models: tuple[Path, Path], megatron: Path, tmp_path: Path
+) -> None:
     """`common.pt` is not read at all; an index that runs code ends the load with a message."""
     marker, step = tmp_path / "ran", megatron / "release"
     torch.save({"args": Payload(marker)}, step / "common.pt")
     with runs(marker):
         torch.load(step / "common.pt", weights_only=False)
     load = "tests.support.ranks.crafted:load"
-    assert world(1).run(load, path=str(megatron)) == [""]
+    arguments = {"path": str(megatron), "model_dir": str(models[0])}
+    assert world(1).run(load, **arguments) == [["", ""]]
     assert not marker.exists()
     (step / ".metadata").write_bytes(plain(marker))
-    (message,) = world(1).run(load, path=str(megatron))
-    assert "is not a readable index" in message and not marker.exists()
+    (messages,) = world(1).run(load, **arguments)
+    assert len(messages) == 2 and all("is not a readable index" in each for each in messages) and not marker.exists()
 
 
 def test_a_stored_object_that_runs_code(tmp_path: Path) -> None:

@@ -106,14 +106,15 @@ class MappedLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
         Raises ValueError, with the message of the first rank that failed, for a file that is damaged or unsafe.
         """
 
+        reader = MappedReader(checkpoint_dir)
+        reader.read_metadata()  # here, because torch would hide its error behind one of its own
+
         def make_reader(directory: str | Path, cache_metadata: bool = False) -> MappedReader:
-            return MappedReader(directory)
+            return reader
 
         with mock.patch.object(torch_strategy, "_get_filesystem_reader", make_reader):
             try:
                 return super().load(sharded_state_dict, checkpoint_dir)
             except CheckpointException as error:  # torch's, and no Exception: it lists each rank's traceback
                 rank, (cause, _) = min(error.failures.items())
-                if isinstance(cause, ValueError):
-                    raise ValueError(f"rank {rank}: {cause}") from error
-                raise
+                raise ValueError(f"{checkpoint_dir} cannot be loaded: rank {rank}: {cause}") from error
