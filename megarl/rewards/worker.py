@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from megarl.common.processes import die_with_parent
+from megarl.common.secret_references import resolved
 from megarl.rewards.resolve import as_result, resolve
 from megarl.rewards.types import ErrorReason, RewardFunction, Setup, WorkerMessage
 
@@ -51,7 +52,7 @@ def serve(connection: Connection) -> None:
     for spec in setup.functions:
         place = "" if spec.key == "reward" else f"{spec.key}: "  # the messages themselves name the keys of `reward`
         try:
-            functions.append(resolve(spec.function, spec.kwargs))
+            functions.append(resolve(spec.function, resolved(spec.kwargs, "reward.kwargs")))
         except ValueError as error:
             connection.send(("failed", f"{place}{error}"))
             return

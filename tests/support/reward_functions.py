@@ -127,3 +127,8 @@ def _only_once() -> None:
 
 
 starts_once.warm_up = _only_once  # type: ignore[attr-defined]
+
+
+def is_the_key(response: str, answer: str, key: str, more: list[str]) -> float:
+    """1 if the response is the key; `more`: keys that are inside a list."""
+    return float([response] == [key] == more)
