@@ -1,8 +1,9 @@
 """The guardian: a process that outlives the supervisor briefly and kills what a killed supervisor leaves behind.
 
-`python -m megarl.cluster.guardian STATE_FILE PID START_TIME` waits until that process is gone, then kills every child
-that the process has recorded in STATE_FILE, by pid and start time. After an orderly tear-down no child is left. Ray's
-own processes usually end by themselves, but some take a while, and one that hangs does not.
+`python -m megarl.cluster.guardian STATE_FILE PID START_TIME DIRECTORY` waits until that process is gone, then kills
+every child that the process has recorded in STATE_FILE, by pid and start time, and removes the process's private
+directory. After an orderly tear-down neither is left. Ray's own processes usually end by themselves, but some take a while, and
+one that hangs does not.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from megarl.common.private_directory import remove_private_directory
 from megarl.common.processes import ProcessId, is_alive, sweep
 
 POLL_S = 0.5
@@ -29,6 +31,7 @@ def main() -> None:
     if ProcessId(**state["process"]) == supervisor:
         children = {ProcessId(**child) for child in state["children"]}
         sweep({child for child in children if child.pid != os.getpid()}, grace_s=TERMINATE_S)
+    remove_private_directory(Path(sys.argv[4]))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,12 @@ from megarl.cluster.handle import STATE_FILE, STOP_FILE, SupervisorSpec, write_s
 from megarl.cluster.ray_head import RayHead, access_environment, ray_environment, rollout_share
 from megarl.common.errors import RolloutError
 from megarl.common.output import redirect_output
+from megarl.common.private_directory import (
+    make_private_directory,
+    remove_private_directory,
+    sweep_dead_directories,
+    use_private_directory,
+)
 from megarl.common.processes import ProcessId, descendants, is_alive, sweep
 from megarl.config.checks import max_sequence_tokens
 from megarl.config.pools import resolve_pools
@@ -67,6 +73,8 @@ class Supervisor:
             "host": platform.node(),
             "agent": asdict(spec.agent),
         }
+        self._private = make_private_directory()
+        use_private_directory(self._private)
         self._head: RayHead | None = None
         self._actors: list[ActorHandle] = []  # the controller last
         self._ending_since: float | None = None
@@ -96,7 +104,8 @@ class Supervisor:
     def _start_guardian(self) -> None:
         own = ProcessId.own()
         state_file = self.run_dir / STATE_FILE
-        command = [sys.executable, "-m", "megarl.cluster.guardian", str(state_file), str(own.pid), str(own.start_time)]
+        arguments = [str(state_file), str(own.pid), str(own.start_time), str(self._private)]
+        command = [sys.executable, "-m", "megarl.cluster.guardian", *arguments]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         self._guardian = ProcessId.of(process.pid)
 
@@ -164,7 +173,9 @@ class Supervisor:
         if config.ray.address is None:
             os.environ.update(access_environment(self.run_dir, create=True))
             share = rollout_share(config, cuda=self.spec.cuda)
-            self._head = RayHead(share, self.spec.namespace, self.run_dir / "logs", config.timeouts.ray_start_s)
+            self._head = RayHead(
+                share, self.spec.namespace, self.run_dir / "logs", config.timeouts.ray_start_s, self._private
+            )
             self._head.start()
             address = self._head.address
         else:
@@ -267,6 +278,7 @@ class Supervisor:
         left = sweep(self._children, grace_s=1.0)
         if self._head is not None:
             self._head.stop()
+        remove_private_directory(self._private)
         if left:
             logger.error("still alive after SIGKILL: %s", sorted(process.pid for process in left))
         self._publish(state=state, error=_cause(failure) if failure else self.stop_reason)
@@ -309,6 +321,7 @@ def main() -> int:
     )
     redirect_output(Path(spec.run_dir) / "logs" / "supervisor.log")
     logger.info("supervisor of %s: %s", spec.run_dir, json.dumps({"attempt": spec.attempt, "launch": spec.launch_id}))
+    sweep_dead_directories()
     code = Supervisor(spec).run()
     logging.shutdown()
     # Not sys.exit: a library's non-daemon thread or exit hook could keep this process alive.

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster import guardian
+from megarl.common.private_directory import make_private_directory
 from megarl.common.processes import ProcessId, is_alive
 from tests.support.waiting import wait_until
 
@@ -39,9 +40,11 @@ def write_state(path: Path, supervisor: ProcessId, children: list[ProcessId]) ->
 
 
 def run_guardian(state_file: Path, supervisor: ProcessId, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = [str(state_file), str(supervisor.pid), str(supervisor.start_time)]
+    private = make_private_directory()
+    arguments = [str(state_file), str(supervisor.pid), str(supervisor.start_time), str(private)]
     monkeypatch.setattr(sys, "argv", ["guardian", *arguments])
     guardian.main()
+    assert not private.exists()
 
 
 def test_the_recorded_children_of_a_killed_supervisor_are_killed_and_others_are_not(
@@ -72,15 +75,17 @@ def test_nothing_is_killed_while_the_supervisor_lives(
     supervisor = start()
     child, identity = ProcessId.of(start().pid), ProcessId.of(supervisor.pid)
     write_state(tmp_path / "state.json", identity, [child])
-    arguments = [str(tmp_path / "state.json"), str(identity.pid), str(identity.start_time)]
+    private = make_private_directory()
+    arguments = [str(tmp_path / "state.json"), str(identity.pid), str(identity.start_time), str(private)]
     process = subprocess.Popen([sys.executable, "-m", "megarl.cluster.guardian", *arguments])
     try:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=4 * guardian.POLL_S)
-        assert is_alive(child)
+        assert is_alive(child) and private.is_dir()
         supervisor.kill()
         wait_until(lambda: not is_alive(child), 30, "the guardian to kill the child")
         assert process.wait(timeout=30) == 0
+        assert not private.exists()
     finally:
         process.kill()
         process.wait(timeout=10)
