@@ -3,7 +3,8 @@
 # Run it on a machine that reaches all hosts by ssh without a password. The repository, the Python environment and the
 # run directory must be at the same path on every host, on a shared file system. Name the trainer nodes first, then the
 # rollout nodes (`megarl launch --config CONFIG --scheduler slurm --dry-run` shows what each node runs).
-# MEGARL_RSH replaces ssh: a command that takes a host and one shell command line.
+# MEGARL_RSH replaces ssh: a command that takes a host and one shell command line, and passes its standard input on. The
+# login shell on the hosts must be a POSIX shell (bash, dash, zsh).
 set -euo pipefail
 hosts=${1:?usage: launch/multinode.sh HOST,HOST,... CONFIG [section.key=value ...]}
 config=${2:?usage: launch/multinode.sh HOST,HOST,... CONFIG [section.key=value ...]}
@@ -23,17 +24,16 @@ trap 'stop SIGUSR1' USR1
 trap 'stop SIGTERM' TERM
 trap 'stop SIGINT' INT
 
-# A remote shell starts with an environment of its own: pass these variables of this one.
-environment=$("$PYTHON" -c 'import os, shlex
-names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME")
-prefixes = ("MEGARL_", "NCCL_", "GLOO_", "OMP_", "RAY_", "VLLM_")
-print(shlex.join(f"{k}={v}" for k, v in os.environ.items() if k in names or k.startswith(prefixes)))')
+# A remote shell starts with an environment of its own: pass these variables of this one, by its standard input, because
+# every user of a host can read the command lines of all processes, and RAY_AUTH_TOKEN or VLLM_API_KEY are secrets.
+environment=$("$PYTHON" -m megarl.cluster.nodes environment "$launch")
 
 # One agent per host starts the host's share and ends all of it (megarl/cluster/nodes/agent.py). Agents report failures
 # to each other through the run directory and notice when one of them is silent, so all of them end.
 start() { # HOST INDEX
   local code=0 remote
-  $MEGARL_RSH "$1" "cd '$PWD' && exec env $environment '$PYTHON' -m megarl.cluster.nodes.agent '$launch' $2" </dev/null &
+  printf '%s\n' "$environment" | $MEGARL_RSH "$1" \
+    "cd '$PWD' && eval \"\$(cat)\" && exec '$PYTHON' -m megarl.cluster.nodes.agent '$launch' $2 </dev/null" &
   remote=$!
   trap 'kill "$remote" 2>/dev/null || true' TERM
   wait "$remote" || code=$?

@@ -1,11 +1,11 @@
 """The guardian: a process that outlives the supervisor briefly and kills what a killed or stuck one leaves behind.
 
-`python -m megarl.cluster.guardian STATE_FILE PID START_TIME AGENT_PID AGENT_START_TIME PATIENCE_S` watches the
-supervisor (PID) and the agent whose end ends the pool. When the supervisor is gone, it kills every child that it has
-seen or that the supervisor has recorded in STATE_FILE, by pid and start time. When the agent has been gone for
-PATIENCE_S seconds and the supervisor still runs, it kills the supervisor too: that one should have torn down the pool
-by then. After an orderly tear-down no child is left. Ray's own processes usually end by themselves, but some take a
-while, and one that hangs does not.
+`python -m megarl.cluster.guardian STATE_FILE DIRECTORY PID START_TIME AGENT_PID AGENT_START_TIME PATIENCE_S` watches
+the supervisor (PID) and the agent whose end ends the pool. When the supervisor is gone, it kills every child that it
+has seen or that the supervisor has recorded in STATE_FILE, by pid and start time, and removes the supervisor's private
+directory. When the agent has been gone for PATIENCE_S seconds and the supervisor still runs, it kills the supervisor
+too: that one should have torn down the pool by then. After an orderly tear-down no child and no directory is left.
+Ray's own processes usually end by themselves, but some take a while, and one that hangs does not.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from megarl.common.private_directory import remove_private_directory
 from megarl.common.processes import ProcessId, descendants, is_alive, sweep
 
 POLL_S = 0.5
@@ -25,15 +26,17 @@ TERMINATE_S = 1.0  # between SIGTERM and SIGKILL
 
 def main() -> None:
     """Wait for the end of the processes that the arguments name, then kill what they have left."""
-    state_file, numbers = Path(sys.argv[1]), [int(text) for text in sys.argv[2:6]]
+    state_file, private = Path(sys.argv[1]), Path(sys.argv[2])
+    numbers = [int(text) for text in sys.argv[3:7]]
     supervisor, agent = ProcessId(*numbers[:2]), ProcessId(*numbers[2:])
-    seen = wait_for_end(supervisor, agent, float(sys.argv[6]))
+    seen = wait_for_end(supervisor, agent, float(sys.argv[7]))
     own = ProcessId.own()
     children = (seen | recorded_children(state_file, supervisor)) - {own}
     if is_alive(supervisor):
         # The supervisor first: its watch would take the end of a child for a failure of the pool.
         sweep({supervisor}, grace_s=0.0)
     sweep(children, grace_s=TERMINATE_S)
+    remove_private_directory(private)
 
 
 def wait_for_end(supervisor: ProcessId, agent: ProcessId, patience_s: float) -> set[ProcessId]:

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from megarl.common.byte_units import MIB
 from megarl.common.errors import SupervisorFailed
+from megarl.common.private_directory import make_private_directory, remove_private_directory
 from megarl.common.processes import descendants, sweep
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
@@ -121,33 +121,39 @@ def ray_environment() -> dict[str, str]:
     }
 
 
-def make_temp_dir() -> Path:
-    """Make Ray's temporary directory, outside the run directory: a Unix socket path may have 107 bytes at most."""
-    return Path(tempfile.mkdtemp(prefix="megarl-", dir="/tmp"))
+def keep_logs(private: Path, target: Path) -> None:
+    """Copy the Ray logs of a node to `target`, for the user only, and remove its private directory.
 
-
-def keep_logs(temp_dir: Path, target: Path) -> None:
-    """Move the Ray logs of a node to `target` and remove its temporary directory, also if the disk takes no logs."""
+    Ray gives its directories the mode 0777, which the copies do not get.
+    """
     try:
         shutil.rmtree(target, ignore_errors=True)
-        for session in sorted(temp_dir.glob("session_2*/logs")):
-            shutil.copytree(session, target, dirs_exist_ok=True, symlinks=True, ignore_dangling_symlinks=True)
+        for logs in sorted(private.glob("ray/session_2*/logs")):
+            shutil.copytree(
+                logs, target, dirs_exist_ok=True, symlinks=True, ignore_dangling_symlinks=True,
+                copy_function=shutil.copyfile,
+            )  # fmt: skip
+        for directory, _, _ in os.walk(target):
+            os.chmod(directory, 0o700)
     except OSError as error:  # shutil.Error is one too; it lists every file
-        logger.warning("Ray's logs could not all be moved to %s: %s", target, str(error)[:500])
+        logger.warning("Ray's logs could not all be kept in %s: %s", target, str(error)[:500])
     finally:
-        shutil.rmtree(temp_dir, ignore_errors=True)
+        remove_private_directory(private)
 
 
 class RayHead:
     """The Ray head of a run: `start` it, use `address` to connect, `stop` it. Use it in the main thread only."""
 
-    def __init__(self, share: RayShare, namespace: str, log_dir: Path, start_timeout_s: float) -> None:
+    def __init__(
+        self, share: RayShare, namespace: str, log_dir: Path, start_timeout_s: float, private: Path | None = None
+    ) -> None:
+        """`private`: the private directory of this run on this host; None: make one."""
         self.share = share
         self.namespace = namespace
         self.log_dir = log_dir
         self.start_timeout_s = start_timeout_s
         self.address = ""
-        self.temp_dir = make_temp_dir()
+        self.private = private or make_private_directory()
 
     def start(self) -> None:
         """Start Ray. Raises SupervisorFailed with Ray's reason if no attempt succeeds within `start_timeout_s`."""
@@ -180,14 +186,14 @@ class RayHead:
                 log_to_driver=False,
                 configure_logging=False,
                 object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(self.temp_dir),
+                _temp_dir=str(self.private / "ray"),
                 _node_ip_address=node_address(),
             )
         self.address = context.address_info["gcs_address"]
 
     def stop(self) -> None:
-        """Move Ray's logs to the run directory and remove the temporary one. Call it after `ray.shutdown()`."""
-        keep_logs(self.temp_dir, self.log_dir / "ray")
+        """Move Ray's logs to the run directory and remove the private one. Call it after `ray.shutdown()`."""
+        keep_logs(self.private, self.log_dir / "ray")
 
 
 @contextmanager

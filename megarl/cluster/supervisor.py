@@ -28,6 +28,12 @@ from megarl.cluster.nodes.network import one_node_environment
 from megarl.cluster.ray_head import RayHead, access_environment, ray_environment, rollout_share
 from megarl.common.errors import RolloutError
 from megarl.common.output import redirect_output
+from megarl.common.private_directory import (
+    make_private_directory,
+    remove_private_directory,
+    sweep_dead_directories,
+    use_private_directory,
+)
 from megarl.common.processes import ProcessId, descendants, is_alive, sweep
 from megarl.common.rate_limit import RateLimit
 from megarl.common.run_token import run_token
@@ -53,7 +59,8 @@ COMPLAIN_S = 30.0  # between two log lines about the same trouble
 class Supervisor:
     """Runs one pool from its start to its end; writes its state to RUN_DIR/supervisor.json."""
 
-    def __init__(self, spec: SupervisorSpec) -> None:
+    def __init__(self, spec: SupervisorSpec, private: Path) -> None:
+        """`private`: a private directory for the pool's sockets and temporary files, which the supervisor owns."""
         self.spec = spec
         self.config = Config.model_validate_json(spec.config_json)
         self.run_dir = Path(spec.run_dir)
@@ -75,6 +82,7 @@ class Supervisor:
             "host": platform.node(),
             "agent": asdict(spec.agent),
         }
+        self._private = private
         self._head: RayHead | None = None
         self._actors: list[ActorHandle] = []  # the controller last
         self._ending_since: float | None = None
@@ -107,7 +115,8 @@ class Supervisor:
         # By then an orderly tear-down and a forced one would have ended.
         agent, patience_s = self.spec.agent, 1.6 * self._orderly_s
         numbers = (own.pid, own.start_time, agent.pid, agent.start_time, patience_s)
-        command = [sys.executable, "-m", "megarl.cluster.guardian", str(state_file), *map(str, numbers)]
+        arguments = (str(state_file), str(self._private), *map(str, numbers))
+        command = [sys.executable, "-m", "megarl.cluster.guardian", *arguments]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         self._guardian = ProcessId.of(process.pid)
 
@@ -211,7 +220,9 @@ class Supervisor:
         run_token()  # raises now, not after the engines' start, if the queue could not be locked
         if config.ray.address is None:
             share = rollout_share(config, cuda=self.spec.cuda)
-            self._head = RayHead(share, self.spec.namespace, self.run_dir / "logs", config.timeouts.ray_start_s)
+            self._head = RayHead(
+                share, self.spec.namespace, self.run_dir / "logs", config.timeouts.ray_start_s, self._private
+            )
             self._head.start()
             address = self._head.address
         else:
@@ -315,6 +326,7 @@ class Supervisor:
         left = sweep(self._record_descendants(), grace_s=1.0)
         if self._head is not None:
             self._head.stop()
+        remove_private_directory(self._private)
         if left:
             logger.error("still alive after SIGKILL: %s", sorted(process.pid for process in left))
         self._publish(state=state, error=error)
@@ -359,7 +371,10 @@ def main() -> int:
     logger.info("supervisor of %s: %s", spec.run_dir, json.dumps({"attempt": spec.attempt, "launch": spec.launch_id}))
     code = 1
     try:
-        code = Supervisor(spec).run()
+        sweep_dead_directories()
+        private = make_private_directory()
+        use_private_directory(private)
+        code = Supervisor(spec, private).run()
         logging.shutdown()
     finally:
         # Not sys.exit: a library's non-daemon thread or exit hook could keep this process alive.

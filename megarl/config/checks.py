@@ -30,6 +30,7 @@ from megarl.config.liveness import liveness_problems
 from megarl.config.pace import pace_problems
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
+from megarl.config.secret_checks import secret_problems
 from megarl.models.info import ModelInfo
 from megarl.models.read_config import load_info
 from megarl.models.source import hf_files, megatron_step
@@ -75,7 +76,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
     problems += list(_checkpoint(config)) + list(_functions(config))
     problems += list(layout_checks.megatron_problems(config, device))
     problems += list(engine_problems(config)) + list(_transport(config, device)) + list(_staging(config))
-    problems += list(launch_problems(config))
+    problems += list(launch_problems(config)) + list(secret_problems(config, here=files))
     try:
         resolve_pools(config)
     except ConfigError as error:

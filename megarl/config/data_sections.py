@@ -62,7 +62,7 @@ class CurriculumConfig(Section):
     """A function that changes the weights of the sets while the run goes on (docs/data.md)."""
 
     function: str | None = Field(None, description="Import path `package.module:function`; null = constant weights.")
-    kwargs: Passed = Field(default_factory=dict, description="Keyword arguments bound to the function.")
+    kwargs: Passed = Field(default_factory=dict, description="As `reward.kwargs`, for this function.")
 
 
 class DataConfig(Section):
@@ -95,7 +95,10 @@ class RewardConfig(Section):
     """The reward function, which runs in processes that can be killed."""
 
     function: str = Field("math", description="`gsm8k`, `math`, or an import path `package.module:function`.")
-    kwargs: Passed = Field(default_factory=dict, description="Keyword arguments bound to the function.")
+    kwargs: Passed = Field(
+        default_factory=dict,
+        description="Keyword arguments bound to the function; `{env: NAME}` for a secret (docs/configuration.md).",
+    )
     workers: int = Field(1, ge=1, description="Reward processes; each runs the functions of all sets.")
     timeout_s: float = Field(10.0, gt=0, description="Seconds per sample, after which its process is killed.")
     memory_gib: float | None = Field(

@@ -30,6 +30,7 @@ RESERVED: dict[str, str] = {
     "weight_transfer_config": "megarl needs its own weight transfer backend",
     "load_format": "megarl chooses it",
     "quantization": "a quantised engine samples from another policy than the trainer's",
+    "trust_remote_code": "always false: Python code that comes with a model never runs, no supported family needs it",
     "enable_lora": "LoRA is not supported",
     "skip_tokenizer_init": "always true: token ids in and out",
 }

@@ -30,6 +30,30 @@ A key without a default is required. Sections may be left out if all their keys 
 """
 
 _TAIL = """
+## Secrets
+
+A config is written to `RUN_DIR/config.yaml`, into checkpoints and to the experiment tracker. So it names a secret and
+does not hold it: `{env: NAME}`, a mapping with this one key, stands for the value of the environment variable NAME.
+
+```yaml
+reward:
+  function: judge:score
+  kwargs:
+    api_key: {env: JUDGE_KEY}
+```
+
+This works inside `reward.kwargs` (also those of single sets), `data.curriculum.kwargs` and `rollout.engine_kwargs`, at
+any depth. The process that calls the function reads the variable; every copy of the config holds the reference. A
+variable that is not set is an error before anything starts, and so is a string whose name says that it is a secret
+(`api_key`, `password`, `hf_token`, ...). Weights & Biases reads its key from `WANDB_API_KEY`; no key of the config
+holds it. Launch scripts pass these variables to all nodes through SLURM's environment or the standard input of ssh,
+never on a command line. `launch.runtime_env` may set them too; make such a file readable by its owner only.
+
+## Python code that comes with a model
+
+`trust_remote_code` of transformers and vLLM is always false, and `rollout.engine_kwargs` cannot set it: the supported
+families need no code of their own.
+
 ## Passing fields to Megatron-Core
 
 `megatron.transformer`, `megatron.optimizer` and `megatron.ddp` take named fields of Megatron-Core's

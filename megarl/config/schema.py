@@ -297,7 +297,9 @@ class RolloutConfig(Section):
         description="A prompt group that cannot be generated or scored: count it as failed, or end the run. In both "
         "cases the run ends when no engine is left, or when as many consecutive groups have failed as a step has.",
     )
-    engine_kwargs: Passed = Field(default_factory=dict, description="Further AsyncEngineArgs fields.")
+    engine_kwargs: Passed = Field(
+        default_factory=dict, description="Further AsyncEngineArgs fields; `{env: NAME}` for a secret."
+    )
 
 
 class AdmissionConfig(Section):

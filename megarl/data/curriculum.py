@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.common.secret_references import resolved
+
 KEPT_GROUPS = 256  # per set, of the latest rewards that a curriculum sees
 
 
@@ -52,7 +54,7 @@ class Curriculum:
         """
         self.path = function
         self._function = _imported(function)
-        self._kwargs = dict(kwargs)
+        self._kwargs = resolved(kwargs, "data.curriculum.kwargs")
         self._configured = dict(weights)
         self.clear()
         self.first_weights = self.weights(self.progress(0, 0))

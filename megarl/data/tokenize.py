@@ -32,7 +32,8 @@ def load_tokenizer(model_dir: Path | str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(hf_files(model_dir)), local_files_only=True)
+        # None, the default, may ask on a terminal whether Python code that comes with the model may run.
+        return AutoTokenizer.from_pretrained(str(hf_files(model_dir)), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{model_dir} has no tokenizer that can be loaded: {error}") from error
 

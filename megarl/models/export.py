@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megarl.common.byte_units import MIB
+from megarl.common.confined_paths import inside
 from megarl.models.gather import Gather, GatherRequest, GlooWaiter, Rows, TensorPart, build_gathers
 from megarl.models.gather_pairs import connect_pairs, pairs_of
 from megarl.models.info import ModelInfo
@@ -262,10 +263,13 @@ def _write_own_files(
 
 
 def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy config, tokenizer, generation config and so on; `config.json` gets the dtype of the new weights."""
+    """Copy config, tokenizer, generation config and so on; `config.json` gets the dtype of the new weights.
+
+    Raises ValueError for a file that is a link out of `source`.
+    """
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not file.name.startswith("."):
-            shutil.copyfile(file, target / file.name)
+            shutil.copyfile(inside(source, file.name), target / file.name)
     before = json.loads((target / "config.json").read_text())
     config = exported_config(before, dtype)
     if config != before:

@@ -17,6 +17,8 @@ from typing import Any, Protocol, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megarl.common.confined_paths import inside
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -53,7 +55,7 @@ class SafetensorsDirectory:
     """All tensors of a directory by name, from the headers alone; `read` maps files and copies only the slice.
 
     Raises ValueError naming file and tensor for a directory without safetensors, a truncated file, a tensor in two
-    files, or an index that contradicts the files.
+    files, an index that contradicts the files, or a file outside the directory.
     """
 
     def __init__(self, directory: Path | str) -> None:
@@ -94,9 +96,9 @@ class SafetensorsDirectory:
     def _files(self) -> list[Path]:
         index = self._index()
         files = (
-            sorted({self.directory / file for file in index.values()})
+            sorted({inside(self.directory, file) for file in index.values()})
             if index is not None
-            else sorted(self.directory.glob("*.safetensors"))
+            else sorted(inside(self.directory, file.name) for file in self.directory.glob("*.safetensors"))
         )
         if not files:
             raise ValueError(f"{self.directory} has no *.safetensors; convert the checkpoint to safetensors first")

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from megarl.common.byte_units import GIB
+from megarl.common.confined_paths import inside, refuse_outside_links
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -30,14 +31,14 @@ def megatron_step(path: Path | str) -> Path | None:
     """Return the step directory that `path` is or that its tracker file names; None if it is no Megatron checkpoint.
 
     Raises ValueError for an incomplete checkpoint: its tracker file is unreadable or names a directory that does not
-    exist, or the step directory lacks Megatron-Core's own files.
+    exist, or the step directory lacks Megatron-Core's own files; and for a step directory that is a link out of ROOT.
     """
     path = Path(path)
     if (path / TRACKER).is_file():
         word = (path / TRACKER).read_text(errors="replace").strip()
         if word != RELEASE and not (word.isascii() and word.isdigit()):
             raise ValueError(f"{path / TRACKER} must hold a number or {RELEASE!r}, not {word[:40]!r}")
-        step = path / step_name(None if word == RELEASE else int(word))
+        step = inside(path, step_name(None if word == RELEASE else int(word)))
         if not step.is_dir():
             raise ValueError(f"{path / TRACKER} says {word}, but {step} does not exist")
     elif _is_step(path):
@@ -53,16 +54,21 @@ def megatron_step(path: Path | str) -> Path | None:
 def hf_files(path: Path | str) -> Path:
     """Return the directory with `config.json`, tokenizer and generation config of a model path of either format.
 
-    Raises ValueError for a Megatron checkpoint that does not contain them.
+    Raises ValueError for a Megatron checkpoint that does not contain them, and for a file that is a link out of the
+    directory.
     """
     step = megatron_step(path)
     if step is None:
+        if Path(path).is_dir():
+            refuse_outside_links(Path(path))
         return Path(path)
+    refuse_outside_links(step)
     if not (step / HF_FILES / "config.json").is_file():
         raise ValueError(
             f"{step / HF_FILES / 'config.json'} not found: this Megatron checkpoint does not contain the model's "
             f"Hugging Face files; copy config.json and the tokenizer into {step / HF_FILES}"
         )
+    refuse_outside_links(step / HF_FILES)
     return step / HF_FILES
 
 

@@ -36,7 +36,7 @@ def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFuncti
             target, kwargs = target(**kwargs), {}
         except TypeError as error:
             raise ValueError(
-                f"reward function {function!r} cannot be made with reward.kwargs={kwargs}: {error}"
+                f"reward function {function!r} cannot be made with reward.kwargs {sorted(kwargs)}: {error}"
             ) from error
     if not callable(target):
         raise ValueError(f"reward function {function!r} is a {type(target).__name__}, not a function")

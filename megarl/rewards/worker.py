@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Sequence
 
 from megarl.common.processes import die_with_parent
+from megarl.common.secret_references import resolved
 from megarl.rewards.answers import RewardAnswer, StartReport, encode_answer, encode_start
 from megarl.rewards.frames import receive_frame, send_frame
 from megarl.rewards.resolve import as_result, resolve
@@ -94,7 +95,7 @@ def _resolve(setup: Setup) -> tuple[list[RewardFunction], str]:
     for spec in setup.functions:
         place = "" if spec.key == "reward" else f"{spec.key}: "  # the messages themselves name the keys of `reward`
         try:
-            functions.append(resolve(spec.function, spec.kwargs))
+            functions.append(resolve(spec.function, resolved(spec.kwargs, "reward.kwargs")))
         except ValueError as error:
             return [], f"{place}{error}"
         except BaseException as error:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from typing import Any
 
+from megarl.common.secret_references import resolved
 from megarl.config.concurrent_evaluation import evaluates_beside_training
 from megarl.config.engine_checks import RESERVED
 from megarl.config.schema import Config
@@ -57,7 +58,7 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         arguments["scheduling_policy"] = "priority"
     if not cuda:
         arguments |= _whole_prompts(max_model_len or rollout.max_model_len)
-    return {**arguments, **rollout.engine_kwargs}
+    return {**arguments, **resolved(rollout.engine_kwargs, "rollout.engine_kwargs")}
 
 
 def _has_flashinfer_kernels() -> bool:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.common.errors import ReplicaFailed, RequestFailed
 from megarl.common.output import redirect_output
+from megarl.common.private_directory import name_shared_memory
 from megarl.common.processes import ProcessId, die_with
 from megarl.config.schema import Config
 from megarl.rollout.devices import HeldDevices, held_devices
@@ -133,6 +134,7 @@ class EngineReplica:
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
         redirect_output(self._log_file)
         os.environ.update(engine_environment(self.config, cuda=spec.cuda))
+        name_shared_memory()
         spec.watch_supervisor()
 
     async def start(self) -> dict[str, float]:

@@ -14,8 +14,10 @@ def register() -> None:
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.weights.engine", "MegarlWeightTransferEngine")
     if _is_vllm_child():
+        from megarl.common.private_directory import name_shared_memory
         from megarl.common.processes import die_with_parent
 
+        name_shared_memory()
         die_with_parent()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster import guardian
+from megarl.common.private_directory import make_private_directory
 from megarl.common.processes import ProcessId, descendants, is_alive
 from tests.support.waiting import wait_until
 
@@ -43,17 +44,19 @@ def write_state(path: Path, supervisor: ProcessId, children: list[ProcessId]) ->
 PATIENCE_S = 1.0
 
 
-def arguments_of(state_file: Path, supervisor: ProcessId, agent: ProcessId | None = None) -> list[str]:
+def arguments_of(state_file: Path, private: Path, supervisor: ProcessId, agent: ProcessId | None = None) -> list[str]:
     agent = agent or ProcessId.own()
     numbers = (supervisor.pid, supervisor.start_time, agent.pid, agent.start_time, PATIENCE_S)
-    return [str(state_file), *map(str, numbers)]
+    return [str(state_file), str(private), *map(str, numbers)]
 
 
 def run_guardian(
     state_file: Path, supervisor: ProcessId, monkeypatch: pytest.MonkeyPatch, agent: ProcessId | None = None
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["guardian", *arguments_of(state_file, supervisor, agent)])
+    private = make_private_directory()
+    monkeypatch.setattr(sys, "argv", ["guardian", *arguments_of(state_file, private, supervisor, agent)])
     guardian.main()
+    assert not private.exists()
 
 
 def test_the_recorded_children_of_a_killed_supervisor_are_killed_and_others_are_not(
@@ -84,15 +87,17 @@ def test_nothing_is_killed_while_the_supervisor_lives(
     supervisor = start()
     child, identity = ProcessId.of(start().pid), ProcessId.of(supervisor.pid)
     write_state(tmp_path / "state.json", identity, [child])
-    arguments = arguments_of(tmp_path / "state.json", identity)
+    private = make_private_directory()
+    arguments = arguments_of(tmp_path / "state.json", private, identity)
     process = subprocess.Popen([sys.executable, "-m", "megarl.cluster.guardian", *arguments])
     try:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=4 * guardian.POLL_S)
-        assert is_alive(child)
+        assert is_alive(child) and private.is_dir()
         supervisor.kill()
         wait_until(lambda: not is_alive(child), 30, "the guardian to kill the child")
         assert process.wait(timeout=30) == 0
+        assert not private.exists()
     finally:
         process.kill()
         process.wait(timeout=10)
@@ -129,7 +134,8 @@ def test_children_that_were_seen_are_killed_without_a_state_file(tmp_path: Path)
     assert killed.stdout is not None and killed.stdout.readline() == b"up\n"
     supervisor = ProcessId.of(killed.pid)
     (child,) = descendants(killed.pid)
-    command = [sys.executable, "-m", "megarl.cluster.guardian", *arguments_of(tmp_path / "missing.json", supervisor)]
+    arguments = arguments_of(tmp_path / "missing.json", tmp_path / "private", supervisor)
+    command = [sys.executable, "-m", "megarl.cluster.guardian", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
         time.sleep(4 * guardian.POLL_S)  # it looks once at its start

@@ -25,7 +25,10 @@ REQUESTED = "the launcher (pid 7) is gone"
 
 def supervisor_in(directory: Path, agent: ProcessId | None = None) -> Supervisor:
     content = config("model", run__dir=str(directory)).model_dump_json()
-    made = Supervisor(SupervisorSpec(content, str(directory), agent or ProcessId.own(), "abc", 0, "/", cuda=False))
+    made = Supervisor(
+        SupervisorSpec(content, str(directory), agent or ProcessId.own(), "abc", 0, "/", cuda=False),
+        directory / "private",
+    )
     made._guardian = GONE
     return made
 
@@ -141,7 +144,7 @@ def test_whoever_waits_for_an_actor_finds_the_reason_when_the_actor_ends(
     own = ProcessId.own()
     spec = SupervisorSpec(config("model").model_dump_json(), str(tmp_path), own, "abc", 0, "/", cuda=False)
     handle = SupervisorHandle(str(tmp_path), "a:1", spec.namespace, spec.partition, 0, "abc", own, platform.node())
-    supervisor, found = Supervisor(spec), []
+    supervisor, found = Supervisor(spec, tmp_path / "private"), []
 
     def close_actors(timeout_s: float) -> None:
         with pytest.raises(PoolEnded, match="the rollout pool has ended") as raised:

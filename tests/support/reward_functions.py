@@ -210,3 +210,8 @@ def fails_on_even(response: str, answer: str) -> float:
     if len(response) % 2 == 0:
         raise LookupError("no verdict on an even length")
     return digit_share(response, answer)
+
+
+def is_the_key(response: str, answer: str, key: str, more: list[str]) -> float:
+    """1 if the response is the key; `more`: keys that are inside a list."""
+    return float([response] == [key] == more)

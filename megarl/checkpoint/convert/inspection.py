@@ -10,6 +10,8 @@ import torch
 from megarl.checkpoint.convert.byte_progress import size
 from megarl.checkpoint.format.hf_files import HFDirectory
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
+from megarl.checkpoint.format.plain_values import load_plain
+from megarl.common.confined_paths import inside
 from megarl.models.loader import left_out_note
 from megarl.models.source import COMMON_FILE
 
@@ -50,13 +52,13 @@ def _format(model: HFDirectory | MegatronDirectory) -> str:
 
 def content_metadata_of(step: Path) -> dict[str, object]:
     """Return the content metadata in `common.pt`, {} if there is none. Raises ValueError if it is not plain data."""
-    path = step / COMMON_FILE
+    path = inside(step, COMMON_FILE)
     try:
-        common = torch.load(path, map_location="cpu", weights_only=True)
+        common = load_plain(path)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
-    except Exception as error:  # a trainer's common state may hold other objects, whose code must not run here
-        raise ValueError(f"{path} cannot be read as plain data: {str(error).splitlines()[0]}") from error
+    except ValueError as error:  # a trainer's common state may hold other objects, whose code must not run here
+        raise ValueError(f"{path} cannot be read as plain data: {error}") from error
     found: dict[str, object] = common.get("content_metadata") or {}
     return found
 

@@ -73,7 +73,9 @@ def logprobs(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
 def _by_transformers(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(hf_files(path), dtype=torch.float32, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        hf_files(path), dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    ).eval()
     if torch.cuda.is_available():
         model = model.cuda()
     return [model(torch.tensor([each], device=model.device)).logits[0].log_softmax(-1).cpu() for each in ids]

@@ -12,6 +12,8 @@ from typing import Protocol, Self
 
 import torch
 
+from megarl.checkpoint.format.plain_values import load_plain
+from megarl.common.confined_paths import inside
 from megarl.models.info import ModelInfo
 from megarl.models.loader import check_tensors, is_left_out
 from megarl.models.mapping import Entry
@@ -190,13 +192,13 @@ class _PickledDirectory:
         if not names:
             raise ValueError(f"{path} has neither *.safetensors nor pytorch_model*.bin")
         for name in names:
-            self._read(path / name)
+            self._read(inside(path, name))
 
     def _read(self, file: Path) -> None:
         try:
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # the error that torch raises depends on the damage
-            raise ValueError(f"{file} cannot be read as plain tensors: {str(error).splitlines()[0]}") from error
+            content = load_plain(file, mmap=True)
+        except ValueError as error:
+            raise ValueError(f"{file} cannot be read as plain tensors: {error}") from error
         if not isinstance(content, dict) or not all(isinstance(each, torch.Tensor) for each in content.values()):
             raise ValueError(f"{file} cannot be read as plain tensors: it must be a dict of tensors by name")
         for name, tensor in content.items():

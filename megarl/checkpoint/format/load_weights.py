@@ -13,6 +13,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 
 from megarl.checkpoint.format.keys import is_model_key, problems_of, resolve, stored_tensors
+from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy, NoCommonState
+from megarl.checkpoint.format.megatron_files import read_index
 from megarl.checkpoint.format.sharding import model_sharded_state_dict
 from megarl.common.byte_units import MIB
 from megarl.models.info import ModelInfo
@@ -46,7 +48,7 @@ def load_megatron_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, pa
     for each in nested_values(state):
         each.key = renamed.get(each.key, each.key)
     try:
-        dist_checkpointing.load(state, str(step))
+        dist_checkpointing.load(state, str(step), MappedLoadStrategy(), NoCommonState())
     except CheckpointingException as error:
         raise ValueError(f"{step}: {error}") from error
     size = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
@@ -60,8 +62,7 @@ def check_keys(step: Path, info: ModelInfo) -> dict[str, str]:
     Returns the checkpoint's own key for each key that it has under another name (see `resolve`). Raises ValueError
     listing the differences.
     """
-    metadata = dist_checkpointing.load_tensors_metadata(str(step))
-    found = {key: tuple(value.global_shape) for key, value in metadata.items() if is_model_key(key)}
+    found = {key: value.shape for key, value in read_index(step).items() if is_model_key(key)}
     wanted = [stored for parts in stored_tensors(table(info)).values() for stored in parts]
     renamed = resolve(found, wanted)
     found |= {key: found.pop(other) for key, other in renamed.items()}

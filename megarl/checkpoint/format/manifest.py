@@ -15,6 +15,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from megarl.common.confined_paths import inside
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 _CHUNK = 2**18  # bytes; few enough to stay in the cache of the core that reads them
@@ -98,12 +100,15 @@ def check_files(directory: Path, files: Mapping[str, FileEntry], names: Iterable
     def check(name: str) -> str | None:
         path, expected = directory / name, files[name]
         try:
+            inside(directory, name)
             size = path.stat().st_size
             if size != expected.bytes:
                 return f"{path}: {size} bytes, the manifest says {expected.bytes}"
             found = FileEntry.of(path)
         except OSError as error:
             return f"{path}: {error.strerror or error}"
+        except ValueError as error:
+            return str(error)
         if found == expected:
             return None
         return f"{path}: digest {found.blake3[:16]}…, the manifest says {expected.blake3[:16]}…"

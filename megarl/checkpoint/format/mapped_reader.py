@@ -1,7 +1,8 @@
-"""Loads a run's checkpoint from memory-mapped files: each tensor is copied once, to its destination.
+"""Loads Megatron checkpoints from memory-mapped files: each tensor is copied once, and nothing in them is executed.
 
 torch's own reader (filesystem.py:861 of 2.13) first makes a private copy of every stored tensor in newly allocated
-memory, which can take as long as the reading.
+memory, which can take as long as the reading. It also unpickles the index and stored objects without restriction, so
+every load of megarl uses the classes of this module: no file of a checkpoint is trusted, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -10,18 +11,34 @@ import io
 from pathlib import Path
 from unittest import mock
 
+import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from megarl.checkpoint.format.hf_files import MappedFile
 from megarl.checkpoint.format.megatron_files import Chunk, archived_tensor
+from megarl.checkpoint.format.plain_values import load_plain
+from megarl.checkpoint.format.shard_index import read_metadata
 
 
-class MappedReader(CachedMetadataFileSystemReader):
-    """A `FileSystemReader` without private copies. Raises ValueError for a damaged archive."""
+class MappedReader(FileSystemReader):
+    """A `FileSystemReader` that makes no private copies and trusts no file.
+
+    Raises ValueError for a file that is damaged or would run code.
+    """
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        """Return the index, read once; torch's own method would run the code that a crafted one names."""
+        if self._metadata is None:
+            self._metadata = read_metadata(Path(self.path))
+        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of `plan` into the tensors that `planner` names, as the base class does."""
@@ -31,7 +48,7 @@ class MappedReader(CachedMetadataFileSystemReader):
             name = place.relative_path
             file = files.get(name) or files.setdefault(name, MappedFile(Path(self.path) / name))
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(file.bytes(place.offset, place.offset + place.length)))
+                planner.load_bytes(item, _plain_object(file, place, item.storage_index.fqn))
                 continue
             stored = archived_tensor(file, Chunk((), (), name, place.offset, place.length), item.storage_index.fqn)
             for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -46,14 +63,58 @@ class MappedReader(CachedMetadataFileSystemReader):
         return done
 
 
+def _plain_object(file: MappedFile, place: _StorageInfo, key: str) -> io.BytesIO:
+    """Return a stored object (not a tensor), saved again: torch's planner unpickles it without restriction.
+
+    Raises ValueError if it holds anything but tensors and plain values.
+    """
+    stored = io.BytesIO(file.bytes(place.offset, place.offset + place.length))
+    try:
+        value = load_plain(stored)
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {key} cannot be read as plain data: {error}") from error
+    copy = io.BytesIO()
+    torch.save(value, copy)
+    copy.seek(0)
+    return copy
+
+
+class NoCommonState(LoadCommonStrategy):
+    """Leaves `common.pt` alone: it is a pickle, and nothing that megarl loads is in it."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> StateDict:
+        """Return an empty state."""
+        return {}
+
+    def load_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        """Raise, because the objects are among the shards, which `MappedLoadStrategy` loads."""
+        raise NotImplementedError
+
+    def check_backend_compatibility(self, loaded_version: object) -> None:
+        """Accept every backend, because its file is not read."""
+
+    def check_version_compatibility(self, loaded_version: object) -> None:
+        """Accept every version, because its file is not read."""
+
+
 class MappedLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
     """Megatron-Core's load strategy with `MappedReader`; the function of its module that makes a reader is replaced."""
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
-        """Load the tensors of `sharded_state_dict`, as the base class does."""
+        """Load the tensors of `sharded_state_dict`, as the base class does.
+
+        Raises ValueError, with the message of the first rank that failed, for a file that is damaged or unsafe.
+        """
+
+        reader = MappedReader(checkpoint_dir)
+        reader.read_metadata()  # here, because torch would hide its error behind one of its own
 
         def make_reader(directory: str | Path, cache_metadata: bool = False) -> MappedReader:
-            return MappedReader(directory)
+            return reader
 
         with mock.patch.object(torch_strategy, "_get_filesystem_reader", make_reader):
-            return super().load(sharded_state_dict, checkpoint_dir)
+            try:
+                return super().load(sharded_state_dict, checkpoint_dir)
+            except CheckpointException as error:  # torch's, and no Exception: it lists each rank's traceback
+                rank, (cause, _) = min(error.failures.items())
+                raise ValueError(f"{checkpoint_dir} cannot be loaded: rank {rank}: {cause}") from error

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megarl.checkpoint.format.hf_files import MappedFile
 from megarl.checkpoint.format.keys import StoredTensor, is_model_key, problems_of, resolve, stored_tensors
+from megarl.checkpoint.format.shard_index import read_metadata
 from megarl.models.info import ModelInfo
 from megarl.models.mapping import Piece, cut
 from megarl.models.read_config import load_info
@@ -26,8 +28,7 @@ from megarl.models.shards import table
 from megarl.models.source import SHARD_INDEX, megatron_step
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 # A directory entry, and the records at an archive's end: PKWARE's APPNOTE, 4.3.12 and 4.3.14 to 4.3.16.
 _DIRECTORY = struct.Struct("<4s6H3I5H2I")
@@ -43,8 +44,6 @@ _STORAGES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-_METADATA_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
-_METADATA_NAMES = {("torch", "Size"), ("collections", "OrderedDict"), ("collections", "defaultdict")}
 
 
 @dataclass(frozen=True)
@@ -68,26 +67,15 @@ class TensorMeta:
 
 
 def read_index(step: Path) -> dict[str, TensorMeta]:
-    """Return every tensor of a checkpoint by key, from `.metadata`.
-
-    Raises ValueError if the file is damaged or holds objects of other classes than an index.
-    """
-    path = step / SHARD_INDEX
-    content = path.read_bytes()
-    try:
-        metadata = _IndexUnpickler(io.BytesIO(content)).load()
-        storage = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
-        return {
-            key: TensorMeta(
-                value.properties.dtype,
-                tuple(value.size),
-                tuple(_chunk(storage[key, tuple(chunk.offsets)], chunk) for chunk in value.chunks),
-            )
-            for key, value in metadata.state_dict_metadata.items()
-            if hasattr(value, "chunks")
-        }
-    except Exception as error:  # the error that pickle raises depends on the damage
-        raise ValueError(f"{path} is not a readable index of torch.distributed.checkpoint: {error}") from error
+    """Return every tensor of a checkpoint by key, from `.metadata`. Raises ValueError as `read_metadata`."""
+    metadata = read_metadata(step)
+    return {
+        key: TensorMeta(
+            value.properties.dtype, tuple(value.size), tuple(_chunk(step, metadata, key, each) for each in value.chunks)
+        )
+        for key, value in metadata.state_dict_metadata.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
 
 
 class MegatronDirectory:
@@ -211,9 +199,10 @@ class MegatronDirectory:
                 raise ValueError(f"{path} is truncated: {path.stat().st_size} bytes, {key} ends at {end}")
 
 
-def _chunk(info: _StorageInfo, chunk: ChunkStorageMetadata) -> Chunk:
-    if getattr(info, "transform_descriptors", None):
-        raise pickle.UnpicklingError("its shards are compressed, which is not supported")
+def _chunk(step: Path, metadata: Metadata, key: str, chunk: ChunkStorageMetadata) -> Chunk:
+    info = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
+    if info is None:
+        raise ValueError(f"{step / SHARD_INDEX} does not say where {key} at {list(chunk.offsets)} is stored")
     return Chunk(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length)
 
 
@@ -279,7 +268,7 @@ def archived_tensor(file: MappedFile, chunk: Chunk, key: str) -> torch.Tensor:
 def _open_archive(file: MappedFile, chunk: Chunk, key: str) -> _Archive:
     try:
         return _parse_archive(file, chunk)
-    except (ValueError, struct.error, pickle.UnpicklingError, IndexError) as error:
+    except Exception as error:  # the error that pickle raises depends on the damage
         raise ValueError(f"{file.path}: the archive of {key} at byte {chunk.begin} is damaged: {error}") from error
 
 
@@ -293,6 +282,8 @@ def _parse_archive(file: MappedFile, chunk: Chunk) -> _Archive:
     if pickled is None:
         raise ValueError("it holds no tensor")
     dtype, offset, shape, stride = _TensorUnpickler(io.BytesIO(pickled)).load()
+    if not isinstance(dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in (offset, *shape, *stride)):
+        raise ValueError("it does not describe a plain tensor")
     if stored is None and torch.Size(shape).numel():
         raise ValueError("it holds no data")
     return _Archive(dtype, shape, stride, (stored or 0) + offset * dtype.itemsize)
@@ -359,22 +350,3 @@ def _rebuild(
 ) -> tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
     """Take the arguments of `torch._utils._rebuild_tensor_v2`; return those that describe the tensor."""
     return dtype, offset, tuple(shape), tuple(stride)
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Unpickles `.metadata` and refuses everything in it but the index's own classes."""
-
-    def find_class(self, module: str, name: str) -> object:
-        allowed = module.startswith(_METADATA_MODULES) or (module, name) in _METADATA_NAMES
-        if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
-            allowed = True
-        if module in ("pathlib", "pathlib._local") or (module, name) == ("torch.serialization", "_get_layout"):
-            allowed = True
-        if not allowed:
-            raise pickle.UnpicklingError(f"it holds a {module}.{name}")
-        if module.startswith("megatron."):
-            return type(name, (), {})  # an empty class, because Megatron-Core's own additions are not used
-        found: object = super().find_class(module, name)
-        if module.startswith("torch.distributed.") and not isinstance(found, type):
-            raise pickle.UnpicklingError(f"it holds a {module}.{name}")
-        return found

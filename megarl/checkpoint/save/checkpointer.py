@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, check_files, fsync_directory
-from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy
+from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy, NoCommonState
 from megarl.checkpoint.format.sharding import content_metadata
 from megarl.checkpoint.save.background_export import BackgroundExport
 from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory, best_step, to_delete
@@ -404,7 +404,7 @@ def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, w
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if group.size() > 1:
         strategy = FullyParallelLoadStrategyWrapper(strategy, group)
-    loaded = dist_checkpointing.load(state, str(path), strategy)
+    loaded = dist_checkpointing.load(state, str(path), strategy, NoCommonState())
     with torch.no_grad():
         for name, parameter in parameters.items():
             # One rank loads it in place, another receives it from a peer; the halves of a gated layer are a new tensor.

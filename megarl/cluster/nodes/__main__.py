@@ -1,4 +1,4 @@
-"""`python -m megarl.cluster.nodes prepare|status|fail|scripts`: the commands that launch scripts call.
+"""`python -m megarl.cluster.nodes prepare|status|fail|environment|scripts`: the commands that launch scripts call.
 
 Users call `megarl launch`.
 """
@@ -16,7 +16,7 @@ from megarl.cluster.nodes.allocation import local_allocation, slurm_allocation
 from megarl.cluster.nodes.batch_script import shipped_scripts
 from megarl.cluster.nodes.board import NodeBoard, NodeFailure
 from megarl.cluster.nodes.launch_spec import LaunchSpec
-from megarl.cluster.nodes.node_commands import ENTRY
+from megarl.cluster.nodes.node_commands import ENTRY, exports
 from megarl.cluster.nodes.prepare import prepare, status
 from megarl.common.errors import ConfigError
 from megarl.config.arguments import add_config_arguments
@@ -52,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     failed.add_argument("host")
     failed.add_argument("reason")
     failed.set_defaults(run=_fail)
+    passed = commands.add_parser("environment", help="print shell commands that set what the agents of hosts need")
+    passed.add_argument("launch", type=Path)
+    passed.set_defaults(run=_environment)
     shipped = commands.add_parser("scripts", help="regenerate the scripts in launch/; run it in the repository's root")
     shipped.set_defaults(run=_scripts)
     return parser
@@ -79,6 +82,11 @@ def _status(options: argparse.Namespace) -> int:
 
 def _fail(options: argparse.Namespace) -> int:
     NodeBoard(options.launch.parent).claim_failure(NodeFailure(options.host, options.reason))
+    return 0
+
+
+def _environment(options: argparse.Namespace) -> int:
+    sys.stdout.write(exports(LaunchSpec.load(options.launch).config, os.environ))
     return 0
 
 

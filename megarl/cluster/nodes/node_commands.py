@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -10,11 +12,16 @@ import yaml
 from megarl.cluster.nodes.topology import NodePlan, Topology, stop_seconds
 from megarl.common.errors import ConfigError
 from megarl.config.schema import Config
+from megarl.config.secret_checks import referenced_variables
 
 # Environment variable of the ranks: set if a node's agent has started them, to the id of its launch.
 LAUNCH_ID_VARIABLE = "MEGARL_LAUNCH_ID"
 
 ENTRY = "examples/rl/train_rl.py"
+
+# What is passed to hosts that are reached by ssh, beside the variables to which the config refers.
+_PASSED_NAMES = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "WANDB_API_KEY"}
+_PASSED_PREFIXES = ("MEGARL_", "NCCL_", "GLOO_", "OMP_", "RAY_", "VLLM_")
 
 
 def torchrun_command(
@@ -82,6 +89,19 @@ def read_runtime_env(path: Path) -> dict[str, str]:
     if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
         raise ConfigError([f"launch.runtime_env: {path}: every value of env_vars must be a string; put it in quotes"])
     return {str(name): value for name, value in variables.items()}
+
+
+def exports(config: Config, environment: Mapping[str, str]) -> str:
+    """Return shell commands that set, on another host, what an agent needs of this environment.
+
+    These are the variables of the libraries and those to which the config refers.
+    """
+    names = _PASSED_NAMES | referenced_variables(config).keys()
+    return "".join(
+        f"export {name}={shlex.quote(value)}\n"
+        for name, value in environment.items()
+        if name in names or (name.startswith(_PASSED_PREFIXES) and name.isidentifier())
+    )
 
 
 def network_environment(address: str, interface: str | None, *, several: bool, chosen: bool) -> dict[str, str]:

@@ -26,11 +26,11 @@ from megarl.cluster.ray_head import (
     RayShare,
     access_environment,
     keep_logs,
-    make_temp_dir,
     patched_start,
     ray_environment,
     rollout_share,
 )
+from megarl.common.private_directory import make_private_directory, sweep_dead_directories, use_private_directory
 from megarl.common.processes import die_with_parent
 from megarl.rollout.devices import visible_devices
 
@@ -61,8 +61,10 @@ def main() -> int:
     def end(number: int, frame: FrameType | None) -> None:
         ended.set()
 
-    temp_dir = make_temp_dir()
-    ray_node = _start(handle.address, share, temp_dir)
+    sweep_dead_directories()
+    private = make_private_directory()
+    use_private_directory(private)
+    ray_node = _start(handle.address, share, private / "ray")
     signal.signal(signal.SIGTERM, end)
     logger.info("raylet of node %d has joined %s with %s", node.index, handle.address, share)
     code = 0
@@ -72,7 +74,7 @@ def main() -> int:
             code = 1
             break
     ray_node.kill_all_processes(check_alive=False, allow_graceful=True)
-    keep_logs(temp_dir, _log_dir(launch, node))
+    keep_logs(private, _log_dir(launch, node))
     return code
 
 

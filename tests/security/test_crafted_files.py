@@ -1,0 +1,318 @@
+"""Files that would run code, or lead to other files, when they are read: refused by every reader, with a clear message.
+
+Each is first read by the library's own reader, which shows that the file does what it is made for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megarl.checkpoint.convert.inspection import content_metadata_of
+from megarl.checkpoint.format.hf_files import HFDirectory, MappedFile
+from megarl.checkpoint.format.load_weights import check_keys
+from megarl.checkpoint.format.manifest import FileEntry, check_files
+from megarl.checkpoint.format.mapped_reader import MappedReader
+from megarl.checkpoint.format.megatron_files import Chunk, MegatronDirectory, archived_tensor, read_index
+from megarl.checkpoint.format.open_model import open_model
+from megarl.config.engine_checks import engine_problems
+from megarl.config.schema import Config
+from megarl.data.tokenize import load_tokenizer
+from megarl.models.export import copy_side_files
+from megarl.models.read_config import load_info
+from megarl.models.safetensors_io import SafetensorsDirectory
+from megarl.models.source import hf_files
+from tests.support.converter import convert, refused
+from tests.support.family_models import family_models
+from tests.support.run import tiny_config
+from tests.support.world import World
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Hugging Face directory and the Megatron checkpoint of the same model."""
+    root = tmp_path_factory.mktemp("models")
+    source = family_models(root)("qwen3")
+    convert("import", "--hf", source, "--out", root / "megatron")
+    return source, root / "megatron"
+
+
+@pytest.fixture
+def hf(models: tuple[Path, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(models[0], tmp_path / "hf")
+
+
+@pytest.fixture
+def megatron(models: tuple[Path, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(models[1], tmp_path / "megatron")
+
+
+class Payload:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def dotted(module: str, name: str, marker: Path) -> bytes:
+    """A pickle that calls `module`.`name`(marker), where the name may contain dots."""
+    words = b"".join(b"\x8c" + bytes([len(word)]) + word for word in (module.encode(), name.encode()))
+    path = str(marker).encode()
+    return b"\x80\x04" + words + b"\x93\x8c" + bytes([len(path)]) + path + b"\x85R."
+
+
+def plain(marker: Path) -> bytes:
+    return pickle.dumps(Payload(marker))
+
+
+INDEX_ATTACKS: dict[str, Callable[[Path], bytes]] = {
+    "a function": plain,
+    "a dotted name of pathlib": lambda marker: dotted("pathlib", "os.mkdir", marker),
+    "a dotted name of torch's index": lambda m: dotted("torch.distributed.checkpoint.filesystem", "os.mkdir", m),
+    "a dotted name of torch": lambda marker: dotted("torch", "os.mkdir", marker),
+    "inside an index": lambda marker: pickle.dumps(Metadata({}, planner_data=Payload(marker), storage_data={})),
+}
+
+
+@contextmanager
+def runs(marker: Path) -> Iterator[None]:
+    """The unguarded reader in the block runs the file's code. Removes the mark that it leaves."""
+    yield
+    assert marker.is_dir(), "the file does nothing, so this test shows nothing"
+    marker.rmdir()
+
+
+@contextmanager
+def refuses(marker: Path, *words: str) -> Iterator[None]:
+    """The reader in the block raises ValueError with these words, and the file's code does not run."""
+    with pytest.raises(ValueError) as caught:
+        yield
+    assert not marker.exists(), "the file's code has run"
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("attack", INDEX_ATTACKS)
+def test_an_index_that_runs_code(attack: str, megatron: Path, tmp_path: Path) -> None:
+    marker, step = tmp_path / "ran", megatron / "release"
+    info = load_info(step)
+    (step / ".metadata").write_bytes(INDEX_ATTACKS[attack](marker))
+    with runs(marker):
+        pickle.loads((step / ".metadata").read_bytes())
+    for unguarded in (
+        FileSystemReader(step).read_metadata,
+        lambda: dist_checkpointing.load_tensors_metadata(str(step)),
+    ):
+        with runs(marker), contextlib.suppress(AttributeError):  # most of these files hold no index
+            unguarded()
+    for read in (
+        lambda: read_index(step),
+        lambda: MappedReader(step).read_metadata(),
+        lambda: check_keys(step, info),
+        lambda: MegatronDirectory(megatron),
+        lambda: open_model(megatron),
+    ):
+        with refuses(marker, str(step / ".metadata"), "is not a readable index", "mkdir"):
+            read()
+    assert "mkdir" in refused("inspect", megatron) and not marker.exists()
+
+
+@pytest.mark.world
+def test_training_from_a_crafted_checkpoint(
+    world: Callable[[int], World], models: tuple[Path, Path], megatron: Path, tmp_path: Path
+) -> None:
+    """`common.pt` is not read at all; an index that runs code ends the load with a message."""
+    marker, step = tmp_path / "ran", megatron / "release"
+    torch.save({"args": Payload(marker)}, step / "common.pt")
+    with runs(marker):
+        torch.load(step / "common.pt", weights_only=False)
+    load = "tests.support.ranks.crafted:load"
+    arguments = {"path": str(megatron), "model_dir": str(models[0])}
+    assert world(1).run(load, **arguments) == [["", ""]]
+    assert not marker.exists()
+    (step / ".metadata").write_bytes(plain(marker))
+    (messages,) = world(1).run(load, **arguments)
+    assert len(messages) == 2 and all("is not a readable index" in each for each in messages) and not marker.exists()
+
+
+def test_a_stored_object_that_runs_code(tmp_path: Path) -> None:
+    """The random states of a checkpoint are such objects. torch's planner unpickles them without restriction."""
+    marker, step = tmp_path / "ran", tmp_path / "step"
+    dcp.save({"rng": Payload(marker), "w": torch.arange(6.0)}, storage_writer=FileSystemWriter(step), no_dist=True)
+    state = {"rng": object(), "w": torch.zeros(6)}
+    with runs(marker):
+        dcp.load(state, storage_reader=FileSystemReader(step), no_dist=True)
+    with pytest.raises(dcp.CheckpointException, match=r"\.distcp: rng cannot be read as plain data: .*mkdir"):
+        dcp.load(state, storage_reader=MappedReader(step), no_dist=True)
+    assert not marker.exists()
+
+
+def test_plain_objects_are_loaded(tmp_path: Path) -> None:
+    saved = {"rng": {"numpy": ("MT", torch.arange(3), 1.5), "none": None}, "w": torch.arange(6.0)}
+    dcp.save(saved, storage_writer=FileSystemWriter(tmp_path / "step"), no_dist=True)
+    state: dict[str, Any] = {"rng": {"numpy": (), "none": 1}, "w": torch.zeros(6)}
+    dcp.load(state, storage_reader=MappedReader(tmp_path / "step"), no_dist=True)
+    assert state["w"].tolist() == saved["w"].tolist() and state["rng"]["none"] is None
+    assert repr(state["rng"]) == repr(saved["rng"])
+
+
+def test_a_shard_whose_tensor_runs_code(tmp_path: Path) -> None:
+    marker, shard = tmp_path / "ran", tmp_path / "__0_0.distcp"
+    torch.serialization.set_crc32_options(True)
+    torch.save(torch.zeros(2), shard)
+    content = replaced(shard, plain(marker))
+    with runs(marker):
+        torch.load(io.BytesIO(content), weights_only=False)
+    shard.write_bytes(content)
+    with refuses(marker, str(shard), "the archive of w at byte 0 is damaged", "mkdir"):
+        archived_tensor(MappedFile(shard), Chunk((0,), (2,), shard.name, 0, len(content)), "w")
+
+
+def replaced(archive: Path, pickled: bytes) -> bytes:
+    """The `torch.save` archive with another pickle in it."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(made, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, pickled if name.endswith("/data.pkl") else old.read(name))
+    return made.getvalue()
+
+
+def test_pickled_weights_that_run_code(hf: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    (hf / "model.safetensors").unlink()
+    torch.save({"model.embed_tokens.weight": Payload(marker)}, hf / "pytorch_model.bin")
+    with runs(marker):
+        torch.load(hf / "pytorch_model.bin", weights_only=False)
+    with refuses(marker, "pytorch_model.bin cannot be read as plain tensors", "posix.mkdir"):
+        HFDirectory(hf, allow_pickle=True)
+    with refuses(marker, "holds only pickled weights"):
+        HFDirectory(hf)
+
+
+def test_a_common_state_that_runs_code(megatron: Path, tmp_path: Path) -> None:
+    marker, step = tmp_path / "ran", megatron / "release"
+    torch.save({"content_metadata": Payload(marker)}, step / "common.pt")
+    with runs(marker):
+        torch.load(step / "common.pt", weights_only=False)
+    with refuses(marker, "common.pt cannot be read as plain data", "posix.mkdir"):
+        content_metadata_of(step)
+
+
+def test_a_tokenizer_that_brings_code(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    marker = tmp_path / "ran"
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (hf / "custom.py").write_text(f"import os\nos.mkdir({str(marker)!r})\nclass Custom: pass\n")
+    config = {"tokenizer_class": "Custom", "auto_map": {"AutoTokenizer": ["custom.Custom", None]}}
+    (hf / "tokenizer_config.json").write_text(json.dumps(config))
+    with runs(marker), pytest.raises(Exception, match=""):
+        AutoTokenizer.from_pretrained(str(hf), local_files_only=True, trust_remote_code=True)
+    assert len(load_tokenizer(hf)) and not marker.exists()  # its plain files are used instead
+
+
+def test_the_config_cannot_allow_the_code_of_a_model(tmp_path: Path) -> None:
+    raw = tiny_config(tmp_path)
+    raw["rollout"]["engine_kwargs"] = {"trust_remote_code": True}
+    (problem,) = engine_problems(Config.model_validate(raw))
+    assert "rollout.engine_kwargs.trust_remote_code: reserved; always false" in problem
+
+
+def test_an_index_that_names_other_files(megatron: Path, tmp_path: Path) -> None:
+    step = megatron / "release"
+    before = FileSystemReader(step).read_metadata()
+    shard = sorted(step.glob("*.distcp"))[0]
+    for name in ("../outside.distcp", str(tmp_path / "outside.distcp"), "link.distcp"):
+        place = next(iter(before.storage_data))
+        info = before.storage_data[place]
+        changed = {**before.storage_data, place: _StorageInfo(name, info.offset, info.length)}
+        (step / "link.distcp").unlink(missing_ok=True)
+        (step / "link.distcp").symlink_to(shutil.copy(shard, tmp_path / "outside.distcp"))
+        (step / ".metadata").write_bytes(pickle.dumps(Metadata(before.state_dict_metadata, storage_data=changed)))
+        with pytest.raises(ValueError, match=r"\.metadata is refused: .*(not the name of a file|only files inside)"):
+            read_index(step)
+
+
+@pytest.mark.parametrize("name", ["../outside.{}", "{}/outside.{}"])
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_list_of_weights_that_names_other_files(suffix: str, name: str, hf: Path, tmp_path: Path) -> None:
+    shutil.move(hf / "model.safetensors", tmp_path / "outside.safetensors")
+    torch.save({}, tmp_path / "outside.bin")
+    index = "model.safetensors.index.json" if suffix == "safetensors" else "pytorch_model.bin.index.json"
+    target = name.format(*[tmp_path, suffix][-name.count("{}") :])
+    (hf / index).write_text(json.dumps({"weight_map": {"model.norm.weight": target}}))
+    with pytest.raises(ValueError, match="is not the name of a file inside this directory"):
+        HFDirectory(hf, allow_pickle=suffix == "bin") if suffix == "bin" else SafetensorsDirectory(hf)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "model.safetensors", "notes.txt"])
+def test_links_out_of_a_model(name: str, hf: Path, tmp_path: Path) -> None:
+    """Side files are copied into every checkpoint: a link would carry a secret of this machine there."""
+    (tmp_path / "secret").write_text("key")
+    (hf / name).unlink(missing_ok=True)
+    (hf / name).symlink_to(tmp_path / "secret")
+    (tmp_path / "target").mkdir()
+    for read in (
+        lambda: load_info(hf),
+        lambda: load_tokenizer(hf),
+        lambda: hf_files(hf),
+        lambda: HFDirectory(hf),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is a link to .*secret, outside"):
+            read()
+    if not name.endswith("safetensors"):
+        with pytest.raises(ValueError, match=f"{name} is a link to .*secret, outside"):
+            copy_side_files(hf, tmp_path / "target", torch.float32)
+
+
+def test_links_out_of_a_checkpoint(megatron: Path, tmp_path: Path) -> None:
+    step = megatron / "release"
+    (tmp_path / "outside").mkdir()
+    shutil.move(step / "hf", tmp_path / "outside/hf")
+    (step / "hf").symlink_to(tmp_path / "outside/hf")
+    with pytest.raises(ValueError, match=r"hf is a link to .*, outside"):
+        load_info(megatron)
+    shutil.move(step, tmp_path / "outside/release")
+    step.symlink_to(tmp_path / "outside/release")
+    with pytest.raises(ValueError, match=r"release is a link to .*, outside"):
+        open_model(megatron)
+
+
+def test_a_manifest_that_names_other_files(tmp_path: Path) -> None:
+    (tmp_path / "step").mkdir()
+    (tmp_path / "secret").write_text("key")
+    entry = FileEntry.of(tmp_path / "secret")
+    (problem,) = check_files(tmp_path / "step", {"../secret": entry}, ["../secret"])
+    assert "is not the name of a file inside" in problem
+
+
+def test_a_model_in_the_cache_of_hugging_face(hf: Path, tmp_path: Path) -> None:
+    """The files of a snapshot are links to blobs beside it."""
+    model = tmp_path / "hub/models--org--name"
+    snapshot = model / "snapshots/0123"
+    snapshot.mkdir(parents=True)
+    (model / "blobs").mkdir()
+    for number, file in enumerate(sorted(hf.iterdir())):
+        shutil.move(file, model / f"blobs/{number}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert HFDirectory(snapshot).names()
+    assert load_tokenizer(snapshot).chat_template
