@@ -83,7 +83,7 @@ class RayConfig(Section):
     address: str | None = Field(
         None,
         description="Attach to a running cluster instead; its rollout nodes must offer the resources `megarl_rollout` "
-        "(10000 each) and `megarl_engine` (one per engine).",
+        "(10000 each) and `megarl_engine` (one per engine). Its nodes and the run need the same `RAY_AUTH_TOKEN_PATH`.",
     )
     num_cpus: int | None = Field(
         None, ge=1, description="Logical CPUs of each rollout node; default: what the plan needs."

@@ -318,7 +318,7 @@ def test_the_supervisor_lives_in_a_session_of_its_own(pool: TestPool) -> None:
 def test_a_killed_engine_actor_fails_its_calls_by_name_and_takes_its_engine_along(pool: TestPool) -> None:
     [replica] = pool.client.engine_handles().replicas()
     actor = process_of(replica)
-    [engine] = [each for each in descendants(actor.pid) if "EngineCore" in command_of(each)]
+    [engine] = [each for each in descendants(actor.pid) if "resource_tracker" not in command_of(each)]
     replica.call("pause", True, timeout_s=60)
     serve_error: list[BaseException] = []
 

@@ -125,8 +125,8 @@ def role_of(command: Sequence[str], parent_role: str, *, is_launcher: bool = Fal
     module = next((after for option, after in itertools.pairwise(command) if option == "-m"), "")
     if actor := re.match(r"ray::(\w+)", program):
         role = _RAY_ROLES.get(actor[1], program)
-    elif program.startswith("VLLM::"):
-        role = "engine"
+    elif program.startswith("VLLM::") or parent_role in {"engine replica", "engine"}:
+        role = "engine"  # vLLM's title is not always there: setproctitle needs the first variable of the environment
     elif name in {"gcs_server", "raylet"}:
         role = f"Ray's {name}"
     elif module in _MODULE_ROLES:

@@ -138,6 +138,7 @@ def test_addresses(host: str, loopback: bool, wildcard: bool) -> None:
         (["ray::Stranger"], "Ray's raylet", "ray::Stranger"),
         (["VLLM::EngineCore    "], "engine replica", "engine"),
         (["VLLM::Worker_TP1"], "engine", "engine"),
+        (["/bin/python", "-c", "from multiprocessing.spawn import spawn_main"], "engine replica", "engine"),
         (["/bin/python", "-m", "megarl.cluster.supervisor", "spec.json"], "trainer rank", "supervisor"),
         (["/bin/python", "-m", "torch.distributed.run", "--nproc-per-node", "2"], "", "torchrun"),
         (["/bin/python", "/bin/torchrun", "--nproc-per-node", "2"], "", "torchrun"),
