@@ -2,8 +2,8 @@
 
 `python -m megarl.cluster.guardian STATE_FILE PID START_TIME DIRECTORY` waits until that process is gone, then kills
 every child that the process has recorded in STATE_FILE, by pid and start time, and removes the process's private
-directory. After an orderly tear-down neither is left. Ray's own processes usually end by themselves, but some take a while, and
-one that hangs does not.
+directory. After an orderly tear-down neither is left. Ray's own processes usually end by themselves, but some take a
+while, and one that hangs does not.
 """
 
 from __future__ import annotations

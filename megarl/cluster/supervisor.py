@@ -75,6 +75,7 @@ class Supervisor:
         }
         self._private = make_private_directory()
         use_private_directory(self._private)
+        self._state["private_directory"] = str(self._private)
         self._head: RayHead | None = None
         self._actors: list[ActorHandle] = []  # the controller last
         self._ending_since: float | None = None
