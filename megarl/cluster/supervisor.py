@@ -83,6 +83,7 @@ class Supervisor:
             "agent": asdict(spec.agent),
         }
         self._private = private
+        self._state["private_directory"] = str(private)
         self._head: RayHead | None = None
         self._actors: list[ActorHandle] = []  # the controller last
         self._ending_since: float | None = None

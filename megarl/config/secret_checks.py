@@ -51,8 +51,9 @@ def _passed_on(config: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _runtime_variables(path: Path | None) -> set[str]:
     """Return the names in the `env_vars` of `launch.runtime_env`; a launch reports what is wrong with the file."""
+    if path is None:
+        return set()
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) if path is not None else None
-        return set(content["env_vars"])
+        return set(yaml.safe_load(path.read_text(encoding="utf-8"))["env_vars"])
     except (OSError, yaml.YAMLError, TypeError, KeyError):
         return set()

@@ -35,6 +35,7 @@ from megarl.run.batch_metrics import record_batch
 from megarl.run.step import plan_step
 from megarl.telemetry.declarations import step_metrics
 from tests.support.configs import write_problems
+from tests.support.leftovers import of_private_directory, open_to_others, sockets_and_temporary_files
 from tests.support.pool import TestPool, pool_config, start_pool
 from tests.support.pool_checks import (
     GONE_S,
@@ -69,6 +70,18 @@ def agent() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait(timeout=10)
+
+
+def private_of(pool: TestPool) -> Path:
+    state = read_state(pool.config.run_dir)
+    assert state is not None
+    return Path(state["private_directory"])
+
+
+@pytest.fixture(scope="module")
+def private(pool: TestPool) -> Path:
+    """The pool's private directory."""
+    return private_of(pool)
 
 
 @pytest.fixture(scope="module")
@@ -315,6 +328,17 @@ def test_the_supervisor_lives_in_a_session_of_its_own(pool: TestPool) -> None:
     assert os.getsid(supervisor) == supervisor != os.getsid(0)
 
 
+def test_sockets_and_temporary_files_are_in_a_private_directory(pool: TestPool, private: Path) -> None:
+    """Ray makes its own directory open to everybody, but nobody else can reach it."""
+    assert private.stat().st_mode & 0o777 == 0o700 and private.stat().st_uid == os.getuid()
+    found = sockets_and_temporary_files({pool.handle.process, *descendants(pool.handle.process.pid)})
+    assert any("plasma_store" in path.name for path in found), found
+    tag = private.name.removeprefix("megarl-")
+    strange = {path for path in found if private not in path.parents and tag not in path.name}
+    assert not {path for path in strange if pool.config.run_dir not in path.parents}
+    assert list(Path("/dev/shm").glob(f"sem.{tag}-*")), "the engine's semaphores have another name"
+
+
 def test_a_killed_engine_actor_fails_its_calls_by_name_and_takes_its_engine_along(pool: TestPool) -> None:
     [replica] = pool.client.engine_handles().replicas()
     actor = process_of(replica)
@@ -350,13 +374,14 @@ def test_a_restarted_replica_works_again(pool: TestPool) -> None:
     assert 1 <= len(generate(replica, [request])[0].response_ids) <= 4
 
 
-def test_nothing_outlives_a_killed_agent(pool: TestPool, agent: subprocess.Popen[bytes]) -> None:
+def test_nothing_outlives_a_killed_agent(pool: TestPool, agent: subprocess.Popen[bytes], private: Path) -> None:
     assert_all_go(everything(pool), agent.kill)
     state = read_state(pool.config.run_dir)
     assert state is not None and state["state"] == "stopped" and str(agent.pid) in state["error"]
     with pytest.raises(RolloutError, match=r"has ended: the launcher \(pid \d+\) is gone"):
         pool.client.members()
-    assert not list(Path("/tmp").glob(f"megarl-*/session_*_{pool.handle.process.pid}"))
+    wait_until(lambda: not of_private_directory(private), GONE_S, "the private directory to go")
+    assert (pool.config.run_dir / "logs/ray/raylet.out").is_file() and not open_to_others(pool.config.run_dir)
     pool.client.close()
 
 
@@ -364,7 +389,10 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     running = start_pool(tmp_path)
     try:
         kill = lambda: os.kill(running.handle.process.pid, signal.SIGKILL)  # noqa: E731
+        private = private_of(running)
+        assert len(of_private_directory(private)) > 1
         assert_all_go(everything(running), kill)
+        wait_until(lambda: not of_private_directory(private), GONE_S, "the guardian to remove the private directory")
         with pytest.raises(RolloutError, match="its supervisor was killed"):
             running.client.members()
     finally:
