@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from megarl.common.errors import ConfigError
+from megarl.common.object_collectives import TEXT
 from megarl.config.datasets import train_sets
 from megarl.config.pace import refill_groups
 from megarl.queue.dump import DumpedBatch, DumpError, read_batch, recorded_steps
@@ -182,7 +183,7 @@ def replay_steps(
                 replaced = scheduled.replaced if refill_groups(config) else []
                 reused = scheduled.reused if config.admission.max_uses > 1 else []
             plan = _plan(batch, config, replaced, reused, dp_size=parallel.dp_size())
-            if len(set(parallel.dp_all_gather_object(plan.hash))) != 1:
+            if len(set(parallel.dp_all_gather_object(plan.hash, TEXT))) != 1:
                 raise RuntimeError(f"the ranks read different batches of step {step} from {batches}; is it shared?")
             wanted = set(plan.keys_of(parallel.dp_rank()))
             rows = {row.key: row for row in batch.trajectories if row.key in wanted}

@@ -38,7 +38,7 @@ def test_a_rank_chooses_its_gpu_before_it_joins_its_peers(
     """A rank alone sees all GPUs of the host; a node's agent shows its ranks those of the trainer only."""
     order: list[Any] = []
 
-    def join(backend: str, timeout_s: float) -> None:
+    def join(backend: str, timeout_s: float, run_dir: Path) -> None:
         order.append(f"joins over {backend}")
         raise Stopped
 
