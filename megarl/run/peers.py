@@ -47,7 +47,7 @@ def _own_store(rank: int, timeout_s: float, secret: bytes) -> TCPStore:
     # The agent serves a store there: it holds nothing of the ranks but the address of theirs, signed.
     agents = connect_store(host, port, timeout_s)
     start = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
-    name = "/".join(["megarl/ranks", *start])
+    name = "/".join(["ranks", *start])
     if rank == 0:
         own = "127.0.0.1" if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else host
         store = serve_store(own, 0, timeout_s)

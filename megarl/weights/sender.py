@@ -216,7 +216,7 @@ class WeightSender:
             return SyncStore(host, 0, server=True)
         if self.settings.run_dir is None:
             raise ValueError("SyncSettings.run_dir is needed with several trainer ranks: its secret authenticates them")
-        name = f"megarl/weights/{_serial}"
+        name = f"weights/{_serial}"
         wait_s = self.settings.rpc_s
         return open_shared_store(name, run_secret(self.settings.run_dir), host, lambda text: _share(name, text, wait_s))
 

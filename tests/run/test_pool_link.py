@@ -17,12 +17,17 @@ from typing import Any, TypeVar
 
 import pytest
 
+from megarl.cluster.handle import SupervisorHandle
 from megarl.common.errors import RolloutError
+from megarl.common.processes import ProcessId
 from megarl.config.schema import AdmissionConfig, Config
+from megarl.evaluation.accuracy import ScoredResponse, evaluate_responses
+from megarl.evaluation.harness import SetReport
 from megarl.queue.dump import read_batch, recorded_steps
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
+from megarl.rollout.evaluator import FinishedEvaluation
 from megarl.rollout.ready_batches import BatchReady
 from megarl.run import channel, pool_link
 from megarl.run.failure import PeerFailedError
@@ -52,6 +57,17 @@ class Journal:
 
     def of(self, rank: int) -> list[str]:
         return [what for at, what in self.entries if at == rank]
+
+
+def report_of(version: int) -> SetReport:
+    """A report of one problem, with an infinite end of an interval."""
+    responses = [[ScoredResponse(2.5, answer="3", tokens=4)]]
+    greedy = evaluate_responses("held out greedy", responses)
+    return SetReport("held out", version, greedy, evaluate_responses("held out sampled", responses), 3, version)
+
+
+def evaluation_after(wait_s: float) -> FinishedEvaluation:
+    return FinishedEvaluation(f"after {wait_s:.0f} s", [report_of(VERSION)])
 
 
 class FakeClient:
@@ -100,15 +116,15 @@ class FakeClient:
     def commit(self, step: int, **numbers: int) -> None:
         self._note(f"commit {step} {numbers}")
 
-    def evaluate(self, version: int, label: str) -> list[str]:
+    def evaluate(self, version: int, label: str) -> list[SetReport]:
         self._note(f"evaluate {version} {label}")
-        return [f"report of {version}"]
+        return [report_of(version)]
 
     def start_evaluation(self, version: int, label: str) -> None:
         self._note(f"start_evaluation {version} {label}")
 
-    def take_evaluations(self, wait_s: float = 0.0) -> list[str]:
-        return [f"reports after {wait_s:.0f} s"]
+    def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation]:
+        return [evaluation_after(wait_s)]
 
     def leave_out(self) -> list[str]:
         return ["replica 1"]
@@ -196,7 +212,7 @@ class Links:
 
 def launched() -> Future[Any]:
     launch: Future[Any] = Future()
-    launch.set_result(SimpleNamespace(partition="run.0", namespace="run", check=lambda: None))
+    launch.set_result(SupervisorHandle("run", "127.0.0.1:1", "run", "run.0", 0, "0", ProcessId(1, 2), "host"))
     return launch
 
 
@@ -368,7 +384,7 @@ def test_another_failure_keeps_no_batch(links: Links) -> None:
 
 
 def test_every_rank_gets_the_evaluation(links: Links) -> None:
-    assert links.run(lambda link: link.evaluate(VERSION, "before")) == [["report of 5"]] * 4
+    assert links.run(lambda link: link.evaluate(VERSION, "before")) == [[report_of(5)]] * 4
     assert links.journal.of(0)[3:] == ["evaluate 5 before"]
 
 
@@ -381,8 +397,8 @@ def test_rank_0_starts_and_collects_evaluations_beside_training(links: Links) ->
 
     bound = links.config.timeouts.generate_s
     own, *others = links.run(evaluate)
-    assert own == [["reports after 0 s"], [f"reports after {bound:.0f} s"]]
-    assert others == [[[], [f"reports after {bound:.0f} s"]]] * 3
+    assert own == [[evaluation_after(0.0)], [evaluation_after(bound)]]
+    assert others == [[[], [evaluation_after(bound)]]] * 3
     assert links.journal.of(0)[3:] == ["start_evaluation 5 step_2"]
 
 

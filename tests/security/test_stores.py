@@ -126,7 +126,7 @@ def shared(secret: bytes, said: list[str], host: str | None) -> SyncStore:
         said.extend([] if text is None else [text])
         return said[-1]
 
-    return open_shared_store("megarl/weights/1", secret, host, share)
+    return open_shared_store("weights/1", secret, host, share)
 
 
 def test_ranks_share_a_store_over_an_open_channel(tmp_path: Path) -> None:
@@ -142,10 +142,10 @@ def test_a_rank_does_not_join_the_store_of_a_stranger(tmp_path: Path) -> None:
     secret = run_secret(tmp_path)
     theirs = SyncStore("127.0.0.1", 0, server=True)
     for text in (json.dumps(["127.0.0.1", theirs.port, "0"]), "", "x" * 200):
-        with pytest.raises(NotAuthentic, match="megarl/weights/1"):
+        with pytest.raises(NotAuthentic, match="weights/1"):
             shared(secret, [text], None)
     with pytest.raises(NotAuthentic):
-        open_shared_store("megarl/weights/2", secret, None, lambda _: _said_of_another(secret))
+        open_shared_store("weights/2", secret, None, lambda _: _said_of_another(secret))
 
 
 def _said_of_another(secret: bytes) -> str:

@@ -1,4 +1,4 @@
-"""What a stranger tries: a pickle that runs code, and a look at where a process listens."""
+"""The attempts of a stranger: a pickle that runs code, and a look at where a process listens."""
 
 from __future__ import annotations
 

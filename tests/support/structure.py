@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # Folders that belong to no folder of megarl/.
-OWN_FOLDERS = frozenset({"benchmarks", "jobs", "support", "system"})
+OWN_FOLDERS = frozenset({"benchmarks", "jobs", "security", "support", "system"})
 # A docstring that begins with one of these is a clause without a sentence around it ("Whether x is y.").
 CLAUSE_WORDS = frozenset({
     "also", "as", "but", "by", "how", "not", "of", "that", "until",

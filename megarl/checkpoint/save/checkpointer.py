@@ -183,7 +183,7 @@ class Checkpointer:
         """Open the store in which the writing threads report to rank 0, which serves it."""
         host = store_address(self.config) if self._rank == 0 else None
         secret = run_secret(self.config.run_dir)
-        return open_shared_store("megarl/checkpoint", secret, host, lambda text: broadcast(text, TEXT, 0, self._group))
+        return open_shared_store("checkpoint", secret, host, lambda text: broadcast(text, TEXT, 0, self._group))
 
     def restore(self, prepare: Callable[[Candidate], None]) -> dict[str, Any] | None:
         """Load the checkpoint that `checkpoint.resume` selects. Return its record, or None for a new run.
