@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 SECRET_FILE = "secret"
+# Environment variable with RUN_DIR, for torchrun, which has no config (megarl/cluster/nodes/rendezvous.py).
+RUN_DIR_VARIABLE = "MEGARL_RUN_DIR"
 _BYTES = 32
 
 

@@ -112,11 +112,11 @@ class Checkpointer:
         if step == self.newest:
             return True
         started = time.monotonic()
-        store = self._store = self._store or self._open_store()
         partial, error = self._first_rank(lambda: str(self._begin(step)), TEXT)
         if partial is None:
             self._failed(step, error)
             return False
+        store = self._store = self._store or self._open_store()
         write = BackgroundWrite(sharded_state(self.policy), Path(partial), validate=not self._saves)
         self._saves += 1
         content = {**self._own_record(step), **(record or {})}
