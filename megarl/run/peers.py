@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 
 from megarl.common.bound_store import connect_store, serve_store
 from megarl.common.object_collectives import Codec, all_gather, broadcast, codec_of
+from megarl.common.object_guard import guard_object_collectives
 from megarl.common.run_secret import run_secret
 from megarl.common.signed_values import sign, verify
 from megarl.common.timeouts import GRACE_S
@@ -35,6 +36,7 @@ def join_peers(backend: str, timeout_s: float, run_dir: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=timeout_s)
     store = _own_store(rank, timeout_s, run_secret(run_dir))
+    guard_object_collectives()
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 

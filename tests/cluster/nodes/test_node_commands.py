@@ -58,7 +58,9 @@ def test_other_runtime_environments_are_not(tmp_path: Path, text: str, told: str
 
 
 def test_gloo_is_told_its_interface_only_between_nodes() -> None:
-    assert commands.network_environment("1.2.3.4", "eth7", several=False, chosen=False) == {"VLLM_HOST_IP": "1.2.3.4"}
+    alone = commands.network_environment("127.0.0.1", "lo", several=False, chosen=False)
+    assert alone == {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}, "gloo listens on this host only"
+    assert commands.network_environment("1.2.3.4", None, several=True, chosen=False) == {"VLLM_HOST_IP": "1.2.3.4"}
     several = commands.network_environment("1.2.3.4", "eth7", several=True, chosen=False)
     assert several == {"VLLM_HOST_IP": "1.2.3.4", "GLOO_SOCKET_IFNAME": "eth7"}
     chosen = commands.network_environment("1.2.3.4", "eth7", several=True, chosen=True)
