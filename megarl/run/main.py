@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from megarl.checkpoint.save.directory import continues_history
 from megarl.checkpoint.save.same_launch import config_of_this_start
+from megarl.cluster.nodes.network import keep_gloo_on_this_host
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.common import run_files
 from megarl.common.errors import ConfigError
@@ -141,7 +142,7 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
     die_with_parent()
     rank = int(os.environ["RANK"])
     if LAUNCH_ID_VARIABLE not in os.environ:
-        _keep_gloo_on_this_host()
+        keep_gloo_on_this_host()
     launch = _launch_pool(config) if rank == 0 else None
     from megarl import platforms
     from megarl.run.peers import join_peers
@@ -164,18 +165,6 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
         raise
     session.close()
     torch.distributed.destroy_process_group()
-
-
-def _keep_gloo_on_this_host() -> None:
-    """Let gloo, in ranks and engines, listen on the loopback interface: a bare torchrun has one host.
-
-    gloo would listen on the address that the host's name resolves to. A choice of the user stays.
-    """
-    from megarl.cluster.nodes.network import interface_of
-
-    loopback = interface_of("127.0.0.1")
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def _own_device(plan: RunPlan, local_rank: int) -> int:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megarl import platforms
-from megarl.cluster.nodes.network import interface_of
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.common import processes
 from megarl.config.fit import with_trainer
@@ -63,13 +62,6 @@ def test_a_rank_chooses_its_gpu_before_it_joins_its_peers(
         main._train(chosen, chosen, plan, io.StringIO())
     assert order == [index, "joins over nccl"]
     assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
-
-
-def test_gloo_of_a_bare_torchrun_listens_on_this_host_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    main._keep_gloo_on_this_host()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1")
 
 
 def test_ranks_and_replays_get_what_auto_stands_for_and_the_pool_the_launchs_config(
