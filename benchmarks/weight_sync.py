@@ -219,7 +219,9 @@ class Bench:
         self.directory = directory
         self.exporter = exporter
         self.rank = torch.distributed.get_rank()
-        settings = SyncSettings(bucket_bytes=int(bucket_mb * 2**20), sync_s=120.0, restarts=0, transport="gloo")
+        settings = SyncSettings(
+            bucket_bytes=int(bucket_mb * 2**20), sync_s=120.0, restarts=0, transport="gloo", run_dir=directory
+        )
         self.sender = WeightSender(settings, exporter)
         self.engine: Any = None
         self.times: dict[str, list[float]] = {}

@@ -15,11 +15,11 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from megarl.common.errors import ConfigError
+from megarl.common.object_collectives import TEXT
 from megarl.config.datasets import train_sets
 from megarl.config.pace import refill_groups
 from megarl.queue.dump import DumpedBatch, DumpError, read_batch, recorded_steps
@@ -189,7 +189,7 @@ def replay_steps(
                 replaced = scheduled.replaced if refill_groups(config) else []
                 reused = scheduled.reused if config.admission.max_uses > 1 else []
             plan = _plan(batch, config, replaced, reused, dp_size=parallel.dp_size())
-            if len(set(parallel.dp_all_gather_object(plan.hash))) != 1:
+            if len(set(parallel.dp_all_gather_object(plan.hash, TEXT))) != 1:
                 raise RuntimeError(f"the ranks read different batches of step {step} from {batches}; is it shared?")
             wanted = set(plan.keys_of(parallel.dp_rank()))
             rows = {row.key: row for row in batch.trajectories if row.key in wanted}
@@ -279,7 +279,7 @@ def _train(
     from megarl.trainer.policy import Policy
 
     info = check(config, files=False)
-    _init_process_group(platform.backend, timedelta(seconds=config.timeouts.collective_s))
+    _init_process_group(platform.backend, config)
     layout = trainer_layout(config.trainer.parallel, config.trainer.gpus)
     parallel.initialize(layout, seed=config.run.seed, timeout_s=config.timeouts.collective_s)
     leads = torch.distributed.get_rank() == 0
@@ -318,14 +318,17 @@ def _export(policy: Policy, config: Config) -> None:
     save_hf(exporter, config.model.path, config.run_dir / "hf", overwrite=True)
 
 
-def _init_process_group(backend: str, timeout: timedelta) -> None:
+def _init_process_group(backend: str, config: Config) -> None:
     import torch
 
     if "RANK" in os.environ:
-        torch.distributed.init_process_group(backend, timeout=timeout)
+        from megarl.cluster.nodes.network import keep_gloo_on_this_host
+        from megarl.run.peers import join_peers
+
+        keep_gloo_on_this_host()
+        join_peers(backend, config.timeouts.collective_s, config.run_dir)
     else:
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
 def _wrong_world(world: int, gpus: int, run_dir: Path) -> str:

@@ -28,6 +28,14 @@ class ConversionError(ValueError):
     """A conversion cannot continue; the message names the file and the remedy."""
 
 
+class NotAuthentic(RuntimeError):  # noqa: N818
+    """A value was not written by a process of this run, or not for this place. Nothing of it was used."""
+
+
+class MalformedMessage(RuntimeError):  # noqa: N818
+    """A message between ranks is no value of the type that was agreed on."""
+
+
 class InstallationError(ValueError):
     """A package is installed in part; the message names the step that completes it."""
 

@@ -22,6 +22,7 @@ import torch
 
 from megarl.common.byte_units import MIB
 from megarl.common.confined_paths import inside
+from megarl.common.object_collectives import Codec, all_gather, codec_of
 from megarl.models.gather import Gather, GatherRequest, GlooWaiter, Rows, TensorPart, build_gathers
 from megarl.models.gather_pairs import connect_pairs, pairs_of
 from megarl.models.info import ModelInfo
@@ -31,6 +32,7 @@ from megarl.models.shards import Shard, local_shards, table
 from megarl.models.source import HF_SHARD_BYTES, hf_files
 
 logger = logging.getLogger(__name__)
+_NAMES: Codec[list[str]] = codec_of(list[str])
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".index.json")
 
 
@@ -145,10 +147,8 @@ class HFExporter:
     def _owners(self) -> dict[str, int]:
         """Return the global owner rank of each Megatron parameter, agreed on by all ranks."""
         mine = [name for name, shard in self._shards.items() if _is_sender(shard) and shard.rank == 0]
-        everyone: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather_object(everyone, mine)
         owners: dict[str, int] = {}
-        for rank, names in enumerate(everyone):
+        for rank, names in enumerate(all_gather(mine, _NAMES)):
             for name in names:
                 if name in owners:
                     raise RuntimeError(f"{name} has two owners: ranks {owners[name]} and {rank}")

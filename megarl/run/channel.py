@@ -11,11 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeVar
-
-import torch
+from typing import Protocol, TypeVar, cast
 
 from megarl.common.errors import BatchNotReady
+from megarl.common.object_collectives import TEXT, Codec, broadcast, codec_of
 from megarl.config.schema import TimeoutsConfig
 from megarl.run.peers import Peers
 from megarl.run.recorder import Recorder
@@ -23,6 +22,8 @@ from megarl.telemetry.timer import Phase
 from megarl.trainer import parallel
 
 T = TypeVar("T")
+
+_RANKS: Codec[tuple[int, ...]] = codec_of(tuple[int, ...])
 
 # How often a thread that waits for a batch looks whether it is asked to stop, and tells the other ranks that it waits.
 SLICE_S = 2.0
@@ -32,17 +33,18 @@ LEAST_S = 0.05  # the shortest question, if a bound has nearly passed
 class Channel(Protocol):
     """The collectives over which a batch is taken and fetched. Every rank calls them in the same order."""
 
-    def wait(self, ask: Callable[[float | None], T]) -> T:
+    def wait(self, ask: Callable[[float | None], T], codec: Codec[T | None]) -> T:
         """Return on every rank what `ask` returns on rank 0.
 
-        `ask` gets a bound in seconds (None: that of the config), and raises BatchNotReady when it has passed.
+        `ask` gets a bound in seconds (None: that of the config), and raises BatchNotReady when it has passed. `codec`
+        must also have None, which stands for "not yet".
         """
 
-    def in_replica(self, own: T | None) -> T:
-        """Return the leader's `own` (picklable) on every rank of its replica."""
+    def in_replica(self, own: T | None, codec: Codec[T]) -> T:
+        """Return the leader's `own` on every rank of its replica."""
 
-    def of_replicas(self, own: T) -> Sequence[T]:
-        """Return the objects of all replicas, each at least once."""
+    def of_replicas(self, own: str) -> Sequence[str]:
+        """Return the texts of all replicas, each at least once."""
 
     def phase(self, name: Phase, status: str = "") -> AbstractContextManager[None]:
         """Count the time of the block as a phase of the step, if the trainer waits for it."""
@@ -55,17 +57,17 @@ class MainChannel:
         self._peers = peers
         self.phase = recorder.phase
 
-    def wait(self, ask: Callable[[float | None], T]) -> T:
+    def wait(self, ask: Callable[[float | None], T], codec: Codec[T | None]) -> T:
         """Ask on rank 0 with the bound of the config."""
-        return self._peers.on_first_rank(lambda: ask(None))
+        return cast(T, self._peers.on_first_rank(lambda: ask(None), codec))
 
-    def in_replica(self, own: T | None) -> T:
+    def in_replica(self, own: T | None, codec: Codec[T]) -> T:
         """Broadcast over the ranks that hold parts of one model."""
-        return parallel.model_parallel_broadcast_object(own)
+        return parallel.model_parallel_broadcast_object(own, codec)
 
-    def of_replicas(self, own: T) -> Sequence[T]:
+    def of_replicas(self, own: str) -> Sequence[str]:
         """Gather over the data-parallel group."""
-        return parallel.dp_all_gather_object(own)
+        return parallel.dp_all_gather_object(own, TEXT)
 
 
 class ChannelClosed(Exception):  # noqa: N818
@@ -84,7 +86,7 @@ class BackgroundChannel:
         """Form the groups. Collective over all ranks, in the main thread, with the parallel layout initialised."""
         self._peers = Peers(timeouts)
         own = parallel.replica_ranks()
-        replicas = sorted(set(map(tuple, self._peers.gather(own))))
+        replicas = sorted(set(self._peers.gather(tuple(own), _RANKS)))
         groups = {ranks: self._peers.subgroup(ranks) for ranks in replicas if len(ranks) > 1}
         self._leader, self._replica = own[0], groups.get(tuple(own))
         self._bound_s = timeouts.generate_s
@@ -103,13 +105,13 @@ class BackgroundChannel:
         """End the wait of every rank's thread. Needed on rank 0 only; the others follow."""
         self._closed.set()
 
-    def wait(self, ask: Callable[[float | None], T]) -> T:
+    def wait(self, ask: Callable[[float | None], T], codec: Codec[T | None]) -> T:
         """Ask on rank 0 in slices of `SLICE_S`, until there is a result.
 
         Raises ChannelClosed after `close`, and BatchNotReady when the bound has passed.
         """
         while True:
-            result = self._peers.on_first_rank(lambda: self._ask_once(ask))
+            result = self._peers.on_first_rank(lambda: self._ask_once(ask), codec)
             if result is not None:
                 return result
 
@@ -126,17 +128,15 @@ class BackgroundChannel:
             waited = f"the trainer waited {self._bound_s:.0f} s (timeouts.generate_s) for its batch"
             raise BatchNotReady(f"{waited}; at last, {error}") from None
 
-    def in_replica(self, own: T | None) -> T:
+    def in_replica(self, own: T | None, codec: Codec[T]) -> T:
         """Broadcast over the replica's own gloo group."""
         if self._replica is None:
             return own  # type: ignore[return-value]
-        box = [own]
-        torch.distributed.broadcast_object_list(box, src=self._leader, group=self._replica)
-        return box[0]  # type: ignore[return-value]
+        return broadcast(own, codec, self._leader, self._replica)
 
-    def of_replicas(self, own: T) -> Sequence[T]:
+    def of_replicas(self, own: str) -> Sequence[str]:
         """Gather over all ranks: every replica answers once per rank."""
-        return self._peers.gather(own)
+        return self._peers.gather(own, TEXT)
 
     def phase(self, name: Phase, status: str = "") -> AbstractContextManager[None]:
         """Return nothing to count: the trainer does not wait for this thread."""

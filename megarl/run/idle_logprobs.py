@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megarl.common.object_collectives import Codec, codec_of
 from megarl.config.datasets import own_temperatures
 from megarl.config.old_logprobs import logprob_passes
 from megarl.config.schema import Config
@@ -44,6 +45,9 @@ class _Found:
     tags: list[SampleTag]
 
 
+_FOUND: Codec[_Found | None] = codec_of(_Found | None)
+
+
 class IdleLogprobs:
     """Computes log-probs early and hands them to the replicas that train the samples. Collective over all ranks."""
 
@@ -66,7 +70,7 @@ class IdleLogprobs:
         self._ledger.begin(version)
         self._wanted = []
         while not _failed_here(ready):
-            found = self._peers.on_first_rank(lambda: self._look(ready, step))
+            found = self._peers.on_first_rank(lambda: self._look(ready, step), _FOUND)
             if found is None:
                 return
             if found.groups != self._ledger.upcoming:

@@ -178,7 +178,7 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
     platform = platforms.activate(_own_device(plan, int(os.environ["LOCAL_RANK"])))
     import torch
 
-    join_peers(platform.backend, config.timeouts.collective_s)
+    join_peers(platform.backend, config.timeouts.collective_s, config.run_dir)
     if rank == 0:
         terminal.write(f"megarl: {config.run.name}: {_headline(config, plan)}\n")
     from megarl.run.loop import train

@@ -2,35 +2,61 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch.distributed import TCPStore
 
+from megarl.common.bound_store import connect_store, serve_store
+from megarl.common.object_collectives import Codec, all_gather, broadcast, codec_of
+from megarl.common.object_guard import guard_object_collectives
+from megarl.common.run_secret import run_secret
+from megarl.common.signed_values import sign, verify
 from megarl.common.timeouts import GRACE_S
 from megarl.config.schema import TimeoutsConfig
 from megarl.run.failure import PeerFailedError
 
 T = TypeVar("T")
 
+_OUTCOME: Codec[tuple[bytes, str | None]] = codec_of(tuple[bytes, str | None])
 
-def join_peers(backend: str, timeout_s: float) -> None:
+
+def join_peers(backend: str, timeout_s: float, run_dir: Path) -> None:
     """Call `init_process_group` for a torchrun rank, including one that torchrun has restarted.
 
-    torch 2.13 (rendezvous.py:189) assumes a new store for every restart, but torchrun shares its rendezvous' store
-    with the ranks, so a restarted rank would find the addresses of killed ones. Here every restart has keys of its
-    own. On several nodes, whose agents count restarts separately, `megarl launch` makes torchrun use a new store each
-    time.
+    The store of the process group is one of the ranks' own, which listens on one address and begins empty. torchrun
+    would share its rendezvous' store with the ranks: that one listens on all addresses and outlives a restart, so a
+    restarted rank would find the addresses of killed ones (torch 2.13, rendezvous.py:189).
     """
-    from torch.distributed.rendezvous import rendezvous
-
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=timeout_s)
-    store, rank, world = next(rendezvous("env://", timeout=timeout))
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        store = torch.distributed.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = _own_store(rank, timeout_s, run_secret(run_dir))
+    guard_object_collectives()
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _own_store(rank: int, timeout_s: float, secret: bytes) -> TCPStore:
+    """Return the store of this start of the ranks, which rank 0 serves."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        # The port is free at each start: rank 0 shall serve the store there, and no other process does.
+        return serve_store(host, port, timeout_s) if rank == 0 else connect_store(host, port, timeout_s)
+    # The agent serves a store there: it holds nothing of the ranks but the address of theirs, signed.
+    agents = connect_store(host, port, timeout_s)
+    start = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+    name = "/".join(["ranks", *start])
+    if rank == 0:
+        own = "127.0.0.1" if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else host
+        store = serve_store(own, 0, timeout_s)
+        agents.set(name, sign(secret, name, json.dumps([own, store.port])))
+        return store
+    host, port = json.loads(verify(secret, name, agents.get(name)))
+    return connect_store(host, port, timeout_s)
 
 
 class Peers:
@@ -53,24 +79,24 @@ class Peers:
         """True on rank 0, the only rank that calls the rollout controller and writes result files."""
         return self.rank == 0
 
-    def on_first_rank(self, function: Callable[[], T]) -> T:
-        """Run `function` on rank 0 and return its result on every rank.
+    def on_first_rank(self, function: Callable[[], T], codec: Codec[T]) -> T:
+        """Run `function` on rank 0 and return its result, which `codec` describes, on every rank.
 
         Raises what `function` raised on rank 0, and PeerFailedError naming it on every other rank.
         """
-        outcome: list[Any] = [None, None]  # the result, which may be of any type, and the failure's text
+        outcome: tuple[bytes, str | None] = (b"", None)  # the result, and the failure's text
         failure: BaseException | None = None
         if self.is_first:
             try:
-                outcome[0] = function()
+                outcome = (codec.encode(function()), None)
             except Exception as error:
-                failure, outcome[1] = error, f"{type(error).__name__}: {error}"
-        torch.distributed.broadcast_object_list(outcome, src=0, group=self.group)
+                failure, outcome = error, (b"", f"{type(error).__name__}: {error}")
+        content, problem = broadcast(outcome, _OUTCOME, 0, self.group)
         if failure is not None:
             raise failure
-        if outcome[1] is not None:
-            raise PeerFailedError(f"trainer rank 0 failed: {outcome[1]}")
-        return cast(T, outcome[0])
+        if problem is not None:
+            raise PeerFailedError(f"trainer rank 0 failed: {problem}")
+        return codec.decode(content)
 
     def any(self, mine: bool) -> bool:
         """Return True on every rank if `mine` is true on one."""
@@ -78,11 +104,9 @@ class Peers:
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.group)
         return bool(flag.item())
 
-    def gather(self, mine: T) -> list[T]:
+    def gather(self, mine: T, codec: Codec[T]) -> list[T]:
         """Return the objects of all ranks, in rank order, on every rank."""
-        everyone: list[T | None] = [None] * self.world
-        torch.distributed.all_gather_object(everyone, mine, group=self.group)
-        return cast(list[T], everyone)
+        return all_gather(mine, codec, self.group)
 
     def subgroup(self, ranks: Sequence[int]) -> torch.distributed.ProcessGroup:
         """Form a gloo group of `ranks` with the same time-out. Collective over all ranks, members or not."""

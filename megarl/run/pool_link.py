@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from megarl.cluster.client import PoolClient, connect_ray
 from megarl.cluster.handle import SupervisorHandle
+from megarl.common.object_collectives import Codec, codec_of
 from megarl.common.timeouts import GRACE_S
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
@@ -28,6 +29,7 @@ from megarl.rollout.ready_batches import BatchReady
 from megarl.run.channel import Channel, MainChannel
 from megarl.run.peers import Peers
 from megarl.run.recorder import Recorder
+from megarl.run.row_codec import ROWS
 from megarl.run.step import StepPlan
 from megarl.run.step_batch import StepBatch
 from megarl.trainer import parallel
@@ -36,6 +38,15 @@ from megarl.weights.handles import EngineHandles
 
 H = TypeVar("H")
 T = TypeVar("T")
+
+
+_CONNECTED: Codec[tuple[SupervisorHandle, list[HeldDevices]]] = codec_of(tuple[SupervisorHandle, list[HeldDevices]])
+_DEVICES: Codec[HeldDevices] = codec_of(HeldDevices)
+_READY: Codec[BatchReady | None] = codec_of(BatchReady | None)
+_TAGS: Codec[list[SampleTag]] = codec_of(list[SampleTag])
+_REPORTS: Codec[list[SetReport]] = codec_of(list[SetReport])
+_EVALUATIONS: Codec[list[FinishedEvaluation]] = codec_of(list[FinishedEvaluation])
+_NOTHING: Codec[None] = codec_of(None)
 
 
 class _Held(Generic[H]):
@@ -85,8 +96,8 @@ class PoolLink:
             client.begin(self._history)
             return handle, client.devices()
 
-        handle, held = self._peers.on_first_rank(connect)
-        refuse_overlap(self._peers.gather(own_device(self._peers.rank)), held)
+        handle, held = self._peers.on_first_rank(connect, _CONNECTED)
+        refuse_overlap(self._peers.gather(own_device(self._peers.rank), _DEVICES), held)
         if parallel.is_leader():
             connect_ray(handle, timeouts.ray_start_s)
             self._reader.hold(
@@ -101,7 +112,7 @@ class PoolLink:
 
     def drain(self) -> None:
         """Wait until all running responses have ended; what has not begun is held back until `set_version`."""
-        self._ask(lambda pool: pool.drain())
+        self._ask(lambda pool: pool.drain(), _NOTHING)
 
     def announce(self, version: int) -> None:
         """Tell the controller that engines are about to be given `version`. Not collective: only rank 0 acts."""
@@ -126,10 +137,13 @@ class PoolLink:
         """Wait for the groups of `step`, which updates the weights of `version`; return keys and tags on every rank."""
         via = channel or self._main
         with via.phase("generate", f"step {step + 1}/{self._config.run.steps}: generating"):
-            ready = via.wait(lambda bound_s: cast(BatchReady, self._client.use(lambda c: c.wait_batch(step, bound_s))))
+            ready = via.wait(lambda bound_s: self._wait_batch(step, bound_s), _READY)
         with via.phase("queue"):
-            tags = self._read(via, lambda queue: queue.read_tags(ready.keys))
+            tags = self._read(via, lambda queue: queue.read_tags(ready.keys), _TAGS)
         return StepBatch(step, version, ready.keys, tags, ready.timings, ready.replaced, ready.reused)
+
+    def _wait_batch(self, step: int, bound_s: float | None) -> BatchReady:
+        return cast(BatchReady, self._client.use(lambda client: client.wait_batch(step, bound_s)))
 
     def fetch(self, batch: StepBatch, plan: StepPlan, channel: Channel | None = None) -> dict[str, Trajectory]:
         """Return this replica's rows by key. Raises DisagreementError if the replicas' plans differ."""
@@ -138,7 +152,7 @@ class PoolLink:
             hashes = set(via.of_replicas(plan.hash))
             if len(hashes) != 1:
                 raise DisagreementError(f"step {batch.step}: DP ranks planned differently: {sorted(hashes)}")
-            rows = self._read(via, lambda queue: queue.fetch(plan.keys_of(parallel.dp_rank())))
+            rows = self._read(via, lambda queue: queue.fetch(plan.keys_of(parallel.dp_rank())), ROWS)
             return {row.key: row for row in rows}
 
     def upcoming(self, step: int) -> list[int]:
@@ -153,7 +167,7 @@ class PoolLink:
 
     def rows_of(self, keys: Sequence[str]) -> list[Trajectory]:
         """Return rows that are in the queue, on every rank of the replica that asks. Collective over each replica."""
-        return self._read(self._main, lambda queue: queue.fetch(keys))
+        return self._read(self._main, lambda queue: queue.fetch(keys), ROWS)
 
     def record(self, batch: StepBatch) -> None:
         """Write the batch, which is about to be trained, to RUN_DIR/batches if `telemetry.dump_batches` is set."""
@@ -206,7 +220,7 @@ class PoolLink:
 
     def evaluate(self, version: int, label: str) -> list[SetReport]:
         """Evaluate all sets on the pool; responses go to RUN_DIR/eval_{label}.jsonl."""
-        return self._ask(lambda pool: pool.evaluate(version, label))
+        return self._ask(lambda pool: pool.evaluate(version, label), _REPORTS)
 
     def start_evaluation(self, version: int, label: str) -> None:
         """Begin to evaluate all sets beside training. Not collective: only rank 0 acts."""
@@ -218,7 +232,7 @@ class PoolLink:
 
     def finish_evaluations(self) -> list[FinishedEvaluation]:
         """Wait for the evaluation that runs beside training, if there is one, and return what has finished."""
-        return self._ask(lambda pool: pool.take_evaluations(wait_s=self._config.timeouts.generate_s))
+        return self._ask(lambda pool: pool.take_evaluations(wait_s=self._config.timeouts.generate_s), _EVALUATIONS)
 
     def leave_out(self) -> list[str]:
         """Return the names of the replicas that the publication which now begins leaves out. Not collective.
@@ -251,13 +265,13 @@ class PoolLink:
             if not keep_pool:
                 self._client.use(lambda pool: pool.close())
 
-    def _ask(self, question: Callable[[PoolClient], T]) -> T:
+    def _ask(self, question: Callable[[PoolClient], T], codec: Codec[T]) -> T:
         """Call the controller on rank 0 and return its answer on every rank."""
-        return self._peers.on_first_rank(lambda: cast(T, self._client.use(question)))
+        return self._peers.on_first_rank(lambda: cast(T, self._client.use(question)), codec)
 
-    def _read(self, via: Channel, question: Callable[[QueueReader], T]) -> T:
+    def _read(self, via: Channel, question: Callable[[QueueReader], T], codec: Codec[T]) -> T:
         """Read the queue on the leader and return the result on every rank of its replica."""
-        return via.in_replica(cast(T, self._reader.use(question)))
+        return via.in_replica(self._reader.use(question), codec)
 
     def _dump(self, directory: Path, batch: StepBatch) -> None:
         """Write the whole batch, filtered groups included; each leader writes its share."""

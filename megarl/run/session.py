@@ -17,6 +17,7 @@ from megarl.checkpoint.save.checkpointer import Checkpointer
 from megarl.checkpoint.save.resume import Candidate
 from megarl.cluster.handle import SupervisorHandle
 from megarl.common.errors import ConfigError
+from megarl.common.object_collectives import JSON
 from megarl.common.run_files import ExitRecord
 from megarl.config.old_logprobs import computes_logprobs_early
 from megarl.config.schema import Config
@@ -89,8 +90,8 @@ class Session:
     def _refuse_different_plans(self) -> None:
         """Raise ConfigError if the ranks have resolved `auto` differently: their collectives would not match."""
         trainer = self.config.trainer
-        chosen = self.peers.gather((trainer.recompute, trainer.micro_batch_tokens))
-        if len(set(chosen)) > 1:
+        chosen = self.peers.gather((trainer.recompute, trainer.micro_batch_tokens), JSON)
+        if len(set(map(tuple, chosen))) > 1:
             raise ConfigError(
                 [
                     "trainer.recompute, trainer.micro_batch_tokens: the trainer's GPUs differ in memory, so the ranks "
@@ -152,7 +153,7 @@ class Session:
         """Save a checkpoint, due or not; with `wait`, return when it is complete. False if it failed."""
         self.evaluations.collect(steps_done)
         with self.recorder.phase("save"):
-            record = {"version": self.version} | self.peers.on_first_rank(lambda: collect(self.parts))
+            record = {"version": self.version} | self.peers.on_first_rank(lambda: collect(self.parts), JSON)
             return self.checkpointer.save(steps_done, record, wait=wait)
 
     def export(self) -> None:

@@ -20,6 +20,7 @@ from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.filters import ShapedBatch, shape_batch
 from megarl.algorithms.losses import kl_penalty
 from megarl.algorithms.stats import LossStats
+from megarl.common.object_collectives import Codec, codec_of
 from megarl.config.datasets import own_temperatures, response_limits
 from megarl.config.old_logprobs import correction_of, logprob_passes, recomputes_old_logprobs
 from megarl.config.pace import pace_of, refill_groups
@@ -37,6 +38,21 @@ from megarl.trainer.packing import assign_to_ranks, partition_hash
 from megarl.trainer.policy import Policy
 
 T = TypeVar("T")
+
+_SUMS: Codec[dict[str, float]] = codec_of(dict[str, float])
+_VECTORS: Codec[tuple[list[float], list[float]]] = codec_of(tuple[list[float], list[float]])
+
+
+def _encode_stats(stats: LossStats) -> bytes:
+    return _VECTORS.encode((stats.sum_vector().tolist(), stats.max_vector().tolist()))
+
+
+def _decode_stats(content: bytes) -> LossStats:
+    sums_K, maxima_M = (torch.tensor(part, dtype=torch.float64) for part in _VECTORS.decode(content))
+    return LossStats.from_vectors(sums_K, maxima_M)
+
+
+_STATS = Codec(_encode_stats, _decode_stats)
 
 
 class ReuseError(ValueError):
@@ -298,7 +314,7 @@ def _kl_of_all(samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory
         kl_R = kl_penalty(old_R, sample.streams[REFERENCE_LOGPROBS], config.algorithm.kl.estimator)
         sampled_R = torch.tensor(rows[key].response_mask, dtype=torch.bool)
         own[key] = float(kl_R[sampled_R].double().sum())
-    return {key: value for part in parallel.dp_all_gather_object(own) for key, value in part.items()}
+    return {key: value for part in parallel.dp_all_gather_object(own, _SUMS) for key, value in part.items()}
 
 
 def _counts(plan: StepPlan, mini_batch: Sequence[Sequence[str]], config: Config) -> GlobalCounts:
@@ -315,4 +331,4 @@ def _compare(samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory])
         sampled_R = torch.tensor(rows[key].response_mask, dtype=torch.bool)
         cuts = torch.tensor([0, engine_R.numel()])
         parts.append(LossStats.of_pair(engine_R, sample.streams[OLD_LOGPROBS], sampled_R, cuts))
-    return LossStats.merge(parallel.dp_all_gather_object(LossStats.merge(parts))).means()
+    return LossStats.merge(parallel.dp_all_gather_object(LossStats.merge(parts), _STATS)).means()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.common.object_collectives import TEXT
 from megarl.common.run_files import stop_reason
 from megarl.run.peers import Peers
 from megarl.run.stop_signals import StopSignals
@@ -24,4 +25,4 @@ class StopVote:
         asked = self._signals.raised or (self._peers.is_first and stop_reason(self._run_dir) is not None)
         if not self._peers.any(asked):
             return None
-        return self._peers.on_first_rank(lambda: stop_reason(self._run_dir) or "a stop signal")
+        return self._peers.on_first_rank(lambda: stop_reason(self._run_dir) or "a stop signal", TEXT)

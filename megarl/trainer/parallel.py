@@ -17,6 +17,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from torch import Tensor
 
 from megarl import platforms
+from megarl.common.object_collectives import Codec, all_gather, broadcast
 from megarl.models.layout import Layout
 
 T = TypeVar("T")
@@ -88,26 +89,21 @@ def is_leader() -> bool:
     return torch.distributed.get_rank() == replica_ranks()[0]
 
 
-def model_parallel_broadcast_object(obj: T | None) -> T:
-    """Return the leader's `obj` (picklable) on every rank of its replica. The other ranks pass None."""
+def model_parallel_broadcast_object(obj: T | None, codec: Codec[T]) -> T:
+    """Return the leader's `obj` on every rank of its replica. The other ranks pass None."""
     group = parallel_state.get_model_parallel_group()
     if group.size() == 1:
         return obj  # type: ignore[return-value]
-    box = [obj]
-    torch.distributed.broadcast_object_list(box, src=replica_ranks()[0], group=group)
-    return box[0]  # type: ignore[return-value]
+    return broadcast(obj, codec, replica_ranks()[0], group)
 
 
-def dp_all_gather_object(obj: T) -> list[T]:
+def dp_all_gather_object(obj: T, codec: Codec[T]) -> list[T]:
     """Return the `obj` of every replica, in the order of their ranks, on every rank.
 
     All ranks of one replica must pass equal objects.
     """
     group = parallel_state.get_data_parallel_group()
-    parts: list[T] = [obj] * group.size()
-    if group.size() > 1:
-        torch.distributed.all_gather_object(parts, obj, group=group)
-    return parts
+    return all_gather(obj, codec, group) if group.size() > 1 else [obj]
 
 
 def dp_exchange(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:

@@ -24,6 +24,7 @@ from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.losses import LossFunction, LossInputs, LossSpec, MicroBatchLoss, micro_batch_loss
 from megarl.algorithms.stats import LossStats
 from megarl.checkpoint.format.load_weights import load_weights
+from megarl.common.object_collectives import Codec, all_gather, codec_of
 from megarl.config.megatron_defaults import transformer_fields
 from megarl.config.old_logprobs import correction_of, recomputes_old_logprobs
 from megarl.config.schema import Config
@@ -74,6 +75,9 @@ class _Shapes:
 
     samples: list[tuple[int, int]]  # (tokens, trained tokens) of each sample
     streams: list[str]  # the streams that all its samples have
+
+
+_SHAPES: Codec[_Shapes] = codec_of(_Shapes)
 
 
 def _agreed_streams(replicas: Sequence[_Shapes]) -> list[str]:
@@ -285,8 +289,7 @@ class Policy:
         check_samples(samples, self.info.vocab_size)
         group = parallel_state.get_data_parallel_group()
         own = _Shapes([(sample.length, sample.trained_tokens) for sample in samples], common_streams(samples))
-        everyone: list[_Shapes] = [own] * group.size()
-        torch.distributed.all_gather_object(everyone, own, group=group)
+        everyone = all_gather(own, _SHAPES, group)
         shapes = [part.samples for part in everyone]
         streams = _agreed_streams(everyone)
         interleaved = self.layout.virtual_pipeline is not None

@@ -6,7 +6,7 @@ here the model is partly loaded, although vLLM reports no error, and the replica
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class MegarlInitInfo(WeightTransferInitInfo):
 
     host: str
     port: int
+    key: str = field(repr=False)  # of the store, hexadecimal
     members: str  # GroupMembers.to_json()
     replica: int  # its index in the members
     manifest: str  # buckets.pack_manifest()
@@ -83,7 +84,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         members = GroupMembers.from_json(init_info.members)
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        store = SyncStore(init_info.host, init_info.port)
+        store = SyncStore(init_info.host, init_info.port, bytes.fromhex(init_info.key))
         group = Group(store, members, members.offset(init_info.replica) + worker)
         group.join(init_info.timeout_s, loads_in_place=self.loader.check() is None)
         device = self.device if members.backend == "nccl" else torch.device("cpu")

@@ -117,6 +117,7 @@ class EngineCalls:
         common = {
             "host": store.host,
             "port": store.port,
+            "key": store.key.hex(),
             "members": members.to_json(),
             "manifest": pack_manifest(plan),
             "plan_hash": plan.hash,

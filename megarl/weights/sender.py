@@ -9,13 +9,13 @@ be repeated.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,8 @@ from torch.distributed import DistNetworkError, Store
 
 from megarl.common.byte_units import GIB, MIB
 from megarl.common.errors import PeerTimeout, SyncAborted, WeightSyncError
+from megarl.common.run_secret import run_secret
+from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config, TimeoutsConfig, WeightSyncConfig
 from megarl.models.gather import GatherRequest
 from megarl.weights.backends import BACKENDS
@@ -33,7 +35,7 @@ from megarl.weights.handles import EngineHandles
 from megarl.weights.operation_order import Order, buffers_within, schedule
 from megarl.weights.replica_calls import EngineCalls, SyncReport
 from megarl.weights.sending import RowGather, Sending
-from megarl.weights.store import SyncStore
+from megarl.weights.store import SyncStore, open_shared_store
 from megarl.weights.transport import Group, GroupMembers, await_members, end_forming, names_of
 from megarl.weights.watch import end_key
 
@@ -67,6 +69,8 @@ class SyncSettings:
     rpc_s: float = _TIMEOUTS.rpc_s
     restart_s: float = _TIMEOUTS.engine_start_s
     restarts: int = _SYNC.restarts
+    # The directory of the run, whose secret the trainer ranks have in common. A single rank needs none.
+    run_dir: Path | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> SyncSettings:
@@ -80,6 +84,7 @@ class SyncSettings:
             rpc_s=config.timeouts.rpc_s,
             restart_s=config.timeouts.engine_start_s,
             restarts=config.weight_sync.restarts,
+            run_dir=config.run_dir,
         )
 
     @property
@@ -94,10 +99,10 @@ class WeightSender:
     """Publishes the trainer's weights to all engines. Create it, and call `connect` and `publish`, on every rank."""
 
     def __init__(self, config: Config | SyncSettings, exporter: Exporter, *, host: str | None = None) -> None:
-        """`host`: an address of rank 0 that the engines can reach; None: `reachable_address()`."""
+        """`host`: the address at which rank 0 serves the store; None: `store_address` or `reachable_address`."""
         self.settings = config if isinstance(config, SyncSettings) else SyncSettings.from_config(config)
         self._exporter = exporter
-        self._host = host
+        self._host = host or (None if isinstance(config, SyncSettings) else store_address(config))
         distributed = torch.distributed.is_initialized()
         self._rank = torch.distributed.get_rank() if distributed else 0
         self._world = torch.distributed.get_world_size() if distributed else 1
@@ -202,19 +207,18 @@ class WeightSender:
         self._packer = packer if self._rank in self.plan.owners else None
 
     def _open_store(self) -> SyncStore:
-        """Open the sync's store: rank 0 serves it, and sends its address to the other ranks."""
+        """Open the sync's store, which rank 0 serves."""
         global _serial
         _serial += 1
-        key = f"megarl/weights/{_serial}"
-        if self._rank == 0:
-            store = SyncStore(self._host or reachable_address(), 0, server=True)
-            if self._world > 1:
-                _default_store().set(key, json.dumps([store.host, store.port]))
-            return store
-        rendezvous = _default_store()
-        rendezvous.wait([key], timedelta(seconds=self.settings.rpc_s))
-        host, port = json.loads(rendezvous.get(key))
-        return SyncStore(host, port)
+        host = (self._host or reachable_address()) if self._rank == 0 else None
+        if self._world == 1:
+            assert host is not None
+            return SyncStore(host, 0, server=True)
+        if self.settings.run_dir is None:
+            raise ValueError("SyncSettings.run_dir is needed with several trainer ranks: its secret authenticates them")
+        name = f"weights/{_serial}"
+        wait_s = self.settings.rpc_s
+        return open_shared_store(name, run_secret(self.settings.run_dir), host, lambda text: _share(name, text, wait_s))
 
     def _form_group(self, restart: Sequence[str] = ()) -> None:
         """Form the next generation's group; restart the replicas `restart` first. Collective.
@@ -416,6 +420,21 @@ def _default_store() -> Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def _share(name: str, text: str | None, wait_s: float) -> str:
+    """Give rank 0's text to all trainer ranks over their rendezvous store, and return it."""
+    rendezvous = _default_store()
+    if text is not None:
+        rendezvous.set(name, text)
+        return text
+    rendezvous.wait([name], timedelta(seconds=wait_s))
+    return rendezvous.get(name).decode()
+
+
+def store_address(config: Config) -> str:
+    """Return the address at which this process serves a store: 127.0.0.1 if the run has only one node."""
+    return "127.0.0.1" if resolve_pools(config).nodes == 1 else reachable_address()
 
 
 def reachable_address() -> str:

@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch.distributed import BroadcastOptions, Work
 
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
@@ -71,11 +72,8 @@ class GroupMembers:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> GroupMembers:
-        """Return the members that `to_json` gave as this text."""
-        fields: dict[str, Any] = json.loads(text)
-        for key in ("senders", "replicas", "workers"):
-            fields[key] = tuple(fields[key])
-        return cls(**fields)
+        """Return the members that `to_json` gave as this text. Raises ValueError for a text of another form."""
+        return TypeAdapter(cls).validate_json(text, strict=True)
 
 
 class Group:

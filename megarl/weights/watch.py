@@ -11,7 +11,7 @@ import logging
 import threading
 from typing import Any
 
-from megarl.common.errors import PeerTimeout
+from megarl.common.errors import NotAuthentic, PeerTimeout
 from megarl.weights.member_progress import MemberProgress
 from megarl.weights.store import STORE_TIMEOUT_S, SyncStore
 
@@ -54,6 +54,8 @@ class StageWatch:
         try:
             end = self._connection.block(end_key(self._stage), self._timeout_s)
             reason = f"{self._member} waited {self._timeout_s:.0f} s for the end of the weight sync"
+        except NotAuthentic as error:
+            end, reason = None, f"{self._member}: {error}"
         except RuntimeError as error:
             end, reason = None, f"{self._member} lost its connection to trainer rank 0: {error}"
         if end is None:

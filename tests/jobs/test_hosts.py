@@ -37,7 +37,7 @@ def engine_pids(hosts: Hosts) -> set[int]:
 
 def is_rank(process: psutil.Process) -> bool:
     command = process.cmdline()
-    return any(word.endswith("train_rl.py") for word in command) and "torch.distributed.run" not in command
+    return any(word.endswith("train_rl.py") for word in command) and "megarl.cluster.nodes.torchrun" not in command
 
 
 def check_places(hosts: Hosts) -> None:

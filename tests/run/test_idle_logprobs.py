@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megarl.common.errors import RolloutError
+from megarl.common.object_collectives import Codec
 from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan, sample_key
 from megarl.run import idle_logprobs
@@ -266,10 +267,10 @@ def test_no_rank_waits_longer_for_rank_0_than_a_slice(make_idle: Callable[..., I
     def work(peers: ThreadPeers) -> None:
         told = peers.on_first_rank
 
-        def timed(function: Callable[[], Any]) -> Any:
+        def timed(function: Callable[[], Any], codec: Codec[Any]) -> Any:
             started = time.monotonic()
             try:
-                return told(function)
+                return told(function, codec)
             finally:
                 if not peers.is_first:
                     heard.append(time.monotonic() - started)
@@ -306,7 +307,7 @@ def test_a_failed_preparation_ends_the_work_of_every_rank(make_idle: Callable[..
 def test_a_rank_whose_own_preparation_fails_leaves_at_once(make_idle: Callable[..., IdleLogprobs]) -> None:
     ready: Future[None] = Future()
     ready.set_exception(TimeoutError("the queue did not answer"))
-    peers = SimpleNamespace(on_first_rank=lambda function: pytest.fail("it waits for rank 0"))
+    peers = SimpleNamespace(on_first_rank=lambda function, codec: pytest.fail("it waits for rank 0"))
     make_idle(peers, FakePool([0]), FakePolicy(), one_rank()).work_until(ready, 0, 0)
 
 
@@ -319,7 +320,7 @@ def test_a_failed_question_is_raised_on_every_rank(make_idle: Callable[..., Idle
 
 
 def alone() -> Any:
-    return SimpleNamespace(on_first_rank=lambda function: function())
+    return SimpleNamespace(on_first_rank=lambda function, codec: function())
 
 
 def one_rank() -> Any:

@@ -11,11 +11,12 @@ from tests.support.checkout import environment, torchrun
 RANK = """
 import os, sys, time
 import torch
+from pathlib import Path
 from megarl.run.peers import join_peers
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 if (attempt, rank) == ("1", "0"):
     time.sleep(2)
-join_peers("gloo", 60)
+join_peers("gloo", 60, Path(sys.argv[1]))
 torch.distributed.barrier()
 if (attempt, rank) == ("0", "0"):
     os.kill(os.getpid(), 9)

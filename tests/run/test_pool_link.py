@@ -17,12 +17,17 @@ from typing import Any, TypeVar
 
 import pytest
 
-from megarl.common.errors import PoolEnded, RolloutError
+from megarl.cluster.handle import SupervisorHandle
+from megarl.common.errors import RolloutError
+from megarl.common.processes import ProcessId
 from megarl.config.schema import AdmissionConfig, Config
+from megarl.evaluation.accuracy import ScoredResponse, evaluate_responses
+from megarl.evaluation.harness import SetReport
 from megarl.queue.dump import read_batch, recorded_steps
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
+from megarl.rollout.evaluator import FinishedEvaluation
 from megarl.rollout.ready_batches import BatchReady
 from megarl.run import channel, pool_link
 from megarl.run.failure import PeerFailedError
@@ -52,6 +57,17 @@ class Journal:
 
     def of(self, rank: int) -> list[str]:
         return [what for at, what in self.entries if at == rank]
+
+
+def report_of(version: int) -> SetReport:
+    """A report of one problem, with an infinite end of an interval."""
+    responses = [[ScoredResponse(2.5, answer="3", tokens=4)]]
+    greedy = evaluate_responses("held out greedy", responses)
+    return SetReport("held out", version, greedy, evaluate_responses("held out sampled", responses), 3, version)
+
+
+def evaluation_after(wait_s: float) -> FinishedEvaluation:
+    return FinishedEvaluation(f"after {wait_s:.0f} s", [report_of(VERSION)])
 
 
 class FakeClient:
@@ -100,15 +116,15 @@ class FakeClient:
     def commit(self, step: int, **numbers: int) -> None:
         self._note(f"commit {step} {numbers}")
 
-    def evaluate(self, version: int, label: str) -> list[str]:
+    def evaluate(self, version: int, label: str) -> list[SetReport]:
         self._note(f"evaluate {version} {label}")
-        return [f"report of {version}"]
+        return [report_of(version)]
 
     def start_evaluation(self, version: int, label: str) -> None:
         self._note(f"start_evaluation {version} {label}")
 
-    def take_evaluations(self, wait_s: float = 0.0) -> list[str]:
-        return [f"reports after {wait_s:.0f} s"]
+    def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation]:
+        return [evaluation_after(wait_s)]
 
     def leave_out(self) -> list[str]:
         return ["replica 1"]
@@ -169,7 +185,7 @@ class Links:
         self.failure: Exception | None = None
         self.held_by_ranks: tuple[str, ...] = ()
         self.slow_reader: int | None = None
-        self.checks: list[Callable[[], None]] = []  # of the readers
+        self.checks: list[Any] = []  # methods that the readers got
         here = self.ranks._here
         monkeypatch.setattr(pool_link, "parallel", self.ranks)
         monkeypatch.setattr(channel, "parallel", self.ranks)
@@ -196,14 +212,13 @@ class Links:
         return self.ranks.run(on_rank)
 
 
+HANDLE = SupervisorHandle("run", "127.0.0.1:1", "run", "run.0", 0, "0", ProcessId(1, 2), "host")
+
+
 def launched() -> Future[Any]:
     launch: Future[Any] = Future()
-    launch.set_result(SimpleNamespace(partition="run.0", namespace="run", check=has_ended))
+    launch.set_result(HANDLE)
     return launch
-
-
-def has_ended() -> None:
-    raise PoolEnded("the rollout pool has ended: asked to")
 
 
 @pytest.fixture
@@ -229,7 +244,8 @@ def test_rank_0_connects_to_the_controller_and_leaders_to_the_queue(links: Links
 
 def test_a_leader_that_waits_for_the_queue_looks_if_the_pool_has_ended(links: Links) -> None:
     links.run(lambda link: None)
-    assert links.checks == [has_ended] * 2
+    assert [check.__func__ for check in links.checks] == [SupervisorHandle.check] * 2
+    assert [check.__self__ for check in links.checks] == [HANDLE] * 2
 
 
 def test_the_pool_resumes_the_loaded_history(links: Links) -> None:
@@ -379,7 +395,7 @@ def test_another_failure_keeps_no_batch(links: Links) -> None:
 
 
 def test_every_rank_gets_the_evaluation(links: Links) -> None:
-    assert links.run(lambda link: link.evaluate(VERSION, "before")) == [["report of 5"]] * 4
+    assert links.run(lambda link: link.evaluate(VERSION, "before")) == [[report_of(5)]] * 4
     assert links.journal.of(0)[3:] == ["evaluate 5 before"]
 
 
@@ -392,8 +408,8 @@ def test_rank_0_starts_and_collects_evaluations_beside_training(links: Links) ->
 
     bound = links.config.timeouts.generate_s
     own, *others = links.run(evaluate)
-    assert own == [["reports after 0 s"], [f"reports after {bound:.0f} s"]]
-    assert others == [[[], [f"reports after {bound:.0f} s"]]] * 3
+    assert own == [[evaluation_after(0.0)], [evaluation_after(bound)]]
+    assert others == [[[], [evaluation_after(bound)]]] * 3
     assert links.journal.of(0)[3:] == ["start_evaluation 5 step_2"]
 
 

@@ -36,7 +36,7 @@ def test_a_new_run_is_built_before_the_engines_are_awaited(run: FakeRun) -> None
 
 def test_ranks_that_resolved_auto_differently_end_before_anything_is_built(run: FakeRun) -> None:
     """A rank whose GPU has less memory would cut its micro-batches elsewhere, and hang the others."""
-    run.gather = lambda mine: [mine, ("full", mine[1])]
+    run.gather = lambda mine, codec: [mine, ("full", mine[1])]
     with pytest.raises(ConfigError, match=r"differ in memory.*auto.*full.*set trainer\.device_memory_gib"):
         run.build()
     assert run.journal == []

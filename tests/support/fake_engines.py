@@ -129,7 +129,7 @@ class FakeReplica:
         members = GroupMembers.from_json(info["members"])
 
         def join(worker: int) -> Receiver:
-            store = SyncStore(info["host"], info["port"])
+            store = SyncStore(info["host"], info["port"], bytes.fromhex(info["key"]))
             group = Group(store, members, members.offset(info["replica"]) + worker)
             group.join(info["timeout_s"], loads_in_place=self.loaders[worker].obstacle is None)
             return Receiver(group, plan, self.loaders[worker], torch.device("cpu"))

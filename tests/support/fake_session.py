@@ -251,7 +251,7 @@ class FakeRun:
         self.idle: Callable[[Future[Any]], None] = lambda ready: None  # while the trainer waits for a batch
         self.early: list[object] = []  # the early log-probs that each step was given
         self.channel = FakeChannel()
-        self.gather: Callable[[object], list[object]] = lambda mine: [mine]
+        self.gather: Callable[[object, object], list[object]] = lambda mine, codec: [mine]
         self.session: Session | None = None
 
     def build(self) -> Session:
@@ -284,7 +284,7 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
 
     fakes: dict[str, Any] = {
         "Peers": lambda timeouts: SimpleNamespace(
-            is_first=True, group=None, on_first_rank=lambda function: function(), gather=run.gather
+            is_first=True, group=None, on_first_rank=lambda function, codec: function(), gather=run.gather
         ),
         "Recorder": lambda config, peers, terminal: FakeRecorder(run),
         "load_info": lambda path: None,

@@ -29,6 +29,7 @@ from megarl.weights.watch import end_key
 from tests.support.checkout import ROOT, environment
 
 LIMIT_S = 120.0
+KEY = b"of the server's store"
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ class _Syncs:
         replicas = tuple(f"replica {number}" for number in range(members - 1))
         group_members = GroupMembers(0, (0,), replicas, (1,) * (members - 1), "nothing", LIMIT_S)
         # Together, because torch looks up the name of the address of each connection.
-        stores = threads.map(lambda _: SyncStore("127.0.0.1", port), range(members))
+        stores = threads.map(lambda _: SyncStore("127.0.0.1", port, KEY), range(members))
         self._groups = [Group(store, group_members, rank) for rank, store in enumerate(stores)]
-        self._leader = leader = SyncStore("127.0.0.1", port)
+        self._leader = leader = SyncStore("127.0.0.1", port, KEY)
         self._calls = EngineCalls(_NoEngines(), leader, 1, LIMIT_S, recompute_kv=True)
         joined = [threads.submit(group.join, LIMIT_S) for group in self._groups]
         await_members(leader, group_members, LIMIT_S)
@@ -157,7 +158,7 @@ class _NoEngines:
 
 def main() -> None:
     """Serve a store until the process is killed, or its parent ends. Answer each line with the CPU seconds so far."""
-    store = SyncStore("127.0.0.1", 0, server=True)
+    store = SyncStore("127.0.0.1", 0, KEY, server=True)
     print(store.port, flush=True)
     for _ in sys.stdin:
         print(time.process_time(), flush=True)

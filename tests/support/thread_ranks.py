@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from megarl.common.object_collectives import Codec
 from megarl.run.failure import PeerFailedError
 
 T = TypeVar("T")
@@ -56,11 +57,13 @@ class ThreadRanks:
     def is_leader(self) -> bool:
         return self._here.rank % self.size == 0
 
-    def model_parallel_broadcast_object(self, obj: T | None) -> T:
-        return self.exchange(obj)[self.dp_rank() * self.size]
+    def model_parallel_broadcast_object(self, obj: T | None, codec: Codec[T]) -> T:
+        return codec.decode(codec.encode(self.exchange(obj)[self.dp_rank() * self.size]))
 
-    def dp_all_gather_object(self, obj: T) -> list[T]:
-        return self.exchange(obj)[self._here.rank % self.size :: self.size]
+    def dp_all_gather_object(self, obj: T, codec: Codec[T]) -> list[T]:
+        return [
+            codec.decode(part) for part in self.exchange(codec.encode(obj))[self._here.rank % self.size :: self.size]
+        ]
 
 
 class ThreadPeers:
@@ -75,25 +78,25 @@ class ThreadPeers:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def on_first_rank(self, function: Callable[[], T]) -> T:
+    def on_first_rank(self, function: Callable[[], T], codec: Codec[T]) -> T:
         """Run `function` on rank 0; it raises there what the function raised, and PeerFailedError elsewhere."""
-        result: T | None = None
+        result = b""
         failure: Exception | None = None
         if self.is_first:
             try:
-                result = function()
+                result = codec.encode(function())
             except Exception as error:
                 failure = error
         result, cause = self._ranks.exchange((result, failure))[0]
         if cause is not None:
             raise cause if self.is_first else PeerFailedError(f"trainer rank 0 failed: {cause}")
-        return result  # type: ignore[return-value]
+        return codec.decode(result)
 
     def any(self, mine: bool) -> bool:
         return any(self._ranks.exchange(mine))
 
-    def gather(self, mine: T) -> list[T]:
-        return self._ranks.exchange(mine)
+    def gather(self, mine: T, codec: Codec[T]) -> list[T]:
+        return [codec.decode(each) for each in self._ranks.exchange(codec.encode(mine))]
 
     def barrier(self) -> None:
         self._ranks.exchange(None)

@@ -16,6 +16,7 @@ import pickle
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing.connection import Connection, Listener, wait
 from typing import Any
@@ -66,8 +67,10 @@ class World:
         listener = Listener((HOST, 0), backlog=size, authkey=key)
         listener._listener._socket.settimeout(CONNECT_TIMEOUT_S)  # type: ignore[attr-defined]
         self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._run_dir = tempfile.TemporaryDirectory(prefix="world-", ignore_cleanup_errors=True)
         common = {"MASTER_ADDR": HOST, "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                  "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}  # fmt: skip
+                  "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+                  "WORLD_RUN_DIR": self._run_dir.name}  # fmt: skip
         ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
         self.processes: list[psutil.Process] = []
         self.connections: dict[int, Connection] = {}
@@ -120,6 +123,7 @@ class World:
         for connection in self.connections.values():
             connection.close()
         self.connections = {}
+        self._run_dir.cleanup()
         for process in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 # What a rank has spawned itself (Megatron's checkpoint manager) does not die with it.

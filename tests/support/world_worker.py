@@ -14,6 +14,8 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection
 
+from megarl.common.object_guard import guard_object_collectives
+
 MAX_THREADS = 120  # between functions: their own groups are gone then; some caches and thread pools may stay
 
 
@@ -71,6 +73,7 @@ def _serve(address: tuple[str, int], key: bytes) -> None:
     """Run the functions that the session asks this rank for, until the session closes the connection."""
     import torch
 
+    guard_object_collectives()  # as join_peers does in a run
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     connection = Client(address, authkey=key)
     connection.send(torch.distributed.get_rank())

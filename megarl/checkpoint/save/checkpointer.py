@@ -41,14 +41,16 @@ from megarl.checkpoint.save.training_state import (
     trainer_numbers,
 )
 from megarl.checkpoint.save.writer import BackgroundWrite, Written
+from megarl.common.object_collectives import JSON, TEXT, Codec, all_gather, broadcast, codec_of
+from megarl.common.run_secret import run_secret
 from megarl.common.timeouts import GRACE_S
 from megarl.config.load import to_yaml
 from megarl.config.schema import Config
 from megarl.models.export import copy_side_files
 from megarl.models.source import COMMON_FILE, FORMAT_FILE, HF_FILES, SHARD_INDEX, hf_files
 from megarl.trainer.policy import Policy
-from megarl.weights.sender import reachable_address
-from megarl.weights.store import SyncStore
+from megarl.weights.sender import store_address
+from megarl.weights.store import SyncStore, open_shared_store
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -56,6 +58,13 @@ T = TypeVar("T")
 FORMAT = 1
 # For manifest, rename and retention, after the time by which every rank must have written. Peers wait twice as long.
 FINISH_S = GRACE_S / 2
+
+# The types of what rank 0 sends to the other ranks.
+_OUTCOME: Codec[tuple[str | None, str] | None] = codec_of(tuple[str | None, str] | None)
+_RESULT: Codec[tuple[bytes | None, str]] = codec_of(tuple[bytes | None, str])
+_TEXTS: Codec[list[str]] = codec_of(list[str])
+_NOTHING: Codec[None] = codec_of(None)
+_CANDIDATES: Codec[list[Candidate]] = codec_of(list[Candidate])
 
 
 @dataclass
@@ -110,12 +119,12 @@ class Checkpointer:
         if self._still_writing():
             self._failed(step, "a rank is still writing an earlier one, which took too long; its disk may hang")
             return False
-        store = self._store = self._store or self._open_store()
-        partial, error = self._first_rank(lambda: self._begin(step))
+        partial, error = self._first_rank(lambda: str(self._begin(step)), TEXT)
         if partial is None:
             self._failed(step, error)
             return False
-        write = BackgroundWrite(sharded_state(self.policy), partial, validate=not self._saves)
+        store = self._store = self._store or self._open_store()
+        write = BackgroundWrite(sharded_state(self.policy), Path(partial), validate=not self._saves)
         self._saves += 1
         content = {**self._own_record(step), **(record or {})}
         pending = _RunningSave(step, write, content, f"save/{self._saves}", started + self.config.timeouts.save_s)
@@ -152,13 +161,13 @@ class Checkpointer:
             alive = pending.finisher.is_alive()
             if alive and wait:
                 pending.outcome = (None, f"its files are written, but completing it took more than {FINISH_S:.0f} s")
-        outcome: list[tuple[str | None, str] | None] = [None if alive and not wait else pending.outcome]
-        torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)
-        if outcome[0] is None:
+        own = None if alive and not wait else pending.outcome
+        outcome = broadcast(own, _OUTCOME, 0, self._group)
+        if outcome is None:
             return True
         self._pending = None
         self._report_notes()
-        path, error = outcome[0]
+        path, error = outcome
         if path is None:
             self._failed(pending.step, error)
             return False
@@ -186,12 +195,10 @@ class Checkpointer:
             pending.outcome = (None, str(error) or repr(error))
 
     def _open_store(self) -> SyncStore:
-        """Open the store in which the writing threads report to rank 0."""
-        if self._rank == 0:
-            store = SyncStore(reachable_address(), 0, server=True)
-        place: list[Any] = [[store.host, store.port] if self._rank == 0 else None]
-        torch.distributed.broadcast_object_list(place, src=0, group=self._group)
-        return store if self._rank == 0 else SyncStore(*place[0])
+        """Open the store in which the writing threads report to rank 0, which serves it."""
+        host = store_address(self.config) if self._rank == 0 else None
+        secret = run_secret(self.config.run_dir)
+        return open_shared_store("checkpoint", secret, host, lambda text: broadcast(text, TEXT, 0, self._group))
 
     def restore(self, prepare: Callable[[Candidate], None]) -> dict[str, Any] | None:
         """Load the checkpoint that `checkpoint.resume` selects. Return its record, or None for a new run.
@@ -204,9 +211,9 @@ class Checkpointer:
         """
         chosen = self._choose()
         if chosen is None:
-            self._first_rank(self._begin_new_history)
+            self._first_rank(self._begin_new_history, _NOTHING)
             return None
-        record, error = self._first_rank(lambda: self._accept(chosen, prepare))
+        record, error = self._first_rank(lambda: self._accept(chosen, prepare), JSON)
         if record is None:
             raise ResumeError(error)
         same_layout = record["layout"] == layout_record(self.policy.layout)
@@ -245,7 +252,7 @@ class Checkpointer:
     def _complete(self, pending: _RunningSave, everyone: list[Written]) -> str:
         """Write small files and manifest, rename, start an export, apply retention. Runs in a thread of rank 0."""
         partial = pending.write.directory
-        pending.write.finish([written.results for written in everyone])
+        pending.write.finish([written.items for written in everyone])
         self._write_small_files(partial, pending)
         files = {name: entry for written in everyone for name, entry in written.files.items()}
         small = (path for path in partial.rglob("*") if path.is_file())
@@ -310,7 +317,7 @@ class Checkpointer:
 
     def _choose(self) -> Candidate | None:
         """Choose the same candidate on every rank. Each rank verifies a share of the files."""
-        found, error = self._first_rank(lambda: candidates(self.directory, self.settings.resume))
+        found, error = self._first_rank(lambda: candidates(self.directory, self.settings.resume), _CANDIDATES)
         if found is None:
             raise ResumeError(error)
         return choose(found, self._verify, self._on_damaged)
@@ -323,8 +330,7 @@ class Checkpointer:
             problems = check_files(path, manifest.files, mine)
         except ValueError as error:
             problems = [str(error)]
-        everyone: list[list[str]] = [problems] * self._world
-        torch.distributed.all_gather_object(everyone, problems, group=self._group)
+        everyone = all_gather(problems, _TEXTS, self._group)
         return list(dict.fromkeys(problem for part in everyone for problem in part))
 
     def _on_damaged(self, candidate: Candidate, problems: list[str]) -> None:
@@ -334,7 +340,7 @@ class Checkpointer:
             where = self.directory.set_aside(candidate.step, "damaged") if candidate.own else candidate.path
             return f"checkpoint {candidate.path} is damaged and not used: {problems[0]} (directory: {where.name})"
 
-        text, error = self._first_rank(set_aside)
+        text, error = self._first_rank(set_aside, TEXT)
         self._notify(text or error)
 
     def _accept(self, chosen: Candidate, prepare: Callable[[Candidate], None]) -> dict[str, Any]:
@@ -379,17 +385,17 @@ class Checkpointer:
             f"{kept}; the next due save will try again"
         )
 
-    def _first_rank(self, function: Callable[[], T]) -> tuple[T | None, str]:
+    def _first_rank(self, function: Callable[[], T], codec: Codec[Any]) -> tuple[T | None, str]:
         """Run `function` on rank 0. Return (its result, "") or (None, error) on every rank: none is left waiting."""
-        outcome: list[Any] = [None, ""]
+        result, problem = None, ""
         if self._rank == 0:
             try:
-                outcome[0] = function()
+                result = codec.encode(function())
             except (OSError, ValueError) as error:
                 logger.exception("rank 0")
-                outcome[1] = str(error)
-        torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)
-        return outcome[0], outcome[1]
+                problem = str(error)
+        content, problem = broadcast((result, problem), _RESULT, 0, self._group)
+        return None if content is None else codec.decode(content), problem
 
 
 def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, with_rng: bool) -> None:

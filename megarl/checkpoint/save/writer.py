@@ -8,9 +8,7 @@ collective: if the disk of one rank is full, no other rank waits for it.
 
 from __future__ import annotations
 
-import base64
 import logging
-import pickle
 import queue
 import threading
 import time
@@ -28,7 +26,9 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch.distributed.checkpoint.metadata import Metadata
+from pydantic import TypeAdapter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl import platforms
@@ -42,24 +42,50 @@ FILES_PER_RANK = 2
 WriteBucket: TypeAlias = tuple[str, str, tuple[list[Any], list[Any]]]
 
 
-@dataclass
+@dataclass(frozen=True)
+class WrittenItem:
+    """The fields of torch's WriteResult of one item: a shard, or an object."""
+
+    name: str
+    offset: tuple[int, ...] | None
+    index: int | None
+    bytes: int
+    file: str
+    start: int
+    length: int
+
+    @classmethod
+    def of(cls, result: WriteResult) -> WrittenItem:
+        """Return the fields of a result. Raises ValueError if it is not the filesystem writer's."""
+        index, info = result.index, result.storage_data
+        if type(info) is not _StorageInfo or info.transform_descriptors:
+            raise ValueError(f"the result of writing {index.fqn} is of an unknown form: {info!r}")
+        offset = None if index.offset is None else tuple(index.offset)
+        return cls(index.fqn, offset, index.index, result.size_in_bytes, info.relative_path, info.offset, info.length)
+
+    def result(self) -> WriteResult:
+        """Return torch's result with these fields."""
+        index = MetadataIndex(self.name, self.offset, self.index)
+        return WriteResult(index, self.bytes, _StorageInfo(self.file, self.start, self.length))
+
+
+@dataclass(frozen=True)
 class Written:
-    """The result of one rank's thread: its files with their digests and torch's write results, or the error."""
+    """The result of one rank's thread: its files with their digests, what they contain, or the error."""
 
     files: dict[str, FileEntry]
-    results: list[WriteResult]
+    items: list[WrittenItem]
     error: str | None
     seconds: float
 
     def to_text(self) -> str:
-        """Return the result as text, for the store, which holds JSON."""
-        return base64.b64encode(pickle.dumps(self)).decode()
+        """Return the result as JSON."""
+        return TypeAdapter(Written).dump_json(self).decode()
 
     @classmethod
     def from_text(cls, text: str) -> Written:
-        """Return the result of `to_text`. Only this run's own ranks can write the text, so unpickling is safe."""
-        written: Written = pickle.loads(base64.b64decode(text))
-        return written
+        """Return the result of `to_text`. Raises ValueError for a text of another form; nothing of it is run."""
+        return TypeAdapter(cls).validate_json(text, strict=True)
 
 
 class BackgroundWrite:
@@ -87,14 +113,14 @@ class BackgroundWrite:
         thread.start()
         return thread
 
-    def finish(self, results: list[list[WriteResult]]) -> None:
+    def finish(self, items: list[list[WrittenItem]]) -> None:
         """Write torch's `.metadata`, on rank 0, after the threads of all ranks have ended. Raises OSError."""
         faults.reached("metadata")
-        self._writer.finish(self.metadata, results)
+        self._writer.finish(self.metadata, [[item.result() for item in of_rank] for of_rank in items])
 
     def _write_all(self) -> Written:
         started, files = time.perf_counter(), {}
-        results: list[WriteResult] = []
+        items: list[WrittenItem] = []
         error: str | None = None
         torch.serialization.set_crc32_options(False)  # the digests detect more, in a fraction of the time
         try:
@@ -103,12 +129,12 @@ class BackgroundWrite:
             with ThreadPool(FILES_PER_RANK) as pool:
                 for name, entry, written in pool.map(self._write_file, range(len(self._buckets))):
                     files[name] = entry
-                    results += written
+                    items += map(WrittenItem.of, written)
         except Exception as failure:
             logger.exception("writing %s", self.directory)
             error = str(failure) or repr(failure)
         self._buckets = []
-        return Written(files, results, error, time.perf_counter() - started)
+        return Written(files, items, error, time.perf_counter() - started)
 
     def _write_file(self, index: int) -> tuple[str, FileEntry, list[WriteResult]]:
         """Write one file. Return its name, its entry in the manifest and torch's results."""

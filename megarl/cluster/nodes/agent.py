@@ -190,7 +190,7 @@ class NodeAgent:
             config_file=str(Path(self.launch.directory) / "config.yaml"),
         )  # fmt: skip
         environment = {**os.environ, commands.LAUNCH_ID_VARIABLE: self.launch.launch_id}
-        environment |= commands.torchrun_environment()
+        environment |= commands.torchrun_environment(self.launch.run_dir)
         environment.setdefault("OMP_NUM_THREADS", "1")
         if self.launch.cuda:
             environment["CUDA_VISIBLE_DEVICES"] = visible_devices(self.node.trainer_devices)

@@ -240,7 +240,7 @@ def _share(config: Config, topology: Topology, node: NodePlan, cuda: bool) -> li
             config, topology, node, python="python", launch_id="$ID", endpoint="$FIRST_TRAINER:$FREE_PORT",
             address="$OWN_ADDRESS", entry=ENTRY, config_file="$LAUNCH/config.yaml",
         )  # fmt: skip
-        variables = "".join(f"{name}={value} " for name, value in torchrun_environment().items())
+        variables = "".join(f"{name}={value} " for name, value in torchrun_environment(config.run_dir).items())
         parts.append(
             (_visible(node.trainer_devices) if cuda else "")
             + variables

@@ -11,6 +11,7 @@ import yaml
 
 from megarl.cluster.nodes.topology import NodePlan, Topology, stop_seconds
 from megarl.common.errors import ConfigError
+from megarl.common.run_secret import RUN_DIR_VARIABLE
 from megarl.config.schema import Config
 from megarl.config.secret_checks import referenced_variables
 
@@ -30,16 +31,16 @@ def torchrun_command(
 ) -> list[str]:  # fmt: skip
     """Return the torchrun command of one trainer node.
 
-    `endpoint`: HOST:PORT of the rendezvous, whose store the first trainer node runs. It is c10d's rendezvous and not
-    the static one, because only that one restarts the ranks of all nodes after one has failed.
+    `endpoint`: HOST:PORT of the rendezvous, whose store the first trainer node runs. It is a rendezvous like c10d's
+    and not the static one, because only that one restarts the ranks of all nodes after one has failed.
     """
     first = node.trainer_rank == 0
     return [
-        python, "-m", "torch.distributed.run",
+        python, "-m", "megarl.cluster.nodes.torchrun",
         "--nnodes", str(topology.trainer_nodes),
         "--nproc-per-node", str(topology.ranks_per_node),
         "--rdzv-id", launch_id,
-        "--rdzv-backend", "c10d",
+        "--rdzv-backend", "megarl",
         "--rdzv-endpoint", endpoint,
         # By default torchrun compares host names to find out which node holds the store.
         "--rdzv-conf", f"is_host={'true' if first else 'false'},join_timeout={int(config.timeouts.node_s)}",
@@ -51,9 +52,12 @@ def torchrun_command(
     ]  # fmt: skip
 
 
-def torchrun_environment() -> dict[str, str]:
-    """Return the variables that make torchrun use a new store at each start: see `megarl.run.peers.join_peers`."""
-    return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+def torchrun_environment(run_dir: Path) -> dict[str, str]:
+    """Return torchrun's variables: the ranks' store is new at each start, and agents sign with the run's secret.
+
+    `megarl.run.peers.join_peers` and `megarl.cluster.nodes.rendezvous` read them.
+    """
+    return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", RUN_DIR_VARIABLE: str(run_dir)}
 
 
 def node_command(python: str, launch: str, index: str) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state
 
 from megarl.common.errors import BatchNotReady, RolloutError
+from megarl.common.object_collectives import JSON, TEXT
 from megarl.config.schema import TimeoutsConfig
 from megarl.run.channel import BackgroundChannel, ChannelClosed
 from megarl.run.failure import PeerFailedError
@@ -50,8 +51,8 @@ def beside_training(layout: dict[str, Any]) -> dict[str, Any]:
 
     def work() -> list[Any]:
         try:
-            first = channel.wait(ask)
-            shares = [channel.in_replica(f"from {rank}" if parallel.is_leader() else None) for _ in range(20)]
+            first = channel.wait(ask, JSON)
+            shares = [channel.in_replica(f"from {rank}" if parallel.is_leader() else None, TEXT) for _ in range(20)]
             hashes = channel.of_replicas(f"plan of {parallel.dp_rank()}")
             return [first, set(shares), set(hashes)]
         finally:
@@ -78,13 +79,13 @@ def hurried(bound_s: float) -> dict[str, Any]:
         raise BatchNotReady("1 group in flight")
 
     with opened({}, generate_s=bound_s) as channel:
-        found = in_thread(lambda: channel.wait(ask))
+        found = in_thread(lambda: channel.wait(ask, JSON))
         if torch.distributed.get_rank() == 0:
             assert asked.wait(WAIT_S)
             channel.hurry()
         error = found.exception(WAIT_S)
         channel.relax()
-        again = in_thread(lambda: channel.wait(lambda bound: (bounds.append(bound), "ready")[1]))
+        again = in_thread(lambda: channel.wait(lambda bound: (bounds.append(bound), "ready")[1], JSON))
         assert again.result(WAIT_S) == "ready"
         return {"error": f"{type(error).__name__}: {error}", "bounds": bounds}
 
@@ -100,7 +101,7 @@ def closed_in_a_hurry() -> list[float | None]:
 
     with opened({}) as channel:
         channel.hurry()
-        error = in_thread(lambda: channel.wait(ask)).exception(WAIT_S)
+        error = in_thread(lambda: channel.wait(ask, JSON)).exception(WAIT_S)
         assert isinstance(error, ChannelClosed | PeerFailedError)
         return bounds
 
@@ -114,7 +115,7 @@ def ended(how: str) -> str:
         raise BatchNotReady("not yet")
 
     with opened({}) as channel:
-        found = in_thread(lambda: channel.wait(ask))
+        found = in_thread(lambda: channel.wait(ask, JSON))
         if how == "close" and torch.distributed.get_rank() == 0:
             channel.close()
         error = found.exception(WAIT_S)

@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.losses import LossFunction
+from megarl.common.object_collectives import JSON
 from megarl.config.schema import Config
 from megarl.models.export import HFExporter
 from megarl.models.layout import Layout
@@ -377,4 +378,4 @@ def non_finite(model_dir: Path, samples: list[TrainSample], what: str) -> tuple[
 def broadcast(layout: dict[str, Any]) -> tuple[int, bool, Any]:
     with use_layout(make_layout(**layout)):
         message = {"from": parallel.dp_rank()} if parallel.is_leader() else None
-        return parallel.dp_rank(), parallel.is_leader(), parallel.model_parallel_broadcast_object(message)
+        return parallel.dp_rank(), parallel.is_leader(), parallel.model_parallel_broadcast_object(message, JSON)

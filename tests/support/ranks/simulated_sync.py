@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ def publish(
             rpc_s=30.0,
             restarts=0,
             transport="simulated",
+            run_dir=Path(os.environ["WORLD_RUN_DIR"]),
         )
         sender = WeightSender(settings, exporter)
         sender.connect(pool)

@@ -27,6 +27,10 @@ from tests.support.ranks.models import load
 SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=20.0, restart_s=20.0, restarts=1, transport="gloo")
 
 
+def with_settings(**changes: Any) -> SyncSettings:
+    return SyncSettings(**{**SETTINGS.__dict__, "run_dir": Path(os.environ["WORLD_RUN_DIR"]), **changes})
+
+
 class GatheringExporter(ListExporter):
     """Every rank takes part in an (imitated) gather of every bucket, whoever owns it.
 
@@ -85,7 +89,7 @@ def publish_with(owners: str) -> dict[str, Any]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     pool = FakePool(1, 2) if rank == 0 else None
     exporter = GatheringExporter(random_tensors(), rank, lambda name: OWNERS[owners](name, world))
-    sender = WeightSender(SETTINGS, exporter)
+    sender = WeightSender(with_settings(), exporter)
     sender.connect(pool)
     reports = []
     for version in range(3):
@@ -112,7 +116,7 @@ def requests_of_a_publish(owners: str) -> dict[str, Any]:
     pool = FakePool(1, 2) if rank == 0 else None
     exporter = GatheringExporter(random_tensors(), rank, lambda name: OWNERS[owners](name, world))
     with patch.object(SyncStore, "__init__", opened):
-        sender = WeightSender(SETTINGS, exporter)
+        sender = WeightSender(with_settings(), exporter)
         sender.connect(pool)
         sender.publish(0)
         before = sum(each.requests for each in connections)
@@ -128,7 +132,7 @@ def publish_while_an_engine_fails(restarts: int) -> dict[str, Any]:
     rank = torch.distributed.get_rank()
     pool = FakePool(1, 1) if rank == 0 else None
     exporter = GatheringExporter(random_tensors(), rank, lambda name: OWNERS["stages"](name, 2))
-    sender = WeightSender(SyncSettings(**{**SETTINGS.__dict__, "restarts": restarts}), exporter)
+    sender = WeightSender(with_settings(restarts=restarts), exporter)
     sender.connect(pool)
     sender.publish(0)
     if pool is not None:
@@ -161,7 +165,7 @@ def publish_while_a_rank_hangs(how: str, owners: str, first: int, staging_bytes:
     release = f"hang/{how}/{owners}/{first}/{published}"
     pool = FakePool(1, 1) if rank == 0 else None
     exporter = GatheringExporter(random_tensors(), rank, lambda name: OWNERS[owners](name, world))
-    settings = SyncSettings(**{**SETTINGS.__dict__, "sync_s": 5.0, "staging_bytes": staging_bytes})
+    settings = with_settings(sync_s=5.0, staging_bytes=staging_bytes)
     sender = WeightSender(settings, exporter)
     sender.connect(pool)
     for version in range(published):
@@ -210,7 +214,7 @@ def export_while_a_rank_hangs(model: str, published: int) -> dict[str, Any]:
     with use_layout(layout):
         info, _, chunks = load(model, layout)
         pool = FakePool(1) if rank == 0 else None
-        settings = SyncSettings(**{**SETTINGS.__dict__, "bucket_bytes": 20_000, "sync_s": 5.0, "restarts": 0})
+        settings = with_settings(bucket_bytes=20_000, sync_s=5.0, restarts=0)
         sender = WeightSender(settings, HFExporter(chunks, info, torch.float32))
         sender.connect(pool)
         for version in range(published):
@@ -245,7 +249,7 @@ def export_through_megatron(model: str, sizes: dict[str, int], bucket_bytes: int
         info, _, chunks = load(model, layout)
         pool = FakePool(2) if rank == 0 else None
         sender = WeightSender(
-            SyncSettings(**{**SETTINGS.__dict__, "bucket_bytes": bucket_bytes}),
+            with_settings(bucket_bytes=bucket_bytes),
             HFExporter(chunks, info, torch.float32),
         )
         sender.connect(pool)

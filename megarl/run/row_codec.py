@@ -1,0 +1,55 @@
+"""The form in which a leader sends rows of the queue to the other ranks of its replica: the queue's own, as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.common.errors import MalformedMessage
+from megarl.common.object_collectives import Codec, codec_of
+from megarl.queue.rows import COLUMN, decode, decode_tag, encode
+from megarl.queue.trajectory import SampleTag, Trajectory
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Rows of the queue: the values of all rows, where each one begins and the last one ends, tags and failures."""
+
+    values: bytes
+    offsets: list[int]
+    tags: list[SampleTag]
+    failures: list[str]
+
+
+_MESSAGE: Codec[_Message] = codec_of(_Message)
+
+
+def _encode(rows: Sequence[Trajectory]) -> bytes:
+    if not rows:
+        return _MESSAGE.encode(_Message(b"", [0], [], []))
+    data, tags = encode(rows)
+    column: Any = data[COLUMN]  # torch's types do not know the methods of nested tensors
+    values, offsets = column.values().numpy().tobytes(), column.offsets().tolist()
+    failures = [tag["failure"] for tag in tags]
+    return _MESSAGE.encode(_Message(values, offsets, [decode_tag(tag) for tag in tags], failures))
+
+
+def _decode(content: bytes) -> list[Trajectory]:
+    """Return the rows. Raises MalformedMessage if they are not the rows of the tags."""
+    import torch
+    from tensordict import TensorDict
+
+    message = _MESSAGE.decode(content)
+    if not message.tags:
+        return []
+    values = torch.frombuffer(bytearray(message.values), dtype=torch.uint8)
+    column = torch.nested.nested_tensor_from_jagged(values, torch.tensor(message.offsets))
+    tags = [vars(tag) | {"failure": failure} for tag, failure in zip(message.tags, message.failures, strict=True)]
+    try:
+        return decode(TensorDict({COLUMN: column}, batch_size=len(tags)), tags)
+    except ValueError as error:
+        raise MalformedMessage(f"a leader sent rows of the queue that cannot be read: {error}") from error
+
+
+ROWS: Codec[list[Trajectory]] = Codec(_encode, _decode)

@@ -1,0 +1,88 @@
+"""torch's object collectives, which Megatron-Core calls: what a stranger sends into a socket of gloo is not run."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+
+from megarl.common.object_guard import GuardedUnpickler, guard_object_collectives
+from tests.support.attack import attack
+
+
+def received(content: bytes) -> Any:
+    """The object that torch makes of bytes from a socket."""
+    tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return distributed_c10d._tensor_to_object(tensor, len(content), None)
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed_c10d, "_unpickler", pickle.Unpickler)  # undone after the test
+    guard_object_collectives()
+
+
+def test_torch_runs_what_it_receives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed_c10d, "_unpickler", pickle.Unpickler)
+    received(attack(tmp_path / "ran"))
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_rank_does_not(tmp_path: Path, guarded: None) -> None:
+    with pytest.raises(pickle.UnpicklingError, match=r"holds posix\.mkdir, which is no part of a checkpoint plan"):
+        received(attack(tmp_path / "ran"))
+    assert not (tmp_path / "ran").exists()
+
+
+class _Storage:
+    """A pickle of a tensor's storage whose inner pickle is an attack."""
+
+    def __init__(self, inner: bytes) -> None:
+        self.inner = inner
+
+    def __reduce__(self) -> tuple[object, tuple[bytes]]:
+        return torch.storage._load_from_bytes, (self.inner,)
+
+
+def test_nor_what_is_hidden_in_a_tensor(tmp_path: Path, guarded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    torch.save({"x": _Attack(tmp_path / "ran")}, buffer)
+    content = pickle.dumps(_Storage(buffer.getvalue()))
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        received(content)
+    assert not (tmp_path / "ran").exists()
+    monkeypatch.setattr(distributed_c10d, "_unpickler", pickle.Unpickler)
+    received(content)
+    assert (tmp_path / "ran").exists(), "torch's own function runs it"
+
+
+class _Attack:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        import os
+
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", ["os.system", "Size.__class__", "nn.Module", "load"])
+def test_no_dotted_and_no_further_names(name: str) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="is no part of a checkpoint plan"):
+        GuardedUnpickler(io.BytesIO()).find_class("torch", name)
+
+
+def test_plans_and_tensors_arrive(guarded: None) -> None:
+    tensor = torch.arange(6.0).view(2, 3).T
+    shard = ShardedTensor.from_rank_offsets("weight", tensor, (0, 0, 1)).without_data()
+    plan = SavePlan([], MetadataIndex("a", torch.Size([1])), (1,))
+    found = received(pickle.dumps([tensor, shard, plan, {"a": (1, None, 0.5)}]))
+    assert torch.equal(found[0], tensor) and found[1] == shard and found[2] == plan
