@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
-from megarl.common.errors import NoReplicaLeft, ReplicaFailed
+from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RequestFailed
 from megarl.config.schema import TimeoutsConfig
+from megarl.queue.trajectory import VersionSpan
 from megarl.rollout import fleet as fleet_module
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.replacements import Replacements
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
+from megarl.rollout.response_parts import EngineReport, ResponsePart
+from megarl.rollout.responses_so_far import MOST_ATTEMPTS
+from megarl.rollout.to_trajectory import defect
 from tests.support.fake_replicas import FakeReplica, Method, ScriptedReplica, answered, requests
 
 LONG = SamplingSpec(10**9, 1.0, (2,))
@@ -400,25 +404,51 @@ def test_a_joining_replica_whose_restart_fails_does_not_join() -> None:
     assert not replacements.coming and replacements.take_joining() == []
 
 
-def test_a_lost_replica_that_lives_refuses_the_next_sync_so_that_it_is_replaced() -> None:
-    told: dict[int, str] = {}
-
-    def living(index: int) -> Any:
-        async def fail(reason: str) -> None:
-            told[index] = reason
-
-        replica: Any = FakeReplica(index)
-        replica.fail = Method(fail)
-        return replica
+def test_a_lost_replica_that_is_sound_serves_again_after_the_next_sync() -> None:
+    """Its report was late; it is not replaced, and what it had is not asked of it again."""
 
     async def scenario() -> None:
-        starting = Starting({2: living(2)})
-        fleet = fleet_of({index: living(index) for index in range(3)}, starting)
+        stuck = asyncio.Event()
+        late, other = ScriptedReplica(0, 3, None), FakeReplica(1)
+
+        async def report(reported: dict[str, int], wait_s: float) -> EngineReport:
+            late.reported.append(reported)
+            if len(late.reported) <= late.rounds:
+                return EngineReport(dict.fromkeys(reported, ResponsePart([0], [-0.5], (VersionSpan(3, 0, 1),))))
+            await stuck.wait()
+            raise RequestFailed("replica 0 does not know the requests that it has dropped")
+
+        late.report, late.reset = Method(report), Method(FakeReplica(0)._reset)
+        fleet = fleet_of({0: late, 1: other})
+        begun = asyncio.create_task(fleet.generate("g", endless("x"), home=0))
+        await until(lambda: len(late.reported) > late.rounds)
+        fleet.lose(0, ReplicaFailed(0, "its report was late"))
+        await fleet.begin_sync()
+        assert fleet.serving == [1] and not other.told
+        fleet.admit_joining()
+        assert fleet.serving == [0, 1] and not fleet.lost
+        stuck.set()  # the call of before ends now, and says nothing about the replica of today
+        await until(lambda: other.served or len(late.asked) > 1)
+        assert fleet.serving == [0, 1] and fleet._dispatcher.load == {0: len(late.asked) - 1, 1: 0}
+        begun.cancel()
+
+    run(scenario)
+
+
+def test_a_lost_replica_that_cannot_be_reset_refuses_the_next_sync_so_that_it_is_replaced() -> None:
+    async def cannot() -> None:
+        raise ReplicaFailed(1, "it was left in the middle of a sync")
+
+    async def scenario() -> None:
+        starting = Starting({2: FakeReplica(2)})
+        replicas = {index: FakeReplica(index) for index in range(3)}
+        replicas[1].reset = Method(cannot)
+        fleet = fleet_of(replicas, starting)
         fleet.lose(1, ReplicaFailed(1, "its report was late"))
         restart = asyncio.create_task(fleet.restart([2]))
         await until(lambda: starting.begun)
         await fleet.begin_sync()
-        assert told == {1: "was lost: its report was late"}
+        assert [each.told for each in replicas.values()] == [[], ["was lost: its report was late"], []]
         starting.go.set()
         await restart
 
@@ -427,20 +457,15 @@ def test_a_lost_replica_that_lives_refuses_the_next_sync_so_that_it_is_replaced(
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_lost_replica_that_is_dead_does_not_hold_the_next_sync(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_RESET_S", 0.05)
     monkeypatch.setattr(fleet_module, "_RETIRE_S", 0.05)
 
-    async def dead(reason: str) -> None:
-        if silent:
-            await asyncio.Event().wait()
-        raise ReplicaFailed(0, "it died")
-
     async def scenario() -> None:
-        replica: Any = FakeReplica(0)
-        replica.fail = Method(dead)
+        replica = FakeReplica(0, ReplicaFailed(0, "it died"), delay_s=60 if silent else 0)
         fleet = fleet_of({0: replica})
         fleet.lose(0, ReplicaFailed(0, "it died"))
         await asyncio.wait_for(fleet.begin_sync(), 1)
-        assert list(fleet.lost) == [0]
+        assert list(fleet.lost) == [0] and not replica.told
 
     run(scenario)
 
@@ -448,10 +473,27 @@ def test_a_lost_replica_that_is_dead_does_not_hold_the_next_sync(silent: bool, m
 def test_a_lost_replica_takes_part_in_a_sync_that_would_not_replace_it() -> None:
     """Its refusal would end the run, although the other replicas are healthy (`weight_sync.restarts: 0`)."""
 
+    async def cannot() -> None:
+        raise ReplicaFailed(0, "it is busy")
+
     async def scenario() -> None:
-        fleet = fleet_of({index: FakeReplica(index) for index in range(2)}, sync_restarts=0)  # without a method `fail`
+        replicas = {index: FakeReplica(index) for index in range(2)}
+        replicas[0].reset = Method(cannot)
+        fleet = fleet_of(replicas, sync_restarts=0)
         fleet.lose(0, ReplicaFailed(0, "its report was late"))
         await fleet.begin_sync()
-        assert fleet.serving == [1] and list(fleet.lost) == [0]
+        assert fleet.serving == [1] and list(fleet.lost) == [0] and not replicas[0].told
+
+    run(scenario)
+
+
+def test_a_request_that_ends_every_engine_fails_after_some_and_leaves_the_others() -> None:
+    async def scenario() -> None:
+        dying = {index: FakeReplica(index, ReplicaFailed(index, "its engine died")) for index in range(5)}
+        fleet = fleet_of(dying)
+        results = await fleet.generate("g", requests(0))
+        reason = "3 replicas in a row were lost before they made a token of it"
+        assert [(each.finish_reason, each.failure, defect(each)) for each in results] == [("abort", reason, reason)] * 2
+        assert len(fleet.serving) == 5 - MOST_ATTEMPTS
 
     run(scenario)
