@@ -36,6 +36,9 @@ TOKEN_FILE = "ray_token"
 # Environment variable with this node's address, set by the node's agent (megarl/cluster/nodes/agent.py).
 NODE_ADDRESS_VARIABLE = "MEGARL_NODE_ADDRESS"
 OBJECT_STORE_BYTES = 256 * MIB
+# Environment of processes that wait for the pool over a network. Without it Ray ends a process from which its head has
+# not been reached for 60 s (Ray 2.60.0), before a call of ours could say who waited for whom; our bounds end it.
+PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
 ATTEMPT_S = 30
 MAX_ATTEMPTS = 5
 

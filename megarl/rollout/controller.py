@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from megarl.rewards.types import RewardSpec
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.admission import Admission
 from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.answered_calls import AnsweredCalls
 from megarl.rollout.background import BackgroundTasks
 from megarl.rollout.batch_stats import BatchStats, BusyClock
 from megarl.rollout.batcher import Batcher
@@ -67,6 +68,7 @@ class RolloutController:
         self._taken_at: float | None = None  # when the batch before was taken
         self._needed = -1  # the step for whose batch the trainer waits, or the last one
         self._tasks = BackgroundTasks()
+        self._calls = AnsweredCalls()
         self._journal = RolloutJournal(self.config, self.run_dir)
 
     async def start(self) -> dict[str, float]:
@@ -130,6 +132,10 @@ class RolloutController:
             node_resource=ROLLOUT_RESOURCE,
             timeout_s=self.config.timeouts.engine_start_s,
         )
+
+    async def answer(self, key: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401  # of any method
+        """Call a method once, however often a trainer that had lost the connection sends the same `key`."""
+        return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
 
     async def drain(self) -> None:
         """Let all running responses end before a publication; what has not begun is held back.
@@ -227,18 +233,18 @@ class RolloutController:
 
     async def commit(
         self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
-        reused: int = 0, trained_groups: Sequence[int] | None = None,
+        reused: int = 0, trained_groups: Sequence[int] | None = None, ended: Mapping[str, Sequence[int]] | None = None,
     ) -> Counters:  # fmt: skip
         """Settle the groups of `step`, free the rows that are not used again, and start the groups that then fit.
 
-        `reused` and `trained_groups`: see `Admission.commit`. Raises ValueError if the numbers do not account for every
-        group once.
+        `reused`, `trained_groups` and `ended`: see `Admission.commit`. Raises ValueError if the numbers, or the ids, do
+        not account for every group once.
         """
         self._tasks.check()
         admission = self._admission
         admission.commit(
             step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed,
-            reused=reused, trained_groups=trained_groups,
+            reused=reused, trained_groups=trained_groups, ended=ended,
         )  # fmt: skip
         batch = self._batches.pop(step)
         self._groups.free_rows()

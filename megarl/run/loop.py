@@ -31,13 +31,13 @@ def train(session: Session) -> None:
                 policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step, early=prepared.early
             )
         recorder.samples(batch, prepared.samples)
-        pool.commit(batch, plan)
+        counted = pool.commit(batch, plan)
         session.version += pace.updates_per_step
         if evaluation_due(session, step + 1):
             session.evaluations.finish(step + 1)  # so that the next one finds all replicas with the newest weights
         if pace.publishes_after(step + 1) or publishes_early(session, batch):
             publish(session)
-        recorder.step(batch, plan, session.version)
+        recorder.step(batch, plan, session.version, counted)
         session.evaluations.collect(step + 1)
         if evaluation_due(session, step + 1) and step + 1 < config.run.steps:
             session.evaluations.evaluate(step + 1, session.version, f"step_{step + 1}")

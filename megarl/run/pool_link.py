@@ -22,6 +22,7 @@ from megarl.evaluation.harness import SetReport
 from megarl.queue.dump import write_batch
 from megarl.queue.trajectory import SampleTag, Trajectory, sample_key
 from megarl.queue.transfer import QueueReader
+from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices, own_device, refuse_overlap
 from megarl.rollout.evaluator import FinishedEvaluation
 from megarl.rollout.ready_batches import BatchReady
@@ -173,13 +174,14 @@ class PoolLink:
             self._peers.barrier()
             raise NonFiniteError(f"step {batch.step}: {error}; the batch is kept in {directory}") from error
 
-    def commit(self, batch: StepBatch, plan: StepPlan) -> None:
+    def commit(self, batch: StepBatch, plan: StepPlan) -> Counters | None:
         """Tell the controller how every group ended; it then frees the rows that it does not use again.
 
-        Not collective: only rank 0 acts.
+        Return what the controller has counted since the start of the history. Not collective: only rank 0 acts, and
+        None elsewhere.
         """
         outcome = plan.outcome
-        self._client.use(
+        return self._client.use(
             lambda pool: pool.commit(
                 batch.step,
                 trained=outcome.trained,
@@ -187,7 +189,7 @@ class PoolLink:
                 dropped_stale=outcome.dropped_stale,
                 failed=outcome.failed,
                 reused=outcome.reused,
-                trained_groups=plan.trained_groups,
+                ended=plan.ended,
             )
         )
 

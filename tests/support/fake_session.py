@@ -15,6 +15,7 @@ import pytest
 
 from megarl.common.run_files import ExitRecord
 from megarl.config.schema import Config
+from megarl.rollout.counters import Counters
 from megarl.rollout.evaluator import FinishedEvaluation
 from megarl.run import batches, loop, session
 from megarl.run.session import Session
@@ -58,7 +59,8 @@ class FakeRecorder:
     def samples(self, batch: StepBatch, samples: Sequence[str]) -> None:
         self._note(f"write {', '.join(samples)}")
 
-    def step(self, batch: StepBatch, plan: str, version: int) -> None:
+    def step(self, batch: StepBatch, plan: str, version: int, counted: Counters | None) -> None:
+        assert counted == Counters(trained=batch.step + 1), "the counters are those of another commit"
         self._note(f"record step {batch.step} of {plan}, which made version {version}")
 
     def evaluation(
@@ -127,8 +129,9 @@ class FakePool(Part):
             self._note(f"keep batch {batch.step}: {error}")
             raise
 
-    def commit(self, batch: StepBatch, plan: str) -> None:
+    def commit(self, batch: StepBatch, plan: str) -> Counters:
         self._note(f"commit {batch.step}")
+        return Counters(trained=batch.step + 1)
 
     def saved(self, step: int) -> None:
         self.complete = step
