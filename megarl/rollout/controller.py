@@ -263,6 +263,10 @@ class RolloutController:
         self._groups.start()  # in the places of the queue that the step had
         return self._admission.counters
 
+    async def heartbeat(self) -> None:
+        """Raise RolloutError if a process of the queue has died or hangs. The supervisor calls it at intervals."""
+        await self._queue.check(self.config.timeouts.rpc_s / 2)  # its error comes before the supervisor's
+
     async def counters(self) -> Counters:
         """Return the numbers of groups in each state."""
         return self._admission.counters

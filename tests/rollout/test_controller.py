@@ -755,3 +755,13 @@ def test_skipped_prompts_are_reported_once_in_a_history(local: LocalController) 
         assert (await local.controller.wait_batch(2, WAIT_S)).timings["rollout/skipped_prompts"] == 0
 
     run(scenario)
+
+
+def test_a_dead_queue_is_found_by_the_supervisors_heartbeat(local: LocalController) -> None:
+    async def scenario() -> None:
+        await local.controller.heartbeat()
+        local.queue.failure = RolloutError("storage unit 0 of the trajectory queue has died")
+        with pytest.raises(RolloutError, match="storage unit 0"):
+            await local.controller.heartbeat()
+
+    run(scenario)

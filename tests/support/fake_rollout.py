@@ -225,6 +225,10 @@ class FakeQueue:
     async def clear_all(self) -> None:
         self.rows.clear()
 
+    async def check(self, timeout_s: float) -> None:
+        if self.failure is not None:
+            raise self.failure
+
     def close(self) -> None: ...
 
 
