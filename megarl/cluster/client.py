@@ -23,10 +23,10 @@ from megarl.common.errors import PoolEnded, ReplicaFailed, RolloutError
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.rollout.actor_errors import as_rollout_error
-from megarl.rollout.controller import BatchReady
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.evaluator import FinishedEvaluation
+from megarl.rollout.ready_batches import BatchReady, PublicationNeeded
 from megarl.rollout.replica import replica_name
 
 if TYPE_CHECKING:
@@ -272,8 +272,8 @@ class PoolClient:
         """Start every group that the published version allows. `needed`: the step for whose batch the trainer waits."""
         return self.call("admit", needed, timeout_s=self.config.timeouts.rpc_s)
 
-    def wait_batch(self, step: int, timeout_s: float | None = None) -> BatchReady:
-        """Wait until all groups of `step` are in the queue and return its batch."""
+    def wait_batch(self, step: int, timeout_s: float | None = None) -> BatchReady | PublicationNeeded:
+        """Wait until all groups of `step` are in the queue and return its batch, or until no replica is left."""
         bound = timeout_s or self.config.timeouts.generate_s
         return self.call("wait_batch", step, bound, timeout_s=bound + CALL_MARGIN_S)
 

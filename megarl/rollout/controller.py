@@ -22,6 +22,7 @@ from typing import Any
 from megarl.common.errors import BatchNotReady, RolloutError
 from megarl.common.output import redirect_output
 from megarl.config.datasets import reward_functions
+from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
@@ -41,13 +42,13 @@ from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.journal import RolloutJournal
 from megarl.rollout.prompt_groups import PromptGroups
 from megarl.rollout.prompts import PromptSource
-from megarl.rollout.ready_batches import BatchReady, ReadyBatches
+from megarl.rollout.ready_batches import BatchReady, PublicationNeeded, ReadyBatches
 from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec
 from megarl.rollout.retention import History
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5  # between two looks at failures while a drain waits
+_LOOK_S = 0.5  # between two looks at failures and lost replicas while a drain or a trainer waits
 
 
 class RolloutController:
@@ -66,6 +67,7 @@ class RolloutController:
         self._batches = ReadyBatches(self.config.batch.samples_per_group)
         self._engine_time = BusyClock()
         self._taken_at: float | None = None  # when the batch before was taken
+        self._publishes = False  # whether a trainer is there that publishes when no replica is left
         self._needed = -1  # the step for whose batch the trainer waits, or the last one
         self._tasks = BackgroundTasks()
         self._calls = AnsweredCalls()
@@ -187,21 +189,28 @@ class RolloutController:
         self._groups.start()
         return self._admission.counters
 
-    async def wait_batch(self, step: int, timeout_s: float) -> BatchReady:
+    async def wait_batch(self, step: int, timeout_s: float) -> BatchReady | PublicationNeeded:
         """Wait until the groups of `step` are in the queue and return its batch; the same one until `commit`.
 
-        Raises RolloutError naming the cause if rollout failed, and BatchNotReady if `timeout_s` has passed.
+        If all replicas are lost and only a publication of the weights replaces them, return that instead; responses in
+        flight wait for it. Raises RolloutError naming the cause if rollout failed, and BatchNotReady if `timeout_s` has
+        passed.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             self._tasks.check()
             if (batch := self._batches.get(step) or self._take(step)) is not None:
                 return batch
+            if reason := self._fleet.needs_publication:
+                return PublicationNeeded(reason)
             self._tasks.changed.clear()
+            left_s = deadline - time.monotonic()
             try:
-                async with asyncio.timeout(deadline - time.monotonic()):
+                async with asyncio.timeout(min(left_s, _LOOK_S)):
                     await self._tasks.changed.wait()
             except TimeoutError:
+                if left_s > _LOOK_S:
+                    continue
                 groups, replaced = sorted(self._admission.in_flight), self._admission.counters.replaced
                 refilled = f", {replaced} groups without signal replaced (admission.refill)" if replaced else ""
                 raise BatchNotReady(
@@ -274,7 +283,11 @@ class RolloutController:
     async def evaluate(self, version: int, label: str = "") -> list[SetReport]:
         """Evaluate every configured set, greedy and sampled; with `label`, write RUN_DIR/eval_{label}.jsonl."""
         self._tasks.check()
-        return await self._evaluations.run(version, label)
+        self._fleet.expect_publication(False)  # the trainer waits for the evaluation
+        try:
+            return await self._evaluations.run(version, label)
+        finally:
+            self._fleet.expect_publication(self._publishes)
 
     async def start_evaluation(self, version: int, label: str) -> None:
         """Begin to evaluate beside training; `take_evaluations` gives the reports. All replicas serve `version` now."""
@@ -324,6 +337,8 @@ class RolloutController:
         self._runner.stats.skipped_prompts = 0 if state else self._source.skipped
         await self._journal.begin(state, self._groups.history())
         await self._fleet.reset()
+        self._publishes = self.config.rollout.partial_rollout or not pace_of(self.config).runs_ahead
+        self._fleet.expect_publication(self._publishes)
         return self._admission.counters
 
     async def _drop_everything(self) -> None:

@@ -132,6 +132,20 @@ class Fleet:
         """Indices of the replicas that serve, sorted."""
         return sorted(self._dispatcher.load)
 
+    @property
+    def needs_publication(self) -> str:
+        """Why the trainer must publish its weights now: no replica is left, and only that brings one; else empty."""
+        if not self.lost or self._dispatcher.open_to(background=False) or self._replacements.under_way:
+            return ""
+        return str(next(reversed(self.lost.values())))
+
+    def expect_publication(self, publishes: bool) -> None:
+        """Record whether a trainer publishes as soon as it is told that it must (`needs_publication`).
+
+        Responses whose last replica is lost then wait for that, instead of ending the run.
+        """
+        self._replacements.expect(publishes)
+
     def take_load(self) -> EngineLoad:
         """Return the peaks of all replicas since the last call, as far as they have reported."""
         return self._dispatcher.take_load()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from megarl.config.pace import pace_of
+from megarl.rollout.ready_batches import PublicationNeeded
+from megarl.run.batches import PreparedBatch
 from megarl.run.session import Session
 from megarl.run.step import train_step
 from megarl.run.step_batch import StepBatch
@@ -23,8 +25,7 @@ def train(session: Session) -> None:
         session.evaluations.resume(session.version)
     recorder.start_clock()
     for step in session.steps():
-        pool.admit(step)
-        prepared = session.batches.take(step, session.version)
+        prepared = take_batch(session, step)
         batch, plan = prepared.batch, prepared.plan
         with pool.keep_batch_on_failure(batch):
             train_step(
@@ -47,14 +48,26 @@ def train(session: Session) -> None:
         session.export()
 
 
-def publish(session: Session) -> None:
+def take_batch(session: Session, step: int) -> PreparedBatch:
+    """Return the batch of a step. Collective.
+
+    If all replicas are lost meanwhile, a publication of the weights that are there replaces them.
+    """
+    session.pool.admit(step)
+    while isinstance(prepared := session.batches.take(step, session.version), PublicationNeeded):
+        session.recorder.say(f"no engine is left; publishing version {session.version} to new ones: {prepared.reason}")
+        publish(session, drain=False)
+    return prepared
+
+
+def publish(session: Session, *, drain: bool = True) -> None:
     """Send the policy's weights to every engine, which then serves their version. Collective.
 
     Only those that are pinned for an evaluation keep their version. Without `rollout.partial_rollout` all responses
-    that engines work on end first.
+    that engines work on end first, unless no engine is left (`drain` is false).
     """
     version = session.version
-    if not session.config.rollout.partial_rollout:
+    if drain and not session.config.rollout.partial_rollout:
         with session.recorder.phase("drain", f"waiting for running responses before version {version}"):
             session.pool.drain()
     session.pool.announce(version)

@@ -25,7 +25,7 @@ from megarl.queue.transfer import QueueReader
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices, own_device, refuse_overlap
 from megarl.rollout.evaluator import FinishedEvaluation
-from megarl.rollout.ready_batches import BatchReady
+from megarl.rollout.ready_batches import BatchReady, PublicationNeeded
 from megarl.run.channel import Channel, MainChannel
 from megarl.run.peers import Peers
 from megarl.run.recorder import Recorder
@@ -123,11 +123,20 @@ class PoolLink:
         """
         self._client.use(lambda pool: pool.admit(needed))
 
-    def take_batch(self, step: int, version: int, channel: Channel | None = None) -> StepBatch:
-        """Wait for the groups of `step`, which updates the weights of `version`; return keys and tags on every rank."""
+    def take_batch(self, step: int, version: int, channel: Channel | None = None) -> StepBatch | PublicationNeeded:
+        """Wait for the groups of `step`, which updates the weights of `version`; return keys and tags on every rank.
+
+        Or on every rank that the weights must be published first, because no replica is left.
+        """
         via = channel or self._main
         with via.phase("generate", f"step {step + 1}/{self._config.run.steps}: generating"):
-            ready = via.wait(lambda bound_s: cast(BatchReady, self._client.use(lambda c: c.wait_batch(step, bound_s))))
+            ready = via.wait(
+                lambda bound_s: cast(
+                    "BatchReady | PublicationNeeded", self._client.use(lambda pool: pool.wait_batch(step, bound_s))
+                )
+            )
+        if isinstance(ready, PublicationNeeded):
+            return ready
         with via.phase("queue"):
             tags = self._read(via, lambda queue: queue.read_tags(ready.keys))
         return StepBatch(step, version, ready.keys, tags, ready.timings, ready.replaced, ready.reused)

@@ -20,6 +20,7 @@ from megarl.rollout import prompt_groups
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.prompt_groups import ATTEMPTS_FILE
+from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule
 from tests.support.configs import config as config_of
@@ -763,5 +764,27 @@ def test_a_dead_queue_is_found_by_the_supervisors_heartbeat(local: LocalControll
         local.queue.failure = RolloutError("storage unit 0 of the trajectory queue has died")
         with pytest.raises(RolloutError, match="storage unit 0"):
             await local.controller.heartbeat()
+
+    run(scenario)
+
+
+def test_a_trainer_that_waits_for_a_batch_is_told_that_no_replica_is_left(local: LocalController) -> None:
+    controller, fleet = local.controller, local.fleet
+    fleet.held = {1}
+
+    async def scenario() -> None:
+        await controller.begin(None)
+        await controller.set_version(0)
+        waiting = asyncio.create_task(controller.wait_batch(0, 60.0))
+        await asyncio.sleep(0)
+        fleet.needs_publication = "replica 0 has died"
+        assert await waiting == PublicationNeeded("replica 0 has died")
+        fleet.needs_publication = ""
+        with pytest.raises(BatchNotReady):
+            await controller.wait_batch(0, 0.1)
+        assert fleet.publishes == [True]
+        await controller.evaluate(0)
+        assert fleet.publishes == [True, False, True], "a trainer that waits for an evaluation does not publish"
+        await controller.shutdown()
 
     run(scenario)

@@ -166,6 +166,50 @@ def test_if_no_replacement_is_coming_every_group_is_told_at_once(why: str) -> No
     run(scenario)
 
 
+def test_a_trainer_that_is_asked_to_publish_brings_back_the_only_replica() -> None:
+    """Its response goes on from its tokens; a trainer that is not there is not waited for."""
+
+    async def scenario() -> None:
+        old, new = ScriptedReplica(0, 10**9, None), ScriptedReplica(0, 0, "stop", version=4)
+        old.reset = Method(FakeReplica(0, ReplicaFailed(0, "it is dead"))._reset)
+        old.fail = Method(FakeReplica(0, ReplicaFailed(0, "it is dead"))._fail)
+        restart = Starting({0: new})
+        restart.go.set()
+        fleet = fleet_of({0: old}, restart)
+        fleet.expect_publication(True)
+        assert not fleet.needs_publication
+        tasks = await lose_the_last(fleet)
+        assert "replica 0" in fleet.needs_publication and not any(task.done() for task in tasks)
+        await fleet.begin_sync()
+        assert not fleet.needs_publication, "the sync is under way"
+        await fleet.restart([0])
+        fleet.admit_joining()
+        assert not fleet.needs_publication
+        for [result] in await asyncio.gather(*tasks):
+            assert result.response_ids[-1] == 0 and result.finish_reason == "stop"
+        assert [len(each.prompt_ids) > 1 for each in new.asked] == [True, True, False], "tokens are not made again"
+
+        refuse(new)
+        new.reported.clear()
+        later = asyncio.create_task(fleet.generate("later", endless("later")))
+        await until(lambda: fleet.needs_publication)
+        assert not later.done()
+        fleet.expect_publication(False)  # it evaluates, and waits for just this
+        await check_all_fail([later], REFUSAL)
+
+    run(scenario)
+
+
+def test_no_trainer_is_asked_to_publish_if_a_sync_would_not_replace_what_is_lost() -> None:
+    async def scenario() -> None:
+        replica = ScriptedReplica(0, 10**9, None)
+        fleet = fleet_of({0: resettable(replica)}, sync_restarts=0)
+        fleet.expect_publication(True)
+        await check_all_fail(await lose_the_last(fleet), REFUSAL)
+
+    run(scenario)
+
+
 class Pinned:
     """A fleet of replicas 0 and 1, of which 1 is pinned; both work for a group, respectively a response, without end.
 

@@ -17,6 +17,7 @@ from megarl.common.run_files import ExitRecord
 from megarl.config.schema import Config
 from megarl.rollout.counters import Counters
 from megarl.rollout.evaluator import FinishedEvaluation
+from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.run import batches, loop, session
 from megarl.run.session import Session
 from megarl.run.step_batch import StepBatch
@@ -107,8 +108,10 @@ class FakePool(Part):
     def admit(self, needed: int) -> None:
         self._note(f"admit {needed}")
 
-    def take_batch(self, step: int, version: int, channel: object = None) -> StepBatch:
+    def take_batch(self, step: int, version: int, channel: object = None) -> StepBatch | PublicationNeeded:
         self._run.taking(step)
+        if self._run.lost.pop(step, False):
+            return PublicationNeeded("replica 0 has died")
         self._note(f"take batch {step} for version {version}")
         return StepBatch(step, version, [], [], dict(self._run.timings.get(step, {})))
 
@@ -242,6 +245,7 @@ class FakeRun:
         self.own = True  # the restored checkpoint is one of this run directory
         self.stop_after: dict[int, str] = {}  # steps done -> reason
         self.timings: dict[int, dict[str, float]] = {}  # what the pool reports with the batch of a step
+        self.lost: dict[int, bool] = {}  # steps for whose batch all replicas are found lost, once
         self.due: set[int] = set()
         self.evaluated = False  # an evaluation beside training has ended when it is asked for without waiting
         self.failing_saves: set[int] = set()
