@@ -23,6 +23,7 @@ from megarl.rollout.dispatcher import Dispatcher
 from megarl.rollout.drain import Call, Hold, RunningCalls
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.progress_rates import ProgressRates
 from megarl.rollout.replacements import Replacements
 from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult
@@ -89,6 +90,8 @@ class Fleet:
         self._calls = RunningCalls()
         self.lost: dict[int, ReplicaFailed] = {}  # all that do not serve, the last one lost at the end
         self._losses: Counter[int] = Counter()
+        self._rates = ProgressRates(timeouts.rpc_s)
+        self._replaced_next: set[int] = set()  # lost ones that answer, but must not serve again
 
     @classmethod
     async def attach(cls, spec: ReplicaSpec, config: Config) -> Fleet:
@@ -268,6 +271,7 @@ class Fleet:
                 deadline_s = math.inf if deadline is None else max(deadline.at - time.monotonic(), 0.0)
                 wait_s = min(self._report_interval_s, left_s, deadline_s)
                 report = await self.call(index, *call, wait_s, timeout_s=wait_s + self._timeouts.rpc_s)
+                self._note_progress(index, service, responses.progress(report.parts))
                 ended = responses.add(report.parts)
                 self._dispatcher.reported(prefix, holder(), ended, report.load)
                 left -= ended
@@ -280,6 +284,19 @@ class Fleet:
                 call = ("report", responses.reported)
         finally:
             self._dispatcher.release(prefix, holder(), left)
+
+    def _note_progress(self, index: int, service: _Service, progress: tuple[int, float]) -> None:
+        """Lose a replica that is much slower than the others.
+
+        Its work goes on elsewhere, and the next sync replaces it. The last one for training stays.
+        """
+        if self._ended(index, service) is not None:
+            return
+        reason = self._rates.note(index, *progress, time.monotonic())
+        if reason and self._dispatcher.open_to(background=False) - {index}:
+            self._replaced_next.add(index)
+            self.lose(index, ReplicaFailed(index, f"replica {index} {reason}; {self._describe(index)}"))
+            logger.warning("replica %d %s; it is drained and replaced", index, reason)
 
     def _ended(self, index: int, service: _Service) -> ReplicaFailed | None:
         """Return why a replica does not work on what was placed on it any more; None if it does."""
@@ -314,6 +331,7 @@ class Fleet:
         if index not in self.lost:
             self.lost[index] = reason
             self._losses[index] += 1
+            self._rates.forget(index)
             self._dispatcher.remove(index)
 
     async def restart(self, indices: Sequence[int]) -> None:
@@ -325,6 +343,7 @@ class Fleet:
 
         async def restart_one(index: int) -> None:
             self.lose(index, ReplicaFailed(index, f"replica {index} is being replaced"))
+            self._replaced_next.discard(index)
             with self._replacements.starting(index):
                 try:
                     self._replicas[index] = await self._restart(index, self._replicas[index])
@@ -350,12 +369,12 @@ class Fleet:
     async def _readmit(self, index: int, replaces: bool) -> None:
         """Let a lost replica join if it is sound; else, if the sync `replaces` those that refuse it, have it refuse."""
         try:
-            await self.call(index, "reset", timeout_s=_RESET_S)
+            if index not in self._replaced_next:
+                await self.call(index, "reset", timeout_s=_RESET_S)
+                self._replacements.join(index)
+                return
         except RolloutError as error:
             logger.info("replica %d stays lost: %s", index, error)
-        else:
-            self._replacements.join(index)
-            return
         if not replaces:
             return
         try:

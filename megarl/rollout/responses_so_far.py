@@ -76,6 +76,19 @@ class ResponsesSoFar:
         responses = self._responses
         return {name: len(self._tokens[name].response_ids) - responses[name].sent_at for name in self.unfinished}
 
+    def progress(self, parts: Mapping[str, ResponsePart]) -> tuple[int, float]:
+        """Return the tokens of a report that was not added yet, and the seconds that responses took for them.
+
+        A response without a token is left out: it may wait for a place in the engine.
+        """
+        tokens, seconds = 0, 0.0
+        for name, part in parts.items():
+            before = self._tokens[name]
+            if part.response_ids or len(before.response_ids) > self._responses[name].sent_at:
+                tokens += len(part.response_ids)
+                seconds += max(part.seconds - before.seconds, 0.0)
+        return tokens, seconds
+
     def add(self, parts: Mapping[str, ResponsePart]) -> int:
         """Append reported tokens; return how many responses ended with them. Raises ValueError for one that had ended.
 

@@ -15,6 +15,7 @@ from megarl.queue.trajectory import VersionSpan
 from megarl.rollout import fleet as fleet_module
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.progress_rates import ProgressRates
 from megarl.rollout.replacements import Replacements
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.response_parts import EngineReport, ResponsePart
@@ -539,5 +540,65 @@ def test_a_request_that_ends_every_engine_fails_after_some_and_leaves_the_others
         reason = "3 replicas in a row were lost before they made a token of it"
         assert [(each.finish_reason, each.failure, defect(each)) for each in results] == [("abort", reason, reason)] * 2
         assert len(fleet.serving) == 5 - MOST_ATTEMPTS
+
+    run(scenario)
+
+
+class Paced:
+    """Makes a token of each request per report, for which a response takes `token_s`; ends at `max_tokens`."""
+
+    def __init__(self, index: int, token_s: float) -> None:
+        self.index, self.token_s = index, token_s
+        self.made: dict[str, int] = {}
+        self.limits: dict[str, int] = {}
+        self.generate, self.report = Method(self._generate), Method(self._report)
+        fake = FakeReplica(index)
+        self.told, self.reset, self.fail = fake.told, fake.reset, fake.fail
+
+    async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
+        self.limits |= {each.request_id: each.sampling.max_tokens for each in requests}
+        self.made |= {each.request_id: 0 for each in requests}
+        return await self._report({each.request_id: 0 for each in requests}, wait_s)
+
+    async def _report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
+        await asyncio.sleep(0.001)
+        parts = {}
+        for name in reported:
+            self.made[name] += 1
+            end: Any = "length" if self.made[name] >= self.limits[name] else None
+            seconds = self.made[name] * self.token_s
+            parts[name] = ResponsePart([self.index], [-0.5], (VersionSpan(3, 0, 1),), end, seconds)
+        return EngineReport(parts)
+
+
+def test_an_engine_that_is_far_slower_than_the_others_is_drained_and_not_used_again() -> None:
+    async def scenario() -> None:
+        replicas = {0: Paced(0, 0.01), 1: Paced(1, 0.2), 2: Paced(2, 0.01)}
+        fleet = fleet_of(replicas)
+        fleet._rates = ProgressRates(patience_s=0.05)
+        long = SamplingSpec(400, 1.0, (2,))
+        groups = [
+            asyncio.create_task(fleet.generate(f"g{i}", [GenerateRequest(f"x{i}", [1], long)], home=i))
+            for i in range(3)
+        ]
+        results = [result for [result] in await asyncio.gather(*groups)]
+        assert fleet.serving == [0, 2] and "times slower than the others" in str(fleet.lost[1])
+        [moved] = [result for result in results if result.lost_replicas]
+        assert moved.response_ids[0] == 1 and moved.response_ids[-1] in (0, 2) and len(moved.response_ids) == 400
+        await fleet.begin_sync()
+        assert replicas[1].told and not fleet._replacements.comes(1), "the sync replaces it"
+
+    run(scenario)
+
+
+def test_the_last_engine_is_kept_however_slow_it_is() -> None:
+    async def scenario() -> None:
+        fleet = fleet_of({0: Paced(0, 0.01), 1: Paced(1, 9.0)})
+        fleet._rates = ProgressRates(patience_s=0.0)
+        fleet._rates.note(0, 100, 1.0, 0.0)
+        fleet._dispatcher.remove(0)
+        fleet.lost[0] = ReplicaFailed(0, "gone")
+        [result] = await fleet.generate("g", [GenerateRequest("x", [1], SamplingSpec(50, 1.0, (2,)))])
+        assert fleet.serving == [1] and result.response_ids == [1] * 50
 
     run(scenario)

@@ -197,7 +197,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tmp_path: P
 
 
 def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
-    """SIGKILL of the only engine, whatever it does then: it is replaced and the run goes on, until torchrun is killed."""
+    """SIGKILL of the only engine, whatever it does: it is replaced and the run goes on, until torchrun is killed."""
     config = tiny_config(tmp_path, steps=5000)
     config["evaluation"] = {}
     path = tmp_path / "config.yaml"
