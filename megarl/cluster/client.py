@@ -275,7 +275,9 @@ class PoolClient:
     def wait_batch(self, step: int, timeout_s: float | None = None) -> BatchReady | PublicationNeeded:
         """Wait until all groups of `step` are in the queue and return its batch, or until no replica is left."""
         bound = timeout_s or self.config.timeouts.generate_s
-        return self.call("wait_batch", step, bound, timeout_s=bound + CALL_MARGIN_S)
+        # A wait in slices must outlive a short cut of the network, too.
+        margin_s = max(CALL_MARGIN_S, self.config.timeouts.rpc_s)
+        return self.call("wait_batch", step, bound, timeout_s=bound + margin_s)
 
     def upcoming(self, step: int) -> list[int]:
         """Return the finished groups that `step` would take now; [] once it has taken its batch."""
