@@ -297,8 +297,11 @@ class PoolClient:
             timeout_s=self.config.timeouts.rpc_s,
         )  # fmt: skip
 
-    def evaluate(self, version: int, label: str = "") -> list[SetReport]:
-        """Evaluate every held-out set, greedy and sampled; with `label`, also write RUN_DIR/eval_{label}.jsonl."""
+    def evaluate(self, version: int, label: str = "") -> list[SetReport] | PublicationNeeded:
+        """Evaluate every held-out set, greedy and sampled; with `label`, also write RUN_DIR/eval_{label}.jsonl.
+
+        Only a trainer, which has called `begin`, may be told to publish first.
+        """
         return self.call("evaluate", version, label, timeout_s=self.config.timeouts.generate_s + CALL_MARGIN_S)
 
     def start_evaluation(self, version: int, label: str) -> None:

@@ -196,7 +196,9 @@ def _evaluate(config: Config) -> list[SetReport]:
     """Start a pool, evaluate and tear it down. Raises RolloutError naming what failed."""
     from megarl.cluster.client import PoolClient
     from megarl.cluster.handle import launch_supervisor, stop_supervisor
+    from megarl.common.errors import RolloutError
     from megarl.config.checks import detect_device
+    from megarl.rollout.ready_batches import PublicationNeeded
 
     sys.stderr.write(f"megarl: starting the engine for {config.model.path}; logs in {config.run_dir / 'logs'}\n")
     handle = launch_supervisor(config.model_dump_json(), config.run_dir, os.getpid(), cuda=detect_device() == "cuda")
@@ -204,7 +206,10 @@ def _evaluate(config: Config) -> list[SetReport]:
     try:
         client = PoolClient.connect(handle, config)
         sys.stderr.write("megarl: evaluating\n")
-        return client.evaluate(0, LABEL)
+        reports = client.evaluate(0, LABEL)
+        if isinstance(reports, PublicationNeeded):  # the controller says that to a trainer only
+            raise RolloutError(reports.reason)
+        return reports
     finally:
         if client is not None:
             client.close()

@@ -31,7 +31,7 @@ from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.admission import Admission
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.answered_calls import AnsweredCalls
-from megarl.rollout.background import BackgroundTasks
+from megarl.rollout.background import BackgroundTasks, cancel_all
 from megarl.rollout.batch_stats import BatchStats, BusyClock
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.counters import Counters
@@ -280,14 +280,21 @@ class RolloutController:
         """Return the numbers of groups in each state."""
         return self._admission.counters
 
-    async def evaluate(self, version: int, label: str = "") -> list[SetReport]:
-        """Evaluate every configured set, greedy and sampled; with `label`, write RUN_DIR/eval_{label}.jsonl."""
+    async def evaluate(self, version: int, label: str = "") -> list[SetReport] | PublicationNeeded:
+        """Evaluate every configured set, greedy and sampled; with `label`, write RUN_DIR/eval_{label}.jsonl.
+
+        If all replicas are lost and the trainer, which waits for this, can bring others, give up and say so.
+        """
         self._tasks.check()
-        self._fleet.expect_publication(False)  # the trainer waits for the evaluation
+        evaluation = asyncio.ensure_future(self._evaluations.run(version, label))
         try:
-            return await self._evaluations.run(version, label)
+            while not evaluation.done():
+                await asyncio.wait({evaluation}, timeout=_LOOK_S)
+                if not evaluation.done() and self._publishes and (reason := self._fleet.needs_publication):
+                    return PublicationNeeded(reason)
         finally:
-            self._fleet.expect_publication(self._publishes)
+            await cancel_all([evaluation], "evaluations")
+        return evaluation.result()
 
     async def start_evaluation(self, version: int, label: str) -> None:
         """Begin to evaluate beside training; `take_evaluations` gives the reports. All replicas serve `version` now."""

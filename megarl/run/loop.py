@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from megarl.config.pace import pace_of
 from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.run.batches import PreparedBatch
 from megarl.run.session import Session
 from megarl.run.step import train_step
 from megarl.run.step_batch import StepBatch
+
+T = TypeVar("T")
 
 
 def train(session: Session) -> None:
@@ -20,9 +25,9 @@ def train(session: Session) -> None:
     pace = pace_of(config)
     publish(session)
     if session.first_step == 0:
-        session.evaluations.evaluate(0, session.version, "before")
+        evaluate(session, 0, "before")
     else:
-        session.evaluations.resume(session.version)
+        publish_as_needed(session, lambda: session.evaluations.resume(session.version))
     recorder.start_clock()
     for step in session.steps():
         prepared = take_batch(session, step)
@@ -41,23 +46,34 @@ def train(session: Session) -> None:
         recorder.step(batch, plan, session.version, counted)
         session.evaluations.collect(step + 1)
         if evaluation_due(session, step + 1) and step + 1 < config.run.steps:
-            session.evaluations.evaluate(step + 1, session.version, f"step_{step + 1}")
+            evaluate(session, step + 1, f"step_{step + 1}")
         session.checkpoint(step + 1)
     if session.stopped is None:
-        session.evaluations.evaluate(config.run.steps, session.version, "after")
+        evaluate(session, config.run.steps, "after")
         session.export()
 
 
 def take_batch(session: Session, step: int) -> PreparedBatch:
-    """Return the batch of a step. Collective.
-
-    If all replicas are lost meanwhile, a publication of the weights that are there replaces them.
-    """
+    """Return the batch of a step. Collective."""
     session.pool.admit(step)
-    while isinstance(prepared := session.batches.take(step, session.version), PublicationNeeded):
-        session.recorder.say(f"no engine is left; publishing version {session.version} to new ones: {prepared.reason}")
+    return publish_as_needed(session, lambda: session.batches.take(step, session.version))
+
+
+def evaluate(session: Session, steps_done: int, label: str) -> None:
+    """Evaluate the weights that were just published, or begin to. Collective."""
+    publish_as_needed(session, lambda: session.evaluations.evaluate(steps_done, session.version, label))
+
+
+def publish_as_needed(session: Session, ask: Callable[[], T | PublicationNeeded]) -> T:
+    """Return what `ask` returns. Collective.
+
+    If all engines are lost meanwhile, a publication of the weights that are there brings new ones, and `ask` is called
+    again.
+    """
+    while isinstance(answer := ask(), PublicationNeeded):
+        session.recorder.say(f"no engine is left; publishing version {session.version} to new ones: {answer.reason}")
         publish(session, drain=False)
-    return prepared
+    return answer
 
 
 def publish(session: Session, *, drain: bool = True) -> None:

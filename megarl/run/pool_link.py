@@ -215,7 +215,7 @@ class PoolLink:
 
         return self._client.use(read) or []
 
-    def evaluate(self, version: int, label: str) -> list[SetReport]:
+    def evaluate(self, version: int, label: str) -> list[SetReport] | PublicationNeeded:
         """Evaluate all sets on the pool; responses go to RUN_DIR/eval_{label}.jsonl."""
         return self._ask(lambda pool: pool.evaluate(version, label))
 

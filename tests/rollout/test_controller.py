@@ -783,8 +783,29 @@ def test_a_trainer_that_waits_for_a_batch_is_told_that_no_replica_is_left(local:
         with pytest.raises(BatchNotReady):
             await controller.wait_batch(0, 0.1)
         assert fleet.publishes == [True]
-        await controller.evaluate(0)
-        assert fleet.publishes == [True, False, True], "a trainer that waits for an evaluation does not publish"
         await controller.shutdown()
+
+    run(scenario)
+
+
+def test_an_evaluation_that_only_a_publication_can_save_is_given_up(local: LocalController) -> None:
+    controller, fleet = local.controller, local.fleet
+    running: list[asyncio.Task[Any] | None] = []
+
+    async def endless(version: int, label: str) -> list[Any]:
+        running.append(asyncio.current_task())
+        await asyncio.Event().wait()
+        return []
+
+    async def scenario() -> None:
+        controller._evaluations.run = endless  # type: ignore[method-assign]
+        fleet.needs_publication = "replica 0 has died"
+        alone = asyncio.create_task(controller.evaluate(0))
+        await asyncio.sleep(0.7)
+        assert not alone.done(), "nobody would publish: `megarl eval` has no trainer"
+        alone.cancel()
+        await controller.begin(None)
+        assert await controller.evaluate(0) == PublicationNeeded("replica 0 has died")
+        assert [task is not None and task.cancelled() for task in running] == [True, True]
 
     run(scenario)

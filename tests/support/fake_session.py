@@ -139,7 +139,9 @@ class FakePool(Part):
     def saved(self, step: int) -> None:
         self.complete = step
 
-    def evaluate(self, version: int, label: str) -> list[str]:
+    def evaluate(self, version: int, label: str) -> list[str] | PublicationNeeded:
+        if self._run.lost_before.pop(label, False):
+            return PublicationNeeded("replica 0 has died")
         self._note(f"evaluate {label} of version {version}")
         return [f"report of version {version}"]
 
@@ -246,6 +248,7 @@ class FakeRun:
         self.stop_after: dict[int, str] = {}  # steps done -> reason
         self.timings: dict[int, dict[str, float]] = {}  # what the pool reports with the batch of a step
         self.lost: dict[int, bool] = {}  # steps for whose batch all replicas are found lost, once
+        self.lost_before: dict[str, bool] = {}  # evaluations that find all replicas lost, once
         self.due: set[int] = set()
         self.evaluated = False  # an evaluation beside training has ended when it is asked for without waiting
         self.failing_saves: set[int] = set()
