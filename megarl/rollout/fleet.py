@@ -137,7 +137,7 @@ class Fleet:
 
     @property
     def needs_publication(self) -> str:
-        """Why the trainer must publish its weights now: no replica is left, and only that brings one; else empty."""
+        """The reason why the trainer must publish its weights now, because only that brings a replica; else empty."""
         if not self.lost or self._dispatcher.open_to(background=False) or self._replacements.under_way:
             return ""
         return str(next(reversed(self.lost.values())))
