@@ -99,7 +99,7 @@ def ray_environment() -> dict[str, str]:
         "RAY_worker_register_timeout_seconds": "300",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_raylet_start_wait_time_s": str(ATTEMPT_S),
-        # Ray's head takes a node for dead after 5 failed checks of up to 13 s, and a raylet that is marked so ends itself
+        # Ray's head gives up a node after 5 failed checks of up to 13 s, and a raylet that is marked so ends itself
         # (Ray 2.60.0). After a cut of 30 s connections need more time; the agents find a lost node by themselves.
         "RAY_health_check_failure_threshold": "15",
     }
