@@ -10,22 +10,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.handle import SupervisorHandle, stop_supervisor, wait_ready
-from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, access_environment, loopback_kept
+from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, PATIENCE, access_environment, loopback_kept
 from megarl.cluster.supervisor import CONTROLLER
 from megarl.common.errors import PoolEnded, ReplicaFailed, RolloutError
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.rollout.actor_errors import as_rollout_error
-from megarl.rollout.controller import BatchReady
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.evaluator import FinishedEvaluation
+from megarl.rollout.ready_batches import BatchReady, PublicationNeeded
 from megarl.rollout.replica import replica_name
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 CALL_MARGIN_S = 15.0
 # How often a wait looks whether the pool has ended.
 SLICE_S = 2.0
+RETRY_S = 1.0  # between two attempts to reach an actor
 
 
 def connect_ray(handle: SupervisorHandle, timeout_s: float) -> None:
@@ -48,6 +50,8 @@ def connect_ray(handle: SupervisorHandle, timeout_s: float) -> None:
     """
     os.environ.update(access_environment(Path(handle.run_dir)))
     os.environ.setdefault("RAY_py_gcs_connect_timeout_s", str(max(1, int(timeout_s))))
+    for name, value in PATIENCE.items():
+        os.environ.setdefault(name, value)
     import ray
 
     if ray.is_initialized():
@@ -82,6 +86,34 @@ def own_sigterm_handler() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+class ConnectionCut(RolloutError):  # noqa: N818
+    """An actor could not be reached for the whole time that its answer may take, and is not known to be dead."""
+
+
+def _answer(
+    actor: ActorHandle, method: str, args: Sequence[object], kwargs: dict[str, object], timeout_s: float,
+    check: Callable[[], None],
+) -> Any:  # noqa: ANN401  # Ray does not know the type  # fmt: skip
+    """Call a method of an actor that has `answer`, and wait for its result; a cut connection is tried again.
+
+    The method runs once, however often the call is sent. Raises GetTimeoutError after `timeout_s`, ConnectionCut if
+    the actor could not be reached at the end of that time, what `check` raises, and what the call raised.
+    """
+    import ray
+
+    key, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    while True:
+        reference = actor.answer.remote(key, method, args, kwargs)
+        try:
+            return _result(reference, max(0.0, deadline - time.monotonic()), check)
+        except ray.exceptions.ActorUnavailableError as error:
+            check()
+            if time.monotonic() + RETRY_S >= deadline:
+                raise ConnectionCut(f"{str(error).strip().splitlines()[0]}") from error
+            logger.warning("%s is sent again: %s", method, error)
+            time.sleep(RETRY_S)
 
 
 def _result(reference: ObjectRef, timeout_s: float, check: Callable[[], None]) -> Any:  # noqa: ANN401  # Ray does not know the type
@@ -124,13 +156,15 @@ class ReplicaClient:
 
         if self._actor is None:
             raise ReplicaFailed(self.index, f"{self.name} had ended when it was asked to {method}; see {self._log}")
-        reference = getattr(self._actor, method).remote(*args)
         try:
-            return _result(reference, timeout_s, self._check)
+            return _answer(self._actor, method, args, {}, timeout_s, self._check)
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(f"{self.name} did not answer {method} within {timeout_s:.0f} s") from None
         except PoolEnded:
             raise
+        except ConnectionCut as error:
+            waited = f"could not be reached for {timeout_s:.0f} s, in which it was asked to {method}"
+            raise ReplicaFailed(self.index, f"{self.name} {waited}; see {self._log}: {error}") from error
         except Exception as error:
             raise as_rollout_error(self.index, method, error, f"see {self._log}") from error
 
@@ -185,13 +219,18 @@ class PoolClient:
     def call(self, method: str, *args: object, timeout_s: float, **kwargs: object) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call one method of the controller and wait for its result, whose type is the method's.
 
-        Raises RolloutError with the controller's own cause, or if it does not answer within `timeout_s`.
+        Raises RolloutError with the controller's own cause, if it does not answer within `timeout_s`, and if the
+        network is cut for that long.
         """
         import ray
 
-        reference = getattr(self._controller, method).remote(*args, **kwargs)
         try:
-            return _result(reference, timeout_s, self.handle.check)
+            return _answer(self._controller, method, args, kwargs, timeout_s, self.handle.check)
+        except ConnectionCut as error:
+            raise ConnectionCut(
+                f"trainer rank 0 could not reach the rollout controller for {timeout_s:.0f} s, in which it asked it to "
+                f"{method}: is the network between the trainer and {self.handle.host} cut? {error}"
+            ) from error
         except ray.exceptions.GetTimeoutError:
             waited = f"trainer rank 0 waited {timeout_s:.0f} s for the rollout controller"
             raise RolloutError(f"{waited} to {method}") from None
@@ -233,10 +272,12 @@ class PoolClient:
         """Start every group that the published version allows. `needed`: the step for whose batch the trainer waits."""
         return self.call("admit", needed, timeout_s=self.config.timeouts.rpc_s)
 
-    def wait_batch(self, step: int, timeout_s: float | None = None) -> BatchReady:
-        """Wait until all groups of `step` are in the queue and return its batch."""
+    def wait_batch(self, step: int, timeout_s: float | None = None) -> BatchReady | PublicationNeeded:
+        """Wait until all groups of `step` are in the queue and return its batch, or until no replica is left."""
         bound = timeout_s or self.config.timeouts.generate_s
-        return self.call("wait_batch", step, bound, timeout_s=bound + CALL_MARGIN_S)
+        # A wait in slices must outlive a short cut of the network, too.
+        margin_s = max(CALL_MARGIN_S, self.config.timeouts.rpc_s)
+        return self.call("wait_batch", step, bound, timeout_s=bound + margin_s)
 
     def upcoming(self, step: int) -> list[int]:
         """Return the finished groups that `step` would take now; [] once it has taken its batch."""
@@ -244,19 +285,23 @@ class PoolClient:
 
     def commit(
         self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
-        reused: int = 0, trained_groups: Sequence[int] | None = None,
+        reused: int = 0, ended: Mapping[str, Sequence[int]] | None = None,
     ) -> Counters:  # fmt: skip
         """Settle every group of `step`: report how many were trained, filtered, dropped as stale, and failed.
 
-        `reused`: how many groups were trained again; `trained_groups`: the ids of those that were trained.
+        `reused`: how many groups were trained again; `ended`: the ids of the others, by the name of their number.
         """
         return self.call(
             "commit", step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed,
-            reused=reused, trained_groups=trained_groups, timeout_s=self.config.timeouts.rpc_s,
+            reused=reused, trained_groups=None if ended is None else ended["trained"], ended=ended,
+            timeout_s=self.config.timeouts.rpc_s,
         )  # fmt: skip
 
-    def evaluate(self, version: int, label: str = "") -> list[SetReport]:
-        """Evaluate every held-out set, greedy and sampled; with `label`, also write RUN_DIR/eval_{label}.jsonl."""
+    def evaluate(self, version: int, label: str = "") -> list[SetReport] | PublicationNeeded:
+        """Evaluate every held-out set, greedy and sampled; with `label`, also write RUN_DIR/eval_{label}.jsonl.
+
+        Only a trainer, which has called `begin`, may be told to publish first.
+        """
         return self.call("evaluate", version, label, timeout_s=self.config.timeouts.generate_s + CALL_MARGIN_S)
 
     def start_evaluation(self, version: int, label: str) -> None:

@@ -133,14 +133,17 @@ def launch_supervisor(
     """Start the supervisor here and wait until its Ray head is up; engines continue to start in the background.
 
     A supervisor that the previous attempt of the same agent left running is reused if it was started with the same
-    config. `agent_pid`: the process whose end ends the pool (torchrun's agent). `timeout_s`: default
-    timeouts.ray_start_s. Raises SupervisorFailed if the head does not start, ValueError if another run is using
-    `run_dir`.
+    config and finds controller and queue alive from now on. `agent_pid`: the process whose end ends the pool
+    (torchrun's agent). `timeout_s`: default timeouts.ray_start_s. Raises SupervisorFailed if the head does not start,
+    ValueError if another run is using `run_dir`.
     """
     run_dir = Path(run_dir).resolve()
-    timeout_s = timeout_s or Config.model_validate_json(config_json).timeouts.ray_start_s
+    timeouts = Config.model_validate_json(config_json).timeouts
+    timeout_s = timeout_s or timeouts.ray_start_s
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     launch_id = _kept_supervisor(run_dir, agent_pid, config_json)
+    if launch_id is not None and not _is_sound(run_dir, launch_id, 3 * timeouts.rpc_s):
+        launch_id = None
     if launch_id is None:
         launch_id = uuid.uuid4().hex[:8]
         start_supervisor(config_json, run_dir, agent_pid, launch_id, cuda=cuda)
@@ -159,6 +162,21 @@ def _kept_supervisor(run_dir: Path, agent_pid: int, config_json: str) -> str | N
     spec = SupervisorSpec.load(run_dir / "logs" / SPEC_FILE)
     same = spec.launch_id == state["launch_id"] and spec.config_json == config_json
     return spec.launch_id if same else None
+
+
+def _is_sound(run_dir: Path, launch_id: str, timeout_s: float) -> bool:
+    """Wait until the supervisor has found controller and queue alive by a look that began after this call.
+
+    What had died when the previous attempt failed may not have been noticed yet. The first look that ends from now on
+    may have begun before; the second has not.
+    """
+    before = (read_state(run_dir) or {}).get("heartbeats", 0)
+    try:
+        _await_state(run_dir, launch_id, lambda state: state.get("heartbeats", 0) >= before + 2, timeout_s)
+    except SupervisorFailed as error:
+        logger.warning("the pool of the previous attempt is not used again: %s", error)
+        return False
+    return True
 
 
 def start_supervisor(

@@ -37,6 +37,9 @@ TOKEN_FILE = "ray_token"
 NODE_ADDRESS_VARIABLE = "MEGARL_NODE_ADDRESS"
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 * MIB
+# Environment of processes that wait for the pool over a network. Without it Ray ends a process from which its head has
+# not been reached for 60 s (Ray 2.60.0), before a call of ours could say who waited for whom; our bounds end it.
+PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
 ATTEMPT_S = 30
 MAX_ATTEMPTS = 5
 
@@ -118,6 +121,9 @@ def ray_environment() -> dict[str, str]:
         "RAY_worker_register_timeout_seconds": "300",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_raylet_start_wait_time_s": str(ATTEMPT_S),
+        # Ray's head gives up a node after 5 failed checks of up to 13 s, and a raylet that is marked so ends itself
+        # (Ray 2.60.0). After a cut of 30 s connections need more time; the agents find a lost node by themselves.
+        "RAY_health_check_failure_threshold": "15",
     }
 
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONTROLLER = "controller"
-HEARTBEAT_S = 5.0
+HEARTBEAT_S = 2.0
 WATCH_S = 0.5
 COMPLAIN_S = 30.0  # between two log lines about the same trouble
 
@@ -126,15 +126,25 @@ class Supervisor:
         return descendants(os.getpid()) - {self._guardian}
 
     def _serve(self) -> None:
-        """Call the controller at intervals until asked to stop. Raises RolloutError if it, or Ray, does not answer."""
+        """Call the controller at intervals until asked to stop, and count the answers in the state.
+
+        Raises RolloutError if the controller, Ray or a process of the queue does not answer.
+        """
         import ray
 
-        heartbeat = self._actors[-1].counters
+        heartbeat, answers = self._actors[-1].heartbeat, 0
         while not self._stop.wait(HEARTBEAT_S):
             try:
                 ray.get(heartbeat.remote(), timeout=self.config.timeouts.rpc_s)
+            except ray.exceptions.RayTaskError as error:
+                raise RolloutError(_cause(error)) from error
             except Exception as error:
                 raise RolloutError(f"the rollout controller does not answer: {_cause(error)}") from error
+            answers += 1
+            try:
+                self._publish(heartbeats=answers)
+            except OSError as error:  # a full disk is no failure of the pool
+                logger.warning("the state could not be written: %s", error)
 
     def request_stop(self, reason: str) -> None:
         """Make `run` tear down the pool and end. The first reason is kept."""

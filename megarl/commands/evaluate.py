@@ -217,8 +217,10 @@ def _evaluate(config: Config) -> list[SetReport]:
     """Start a pool, evaluate and tear it down. Raises RolloutError naming what failed."""
     from megarl.cluster.client import PoolClient
     from megarl.cluster.handle import launch_supervisor, stop_supervisor
+    from megarl.common.errors import RolloutError
     from megarl.common.notices import NoticeWatch
     from megarl.config.checks import detect_device
+    from megarl.rollout.ready_batches import PublicationNeeded
 
     sys.stderr.write(f"megarl: starting the engine for {config.model.path}; logs in {config.run_dir / 'logs'}\n")
     notices = NoticeWatch(config.run_dir, _tell)
@@ -227,7 +229,10 @@ def _evaluate(config: Config) -> list[SetReport]:
     try:
         client = PoolClient.connect(handle, config)
         sys.stderr.write("megarl: evaluating\n")
-        return client.evaluate(0, LABEL)
+        reports = client.evaluate(0, LABEL)
+        if isinstance(reports, PublicationNeeded):  # the controller says that to a trainer only
+            raise RolloutError(reports.reason)
+        return reports
     finally:
         notices.close()
         if client is not None:

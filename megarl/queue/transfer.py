@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from megarl.common.errors import RolloutError
 from megarl.queue.curve import lock
 from megarl.queue.rows import decode, decode_tag, encode
 from megarl.queue.trajectory import SampleTag, Trajectory
@@ -78,6 +79,17 @@ class QueueServer:
     def __init__(self, controller: ActorHandle, storage: dict[str, ActorHandle]) -> None:
         self.controller = controller
         self.storage = storage
+
+    async def check(self, timeout_s: float) -> None:
+        """Raise RolloutError naming the first actor that has died, or that does not answer within `timeout_s`."""
+        for name, handle in {"the controller": self.controller, **self.storage}.items():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await handle.get_zmq_server_info.remote()
+            except TimeoutError:
+                raise RolloutError(f"{name} of the trajectory queue did not answer within {timeout_s:.0f} s") from None
+            except Exception as error:
+                raise RolloutError(f"{name} of the trajectory queue has died: {type(error).__name__}") from error
 
     def close(self) -> None:
         """Kill the actors; the rows are lost."""

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from megarl.config.pace import Pace
@@ -351,13 +351,14 @@ class Admission:
 
     def commit(
         self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
-        reused: int = 0, trained_groups: Iterable[int] | None = None,
+        reused: int = 0, trained_groups: Iterable[int] | None = None, ended: Mapping[str, Sequence[int]] | None = None,
     ) -> None:  # fmt: skip
         """Settle every new group of `step`. Raises ValueError unless the numbers account for each of them once.
 
         `failed` includes the groups that `batch` already reported as failed, `filtered` those of `replaced`. `reused`:
         the number of groups that were trained again, which settles none. `trained_groups`: the new groups that were
-        trained, which alone may be used again; they must be told if groups may be.
+        trained, which alone may be used again; they must be told if groups may be. `ended`: the ids of the new groups
+        by the name of their number, which must be exactly those that the step has taken; None: they are not compared.
         """
         if step not in self._taken:
             raise ValueError(f"step {step} was never taken, or is already committed")
@@ -371,6 +372,8 @@ class Admission:
                 f"failed in rollout{replaced}"
             )
         ids = self._check_uses(step, trained, reused, trained_groups)
+        if ended is not None:
+            _check_ends(step, taken, numbers, ended)
         del self._taken[step]
         self._committed_steps += 1
         for name, number in numbers.items():
@@ -461,6 +464,22 @@ class Admission:
         self._reusable, self._released = ReusableGroups(self.max_uses), []
         self._attempts = max(attempts, self._attempts, int(state["attempts"]))
         self._base = None
+
+
+def _check_ends(step: int, taken: Taken, numbers: Mapping[str, int], ended: Mapping[str, Sequence[int]]) -> None:
+    """Raise ValueError unless `ended` names each group that a step has taken once, in agreement with `numbers`."""
+    counted = {name: len(groups) for name, groups in ended.items()}
+    told = sorted(group for groups in ended.values() for group in groups)
+    known = sorted([*taken.ok, *taken.failed, *taken.replaced])
+    if told != known:
+        unknown, missing = sorted(set(told) - set(known)), sorted(set(known) - set(told))
+        raise ValueError(f"step {step} was committed with groups {told}: not taken: {unknown}, missing: {missing}")
+    wrong = set(taken.failed) - set(ended["failed"]) | set(taken.replaced) - set(ended["filtered"])
+    if counted != dict(numbers) or wrong:
+        raise ValueError(
+            f"step {step} was committed with the numbers {dict(numbers)} and the groups {dict(ended)}; failed in "
+            f"rollout: {taken.failed}, replaced: {taken.replaced}"
+        )
 
 
 def usable_samples(statuses: Iterable[str]) -> bool:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 CANCEL_S = 10.0
 
 
-async def cancel_all(tasks: Iterable[asyncio.Task[None]], what: str) -> None:
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]], what: str) -> None:
     """Cancel tasks and wait until they have ended. Raises RolloutError if some have not after `CANCEL_S` seconds."""
     cancelled = list(tasks)
     for task in cancelled:

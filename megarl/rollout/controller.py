@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megarl.common.errors import BatchNotReady, RolloutError
 from megarl.common.notices import write_notice
 from megarl.common.output import redirect_output
 from megarl.config.datasets import reward_functions
+from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
@@ -31,7 +32,8 @@ from megarl.rewards.types import RewardSpec
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.admission import Admission
 from megarl.rollout.agents.single_turn import SingleTurn
-from megarl.rollout.background import BackgroundTasks
+from megarl.rollout.answered_calls import AnsweredCalls
+from megarl.rollout.background import BackgroundTasks, cancel_all
 from megarl.rollout.batch_stats import BatchStats, BusyClock
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.counters import Counters
@@ -42,7 +44,7 @@ from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.journal import RolloutJournal
 from megarl.rollout.prompt_groups import PromptGroups
 from megarl.rollout.prompts import PromptSource
-from megarl.rollout.ready_batches import BatchReady, ReadyBatches
+from megarl.rollout.ready_batches import BatchReady, PublicationNeeded, ReadyBatches
 from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec
 from megarl.rollout.retention import History
 
@@ -52,7 +54,7 @@ logger = logging.getLogger(__name__)
 # would have them visited again and again, which took a third of this process's time with 10,000 trajectories in flight.
 YOUNG_OBJECTS = 50_000
 
-_LOOK_S = 0.5  # between two looks at failures while a drain waits
+_LOOK_S = 0.5  # between two looks at failures and lost replicas while a drain or a trainer waits
 
 
 class RolloutController:
@@ -71,8 +73,10 @@ class RolloutController:
         self._batches = ReadyBatches(self.config.batch.samples_per_group)
         self._engine_time = BusyClock()
         self._taken_at: float | None = None  # when the batch before was taken
+        self._publishes = False  # whether a trainer is there that publishes when no replica is left
         self._needed = -1  # the step for whose batch the trainer waits, or the last one
         self._tasks = BackgroundTasks()
+        self._calls = AnsweredCalls()
         self._journal = RolloutJournal(self.config, self.run_dir)
 
     async def start(self) -> dict[str, float]:
@@ -142,6 +146,10 @@ class RolloutController:
             timeout_s=self.config.timeouts.engine_start_s,
         )
 
+    async def answer(self, key: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401  # of any method
+        """Call a method once, however often a trainer that had lost the connection sends the same `key`."""
+        return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
+
     async def drain(self) -> None:
         """Let all running responses end before a publication; what has not begun is held back.
 
@@ -192,21 +200,28 @@ class RolloutController:
         self._groups.start()
         return self._admission.counters
 
-    async def wait_batch(self, step: int, timeout_s: float) -> BatchReady:
+    async def wait_batch(self, step: int, timeout_s: float) -> BatchReady | PublicationNeeded:
         """Wait until the groups of `step` are in the queue and return its batch; the same one until `commit`.
 
-        Raises RolloutError naming the cause if rollout failed, and BatchNotReady if `timeout_s` has passed.
+        If all replicas are lost and only a publication of the weights replaces them, return that instead; responses in
+        flight wait for it. Raises RolloutError naming the cause if rollout failed, and BatchNotReady if `timeout_s` has
+        passed.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             self._tasks.check()
             if (batch := self._batches.get(step) or self._take(step)) is not None:
                 return batch
+            if reason := self._fleet.needs_publication:
+                return PublicationNeeded(reason)
             self._tasks.changed.clear()
+            left_s = deadline - time.monotonic()
             try:
-                async with asyncio.timeout(deadline - time.monotonic()):
+                async with asyncio.timeout(min(left_s, _LOOK_S)):
                     await self._tasks.changed.wait()
             except TimeoutError:
+                if left_s > _LOOK_S:
+                    continue
                 groups, replaced = sorted(self._admission.in_flight), self._admission.counters.replaced
                 refilled = f", {replaced} groups without signal replaced (admission.refill)" if replaced else ""
                 raise BatchNotReady(
@@ -238,18 +253,18 @@ class RolloutController:
 
     async def commit(
         self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
-        reused: int = 0, trained_groups: Sequence[int] | None = None,
+        reused: int = 0, trained_groups: Sequence[int] | None = None, ended: Mapping[str, Sequence[int]] | None = None,
     ) -> Counters:  # fmt: skip
         """Settle the groups of `step`, free the rows that are not used again, and start the groups that then fit.
 
-        `reused` and `trained_groups`: see `Admission.commit`. Raises ValueError if the numbers do not account for every
-        group once.
+        `reused`, `trained_groups` and `ended`: see `Admission.commit`. Raises ValueError if the numbers, or the ids, do
+        not account for every group once.
         """
         self._tasks.check()
         admission = self._admission
         admission.commit(
             step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed,
-            reused=reused, trained_groups=trained_groups,
+            reused=reused, trained_groups=trained_groups, ended=ended,
         )  # fmt: skip
         batch = self._batches.pop(step)
         self._groups.free_rows()
@@ -268,25 +283,37 @@ class RolloutController:
         self._groups.start()  # in the places of the queue that the step had
         return self._admission.counters
 
+    async def heartbeat(self) -> None:
+        """Raise RolloutError if a process of the queue has died or hangs. The supervisor calls it at intervals."""
+        await self._queue.check(self.config.timeouts.rpc_s / 2)  # its error comes before the supervisor's
+
     async def counters(self) -> Counters:
         """Return the numbers of groups in each state."""
         return self._admission.counters
 
-    async def evaluate(self, version: int, label: str = "") -> list[SetReport]:
+    async def evaluate(self, version: int, label: str = "") -> list[SetReport] | PublicationNeeded:
         """Evaluate every configured set, greedy and sampled; with `label`, write RUN_DIR/eval_{label}.jsonl.
 
-        Raises RolloutError if that takes longer than `timeouts.generate_s`.
+        If all replicas are lost and the trainer, which waits for this, can bring others, give up and say so. Raises
+        RolloutError if it takes longer than `timeouts.generate_s`.
         """
         self._tasks.check()
         bound = self.config.timeouts.generate_s
+        evaluation = asyncio.ensure_future(self._evaluations.run(version, label))
         try:
             async with asyncio.timeout(bound):
-                return await self._evaluations.run(version, label)
+                while not evaluation.done():
+                    await asyncio.wait({evaluation}, timeout=_LOOK_S)
+                    if not evaluation.done() and self._publishes and (reason := self._fleet.needs_publication):
+                        return PublicationNeeded(reason)
         except TimeoutError:
             raise RolloutError(
                 f"the trainer waited {bound:.0f} s (timeouts.generate_s) for an evaluation; replicas alive: "
                 f"{self._fleet.serving}{self._rewards.waiting()}"
             ) from None
+        finally:
+            await cancel_all([evaluation], "evaluations")
+        return evaluation.result()
 
     async def start_evaluation(self, version: int, label: str) -> None:
         """Begin to evaluate beside training; `take_evaluations` gives the reports. All replicas serve `version` now."""
@@ -336,6 +363,8 @@ class RolloutController:
         self._runner.stats.skipped_prompts = 0 if state else self._source.skipped
         await self._journal.begin(state, self._groups.history())
         await self._fleet.reset()
+        self._publishes = self.config.rollout.partial_rollout or not pace_of(self.config).runs_ahead
+        self._fleet.expect_publication(self._publishes)
         return self._admission.counters
 
     async def _drop_everything(self) -> None:

@@ -9,11 +9,13 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RolloutError
+from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.actor_errors import as_rollout_error
 from megarl.rollout.devices import HeldDevices
@@ -21,6 +23,7 @@ from megarl.rollout.dispatcher import Dispatcher
 from megarl.rollout.drain import Call, Hold, RunningCalls
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.progress_rates import ProgressRates
 from megarl.rollout.replacements import Replacements
 from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult
@@ -34,11 +37,20 @@ logger = logging.getLogger(__name__)
 
 # A lost replica that does not answer within this time does not answer the weight sync either.
 _RETIRE_S = 2.0
+_RESET_S = 5.0  # in which a lost replica that is sound drops its requests
 
-_REPLACED = -1  # stands for the index of a replica whose index belongs to another one by now
+_REPLACED = -1  # stands for the index of a replica that was lost or replaced meanwhile
 
 # Ends an actor and starts a new one of the same index; raises ReplicaFailed if it does not come up.
 Restart = Callable[[int, "ActorHandle"], Awaitable["ActorHandle"]]
+
+
+@dataclass(frozen=True)
+class _Service:
+    """A replica as requests were placed on it, and how often it had been lost before."""
+
+    replica: ActorHandle
+    losses: int
 
 
 class Fleet:
@@ -49,7 +61,7 @@ class Fleet:
     Requests of one call go to one replica, which reports their tokens when all have ended, and else at intervals. A
     replica that dies or does not report in time is lost, and another one continues its responses from the tokens that
     it has reported. If none is left, they wait for a replacement that is coming. A request that an engine refuses says
-    nothing about the engine.
+    nothing about the engine. A lost replica that turns out to be sound serves again after the next weight sync.
     """
 
     def __init__(
@@ -77,6 +89,9 @@ class Fleet:
         self._dispatcher = Dispatcher(self._replicas, back_pressure, self._hold)
         self._calls = RunningCalls()
         self.lost: dict[int, ReplicaFailed] = {}  # all that do not serve, the last one lost at the end
+        self._losses: Counter[int] = Counter()
+        self._rates = ProgressRates(timeouts.rpc_s)
+        self._replaced_next: set[int] = set()  # lost ones that answer, but must not serve again
 
     @classmethod
     async def attach(cls, spec: ReplicaSpec, config: Config) -> Fleet:
@@ -119,6 +134,20 @@ class Fleet:
     def serving(self) -> list[int]:
         """Indices of the replicas that serve, sorted."""
         return sorted(self._dispatcher.load)
+
+    @property
+    def needs_publication(self) -> str:
+        """The reason why the trainer must publish its weights now, because only that brings a replica; else empty."""
+        if not self.lost or self._dispatcher.open_to(background=False) or self._replacements.under_way:
+            return ""
+        return str(next(reversed(self.lost.values())))
+
+    def expect_publication(self, publishes: bool) -> None:
+        """Record whether a trainer publishes as soon as it is told that it must (`needs_publication`).
+
+        Responses whose last replica is lost then wait for that, instead of ending the run.
+        """
+        self._replacements.expect(publishes)
 
     def take_load(self) -> EngineLoad:
         """Return the peaks of all replicas since the last call, as far as they have reported."""
@@ -167,14 +196,17 @@ class Fleet:
             )
             if index is None:
                 continue  # to the deadline, or to the wait for a replica
-            replica = self._replicas[index]
+            service = _Service(self._replicas[index], self._losses[index])
             try:
                 with call.served_by(index):
                     await self._serve(prefix, index, responses, deadline, timeout_s)
-            except ReplicaFailed as error:
+            except (ReplicaFailed, RequestFailed) as error:
+                ended = self._ended(index, service)
+                if isinstance(error, RequestFailed) and ended is None:
+                    raise
                 responses.interrupt()
-                if self._replicas[index] is replica:
-                    self.lose(index, error)
+                if ended is None:
+                    self.lose(index, ReplicaFailed(index, str(error)))
                 self._calls.changed()
                 count, known = len(responses.unfinished), responses.tokens
                 logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, known, error)
@@ -221,16 +253,17 @@ class Fleet:
         Raises ReplicaFailed if the replica is lost or replaced, if a report does not come within `timeouts.rpc_s` of
         the time when it is due, or after `timeout_s` in all.
         """
-        replica, until = self._replicas[index], time.monotonic() + timeout_s
+        service = _Service(self._replicas[index], self._losses[index])
+        until = time.monotonic() + timeout_s
         left = len(responses.unfinished)
         call: tuple[str, object] = ("generate", responses.send(index))
 
         def holder() -> int:
-            return index if self._replicas[index] is replica else _REPLACED
+            return index if self._ended(index, service) is None else _REPLACED
 
         try:
             while left:
-                if (reason := self._out_of_service(index, replica)) is not None:
+                if (reason := self._ended(index, service)) is not None:
                     raise reason
                 left_s = until - time.monotonic()
                 if left_s <= 0:
@@ -238,6 +271,7 @@ class Fleet:
                 deadline_s = math.inf if deadline is None else max(deadline.at - time.monotonic(), 0.0)
                 wait_s = min(self._report_interval_s, left_s, deadline_s)
                 report = await self.call(index, *call, wait_s, timeout_s=wait_s + self._timeouts.rpc_s)
+                self._note_progress(index, service, responses.progress(report.parts))
                 ended = responses.add(report.parts)
                 self._dispatcher.reported(prefix, holder(), ended, report.load)
                 left -= ended
@@ -251,11 +285,28 @@ class Fleet:
         finally:
             self._dispatcher.release(prefix, holder(), left)
 
-    def _out_of_service(self, index: int, replica: ActorHandle) -> ReplicaFailed | None:
-        """Return why `replica`, which had `index`, does not serve any more; None if it does."""
-        if self._replicas[index] is not replica:
+    def _note_progress(self, index: int, service: _Service, progress: tuple[int, float]) -> None:
+        """Lose a replica that is much slower than the others.
+
+        Its work goes on elsewhere, and the next sync replaces it. The last one for training stays.
+        """
+        if self._ended(index, service) is not None:
+            return
+        reason = self._rates.note(index, *progress, time.monotonic())
+        if reason and self._dispatcher.open_to(background=False) - {index}:
+            self._replaced_next.add(index)
+            self.lose(index, ReplicaFailed(index, f"replica {index} {reason}; {self._describe(index)}"))
+            logger.warning("replica %d %s; it is drained and replaced", index, reason)
+
+    def _ended(self, index: int, service: _Service) -> ReplicaFailed | None:
+        """Return why a replica does not work on what was placed on it any more; None if it does."""
+        if self._replicas[index] is not service.replica:
             return ReplicaFailed(index, f"replica {index} has been replaced")
-        return self.lost.get(index)
+        if index in self.lost:
+            return self.lost[index]
+        if self._losses[index] != service.losses:
+            return ReplicaFailed(index, f"replica {index} was lost, and serves again without its requests of before")
+        return None
 
     async def call(self, index: int, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call one method of one replica and return its result, whose type is the method's.
@@ -279,6 +330,8 @@ class Fleet:
         """Send nothing more to a replica; its unfinished responses go on elsewhere after its next report."""
         if index not in self.lost:
             self.lost[index] = reason
+            self._losses[index] += 1
+            self._rates.forget(index)
             self._dispatcher.remove(index)
 
     async def restart(self, indices: Sequence[int]) -> None:
@@ -290,6 +343,7 @@ class Fleet:
 
         async def restart_one(index: int) -> None:
             self.lose(index, ReplicaFailed(index, f"replica {index} is being replaced"))
+            self._replaced_next.discard(index)
             with self._replacements.starting(index):
                 try:
                     self._replicas[index] = await self._restart(index, self._replicas[index])
@@ -304,14 +358,25 @@ class Fleet:
     async def begin_sync(self) -> None:
         """Record that a weight sync is about to begin, which replaces the replicas that its failure leaves unusable.
 
-        A lost replica may be alive: its report was late. It is told to refuse the sync, so that it is replaced as well,
-        unless a failed sync ends the run (`weight_sync.restarts` is 0): it then takes part, and serves no more.
+        A lost replica may be sound: its report was late, or the network was cut. If it can drop its requests, it serves
+        again after the sync. Else it is told to refuse the sync, so that it is replaced, unless a failed sync ends the
+        run (`weight_sync.restarts` is 0): it then takes part, and serves no more.
         """
-        if not self._replacements.begin_sync():
-            return
-        await asyncio.gather(*(self._retire(index) for index in self.lost if not self._replacements.comes(index)))
+        replaces = self._replacements.begin_sync()
+        lost = [index for index in self.lost if not self._replacements.comes(index)]
+        await asyncio.gather(*(self._readmit(index, replaces) for index in lost))
 
-    async def _retire(self, index: int) -> None:
+    async def _readmit(self, index: int, replaces: bool) -> None:
+        """Let a lost replica join if it is sound; else, if the sync `replaces` those that refuse it, have it refuse."""
+        try:
+            if index not in self._replaced_next:
+                await self.call(index, "reset", timeout_s=_RESET_S)
+                self._replacements.join(index)
+                return
+        except RolloutError as error:
+            logger.info("replica %d stays lost: %s", index, error)
+        if not replaces:
+            return
         try:
             await self.call(index, "fail", f"was lost: {self.lost[index]}", timeout_s=_RETIRE_S)
         except RolloutError as error:

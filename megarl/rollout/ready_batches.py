@@ -28,6 +28,13 @@ class BatchReady:
     reused: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class PublicationNeeded:
+    """The answer to a trainer that waits for a batch, if all replicas are lost and only a publication replaces them."""
+
+    reason: str
+
+
 class ReadyBatches:
     """The batches that were taken from admission and are not committed."""
 

@@ -11,7 +11,7 @@ from megarl.config.schema import TimeoutsConfig
 
 
 class Replacements:
-    """Knows whether a replacement is coming: one that is started, one without weights, or one that a sync may need.
+    """Knows whether a replacement is coming: one that is started, one without weights, or one that a sync brings.
 
     A weight sync that fails leaves replicas that refuse every call, and then has them restarted. The pool sees them
     refuse before it is asked for the restart, so a replacement may be coming as long as a sync is under way.
@@ -23,14 +23,25 @@ class Replacements:
         self.timeout_s = (sync_restarts + 1) * timeouts.weight_sync_s + sync_restarts * timeouts.engine_start_s
         self._sync_restarts = sync_restarts
         self._in_sync = False
+        self._publishes = False
         self._starting: set[int] = set()
         self._joining: set[int] = set()
         self._changed = asyncio.Event()
 
     @property
     def coming(self) -> bool:
+        """True if a replica may serve later: it is on its way, or the trainer can be asked for a sync."""
+        return self.under_way or self._publishes
+
+    @property
+    def under_way(self) -> bool:
         """True if a replica may serve later without anything else happening before."""
         return bool(self._in_sync or self._starting or self._joining)
+
+    def expect(self, publishes: bool) -> None:
+        """Record whether the trainer makes a sync as soon as it is asked for one, which then replaces lost replicas."""
+        self._publishes = publishes and self._sync_restarts > 0
+        self._changed.set()
 
     def comes(self, index: int) -> bool:
         """Tell whether replica `index` is being started or about to join."""

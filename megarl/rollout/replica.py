@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +23,7 @@ from megarl.common.output import redirect_output
 from megarl.common.private_directory import name_shared_memory
 from megarl.common.processes import ProcessId, die_with
 from megarl.config.schema import Config
+from megarl.rollout.answered_calls import AnsweredCalls
 from megarl.rollout.devices import HeldDevices, held_devices
 from megarl.rollout.engine_args import engine_args, engine_environment, reads_weights
 from megarl.rollout.engine_load import EngineMonitor, build_monitored
@@ -126,6 +127,7 @@ class EngineReplica:
         self.max_model_len = spec.max_model_len
         self._engine: AsyncLLM | None = None
         self._monitor = EngineMonitor()
+        self._calls = AnsweredCalls()
         self._requests: EngineRequests
         self._failed: str | None = None
         self._has_weights = reads_weights(self.config)
@@ -136,6 +138,10 @@ class EngineReplica:
         os.environ.update(engine_environment(self.config, cuda=spec.cuda))
         name_shared_memory()
         spec.watch_supervisor()
+
+    async def answer(self, key: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401  # of any method
+        """Call a method once, however often a trainer that had lost the connection sends the same `key`."""
+        return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
 
     async def start(self) -> dict[str, float]:
         """Build the engine and generate one token; return the seconds that each took.

@@ -65,6 +65,7 @@ class GenerateResult:
     `logprobs` are processed (temperature applied), one float32 value per response token, EOS included. `seconds`: time
     from the request's arrival at the replica to its last token. `lost_replicas`: replicas that were lost while they
     worked on it; `replica` continued from the tokens that they had reported. `cut`: it ended at its group's deadline.
+    `failure`: why it was given up; empty if it was not.
     """
 
     request_id: str
@@ -76,6 +77,7 @@ class GenerateResult:
     seconds: float = 0.0
     lost_replicas: int = 0
     cut: bool = False
+    failure: str = ""
 
 
 def request_seed(run_seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:

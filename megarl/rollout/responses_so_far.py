@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.response_parts import ResponsePart, continue_request, join_parts, tokens_end
 
+# Engines in a row that may be lost with a response before one of them has reported a token of it. A request that kills
+# its engine would otherwise end every engine in turn.
+MOST_ATTEMPTS = 3
+
 
 @dataclass
 class _Response:
@@ -16,6 +20,8 @@ class _Response:
     sent_at: int = 0  # tokens that it had when it was sent to `replica`
     lost_replicas: int = 0
     lost_seconds: float = 0.0  # of engine time, on the replicas before
+    attempts: int = 0  # in a row that ended with the loss of the replica, without a new token
+    failure: str = ""
     cut: bool = False
 
 
@@ -70,6 +76,19 @@ class ResponsesSoFar:
         responses = self._responses
         return {name: len(self._tokens[name].response_ids) - responses[name].sent_at for name in self.unfinished}
 
+    def progress(self, parts: Mapping[str, ResponsePart]) -> tuple[int, float]:
+        """Return the tokens of a report that was not added yet, and the seconds that responses took for them.
+
+        A response without a token is left out: it may wait for a place in the engine.
+        """
+        tokens, seconds = 0, 0.0
+        for name, part in parts.items():
+            before = self._tokens[name]
+            if part.response_ids or len(before.response_ids) > self._responses[name].sent_at:
+                tokens += len(part.response_ids)
+                seconds += max(part.seconds - before.seconds, 0.0)
+        return tokens, seconds
+
     def add(self, parts: Mapping[str, ResponsePart]) -> int:
         """Append reported tokens; return how many responses ended with them. Raises ValueError for one that had ended.
 
@@ -94,15 +113,20 @@ class ResponsesSoFar:
             self._responses[name].cut = True
 
     def interrupt(self) -> None:
-        """Record that the unfinished responses are no longer worked on.
+        """Record that the unfinished responses are no longer worked on, because their replica is lost.
 
-        One whose tokens end it by themselves has ended; the engine did not live to say so.
+        One whose tokens end it by themselves has ended; the engine did not live to say so. One with which
+        `MOST_ATTEMPTS` replicas in a row were lost before they made a token fails.
         """
         for name in self.unfinished:
             response, tokens = self._responses[name], self._tokens[name]
             response.lost_replicas += 1
             response.lost_seconds += tokens.seconds
+            response.attempts = response.attempts + 1 if len(tokens.response_ids) == response.sent_at else 0
             end = tokens_end(response.request, tokens)
+            if end is None and response.attempts >= MOST_ATTEMPTS:
+                end = "abort"
+                response.failure = f"{response.attempts} replicas in a row were lost before they made a token of it"
             self._tokens[name] = replace(tokens, finish_reason=end, seconds=0.0)
 
     def results(self) -> list[GenerateResult]:
@@ -123,4 +147,5 @@ def _result(response: _Response, tokens: ResponsePart) -> GenerateResult:
         response.lost_seconds + tokens.seconds,
         response.lost_replicas,
         response.cut,
+        response.failure,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -95,12 +95,12 @@ class RecordedAdmission(Admission):
 
     def commit(
         self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
-        reused: int = 0, trained_groups: Iterable[int] | None = None,
+        reused: int = 0, trained_groups: Iterable[int] | None = None, ended: Mapping[str, Sequence[int]] | None = None,
     ) -> None:  # fmt: skip
         """See `Admission.commit`."""
         numbers = {"trained": trained, "filtered": filtered, "dropped_stale": dropped_stale, "failed": failed}
         groups = None if trained_groups is None else sorted(trained_groups)
-        super().commit(step, **numbers, reused=reused, trained_groups=groups)
+        super().commit(step, **numbers, reused=reused, trained_groups=groups, ended=ended)
         uses = self._if_reusing(reused=reused, trained_groups=groups)
         self._record({"event": "commit", "step": step, **numbers, **uses})
 

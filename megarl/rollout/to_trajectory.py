@@ -15,6 +15,8 @@ MISSING_LOGPROB = -9999.0
 
 def generation_failure(result: GenerateResult) -> str:
     """Return why the engine failed to produce a valid response; empty if it did not."""
+    if result.failure:
+        return result.failure
     if not result.response_ids:
         return "empty response"
     if result.finish_reason == "abort":

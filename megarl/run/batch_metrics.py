@@ -93,7 +93,7 @@ def _groups(metrics: StepMetrics, plan: StepPlan, usable: list[SampleTag]) -> No
     outcome = plan.outcome
     metrics.update(
         {
-            "admitted": outcome.admitted,
+            "admitted": len(plan.admitted),
             "trained": outcome.trained,
             "filtered": outcome.filtered,
             "dropped_stale": outcome.dropped_stale,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
+from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.run.channel import SLICE_S, BackgroundChannel, ChannelClosed
 from megarl.run.early_logprobs import EarlyLogprobs
 from megarl.run.failure import PeerFailedError
@@ -56,22 +57,26 @@ class BatchSource:
         self._background = BackgroundChannel(config.timeouts) if in_thread else None
         self._next: _Preparation | None = None
 
-    def take(self, step: int, version: int) -> PreparedBatch:
+    def take(self, step: int, version: int) -> PreparedBatch | PublicationNeeded:
         """Return the batch of `step`, which updates the weights of `version`.
 
-        If generation runs ahead, start to prepare the next one. Raises what the preparation raised, and on the ranks
-        that only waited for rank 0 PeerFailedError.
+        Or return that these must be published first; call it again then. If generation runs ahead, start to prepare
+        the next one. Raises what the preparation raised, and on the ranks that only waited for rank 0 PeerFailedError.
         """
         name = f"step {step + 1}/{self._config.run.steps}"
         if self._background is None:
             prepared = self._prepare(step, version)
         else:
             prepared = self._from_thread(self._background, step, version, f"{name}: generating")
+        if isinstance(prepared, PublicationNeeded):
+            return prepared
         self._recorder.status(f"{name}: training")
         self._pool.record(prepared.batch)
         return prepared
 
-    def _from_thread(self, channel: BackgroundChannel, step: int, version: int, status: str) -> PreparedBatch:
+    def _from_thread(
+        self, channel: BackgroundChannel, step: int, version: int, status: str
+    ) -> PreparedBatch | PublicationNeeded:
         with self._recorder.phase("generate", status):
             if self._next is None:
                 self._start(channel, step, version)
@@ -81,6 +86,8 @@ class BatchSource:
                 self._idle.work_until(self._next.future, step, version)
             prepared = self._next.future.result()
         self._next = None
+        if isinstance(prepared, PublicationNeeded):
+            return prepared
         if self._runs_ahead and step + 1 < self._config.run.steps:
             self._start(channel, step + 1, version + pace_of(self._config).updates_per_step)
         if self._idle is not None:
@@ -91,8 +98,12 @@ class BatchSource:
         channel.relax()
         self._next = _Preparation(self, channel, step, version)
 
-    def _prepare(self, step: int, version: int, channel: BackgroundChannel | None = None) -> PreparedBatch:
+    def _prepare(
+        self, step: int, version: int, channel: BackgroundChannel | None = None
+    ) -> PreparedBatch | PublicationNeeded:
         batch = self._pool.take_batch(step, version, channel)
+        if isinstance(batch, PublicationNeeded):
+            return batch
         started = time.perf_counter()
         plan = plan_step(
             batch.tags,
@@ -141,7 +152,7 @@ class _Preparation:
 
     def __init__(self, source: BatchSource, channel: BackgroundChannel, step: int, version: int) -> None:
         self.of = (step, version)
-        self.future: Future[PreparedBatch] = Future()
+        self.future: Future[PreparedBatch | PublicationNeeded] = Future()
         self.thread = threading.Thread(
             target=self._run, args=(source, channel), name=f"prepare-batch-{step}", daemon=True
         )

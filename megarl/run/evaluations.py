@@ -13,6 +13,7 @@ from typing import Any
 from megarl.config.concurrent_evaluation import evaluates_beside_training
 from megarl.config.schema import Config
 from megarl.rollout.evaluator import FinishedEvaluation
+from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 
@@ -27,28 +28,43 @@ class Evaluations:
         self._beside_training = evaluates_beside_training(config)
         self._running: dict[str, tuple[int, int]] = {}  # label -> steps done, version; on rank 0
 
-    def evaluate(self, steps_done: int, version: int, label: str) -> None:
+    def evaluate(self, steps_done: int, version: int, label: str) -> PublicationNeeded | None:
         """Evaluate the weights of `version`, which were just published, on all sets.
 
         Responses go to RUN_DIR/eval_{label}.jsonl. Those before the first step and after the last are always waited
-        for, so that what a run is judged by is of exactly one version.
+        for, so that what a run is judged by is of exactly one version. If the weights must be published first, because
+        no replica is left, return that; nothing is recorded then.
         """
         if not self._config.evaluation.sets:
-            return
+            return None
         self.finish(steps_done)
         if self._beside_training and 0 < steps_done < self._config.run.steps:
             self._running[label] = (steps_done, version)
             self._pool.start_evaluation(version, label)
-            return
+            return None
         with self._recorder.phase("eval", f"evaluating ({label})"):
             reports = self._pool.evaluate(version, label)
+        if isinstance(reports, PublicationNeeded):
+            return reports
         self._recorder.evaluation(steps_done, version, label, reports)
+        return None
 
-    def resume(self, version: int) -> None:
-        """Begin again what had not ended when the checkpoint was saved, with the weights of `version`."""
-        running, self._running = self._running, {}
-        for label, (steps_done, _) in running.items():
-            self.evaluate(steps_done, version, label)
+    def resume(self, version: int) -> PublicationNeeded | None:
+        """Begin again what had not ended when the checkpoint was saved, with the weights of `version`.
+
+        Return as `evaluate`; call it again after the publication.
+        """
+        while self._running:
+            label, (steps_done, began_at) = self._running.popitem()
+            others, self._running = self._running, {}
+            needed = self.evaluate(steps_done, version, label)
+            if needed is not None:
+                self._running = {**others, label: (steps_done, began_at)}
+                return needed
+            if self._running:  # it goes on beside training, and only one does
+                return None
+            self._running = others
+        return None
 
     def collect(self, steps_done: int) -> None:
         """Record the evaluation that has ended since the last call, if there is one. Not collective: only rank 0 acts.

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from megarl.config.pace import pace_of
+from megarl.rollout.ready_batches import PublicationNeeded
+from megarl.run.batches import PreparedBatch
 from megarl.run.session import Session
 from megarl.run.step import train_step
 from megarl.run.step_batch import StepBatch
+
+T = TypeVar("T")
 
 
 def train(session: Session) -> None:
@@ -18,43 +25,65 @@ def train(session: Session) -> None:
     pace = pace_of(config)
     publish(session)
     if session.first_step == 0:
-        session.evaluations.evaluate(0, session.version, "before")
+        evaluate(session, 0, "before")
     else:
-        session.evaluations.resume(session.version)
+        publish_as_needed(session, lambda: session.evaluations.resume(session.version))
     recorder.start_clock()
     for step in session.steps():
-        pool.admit(step)
-        prepared = session.batches.take(step, session.version)
+        prepared = take_batch(session, step)
         batch, plan = prepared.batch, prepared.plan
         with pool.keep_batch_on_failure(batch):
             train_step(
                 policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step, early=prepared.early
             )
         recorder.samples(batch, prepared.samples)
-        pool.commit(batch, plan)
+        counted = pool.commit(batch, plan)
         session.version += pace.updates_per_step
         if evaluation_due(session, step + 1):
             session.evaluations.finish(step + 1)  # so that the next one finds all replicas with the newest weights
         if pace.publishes_after(step + 1) or publishes_early(session, batch):
             publish(session)
-        recorder.step(batch, plan, session.version)
+        recorder.step(batch, plan, session.version, counted)
         session.evaluations.collect(step + 1)
         if evaluation_due(session, step + 1) and step + 1 < config.run.steps:
-            session.evaluations.evaluate(step + 1, session.version, f"step_{step + 1}")
+            evaluate(session, step + 1, f"step_{step + 1}")
         session.checkpoint(step + 1)
     if session.stopped is None:
-        session.evaluations.evaluate(config.run.steps, session.version, "after")
+        evaluate(session, config.run.steps, "after")
         session.export()
 
 
-def publish(session: Session) -> None:
+def take_batch(session: Session, step: int) -> PreparedBatch:
+    """Return the batch of a step. Collective."""
+    session.pool.admit(step)
+    return publish_as_needed(session, lambda: session.batches.take(step, session.version))
+
+
+def evaluate(session: Session, steps_done: int, label: str) -> None:
+    """Evaluate the weights that were just published, or begin to. Collective."""
+    publish_as_needed(session, lambda: session.evaluations.evaluate(steps_done, session.version, label))
+
+
+def publish_as_needed(session: Session, ask: Callable[[], T | PublicationNeeded]) -> T:
+    """Return what `ask` returns. Collective.
+
+    If all engines are lost meanwhile, a publication of the weights that are there brings new ones, and `ask` is called
+    again.
+    """
+    while isinstance(answer := ask(), PublicationNeeded):
+        session.recorder.say(f"no engine is left; publishing version {session.version} to new ones: {answer.reason}")
+        publish(session, drain=False)
+    return answer
+
+
+def publish(session: Session, *, drain: bool = True) -> None:
     """Send the policy's weights to every engine, which then serves their version. Collective.
 
     Only those that are pinned for an evaluation keep their version. Without `rollout.partial_rollout` all responses
-    that engines work on end first.
+    that engines work on end first, unless no engine is left (`drain` is false).
     """
     version = session.version
-    if not session.config.rollout.partial_rollout:
+    if drain and not session.config.rollout.partial_rollout:
         with session.recorder.phase("drain", f"waiting for running responses before version {version}"):
             session.pool.drain()
     session.pool.announce(version)

@@ -23,9 +23,10 @@ from megarl.evaluation.harness import SetReport
 from megarl.queue.dump import write_batch
 from megarl.queue.trajectory import SampleTag, Trajectory, sample_key
 from megarl.queue.transfer import QueueReader
+from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices, own_device, refuse_overlap
 from megarl.rollout.evaluator import FinishedEvaluation
-from megarl.rollout.ready_batches import BatchReady
+from megarl.rollout.ready_batches import BatchReady, PublicationNeeded
 from megarl.run.channel import Channel, MainChannel
 from megarl.run.peers import Peers
 from megarl.run.recorder import Recorder
@@ -42,9 +43,10 @@ T = TypeVar("T")
 
 _CONNECTED: Codec[tuple[SupervisorHandle, list[HeldDevices]]] = codec_of(tuple[SupervisorHandle, list[HeldDevices]])
 _DEVICES: Codec[HeldDevices] = codec_of(HeldDevices)
-_READY: Codec[BatchReady | None] = codec_of(BatchReady | None)
+# A text is the reason of a PublicationNeeded: a message has one kind of dataclass.
+_READY: Codec[BatchReady | str | None] = codec_of(BatchReady | str | None)
 _TAGS: Codec[list[SampleTag]] = codec_of(list[SampleTag])
-_REPORTS: Codec[list[SetReport]] = codec_of(list[SetReport])
+_REPORTS: Codec[list[SetReport] | str] = codec_of(list[SetReport] | str)
 _EVALUATIONS: Codec[list[FinishedEvaluation]] = codec_of(list[FinishedEvaluation])
 _NOTHING: Codec[None] = codec_of(None)
 
@@ -133,17 +135,23 @@ class PoolLink:
         """
         self._client.use(lambda pool: pool.admit(needed))
 
-    def take_batch(self, step: int, version: int, channel: Channel | None = None) -> StepBatch:
-        """Wait for the groups of `step`, which updates the weights of `version`; return keys and tags on every rank."""
+    def take_batch(self, step: int, version: int, channel: Channel | None = None) -> StepBatch | PublicationNeeded:
+        """Wait for the groups of `step`, which updates the weights of `version`; return keys and tags on every rank.
+
+        Or on every rank that the weights must be published first, because no replica is left.
+        """
         via = channel or self._main
         with via.phase("generate", f"step {step + 1}/{self._config.run.steps}: generating"):
             ready = via.wait(lambda bound_s: self._wait_batch(step, bound_s), _READY)
+        if isinstance(ready, str):
+            return PublicationNeeded(ready)
         with via.phase("queue"):
             tags = self._read(via, lambda queue: queue.read_tags(ready.keys), _TAGS)
         return StepBatch(step, version, ready.keys, tags, ready.timings, ready.replaced, ready.reused)
 
-    def _wait_batch(self, step: int, bound_s: float | None) -> BatchReady:
-        return cast(BatchReady, self._client.use(lambda client: client.wait_batch(step, bound_s)))
+    def _wait_batch(self, step: int, bound_s: float | None) -> BatchReady | str:
+        ready = self._client.use(lambda client: client.wait_batch(step, bound_s))
+        return ready.reason if isinstance(ready, PublicationNeeded) else cast(BatchReady, ready)
 
     def fetch(self, batch: StepBatch, plan: StepPlan, channel: Channel | None = None) -> dict[str, Trajectory]:
         """Return this replica's rows by key. Raises DisagreementError if the replicas' plans differ."""
@@ -187,13 +195,14 @@ class PoolLink:
             self._peers.barrier()
             raise NonFiniteError(f"step {batch.step}: {error}; the batch is kept in {directory}") from error
 
-    def commit(self, batch: StepBatch, plan: StepPlan) -> None:
+    def commit(self, batch: StepBatch, plan: StepPlan) -> Counters | None:
         """Tell the controller how every group ended; it then frees the rows that it does not use again.
 
-        Not collective: only rank 0 acts.
+        Return what the controller has counted since the start of the history. Not collective: only rank 0 acts, and
+        None elsewhere.
         """
         outcome = plan.outcome
-        self._client.use(
+        return self._client.use(
             lambda pool: pool.commit(
                 batch.step,
                 trained=outcome.trained,
@@ -201,7 +210,7 @@ class PoolLink:
                 dropped_stale=outcome.dropped_stale,
                 failed=outcome.failed,
                 reused=outcome.reused,
-                trained_groups=plan.trained_groups,
+                ended=plan.ended,
             )
         )
 
@@ -218,9 +227,15 @@ class PoolLink:
 
         return self._client.use(read) or []
 
-    def evaluate(self, version: int, label: str) -> list[SetReport]:
+    def evaluate(self, version: int, label: str) -> list[SetReport] | PublicationNeeded:
         """Evaluate all sets on the pool; responses go to RUN_DIR/eval_{label}.jsonl."""
-        return self._ask(lambda pool: pool.evaluate(version, label), _REPORTS)
+
+        def ask(pool: PoolClient) -> list[SetReport] | str:
+            reports = pool.evaluate(version, label)
+            return reports.reason if isinstance(reports, PublicationNeeded) else reports
+
+        answer = self._ask(ask, _REPORTS)
+        return PublicationNeeded(answer) if isinstance(answer, str) else answer
 
     def start_evaluation(self, version: int, label: str) -> None:
         """Begin to evaluate all sets beside training. Not collective: only rank 0 acts."""

@@ -20,6 +20,7 @@ from megarl.evaluation.table import render_line
 from megarl.models.info import ModelInfo
 from megarl.queue.sample_lines import choose_keys, sample_record
 from megarl.queue.trajectory import Trajectory
+from megarl.rollout.counters import Counters
 from megarl.run.batch_metrics import record_batch
 from megarl.run.peers import Peers
 from megarl.run.performance import Performance, peak_memory_gib
@@ -34,6 +35,10 @@ from megarl.weights.replica_calls import SyncReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class CountersDiffer(RuntimeError):  # noqa: N818
+    """The trainer and the rollout side have counted different numbers of groups."""
 
 
 class Totals:
@@ -53,6 +58,16 @@ class Totals:
         for name in self.BATCH:
             self._sums[name] += values[f"batch/{name}"]
         return {f"total/{name}": value for name, value in self._sums.items()}
+
+    def compare(self, steps: int, counted: Counters) -> None:
+        """Raise CountersDiffer unless the rollout side has settled the same numbers of groups in `steps` steps."""
+        theirs = {"admitted": counted.settled} | {name: getattr(counted, name) for name in self.GROUPS[1:]}
+        ours = {name: int(self._sums[f"groups_{name}"]) for name in self.GROUPS}
+        if ours != theirs:
+            raise CountersDiffer(
+                f"after {steps} steps the trainer has counted the groups {ours}, and rollout {theirs}: groups were "
+                "lost, or trained twice; the run ends because its results cannot be trusted"
+            )
 
     def state_dict(self) -> dict[str, float]:
         """Return the sums."""
@@ -187,8 +202,11 @@ class Recorder:
             record = sample_record(batch.step + 1, row, self._tokenizer.decode, reference)
             self._writer.sample(batch.step + 1, record)
 
-    def step(self, batch: StepBatch, plan: StepPlan, version: int) -> None:
-        """Close the step's clock and write its metrics. Collective. `version`: that of the weights after the step."""
+    def step(self, batch: StepBatch, plan: StepPlan, version: int, counted: Counters | None) -> None:
+        """Close the step's clock and write its metrics. Collective. `version`: that of the weights after the step.
+
+        `counted`: what the rollout side has counted, on rank 0. Raises CountersDiffer if the trainer has not.
+        """
         assert self._performance is not None
         self._evaluated.current = version
         record_batch(self.metrics, plan)
@@ -209,6 +227,8 @@ class Recorder:
         self.summary.step(values)
         self._writer.write(steps_done, values)
         self._writer.write_summary(self.summary, "running")
+        if counted is not None:
+            self._totals.compare(steps_done, counted)
 
     def evaluation(
         self, steps_done: int, version: int, label: str, reports: Sequence[SetReport], *, written_at: int | None = None

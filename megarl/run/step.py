@@ -9,6 +9,7 @@ Shapes: `_R` the response tokens of one sample.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -72,11 +73,6 @@ class GroupOutcome:
     failed: int
     reused: int = 0
 
-    @property
-    def admitted(self) -> int:
-        """The number of groups that were admitted, because each ended in one of the four ways."""
-        return self.trained + self.filtered + self.dropped_stale + self.failed
-
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -84,7 +80,7 @@ class StepPlan:
 
     `tags`: those of all samples of the batch by key; `version`: the version of the weights that the step updates;
     `stale`: keys of the samples of groups that were dropped as stale; `reused`: ids of the groups that an earlier step
-    has trained.
+    has trained; `replaced`: ids of the groups without signal that rollout replaced before the batch.
     """
 
     tags: dict[str, SampleTag]
@@ -94,6 +90,23 @@ class StepPlan:
     version: int
     stale: list[str] = field(default_factory=list)
     reused: frozenset[int] = frozenset()
+    replaced: frozenset[int] = frozenset()
+
+    @property
+    def admitted(self) -> frozenset[int]:
+        """The ids of the groups that the step settles, as the rollout side has named them."""
+        return frozenset(tag.group_id for tag in self.new_tags) | self.replaced
+
+    @property
+    def ended(self) -> dict[str, list[int]]:
+        """The same ids by how the groups ended, each list sorted; found without the numbers in `outcome`."""
+        stale = {self.tags[key].group_id for key in self.stale}
+        usable = Counter(tag.group_id for tag in self.new_tags if not tag.failed)
+        trained = set(self.trained_groups)
+        failed = {group for group in self.admitted - self.replaced - stale if usable[group] < 2}
+        filtered = self.admitted - trained - stale - failed
+        ends = {"trained": trained, "filtered": filtered, "dropped_stale": stale, "failed": failed}
+        return {name: sorted(groups) for name, groups in ends.items()}
 
     @property
     def new_tags(self) -> list[SampleTag]:
@@ -163,7 +176,7 @@ def plan_step(
         reused=len(reused),
     )
     stale_keys = [tag.key for group in stale for tag in group]
-    return StepPlan(by_key, shaped, mini_batches, outcome, version, stale_keys, frozenset(reused))
+    return StepPlan(by_key, shaped, mini_batches, outcome, version, stale_keys, frozenset(reused), frozenset(replaced))
 
 
 def _check_replaced(tags: Sequence[SampleTag], config: Config, replaced: Sequence[int]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import platform
 import signal
 import subprocess
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +17,11 @@ import pytest
 import ray
 
 from megarl.cluster import client as client_module
-from megarl.cluster.client import PoolClient, PoolHandles, ReplicaClient
+from megarl.cluster.client import ConnectionCut, PoolClient, PoolHandles, ReplicaClient
 from megarl.cluster.handle import SupervisorHandle, write_state
 from megarl.common.errors import PoolEnded, ReplicaFailed, RolloutError
 from megarl.common.processes import ProcessId
+from megarl.rollout.answered_calls import AnsweredCalls
 
 
 def test_a_replica_whose_actor_has_ended_fails_its_calls_by_name(
@@ -75,6 +78,74 @@ def test_a_call_to_a_pool_whose_supervisor_is_killed_ends_long_before_its_time(
     supervisor.wait()
     with pytest.raises(PoolEnded, match=r"the rollout pool has ended: its supervisor was killed; see .*logs"):
         calls[whose]("pause", timeout_s=60)
+
+
+@dataclass
+class CutOff:
+    """An actor behind a network that loses some answers, or each of them; every call that arrives runs.
+
+    It stands for `ray.get` too, to which it gives the keys and methods of the calls.
+    """
+
+    lost: int
+    calls: AnsweredCalls = field(default_factory=AnsweredCalls)
+    commits: int = 0
+    sent: int = 0
+
+    @property
+    def answer(self) -> Any:
+        return SimpleNamespace(remote=lambda *call: call)
+
+    async def commit(self, step: int) -> int:
+        self.commits += 1
+        return step
+
+    def get(self, call: Any, timeout: float) -> Any:
+        key, method, args, kwargs = call
+        self.sent += 1
+        answer = asyncio.run(self.calls.answer(key, lambda: getattr(self, method)(*args, **kwargs)))
+        if self.sent <= self.lost:
+            raise ray.exceptions.ActorUnavailableError("The actor is temporarily unavailable: RpcError", b"0" * 16)
+        return answer
+
+
+def cut_off(monkeypatch: pytest.MonkeyPatch, lost: int) -> tuple[CutOff, PoolClient]:
+    actor = CutOff(lost)
+    monkeypatch.setattr(ray, "get", actor.get)
+    monkeypatch.setattr(client_module, "RETRY_S", 0.01)
+    handle: Any = SimpleNamespace(check=lambda: None, host="pool-0", run_dir="run")
+    return actor, PoolClient(handle, None, actor)  # type: ignore[arg-type]
+
+
+def test_a_commit_whose_answer_is_lost_is_sent_again_and_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, client = cut_off(monkeypatch, lost=3)
+    assert client.call("commit", 7, timeout_s=30) == 7
+    assert (actor.sent, actor.commits) == (4, 1)
+
+
+def test_a_network_that_stays_cut_is_an_error_that_names_it_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, client = cut_off(monkeypatch, lost=10**9)
+    begun = time.monotonic()
+    with pytest.raises(
+        ConnectionCut, match=r"^trainer rank 0 could not reach the rollout controller for 0 s, .*commit"
+    ):
+        client.call("commit", 7, timeout_s=0.3)
+    assert time.monotonic() - begun < 3 and actor.sent > 1
+    replica: Any = ReplicaClient(5, actor, Path("log"), lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(ReplicaFailed, match=r"^replica 5 could not be reached for 0 s, in which .* commit; see log"):
+        replica.call("commit", 7, timeout_s=0.1)
+
+
+def test_a_cut_that_is_the_end_of_the_pool_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, client = cut_off(monkeypatch, lost=10**9)
+
+    def ended() -> None:
+        if actor.sent > 2:
+            raise PoolEnded("the rollout pool has ended: SIGTERM")
+
+    client.handle = SimpleNamespace(check=ended, host="", run_dir="")  # type: ignore[assignment]
+    with pytest.raises(PoolEnded, match="SIGTERM"):
+        client.call("commit", 7, timeout_s=60)
 
 
 def test_a_rank_that_has_left_ray_survives_sigterm_until_it_has_reported(

@@ -7,6 +7,8 @@ import os
 import platform
 import subprocess
 import sys
+import threading
+import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -79,6 +81,28 @@ def test_only_the_same_agents_ready_pool_of_the_same_config_is_kept(tmp_path: Pa
     assert kept(process=asdict(GONE)) is None
     (tmp_path / launch.STOP_FILE).touch()
     assert kept() is None
+
+
+@pytest.mark.parametrize("end", ["two looks", "one look", "failed", "killed", "silent"])
+def test_a_kept_pool_is_used_again_only_if_it_is_looked_at_after_the_failure(tmp_path: Path, end: str) -> None:
+    """A look that had begun before the failure may have found a controller alive that has died since."""
+    own = ProcessId.own()
+    looks = {"two looks": 2, "one look": 1}.get(end, 0)
+
+    def go_on() -> None:
+        for number in range(1, looks + 1):
+            time.sleep(0.1)
+            launch.write_state(tmp_path, state(own, state="ready", heartbeats=7 + number))
+        if end == "failed":
+            launch.write_state(tmp_path, state(own, state="failed", error="storage 0 has died"))
+        if end == "killed":
+            launch.write_state(tmp_path, state(GONE, state="ready", heartbeats=7))
+
+    launch.write_state(tmp_path, state(own, state="ready", heartbeats=7))
+    supervisor = threading.Timer(0.1, go_on)
+    supervisor.start()
+    assert launch._is_sound(tmp_path, "abc", 1.0) == (end == "two looks")
+    supervisor.join()
 
 
 def test_waiting_ends_with_the_pools_own_error(tmp_path: Path) -> None:

@@ -36,6 +36,16 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 @pytest.fixture
+def two_hosts(tmp_path: Path) -> Iterator[Hosts]:
+    two = Hosts(2, tmp_path)
+    try:
+        two.open()
+        yield two
+    finally:
+        two.close()
+
+
+@pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
     four = Hosts(4, tmp_path)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -10,7 +11,7 @@ import pytest
 
 from tests.support.checkout import ROOT, environment
 from tests.support.hosts import Hosts
-from tests.support.jobs import FOUR_HOSTS, check_steps, exit_record, wait_for, write_job
+from tests.support.jobs import FOUR_HOSTS, TWO_HOSTS, check_steps, exit_record, wait_for, write_job
 from tests.support.run import step_records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -100,3 +101,31 @@ def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(h
     assert last == f"megarl: node {lost} failed: lost, silent for 20 s", log.read_text()[-4000:]
     assert exit_record(run_dir)["status"] == "failed" and lost in exit_record(run_dir)["reason"]
     assert not any(hosts.processes(index) for index in range(4))
+
+
+def test_a_network_that_is_cut_for_30_s_costs_time_and_for_ever_is_named(two_hosts: Hosts, tmp_path: Path) -> None:
+    """The cable of the rollout host is pulled twice while the run trains; the trainer restarts for neither."""
+    bound_s = 60
+    config = write_job(tmp_path, steps=100_000, timeouts={"rpc_s": bound_s, "shutdown_s": 20}, **TWO_HOSTS)
+    run_dir = tmp_path / "run"
+    process, log = start(two_hosts, config)
+    try:
+        wait_for(lambda: len(step_records(run_dir)) > 2 or process.poll() is not None, 400, "some steps", log)
+        two_hosts.cut(1)
+        time.sleep(30)
+        two_hosts.mend(1)
+        before = len(step_records(run_dir))
+        wait_for(
+            lambda: len(step_records(run_dir)) > before + 2 or process.poll() is not None, bound_s, "further steps", log
+        )
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert log.read_text().count("engines are up") == 1, "the ranks were restarted"
+        check_steps(run_dir, len(step_records(run_dir)))
+        two_hosts.cut(1)
+        assert process.wait(timeout=4 * bound_s) == 1, log.read_text()[-4000:]
+    finally:
+        process.kill()
+    said = log.read_text()
+    assert "trainer rank 0 could not reach the rollout controller" in said or "trainer rank 0 waited" in said, said[
+        -4000:
+    ]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from megarl.queue.dump import read_batch, write_batch
 from megarl.queue.rows import decode, encode
 from megarl.queue.sample_lines import sample_record
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.queue.transfer import QueueReader, QueueWriter, bounded, start_queue
+from megarl.queue.transfer import QueueReader, QueueServer, QueueWriter, bounded, start_queue
 from megarl.rollout.to_trajectory import failed_trajectory
 from megarl.run.batch_metrics import record_batch
 from megarl.run.step import plan_step
@@ -134,6 +135,40 @@ def test_a_result_that_comes_when_a_slice_of_the_wait_ends_is_returned(monkeypat
     assert client.call(asyncio.sleep(0, "rows"), "send 1 rows") == "rows"
 
 
+class Actor:
+    """Stands for an actor of the queue that answers, hangs or has died."""
+
+    def __init__(self, state: str) -> None:
+        self.state = state
+
+    @property
+    def get_zmq_server_info(self) -> Any:
+        return SimpleNamespace(remote=self._answer)
+
+    async def _answer(self) -> None:
+        if self.state == "hangs":
+            await asyncio.Event().wait()
+        if self.state == "dead":
+            raise ConnectionError("the actor died")
+
+
+@pytest.mark.parametrize(
+    ("controller", "storage", "message"),
+    [
+        ("well", "well", None),
+        ("dead", "well", "the controller of the trajectory queue has died"),
+        ("well", "dead", "unit 1 of the trajectory queue has died"),
+        ("well", "hangs", "unit 1 of the trajectory queue did not answer within 0 s"),
+    ],
+)
+def test_a_look_at_the_queue_names_the_process_that_has_died_or_hangs(
+    controller: str, storage: str, message: str | None
+) -> None:
+    server = QueueServer(Actor(controller), {"unit 0": Actor("well"), "unit 1": Actor(storage)})  # type: ignore[arg-type, dict-item]
+    with nullcontext() if message is None else pytest.raises(RolloutError, match=message):
+        asyncio.run(server.check(0.05))
+
+
 @pytest.fixture(scope="module")
 def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """A Ray head and the queue of one partition, in this process."""
@@ -146,6 +181,7 @@ def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
     try:
         server = start_queue("run.0", namespace="queue-test", storage_units=2, node_resource=None, timeout_s=400)
+        asyncio.run(server.check(60.0))
         yield {"partition": "run.0", "namespace": "queue-test", "timeout_s": 60.0}
         server.close()
     finally:

@@ -448,6 +448,40 @@ def test_replaced_groups_are_filtered_by_the_next_step_and_part_of_the_history()
         assert resumed.replace(next_groups[0], [1]) and len(resumed.admit()) == 1
 
 
+@pytest.mark.parametrize(
+    ("ended", "message"),
+    [
+        ({}, None),
+        ({"trained": [0]}, r"missing: \[3\]"),
+        ({"trained": [0, 9]}, r"not taken: \[9\], missing: \[3\]"),
+        ({"trained": [0, 0]}, r"missing: \[3\]"),
+        ({"trained": [0, 1], "filtered": [3]}, "replaced: "),
+        ({"trained": [0, 2], "failed": [3]}, "failed in rollout: "),
+        ({"trained": [0, 3], "dropped_stale": [1], "filtered": []}, "replaced: "),
+    ],
+)
+def test_a_commit_names_exactly_the_groups_that_its_step_has_taken(
+    ended: dict[str, list[int]], message: str | None
+) -> None:
+    """Numbers that add up do not show that the right groups were trained."""
+    admission = Admission(3, SYNC, refill=1)
+    admission.set_version(0)
+    admission.admit()
+    assert admission.replace(1, [0]) and admission.admit() == [3]
+    for group in (0, 2, 3):
+        admission.finish(group, group != 2, [0])
+    assert admission.batch(0) == ([0, 3], [2]) and admission.replaced(0) == [1]
+    whole = {"trained": [0, 3], "filtered": [1], "dropped_stale": [], "failed": [2], **ended}
+    numbers = {"trained": 2, "filtered": 1, "dropped_stale": 0, "failed": 1}
+    if message is None:
+        admission.commit(0, **numbers, ended=whole)
+        assert admission.counters.settled == 4
+        return
+    with pytest.raises(ValueError, match=message):
+        admission.commit(0, **numbers, ended=whole)
+    assert admission.counters.taken == 4 and admission.counters.settled == 0, "nothing is settled"
+
+
 def test_beyond_the_limit_a_group_without_signal_is_queued() -> None:
     admission = Admission(1, SYNC, refill=1)
     admission.set_version(0)

@@ -23,6 +23,7 @@ from megarl.rollout import prompt_groups
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.prompt_groups import ATTEMPTS_FILE
+from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule
 from tests.support.configs import config as config_of
@@ -817,5 +818,58 @@ def test_skipped_prompts_are_reported_once_in_a_history(local: LocalController) 
         await local.controller.begin(await local.controller.state_dict())
         await local.controller.set_version(2)
         assert (await local.controller.wait_batch(2, WAIT_S)).timings["rollout/skipped_prompts"] == 0
+
+    run(scenario)
+
+
+def test_a_dead_queue_is_found_by_the_supervisors_heartbeat(local: LocalController) -> None:
+    async def scenario() -> None:
+        await local.controller.heartbeat()
+        local.queue.failure = RolloutError("storage unit 0 of the trajectory queue has died")
+        with pytest.raises(RolloutError, match="storage unit 0"):
+            await local.controller.heartbeat()
+
+    run(scenario)
+
+
+def test_a_trainer_that_waits_for_a_batch_is_told_that_no_replica_is_left(local: LocalController) -> None:
+    controller, fleet = local.controller, local.fleet
+    fleet.held = {1}
+
+    async def scenario() -> None:
+        await controller.begin(None)
+        await controller.set_version(0)
+        waiting = asyncio.create_task(controller.wait_batch(0, 60.0))
+        await asyncio.sleep(0)
+        fleet.needs_publication = "replica 0 has died"
+        assert await waiting == PublicationNeeded("replica 0 has died")
+        fleet.needs_publication = ""
+        with pytest.raises(BatchNotReady):
+            await controller.wait_batch(0, 0.1)
+        assert fleet.publishes == [True]
+        await controller.shutdown()
+
+    run(scenario)
+
+
+def test_an_evaluation_that_only_a_publication_can_save_is_given_up(local: LocalController) -> None:
+    controller, fleet = local.controller, local.fleet
+    running: list[asyncio.Task[Any] | None] = []
+
+    async def endless(version: int, label: str) -> list[Any]:
+        running.append(asyncio.current_task())
+        await asyncio.Event().wait()
+        return []
+
+    async def scenario() -> None:
+        controller._evaluations.run = endless  # type: ignore[method-assign]
+        fleet.needs_publication = "replica 0 has died"
+        alone = asyncio.create_task(controller.evaluate(0))
+        await asyncio.sleep(0.7)
+        assert not alone.done(), "nobody would publish: `megarl eval` has no trainer"
+        alone.cancel()
+        await controller.begin(None)
+        assert await controller.evaluate(0) == PublicationNeeded("replica 0 has died")
+        assert [task is not None and task.cancelled() for task in running] == [True, True]
 
     run(scenario)

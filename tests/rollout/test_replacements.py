@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
-from megarl.common.errors import NoReplicaLeft, ReplicaFailed
+from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RequestFailed
 from megarl.config.schema import TimeoutsConfig
+from megarl.queue.trajectory import VersionSpan
 from megarl.rollout import fleet as fleet_module
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.progress_rates import ProgressRates
 from megarl.rollout.replacements import Replacements
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
+from megarl.rollout.response_parts import EngineReport, ResponsePart
+from megarl.rollout.responses_so_far import MOST_ATTEMPTS
+from megarl.rollout.to_trajectory import defect
 from tests.support.fake_replicas import FakeReplica, Method, ScriptedReplica, answered, requests
 
 LONG = SamplingSpec(10**9, 1.0, (2,))
@@ -158,6 +163,50 @@ def test_if_no_replacement_is_coming_every_group_is_told_at_once(why: str) -> No
         if why == "the trainer has restarted":
             await fleet.reset()
         await check_all_fail(await lose_the_last(fleet), f"replica 0 {REFUSAL}")
+
+    run(scenario)
+
+
+def test_a_trainer_that_is_asked_to_publish_brings_back_the_only_replica() -> None:
+    """Its response goes on from its tokens; a trainer that is not there is not waited for."""
+
+    async def scenario() -> None:
+        old, new = ScriptedReplica(0, 10**9, None), ScriptedReplica(0, 0, "stop", version=4)
+        old.reset = Method(FakeReplica(0, ReplicaFailed(0, "it is dead"))._reset)
+        old.fail = Method(FakeReplica(0, ReplicaFailed(0, "it is dead"))._fail)
+        restart = Starting({0: new})
+        restart.go.set()
+        fleet = fleet_of({0: old}, restart)
+        fleet.expect_publication(True)
+        assert not fleet.needs_publication
+        tasks = await lose_the_last(fleet)
+        assert "replica 0" in fleet.needs_publication and not any(task.done() for task in tasks)
+        await fleet.begin_sync()
+        assert not fleet.needs_publication, "the sync is under way"
+        await fleet.restart([0])
+        fleet.admit_joining()
+        assert not fleet.needs_publication
+        for [result] in await asyncio.gather(*tasks):
+            assert result.response_ids[-1] == 0 and result.finish_reason == "stop"
+        assert [len(each.prompt_ids) > 1 for each in new.asked] == [True, True, False], "tokens are not made again"
+
+        refuse(new)
+        new.reported.clear()
+        later = asyncio.create_task(fleet.generate("later", endless("later")))
+        await until(lambda: fleet.needs_publication)
+        assert not later.done()
+        fleet.expect_publication(False)  # it evaluates, and waits for just this
+        await check_all_fail([later], REFUSAL)
+
+    run(scenario)
+
+
+def test_no_trainer_is_asked_to_publish_if_a_sync_would_not_replace_what_is_lost() -> None:
+    async def scenario() -> None:
+        replica = ScriptedReplica(0, 10**9, None)
+        fleet = fleet_of({0: resettable(replica)}, sync_restarts=0)
+        fleet.expect_publication(True)
+        await check_all_fail(await lose_the_last(fleet), REFUSAL)
 
     run(scenario)
 
@@ -400,25 +449,51 @@ def test_a_joining_replica_whose_restart_fails_does_not_join() -> None:
     assert not replacements.coming and replacements.take_joining() == []
 
 
-def test_a_lost_replica_that_lives_refuses_the_next_sync_so_that_it_is_replaced() -> None:
-    told: dict[int, str] = {}
-
-    def living(index: int) -> Any:
-        async def fail(reason: str) -> None:
-            told[index] = reason
-
-        replica: Any = FakeReplica(index)
-        replica.fail = Method(fail)
-        return replica
+def test_a_lost_replica_that_is_sound_serves_again_after_the_next_sync() -> None:
+    """Its report was late; it is not replaced, and what it had is not asked of it again."""
 
     async def scenario() -> None:
-        starting = Starting({2: living(2)})
-        fleet = fleet_of({index: living(index) for index in range(3)}, starting)
+        stuck = asyncio.Event()
+        late, other = ScriptedReplica(0, 3, None), FakeReplica(1)
+
+        async def report(reported: dict[str, int], wait_s: float) -> EngineReport:
+            late.reported.append(reported)
+            if len(late.reported) <= late.rounds:
+                return EngineReport(dict.fromkeys(reported, ResponsePart([0], [-0.5], (VersionSpan(3, 0, 1),))))
+            await stuck.wait()
+            raise RequestFailed("replica 0 does not know the requests that it has dropped")
+
+        late.report, late.reset = Method(report), Method(FakeReplica(0)._reset)
+        fleet = fleet_of({0: late, 1: other})
+        begun = asyncio.create_task(fleet.generate("g", endless("x"), home=0))
+        await until(lambda: len(late.reported) > late.rounds)
+        fleet.lose(0, ReplicaFailed(0, "its report was late"))
+        await fleet.begin_sync()
+        assert fleet.serving == [1] and not other.told
+        fleet.admit_joining()
+        assert fleet.serving == [0, 1] and not fleet.lost
+        stuck.set()  # the call of before ends now, and says nothing about the replica of today
+        await until(lambda: other.served or len(late.asked) > 1)
+        assert fleet.serving == [0, 1] and fleet._dispatcher.load == {0: len(late.asked) - 1, 1: 0}
+        begun.cancel()
+
+    run(scenario)
+
+
+def test_a_lost_replica_that_cannot_be_reset_refuses_the_next_sync_so_that_it_is_replaced() -> None:
+    async def cannot() -> None:
+        raise ReplicaFailed(1, "it was left in the middle of a sync")
+
+    async def scenario() -> None:
+        starting = Starting({2: FakeReplica(2)})
+        replicas = {index: FakeReplica(index) for index in range(3)}
+        replicas[1].reset = Method(cannot)
+        fleet = fleet_of(replicas, starting)
         fleet.lose(1, ReplicaFailed(1, "its report was late"))
         restart = asyncio.create_task(fleet.restart([2]))
         await until(lambda: starting.begun)
         await fleet.begin_sync()
-        assert told == {1: "was lost: its report was late"}
+        assert [each.told for each in replicas.values()] == [[], ["was lost: its report was late"], []]
         starting.go.set()
         await restart
 
@@ -427,20 +502,15 @@ def test_a_lost_replica_that_lives_refuses_the_next_sync_so_that_it_is_replaced(
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_lost_replica_that_is_dead_does_not_hold_the_next_sync(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_RESET_S", 0.05)
     monkeypatch.setattr(fleet_module, "_RETIRE_S", 0.05)
 
-    async def dead(reason: str) -> None:
-        if silent:
-            await asyncio.Event().wait()
-        raise ReplicaFailed(0, "it died")
-
     async def scenario() -> None:
-        replica: Any = FakeReplica(0)
-        replica.fail = Method(dead)
+        replica = FakeReplica(0, ReplicaFailed(0, "it died"), delay_s=60 if silent else 0)
         fleet = fleet_of({0: replica})
         fleet.lose(0, ReplicaFailed(0, "it died"))
         await asyncio.wait_for(fleet.begin_sync(), 1)
-        assert list(fleet.lost) == [0]
+        assert list(fleet.lost) == [0] and not replica.told
 
     run(scenario)
 
@@ -448,10 +518,87 @@ def test_a_lost_replica_that_is_dead_does_not_hold_the_next_sync(silent: bool, m
 def test_a_lost_replica_takes_part_in_a_sync_that_would_not_replace_it() -> None:
     """Its refusal would end the run, although the other replicas are healthy (`weight_sync.restarts: 0`)."""
 
+    async def cannot() -> None:
+        raise ReplicaFailed(0, "it is busy")
+
     async def scenario() -> None:
-        fleet = fleet_of({index: FakeReplica(index) for index in range(2)}, sync_restarts=0)  # without a method `fail`
+        replicas = {index: FakeReplica(index) for index in range(2)}
+        replicas[0].reset = Method(cannot)
+        fleet = fleet_of(replicas, sync_restarts=0)
         fleet.lose(0, ReplicaFailed(0, "its report was late"))
         await fleet.begin_sync()
-        assert fleet.serving == [1] and list(fleet.lost) == [0]
+        assert fleet.serving == [1] and list(fleet.lost) == [0] and not replicas[0].told
+
+    run(scenario)
+
+
+def test_a_request_that_ends_every_engine_fails_after_some_and_leaves_the_others() -> None:
+    async def scenario() -> None:
+        dying = {index: FakeReplica(index, ReplicaFailed(index, "its engine died")) for index in range(5)}
+        fleet = fleet_of(dying)
+        results = await fleet.generate("g", requests(0))
+        reason = "3 replicas in a row were lost before they made a token of it"
+        assert [(each.finish_reason, each.failure, defect(each)) for each in results] == [("abort", reason, reason)] * 2
+        assert len(fleet.serving) == 5 - MOST_ATTEMPTS
+
+    run(scenario)
+
+
+class Paced:
+    """Makes a token of each request per report, for which a response takes `token_s`; ends at `max_tokens`."""
+
+    def __init__(self, index: int, token_s: float) -> None:
+        self.index, self.token_s = index, token_s
+        self.made: dict[str, int] = {}
+        self.limits: dict[str, int] = {}
+        self.generate, self.report = Method(self._generate), Method(self._report)
+        fake = FakeReplica(index)
+        self.told, self.reset, self.fail = fake.told, fake.reset, fake.fail
+
+    async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
+        self.limits |= {each.request_id: each.sampling.max_tokens for each in requests}
+        self.made |= {each.request_id: 0 for each in requests}
+        return await self._report({each.request_id: 0 for each in requests}, wait_s)
+
+    async def _report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
+        await asyncio.sleep(0.001)
+        parts = {}
+        for name in reported:
+            self.made[name] += 1
+            end: Any = "length" if self.made[name] >= self.limits[name] else None
+            seconds = self.made[name] * self.token_s
+            parts[name] = ResponsePart([self.index], [-0.5], (VersionSpan(3, 0, 1),), end, seconds)
+        return EngineReport(parts)
+
+
+def test_an_engine_that_is_far_slower_than_the_others_is_drained_and_not_used_again() -> None:
+    async def scenario() -> None:
+        replicas = {0: Paced(0, 0.01), 1: Paced(1, 0.2), 2: Paced(2, 0.01)}
+        fleet = fleet_of(replicas)
+        fleet._rates = ProgressRates(patience_s=0.05)
+        long = SamplingSpec(400, 1.0, (2,))
+        groups = [
+            asyncio.create_task(fleet.generate(f"g{i}", [GenerateRequest(f"x{i}", [1], long)], home=i))
+            for i in range(3)
+        ]
+        results = [result for [result] in await asyncio.gather(*groups)]
+        assert fleet.serving == [0, 2] and "times slower than the others" in str(fleet.lost[1])
+        [moved] = [result for result in results if result.lost_replicas]
+        assert moved.response_ids[0] == 1 and moved.response_ids[-1] in (0, 2) and len(moved.response_ids) == 400
+        await fleet.begin_sync()
+        assert replicas[1].told and not fleet._replacements.comes(1), "the sync replaces it"
+
+    run(scenario)
+
+
+def test_the_last_engine_is_kept_however_slow_it_is() -> None:
+    async def scenario() -> None:
+        fleet = fleet_of({0: Paced(0, 0.01), 1: Paced(1, 9.0)})
+        fleet._rates = ProgressRates(patience_s=0.0)
+        fleet._rates.note(0, 100, 1.0, 0.0)
+        fleet._dispatcher.remove(0)
+        fleet.lost[0] = ReplicaFailed(0, "gone")
+        [result] = await fleet.generate("g", [GenerateRequest("x", [1], SamplingSpec(50, 1.0, (2,)))])
+        assert fleet.serving == [1] and result.response_ids == [1] * 50
 
     run(scenario)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from megarl.rollout.response_parts import ResponsePart
-from megarl.rollout.responses_so_far import ResponsesSoFar
+from megarl.rollout.responses_so_far import MOST_ATTEMPTS, ResponsesSoFar
 
 STOP, LIMIT = 0, 7
 
@@ -74,10 +74,15 @@ def test_tokens_of_before_are_continued_and_kept_up_to_date() -> None:
 
 @given(st.data())
 def test_any_sequence_of_replicas_gives_every_token_once(data: st.DataObject) -> None:
-    """Each replica works and reports as it likes, and is lost at any point, also before it tells of an end."""
+    """Each replica works and reports as it likes, and is lost at any point, also before it tells of an end.
+
+    A response fails exactly if `MOST_ATTEMPTS` replicas in a row are lost without a token of it.
+    """
     names = [str(i) for i in range(data.draw(st.integers(1, 3)))]
     responses = ResponsesSoFar([GenerateRequest(name, [42], SamplingSpec(LIMIT, 1.0, (STOP,)), 5) for name in names])
     makers: dict[str, list[int]] = {name: [] for name in names}
+    in_vain = dict.fromkeys(names, 0)
+    given_up: set[str] = set()
     index = 0
     while responses.unfinished:
         replica = Replica(index, responses.send(index))
@@ -94,17 +99,24 @@ def test_any_sequence_of_replicas_gives_every_token_once(data: st.DataObject) ->
                 makers[name] += [index] * len(part.response_ids)
             ended = responses.add(reports)
             assert ended == sum(part.finish_reason is not None for part in reports.values())
-        if responses.unfinished:
+        if unfinished := responses.unfinished:
+            for name in unfinished:
+                in_vain[name] = 0 if index in makers[name] else in_vain[name] + 1
+            given_up |= {name for name in unfinished if in_vain[name] == MOST_ATTEMPTS}
             responses.interrupt()
         index += 1
     for name, result in zip(names, responses.results(), strict=True):
         whole = [truth(int(name), position) for position in range(LIMIT)]
         whole = whole[: whole.index(STOP) + 1] if STOP in whole else whole
-        assert result.request_id == name and result.response_ids == whole
-        assert result.finish_reason == ("stop" if STOP in whole else "length")
+        assert result.request_id == name and result.response_ids == whole[: len(result.response_ids)]
+        assert bool(result.failure) == (name in given_up) == (result.finish_reason == "abort")
+        if name not in given_up:
+            assert result.response_ids == whole
+            assert result.finish_reason == ("stop" if STOP in whole else "length")
         versions = [span.version for span in result.versions for _ in range(span.start, span.end)]
         assert versions == makers[name] == result.logprobs
-        assert [span.start for span in result.versions] == [0, *(span.end for span in result.versions)][:-1]
+        starts = [0, *(span.end for span in result.versions)]
+        assert [span.start for span in result.versions] == starts[:-1]
 
 
 def test_what_is_cut_is_truncated_and_what_had_ended_is_not() -> None:
@@ -133,3 +145,21 @@ def test_what_a_replica_was_told_to_end_can_have_ended_by_itself() -> None:
 def test_ids_must_differ() -> None:
     with pytest.raises(ValueError, match="same id"):
         ResponsesSoFar([GenerateRequest("a", [1], SamplingSpec(4, 1.0, ()))] * 2)
+
+
+def test_only_losses_in_a_row_without_a_token_count_as_attempts() -> None:
+    """A long response may outlive any number of engines, as long as each of them brings it further."""
+    responses = ResponsesSoFar([GenerateRequest("x", [42], SamplingSpec(99, 1.0, (STOP,)))])
+    for index in range(3 * MOST_ATTEMPTS):
+        responses.send(index)
+        if index % MOST_ATTEMPTS == 0:
+            responses.add({"x": ResponsePart([1], [-0.5], (VersionSpan(0, 0, 1),))})
+        responses.interrupt()
+        assert responses.unfinished == ["x"]
+    responses.send(99)
+    responses.interrupt()
+    [result] = responses.results()
+    assert (result.finish_reason, result.response_ids) == (
+        "abort",
+        [1, 1, 1],
+    ) and "3 replicas in a row" in result.failure

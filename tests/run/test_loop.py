@@ -263,3 +263,31 @@ def test_a_failed_update_keeps_its_batch_and_publishes_nothing(make_run: Callabl
     with pytest.raises(ArithmeticError):
         train(session)
     assert run.journal[-2:] == ["train plan for version 0", "keep batch 0: nan"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("partial", [True, False])
+def test_the_weights_are_published_again_if_no_engine_is_left(
+    make_run: Callable[..., FakeRun], mode: str, partial: bool
+) -> None:
+    """Responses that wait for an engine cannot end before there is one, so nothing is drained."""
+    ahead = {} if mode == "sync" else {"sync_interval": 2, "max_staleness": 3}
+    run = make_run(3, admission={"mode": mode, **ahead}, rollout__partial_rollout=partial, evaluation__sets=[])
+    run.lost = {2: True}
+    journal = journal_of_training(run)
+    from_there = journal[journal.index("admit 2") :]
+    again = ["announce 2", "publish 2", "record sync of version 2", "set version 2"]
+    assert [line for line in from_there if line in ("drain", *again)][:4] == again
+    assert from_there.index("set version 2") < from_there.index("take batch 2 for version 2")
+    assert [line for line in journal if line.startswith("commit")] == ["commit 0", "commit 1", "commit 2"]
+    assert run.session is not None and "no engine is left; publishing version 2" in run.session.recorder.said[-1]  # type: ignore[attr-defined]
+
+
+def test_an_evaluation_that_finds_no_engine_left_is_made_again_with_new_ones(make_run: Callable[..., FakeRun]) -> None:
+    run = make_run(1)
+    run.lost_before = {"after": True}
+    journal = journal_of_training(run)
+    end = journal[journal.index("poll the save") + 1 :]
+    again = ["announce 1", "publish 1", "record sync of version 1", "set version 1"]
+    evaluation = ["evaluate after of version 1", "record after at 1 of version 1: ['report of version 1']"]
+    assert end == [*again, *evaluation]

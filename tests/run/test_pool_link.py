@@ -113,7 +113,7 @@ class FakeClient:
         self._note(f"references {sorted(groups)}")
         return {group: f"answer {group}" for group in groups}
 
-    def commit(self, step: int, **numbers: int) -> None:
+    def commit(self, step: int, **numbers: object) -> None:
         self._note(f"commit {step} {numbers}")
 
     def evaluate(self, version: int, label: str) -> list[SetReport]:
@@ -351,7 +351,7 @@ def test_rank_0_reports_how_the_groups_ended(links: Links) -> None:
     links.run(lambda link: link.commit(batch_of(), plan_of(link)))
     assert links.journal.of(0)[3:] == [
         "commit 0 {'trained': 3, 'filtered': 1, 'dropped_stale': 0, 'failed': 0, 'reused': 0, "
-        "'trained_groups': [0, 2, 3]}"
+        "'ended': {'trained': [0, 2, 3], 'filtered': [1], 'dropped_stale': [], 'failed': []}}"
     ]
     assert links.journal.of(2)[1:] == links.journal.of(1) == []
 

@@ -7,6 +7,7 @@ import gc
 import io
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +24,10 @@ from megarl.evaluation.accuracy import ScoredResponse
 from megarl.evaluation.harness import SetReport, evaluate_set
 from megarl.models.read_config import load_info
 from megarl.queue.trajectory import Trajectory
+from megarl.rollout.counters import Counters
 from megarl.rollout.to_trajectory import failed_trajectory
 from megarl.run import recorder as recorder_module
-from megarl.run.recorder import LastEvaluation, Recorder, ResultFiles, Totals
+from megarl.run.recorder import CountersDiffer, LastEvaluation, Recorder, ResultFiles, Totals
 from megarl.run.step import plan_step
 from megarl.run.step_batch import StepBatch
 from megarl.telemetry.timer import Phase, PhaseTimer
@@ -87,7 +89,7 @@ def take_step(
     plan = plan_step(batch.tags, config, dp_size=1, version=0)
     with recorder.phase("update"):
         recorder.metrics.record("policy/updates", 1)
-    recorder.step(batch, plan, version=1)
+    recorder.step(batch, plan, version=1, counted=None)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -115,6 +117,44 @@ def test_nothing_that_it_holds_grows_with_the_steps(config: Config, open_recorde
         if step % 10 == 9:
             held.append(held_bytes(vars(recorder)))
     assert growth_per_step(range(0, 10 * len(held), 10), held) < 1.0, held
+
+
+COUNTED = {"trained": 3, "filtered": 1, "dropped_stale": 2, "failed": 1, "reused": 4}
+
+
+@pytest.mark.parametrize("name", ["nothing", *COUNTED])
+@pytest.mark.parametrize("side", ["the trainer's", "rollout's"])
+def test_a_count_that_only_one_side_has_is_found(name: str, side: str) -> None:
+    """Each side is changed in turn: the comparison passes exactly if neither is."""
+    totals = Totals()
+    values = {f"groups/{each}": float(number) for each, number in COUNTED.items()}
+    values |= {f"batch/{each}": 0.0 for each in Totals.BATCH} | {"groups/admitted": 7.0}
+    counted = Counters(admitted=9, in_flight=2, **COUNTED)
+    if name != "nothing":
+        if side == "rollout's":
+            counted = replace(counted, **{name: COUNTED[name] + 1})
+        else:
+            values[f"groups/{name}"] += 1
+    totals.add(values)
+    with (
+        nullcontext()
+        if name == "nothing"
+        else pytest.raises(CountersDiffer, match=r"after 5 steps .* lost, or trained")
+    ):
+        totals.compare(5, counted)
+
+
+def test_a_step_that_the_rollout_side_has_counted_otherwise_ends_the_run(
+    open_recorder: Callable[..., Recorder], config: Config
+) -> None:
+    recorder = open_recorder()
+    batch = StepBatch(0, 0, [row.key for row in ROWS], [row.tag for row in ROWS], {"rollout/replicas_alive": 1.0})
+    plan = plan_step(batch.tags, config, dp_size=1, version=0)
+    recorder.metrics.record("policy/updates", 1)
+    ended = {name: len(groups) for name, groups in plan.ended.items()}
+    with pytest.raises(CountersDiffer):
+        recorder.step(batch, plan, version=1, counted=Counters(**{**ended, "trained": ended["trained"] + 1}))
+    assert {name: getattr(plan.outcome, name) for name in ended} == ended
 
 
 # --- the parts that a checkpoint keeps

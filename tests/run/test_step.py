@@ -85,7 +85,10 @@ def test_every_sample_is_counted_once(groups: list, dp_size: int, mini_batches: 
         for i, (reward, tokens, version, status) in enumerate(group)
     ]
     plan = plan_step(tags, config(trainer={"mini_batches": mini_batches}), dp_size=dp_size, version=4)
-    assert plan.outcome.admitted == len(groups)
+    ended = {name: len(ids) for name, ids in plan.ended.items()}
+    assert {name: getattr(plan.outcome, name) for name in ended} == ended
+    assert sorted(group for ids in plan.ended.values() for group in ids) == sorted(plan.admitted)
+    assert len(plan.admitted) == len(groups)
     placed = collections.Counter(key for rank in range(dp_size) for key in plan.keys_of(rank))
     trained = {sample.key for group in plan.shaped.groups for sample in group}
     assert set(placed) == trained and set(placed.values()) <= {1}
@@ -299,7 +302,8 @@ def test_groups_that_are_used_again_are_trained_like_others_and_have_ended_alrea
     assert plan.mini_batches == as_new.mini_batches and plan.shaped == as_new.shaped
     outcome = plan.outcome
     assert (outcome.trained, outcome.filtered, outcome.dropped_stale, outcome.failed) == (2, 1, 1, 0)
-    assert (outcome.admitted, outcome.reused, plan.trained_groups) == (4, 2, [8, 9])
+    assert (plan.admitted, outcome.reused, plan.trained_groups) == ({6, 7, 8, 9}, 2, [8, 9])
+    assert plan.ended == {"trained": [8, 9], "filtered": [6], "dropped_stale": [7], "failed": []}
     metrics = step_metrics()
     record_batch(metrics, plan)
     step._set_advantages(plan, {}, {}, own, metrics)

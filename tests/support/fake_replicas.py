@@ -24,17 +24,30 @@ class Method:
 
 
 class FakeReplica:
-    """Answers each request with one token, its index, after `delay_s`, or raises `fail`."""
+    """Answers each request with one token, its index, after `delay_s`, or raises `error`; a reset does that too.
 
-    def __init__(self, index: int, fail: Exception | None = None, delay_s: float = 0.0) -> None:
-        self.index, self.fail, self.delay_s = index, fail, delay_s
+    `told`: the reasons for which it was told to refuse every call.
+    """
+
+    def __init__(self, index: int, error: Exception | None = None, delay_s: float = 0.0) -> None:
+        self.index, self.error, self.delay_s = index, error, delay_s
         self.served: list[list[str]] = []
-        self.generate = Method(self._generate)
+        self.told: list[str] = []
+        self.generate, self.reset, self.fail = Method(self._generate), Method(self._reset), Method(self._fail)
+
+    async def _reset(self) -> None:
+        await asyncio.sleep(self.delay_s)
+        if self.error is not None:
+            raise self.error
+
+    async def _fail(self, reason: str) -> None:
+        await self._reset()
+        self.told.append(reason)
 
     async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
         await asyncio.sleep(self.delay_s)
-        if self.fail is not None:
-            raise self.fail
+        if self.error is not None:
+            raise self.error
         self.served.append([request.request_id for request in requests])
         spans = (VersionSpan(3, 0, 1),)
         part = ResponsePart([self.index], [-0.5], spans, "stop", 0.25)

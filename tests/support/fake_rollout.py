@@ -163,6 +163,8 @@ class FakeFleet:
     joined: int = 0
     pinned: frozenset[int] = frozenset()
     in_sync: bool = False
+    needs_publication: str = ""
+    publishes: list[bool] = field(default_factory=list)  # whether a trainer does, as it was told
     drained: list[float] = field(default_factory=list)  # the bounds of all calls
 
     async def generate(
@@ -184,6 +186,9 @@ class FakeFleet:
              for each in answers}
         )  # fmt: skip
         return [replace(each, replica=0) for each in responses.results()]
+
+    def expect_publication(self, publishes: bool) -> None:
+        self.publishes.append(publishes)
 
     def take_load(self) -> EngineLoad:
         return EngineLoad(0.5, 3, 1)
@@ -234,6 +239,10 @@ class FakeQueue:
 
     async def clear_all(self) -> None:
         self.rows.clear()
+
+    async def check(self, timeout_s: float) -> None:
+        if self.failure is not None:
+            raise self.failure
 
     def close(self) -> None: ...
 

@@ -15,7 +15,9 @@ import pytest
 
 from megarl.common.run_files import ExitRecord
 from megarl.config.schema import Config
+from megarl.rollout.counters import Counters
 from megarl.rollout.evaluator import FinishedEvaluation
+from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.run import batches, loop, session
 from megarl.run.session import Session
 from megarl.run.step_batch import StepBatch
@@ -59,7 +61,8 @@ class FakeRecorder:
     def samples(self, batch: StepBatch, samples: Sequence[str]) -> None:
         self._note(f"write {', '.join(samples)}")
 
-    def step(self, batch: StepBatch, plan: str, version: int) -> None:
+    def step(self, batch: StepBatch, plan: str, version: int, counted: Counters | None) -> None:
+        assert counted == Counters(trained=batch.step + 1), "the counters are those of another commit"
         self._note(f"record step {batch.step} of {plan}, which made version {version}")
 
     def evaluation(
@@ -106,8 +109,10 @@ class FakePool(Part):
     def admit(self, needed: int) -> None:
         self._note(f"admit {needed}")
 
-    def take_batch(self, step: int, version: int, channel: object = None) -> StepBatch:
+    def take_batch(self, step: int, version: int, channel: object = None) -> StepBatch | PublicationNeeded:
         self._run.taking(step)
+        if self._run.lost.pop(step, False):
+            return PublicationNeeded("replica 0 has died")
         self._note(f"take batch {step} for version {version}")
         return StepBatch(step, version, [], [], dict(self._run.timings.get(step, {})))
 
@@ -128,13 +133,16 @@ class FakePool(Part):
             self._note(f"keep batch {batch.step}: {error}")
             raise
 
-    def commit(self, batch: StepBatch, plan: str) -> None:
+    def commit(self, batch: StepBatch, plan: str) -> Counters:
         self._note(f"commit {batch.step}")
+        return Counters(trained=batch.step + 1)
 
     def saved(self, step: int) -> None:
         self.complete = step
 
-    def evaluate(self, version: int, label: str) -> list[str]:
+    def evaluate(self, version: int, label: str) -> list[str] | PublicationNeeded:
+        if self._run.lost_before.pop(label, False):
+            return PublicationNeeded("replica 0 has died")
         self._note(f"evaluate {label} of version {version}")
         return [f"report of version {version}"]
 
@@ -243,6 +251,8 @@ class FakeRun:
         self.own = True  # the restored checkpoint is one of this run directory
         self.stop_after: dict[int, str] = {}  # steps done -> reason
         self.timings: dict[int, dict[str, float]] = {}  # what the pool reports with the batch of a step
+        self.lost: dict[int, bool] = {}  # steps for whose batch all replicas are found lost, once
+        self.lost_before: dict[str, bool] = {}  # evaluations that find all replicas lost, once
         self.due: set[int] = set()
         self.evaluated = False  # an evaluation beside training has ended when it is asked for without waiting
         self.failing_saves: set[int] = set()

@@ -70,6 +70,14 @@ class Hosts:
         _ip(f"link set {self.bridge}{index + 1} down")
         self._kill(index)
 
+    def cut(self, index: int) -> None:
+        """Pull the cable at the switch: packets to and from the host are lost, and neither side is told."""
+        _ip(f"link set {self.bridge}{index + 1} nomaster")
+
+    def mend(self, index: int) -> None:
+        """Put the cable back."""
+        _ip(f"link set {self.bridge}{index + 1} master {self.bridge}")
+
     def _kill(self, index: int) -> None:
         for process in self.processes(index):
             try:

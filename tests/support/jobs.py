@@ -18,6 +18,11 @@ FOUR_HOSTS: dict[str, dict[str, Any]] = {
     "rollout": {"replicas": 2, "gpus_per_node": 1, "max_model_len": 64},
 }
 
+TWO_HOSTS: dict[str, dict[str, Any]] = {
+    "trainer": {"gpus": 1, "gpus_per_node": 1},
+    "rollout": {"replicas": 1, "gpus_per_node": 1, "max_model_len": 64},
+}
+
 
 def write_job(directory: Path, steps: int, **sections: dict[str, Any]) -> Path:
     """A config of `steps` steps in `directory`, its run directory beside it; `sections` update whole sections."""

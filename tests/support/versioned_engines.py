@@ -24,7 +24,7 @@ class VersionedEngine:
     def __post_init__(self) -> None:
         self.turn = asyncio.Event()
         self.generate, self.report = Method(self._generate), Method(self._report)
-        self.end = self.fail = Method(self._refuse)
+        self.end = self.fail = self.reset = Method(self._refuse)
 
     async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
         self.left |= {request.request_id: request.sampling.max_tokens for request in requests}

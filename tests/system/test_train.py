@@ -197,10 +197,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tmp_path: P
 
 
 def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
-    """SIGKILL of the only engine: replaced if a sync finds out, else named. Nothing is left either way.
-
-    What finds out depends on what the engine was doing; a run that goes on is then ended by a SIGKILL of torchrun.
-    """
+    """SIGKILL of the only engine, whatever it does: it is replaced and the run goes on, until torchrun is killed."""
     config = tiny_config(tmp_path, steps=5000)
     config["evaluation"] = {}
     path = tmp_path / "config.yaml"
@@ -213,17 +210,12 @@ def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
         engines = [p for p in everybody if "EngineReplica" in " ".join(p.cmdline())]
         assert len(engines) == 1, [p.cmdline() for p in everybody]
         engines[0].kill()
-        healed = wait_for_end_or_replacement(run_dir, process)
-        if healed:
-            everybody |= family(run_dir, process)
+        wait_for_replacement(run_dir, process)
+        everybody |= family(run_dir, process)
     finally:
         if process.poll() is None:
             process.kill()
-        output, _ = process.communicate(timeout=60)
-    if not healed:
-        assert process.returncode != 0
-        assert output.count("megarl: ") == 2 and "replica 0" in output, output[-3000:]
-        assert json.loads((run_dir / "summary.json").read_text())["exit"] == "failed"
+        process.communicate(timeout=60)
     _, left = psutil.wait_procs(everybody, timeout=30)
     assert left == []
     assert_nothing_left(run_dir)
@@ -287,18 +279,17 @@ def family(run_dir: Path, process: subprocess.Popen[str]) -> set[psutil.Process]
     return {*roots, *(child for root in roots for child in root.children(recursive=True))}
 
 
-def wait_for_end_or_replacement(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 240.0) -> bool:
-    """True once a sync has replaced the engine and the run goes on, False once the run has ended."""
+def wait_for_replacement(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 240.0) -> None:
+    """Wait until a sync has replaced the engine and the run goes on."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if process.poll() is not None:
-            return False
+        assert process.poll() is None, process.communicate(timeout=60)[0][-4000:]
         path = run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.is_file() else []
         if any(json.loads(line).get("sync/restarted_replicas") for line in lines[:-1]):
-            return True
+            return
         time.sleep(0.5)
-    raise AssertionError("the killed engine was neither replaced nor named")
+    raise AssertionError("the killed engine was not replaced")
 
 
 def wait_for_steps(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 240.0) -> None:

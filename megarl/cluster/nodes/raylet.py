@@ -22,6 +22,7 @@ from megarl.cluster.nodes.topology import NodePlan
 from megarl.cluster.ray_head import (
     NODE_ADDRESS_VARIABLE,
     OBJECT_STORE_BYTES,
+    PATIENCE,
     TRAINER_SHARE,
     RayShare,
     access_environment,
@@ -50,7 +51,7 @@ def main() -> int:
     node = launch.topology.nodes[int(sys.argv[2])]
     timeout_s = launch.config.timeouts.ray_start_s + launch.config.timeouts.node_s
     handle = attach_supervisor(launch.run_dir, launch.launch_id, timeout_s)
-    os.environ.update({**ray_environment(), **access_environment(launch.run_dir)})
+    os.environ.update({**ray_environment(), **PATIENCE, **access_environment(launch.run_dir)})
     share = TRAINER_SHARE
     if node.rollout_devices:
         share = rollout_share(launch.config, cuda=launch.cuda)
