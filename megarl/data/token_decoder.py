@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 class TokenDecoder:
     """Decodes with a tokenizer of its own, so that one thread may decode while another one encodes.
 
-    A tokenizer whose settings are changed while another thread uses it, as every call that encodes does, raises
-    "Already borrowed".
+    Calls of transformers that encode change settings of their tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -12,6 +12,7 @@ controller name per cluster, ignores its config if a controller exists, and wait
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BACKEND = "SimpleStorage"
+PUT_INTERVAL_S = 0.05  # between the beginnings of two puts while more groups are to follow
 SLICE_S = 2.0  # how often a wait looks whether the queue's processes have ended
 
 
@@ -268,32 +270,42 @@ def _connect(conf: DictConfig) -> TransferQueueClient:
 class QueueWriter:
     """The controller's side of the queue; it writes every finished prompt group as a whole, in one batched put.
 
-    Groups that finish during a put share the next one. A put takes some milliseconds and involves three processes,
-    whatever its size, and at the end of a step many groups finish at the same time.
+    Groups that finish soon after a put began share the next one. A put takes some milliseconds and involves three
+    processes, whatever its size: of one group of 16 it costs twice as much per row as of four.
     """
 
     def __init__(self, client: _Client) -> None:
         self._client = client
         self._waiting: list[tuple[Sequence[Trajectory], asyncio.Future[None]]] = []
         self._task: asyncio.Task[None] | None = None
+        self._next_at = 0.0
+        self._urgent = asyncio.Event()
 
     @classmethod
     def attach(cls, partition: str, *, namespace: str, timeout_s: float) -> QueueWriter:
         """Connect to the queue of `partition`; raises TimeoutError if it does not exist in time."""
         return cls(_Client.attach(partition, namespace, timeout_s))
 
-    async def put_group(self, trajectories: Sequence[Trajectory]) -> None:
-        """Write all samples of a group, including failed ones; raises TimeoutError after the writer's `timeout_s`."""
+    async def put_group(self, trajectories: Sequence[Trajectory], *, more: bool = False) -> None:
+        """Write all samples of a group, including failed ones; raises TimeoutError after the writer's `timeout_s`.
+
+        `more`: other groups are to follow, so this one may wait for some of them (`PUT_INTERVAL_S`).
+        """
         loop = asyncio.get_running_loop()
         written: asyncio.Future[None] = loop.create_future()
         self._waiting.append((trajectories, written))
+        if not more:
+            self._urgent.set()
         if self._task is None or self._task.done():
             self._task = loop.create_task(self._write_all())
         await written
 
     async def _write_all(self) -> None:
         while self._waiting:
+            await self._wait_for_more()
             batch, self._waiting = self._waiting, []
+            if not batch:  # they were cleared
+                return
             rows = [row for trajectories, _ in batch for row in trajectories]
             try:
                 fields, tags = encode(rows)
@@ -307,6 +319,14 @@ class QueueWriter:
             for _, written in batch:
                 if not written.done():
                     written.set_result(None)
+
+    async def _wait_for_more(self) -> None:
+        """Wait until the next put is due, or a group is urgent."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._next_at - time.monotonic()):
+                await self._urgent.wait()
+        self._urgent.clear()
+        self._next_at = time.monotonic() + PUT_INTERVAL_S
 
     async def clear(self, keys: Sequence[str]) -> None:
         """Remove rows; unknown keys are ignored."""

@@ -67,6 +67,7 @@ class PromptGroups:
         self._shaping = shaping_of(config)
         self._failures = self._failure_policy()
         self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
+        self._putting = 0  # groups that are being written to the queue
         self.admission = self._new_admission()
 
     def begin(self, state: dict[str, Any] | None) -> None:
@@ -180,9 +181,17 @@ class PromptGroups:
         if self._replaces(group_id, rows, versions):
             self.start()
         else:
-            await self._writer.put_group(rows)
+            await self._put(rows)
             self.admission.finish(group_id, usable_samples(row.status for row in rows), versions)
         self._tasks.changed.set()
+
+    async def _put(self, rows: Sequence[Trajectory]) -> None:
+        """Write a finished group to the queue, at once if no other group is in flight."""
+        self._putting += 1
+        try:
+            await self._writer.put_group(rows, more=self._putting < len(self.admission.in_flight))
+        finally:
+            self._putting -= 1
 
     def _replaces(self, group_id: int, rows: Sequence[Trajectory], versions: Set[int]) -> bool:
         """Give the place of a group to another one if nothing could be learnt from it; False if it must be queued."""

@@ -227,7 +227,7 @@ class FakeQueue:
     groups: list[Sequence[Trajectory]] = field(default_factory=list)
     failure: Exception | None = None
 
-    async def put_group(self, rows: Sequence[Trajectory]) -> None:
+    async def put_group(self, rows: Sequence[Trajectory], *, more: bool = False) -> None:
         if self.failure is not None:
             raise self.failure
         self.groups.append(rows)

@@ -1,0 +1,93 @@
+"""The time at which groups are put, with a stand-in for the queue: together if more are to follow, else at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from megarl.queue import transfer
+from megarl.queue.trajectory import Trajectory, VersionSpan
+from megarl.queue.transfer import QueueWriter
+
+
+class FakeClient:
+    """Notes the keys of each put."""
+
+    def __init__(self) -> None:
+        self.puts: list[list[str]] = []
+
+    async def submit(self, coroutine: Coroutine[Any, Any, Any], what: str) -> Any:
+        return await coroutine
+
+    async def put(self, keys: list[str], fields: Any, tags: Any) -> None:
+        self.puts.append(keys)
+
+    async def tags(self) -> dict[str, Any]:
+        return {}
+
+
+def group(number: int) -> list[Trajectory]:
+    return [Trajectory(number, 0, [1], [2], [-0.5], (VersionSpan(0, 0, 1),), "stop", 1.0)]
+
+
+@pytest.fixture
+def client() -> FakeClient:
+    return FakeClient()
+
+
+@pytest.fixture
+def writer(client: FakeClient) -> QueueWriter:
+    return QueueWriter(client)  # type: ignore[arg-type]
+
+
+def test_groups_that_finish_soon_after_a_put_share_the_next_one(
+    client: FakeClient, writer: QueueWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PUT_INTERVAL_S", 0.2)
+
+    async def run() -> float:
+        began = time.monotonic()
+        await writer.put_group(group(0), more=True)  # nothing was put before
+        await asyncio.gather(*(writer.put_group(group(number), more=True) for number in (1, 2)))
+        return time.monotonic() - began
+
+    assert asyncio.run(run()) >= 0.2
+    assert client.puts == [["0:0"], ["1:0", "2:0"]]
+
+
+def test_the_last_group_is_put_at_once_with_those_that_wait(
+    client: FakeClient, writer: QueueWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PUT_INTERVAL_S", 60.0)
+
+    async def run() -> None:
+        await writer.put_group(group(0), more=True)
+        waiting = asyncio.create_task(writer.put_group(group(1), more=True))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await asyncio.gather(waiting, writer.put_group(group(2)))
+            await writer.put_group(group(3))
+
+    asyncio.run(run())
+    assert client.puts == [["0:0"], ["1:0", "2:0"], ["3:0"]]
+
+
+def test_groups_that_are_cleared_while_they_wait_are_not_put(
+    client: FakeClient, writer: QueueWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PUT_INTERVAL_S", 0.1)
+
+    async def run() -> None:
+        await writer.put_group(group(0), more=True)
+        waiting = asyncio.create_task(writer.put_group(group(1), more=True))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await writer.clear_all()
+        await writer.put_group(group(2))
+
+    asyncio.run(run())
+    assert client.puts == [["0:0"], ["2:0"]]
