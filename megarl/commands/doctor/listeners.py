@@ -25,6 +25,8 @@ SocketKind = Literal["TCP6", "TCP", "unix"]
 SocketLock = Literal["token", "curve", "hmac", "loopback only", "file mode", "none"]
 
 NETWORK_RULE = "let only the nodes of the job reach this port: see the network rule in SECURITY.md"
+ADDRESS_FIX = "it must be bound to one address"
+TORCHRUN_FIX = "a bare torchrun unpickles what strangers write there: start by megarl launch, see SECURITY.md"
 UNKNOWN_FIX = "find out what opened it; if it is the run's, add it to KNOWN in megarl/commands/doctor/listeners.py"
 MANY = 1000
 
@@ -185,7 +187,8 @@ def _judge(listener: Listener, known: Known | None, ray_on_loopback: bool) -> Ve
     elif listener.is_wildcard:
         # Ray's C++ code alone has no choice between loopback and all interfaces.
         open_ray = listener.kind == "TCP6" and known.lock == "token" and not ray_on_loopback
-        level, fix = ("warn", NETWORK_RULE) if open_ray else ("fail", "it must be bound to one address")
+        level, fix = ("warn", NETWORK_RULE) if open_ray else ("fail", ADDRESS_FIX)
+        fix = TORCHRUN_FIX if known == TORCH_STORE else fix
     elif lock == "none" and listener.is_loopback:
         lock = "loopback only"
     elif lock == "none":
