@@ -16,6 +16,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.cluster.handle import read_state
+from megarl.commands.doctor.listeners import judge
+from megarl.commands.doctor.run_sockets import find_listeners, find_roles
 from megarl.queue.dump import DumpedBatch, read_batch
 from tests.support.leftovers import assert_nothing_left
 from tests.support.reward_functions import digit_share
@@ -206,6 +209,7 @@ def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     try:
         wait_for_steps(run_dir, process)
+        check_sockets(run_dir)
         everybody = family(run_dir, process)
         engines = [p for p in everybody if "EngineReplica" in " ".join(p.cmdline())]
         assert len(engines) == 1, [p.cmdline() for p in everybody]
@@ -270,6 +274,16 @@ def test_killed_alone_in_a_living_run_it_takes_everything_along(tmp_path: Path, 
     _, left = psutil.wait_procs(everybody, timeout=30)
     assert left == []
     assert_nothing_left(run_dir)
+
+
+def check_sockets(run_dir: Path) -> None:
+    """No process of the living run listens on all interfaces or for a purpose that is not known."""
+    roles = find_roles(run_dir, read_state(run_dir) or {})
+    verdicts = judge(find_listeners(roles), ray_on_loopback=True)
+    assert {"trainer rank", "torchrun", "queue controller", "queue storage", "engine"} <= set(roles.values())
+    assert {"token", "curve", "loopback only"} <= {verdict.lock for verdict in verdicts}
+    # The stores of ranks and torchrun are in the table by name; those that torch opens are on all interfaces.
+    assert {verdict.what for verdict in verdicts if verdict.level != "ok"} <= {"torch's own store"}
 
 
 def family(run_dir: Path, process: subprocess.Popen[str]) -> set[psutil.Process]:

@@ -17,14 +17,16 @@ from io import StringIO
 from typing import Literal
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megarl.commands.doctor.report import Level
 
-SocketKind = Literal["gRPC", "TCP", "unix"]
+SocketKind = Literal["TCP6", "TCP", "unix"]
 SocketLock = Literal["token", "curve", "hmac", "loopback only", "file mode", "none"]
 
 NETWORK_RULE = "let only the nodes of the job reach this port: see the network rule in SECURITY.md"
+ADDRESS_FIX = "it must be bound to one address"
+TORCHRUN_FIX = "a bare torchrun unpickles what strangers write there: start by megarl launch, see SECURITY.md"
 UNKNOWN_FIX = "find out what opened it; if it is the run's, add it to KNOWN in megarl/commands/doctor/listeners.py"
 MANY = 1000
 
@@ -33,7 +35,7 @@ MANY = 1000
 class Listener:
     """One listening socket. `role`: its process, as `role_of` names it; `host`: its address, a path for kind `unix`.
 
-    gRPC's sockets have IPv6's family also for an IPv4 address; those of all other libraries here do not.
+    TCP6 is IPv6's family; Ray's gRPC and torch's own TCPStore, and nothing else here, take it for IPv4 addresses too.
     `open_to_others`: another user of this host may connect to the path.
     """
 
@@ -47,21 +49,22 @@ class Listener:
     @property
     def address(self) -> str:
         """The address as a table shows it."""
-        return self.host if self.kind == "unix" else f"{'*' if self.is_wildcard else self.host}:{self.port}"
+        return self.host if self.kind == "unix" else f"{'*' if self.is_wildcard else self._ip}:{self.port}"
 
     @property
     def is_wildcard(self) -> bool:
         """True if the socket listens on all interfaces."""
-        return self.kind != "unix" and ipaddress.ip_address(self.host).is_unspecified
+        return self.kind != "unix" and self._ip.is_unspecified
 
     @property
     def is_loopback(self) -> bool:
         """True if only processes of this host reach the socket."""
-        if self.kind == "unix":
-            return False
+        return self.kind != "unix" and self._ip.is_loopback
+
+    @property
+    def _ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
         address = ipaddress.ip_address(self.host)
-        mapped = getattr(address, "ipv4_mapped", None)
-        return (mapped or address).is_loopback
+        return getattr(address, "ipv4_mapped", None) or address
 
 
 @dataclass(frozen=True)
@@ -74,16 +77,17 @@ class Known:
     most: int = MANY
 
 
-RAY_CALLS = Known("Ray's calls", "gRPC", "token", 1)
+RAY_CALLS = Known("Ray's calls", "TCP6", "token", 1)
 ENGINE_PARTS = Known("between the engine's processes", "unix", "file mode")
 COLLECTIVES = Known("gloo and NCCL", "TCP", "none")
+TORCH_STORE = Known("torch's own store", "TCP6", "none")  # always on all interfaces, so always a failure
 KNOWN: dict[str, tuple[Known, ...]] = {
-    "Ray's gcs_server": (Known("Ray's control store", "gRPC", "token", 1),),
+    "Ray's gcs_server": (Known("Ray's control store", "TCP6", "token", 1),),
     "Ray's raylet": (
-        Known("Ray's node and object managers", "gRPC", "token", 2),
+        Known("Ray's node and object managers", "TCP6", "token", 2),
         Known("Ray's processes of this node", "unix", "file mode", 2),
     ),
-    "Ray's agents": (Known("Ray's agents", "TCP", "token", 1), Known("Ray's agents", "gRPC", "token", 1)),
+    "Ray's agents": (Known("Ray's agents", "TCP", "token", 1), Known("Ray's agents", "TCP6", "token", 1)),
     "supervisor": (RAY_CALLS,),
     "rollout controller": (RAY_CALLS,),
     "queue controller": (RAY_CALLS, Known("trajectory queue", "TCP", "curve", 2)),
@@ -91,8 +95,8 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     "engine replica": (RAY_CALLS, ENGINE_PARTS),
     "engine": (ENGINE_PARTS, COLLECTIVES),
     # The stores of checkpoints, weight sync and rendezvous check each value; gloo and NCCL beside them check nothing.
-    "trainer rank": (RAY_CALLS, Known("stores (hmac), gloo and NCCL (none)", "TCP", "none")),
-    "torchrun": (Known("rendezvous store", "TCP", "hmac", 2),),
+    "trainer rank": (RAY_CALLS, Known("stores (hmac), gloo and NCCL (none)", "TCP", "none"), TORCH_STORE),
+    "torchrun": (Known("rendezvous store", "TCP", "hmac", 2), TORCH_STORE),
     "launcher": (RAY_CALLS,),
     "idle Ray worker": (RAY_CALLS,),
 }
@@ -182,8 +186,9 @@ def _judge(listener: Listener, known: Known | None, ray_on_loopback: bool) -> Ve
         level, lock, fix = "fail", "none", "other users of this host can connect: start the run with umask 022"
     elif listener.is_wildcard:
         # Ray's C++ code alone has no choice between loopback and all interfaces.
-        open_ray = listener.kind == "gRPC" and known.lock == "token" and not ray_on_loopback
-        level, fix = ("warn", NETWORK_RULE) if open_ray else ("fail", "it must be bound to one address")
+        open_ray = listener.kind == "TCP6" and known.lock == "token" and not ray_on_loopback
+        level, fix = ("warn", NETWORK_RULE) if open_ray else ("fail", ADDRESS_FIX)
+        fix = TORCHRUN_FIX if known == TORCH_STORE else fix
     elif lock == "none" and listener.is_loopback:
         lock = "loopback only"
     elif lock == "none":
@@ -200,7 +205,8 @@ def render_listeners(verdicts: Sequence[Verdict]) -> str:
     """Return the table of sockets, followed by each fix and a conclusion."""
     stream = StringIO()
     console = Console(file=stream, width=140, highlight=False)
-    table = Table("state", "process", "pid", "address", "what", "lock", box=None, padding=(0, 2))
+    address = Column("address", overflow="fold")
+    table = Table("state", "process", "pid", address, "what", "lock", box=None, padding=(0, 2))
     for verdict in verdicts:
         listener = verdict.listener
         table.add_row(verdict.level, listener.role, str(listener.pid), listener.address, verdict.what, verdict.lock)

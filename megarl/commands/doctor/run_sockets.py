@@ -128,7 +128,7 @@ def listeners_of(pid: int, role: str, connections: Iterable[Any], paths: set[str
                 seen.add(each.laddr)
                 yield Listener(pid, role, "unix", each.laddr, open_to_others=is_open_to_others(Path(each.laddr)))
         elif each.type == socket.SOCK_STREAM and each.status == psutil.CONN_LISTEN:
-            kind = "gRPC" if each.family == socket.AF_INET6 else "TCP"
+            kind = "TCP6" if each.family == socket.AF_INET6 else "TCP"
             yield Listener(pid, role, kind, each.laddr.ip, each.laddr.port)  # type: ignore[arg-type]
 
 

@@ -21,23 +21,23 @@ from megarl.commands.doctor.listeners import (
 MAPPED = "::ffff:127.0.0.1"
 # A whole run on one host: role, kind, host -> what protects it.
 ONE_HOST = (
-    ("Ray's gcs_server", "gRPC", MAPPED, "token"),
-    ("Ray's raylet", "gRPC", MAPPED, "token"),
-    ("Ray's raylet", "gRPC", MAPPED, "token"),
+    ("Ray's gcs_server", "TCP6", MAPPED, "token"),
+    ("Ray's raylet", "TCP6", MAPPED, "token"),
+    ("Ray's raylet", "TCP6", MAPPED, "token"),
     ("Ray's raylet", "unix", "/x/raylet", "file mode"),
     ("Ray's raylet", "unix", "/x/plasma_store", "file mode"),
     ("Ray's agents", "TCP", "127.0.0.1", "token"),
-    ("supervisor", "gRPC", MAPPED, "token"),
-    ("rollout controller", "gRPC", MAPPED, "token"),
-    ("queue controller", "gRPC", MAPPED, "token"),
+    ("supervisor", "TCP6", MAPPED, "token"),
+    ("rollout controller", "TCP6", MAPPED, "token"),
+    ("queue controller", "TCP6", MAPPED, "token"),
     ("queue controller", "TCP", "127.0.0.1", "curve"),
     ("queue controller", "TCP", "127.0.0.1", "curve"),
-    ("queue storage", "gRPC", MAPPED, "token"),
+    ("queue storage", "TCP6", MAPPED, "token"),
     ("queue storage", "TCP", "127.0.0.1", "curve"),
-    ("engine replica", "gRPC", MAPPED, "token"),
+    ("engine replica", "TCP6", MAPPED, "token"),
     ("engine replica", "unix", "/y/a", "file mode"),
     ("engine", "TCP", "127.0.0.1", "loopback only"),
-    ("trainer rank", "gRPC", MAPPED, "token"),
+    ("trainer rank", "TCP6", MAPPED, "token"),
     ("trainer rank", "TCP", "127.0.0.1", "loopback only"),
     ("torchrun", "TCP", "127.0.0.1", "hmac"),
 )
@@ -61,7 +61,7 @@ def test_every_socket_of_a_run_on_one_host_is_known_and_locked() -> None:
 
 def test_on_several_hosts_the_network_protects_what_ray_and_collectives_leave_open() -> None:
     rows = [
-        (role, kind, "::" if kind == "gRPC" else host.replace("127.0.0.1", "10.0.0.7"))
+        (role, kind, "::" if kind == "TCP6" else host.replace("127.0.0.1", "10.0.0.7"))
         for role, kind, host, _ in ONE_HOST
     ]
     verdicts = judge(listeners(*rows), ray_on_loopback=False)
@@ -102,6 +102,17 @@ def test_a_process_that_is_not_of_a_run_fails() -> None:
     assert (verdict.level, verdict.what, verdict.lock) == ("fail", "unknown", "none") and "KNOWN" in verdict.fix
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_torchs_own_store_fails_by_name_and_is_not_taken_for_ray(several: bool) -> None:
+    """It listens on all interfaces, as Ray does between nodes, in processes of which one has a port of Ray's too."""
+    ray = Listener(7, "trainer rank", "TCP6", "::" if several else MAPPED, 5001)
+    stores = [Listener(7, "trainer rank", "TCP6", "::", 5002), Listener(8, "torchrun", "TCP6", "::", 5003)]
+    verdicts = judge([*stores, ray], ray_on_loopback=not several)
+    failed = [verdict for verdict in verdicts if verdict.level == "fail"]
+    assert [verdict.what for verdict in failed] == ["torch's own store"] * 2
+    assert all("start by megarl launch" in verdict.fix for verdict in failed)
+
+
 def test_a_unix_socket_that_other_users_may_use_fails() -> None:
     closed, opened = (Listener(7, "engine", "unix", f"/x/{name}", open_to_others=name == "b") for name in "ab")
     assert [v.level for v in judge([closed, opened], ray_on_loopback=True)] == ["fail", "ok"]
@@ -123,7 +134,7 @@ def test_a_unix_socket_that_other_users_may_use_fails() -> None:
 def test_addresses(host: str, loopback: bool, wildcard: bool) -> None:
     listener = Listener(1, "engine", "TCP", host, 80)
     assert (listener.is_loopback, listener.is_wildcard) == (loopback, wildcard)
-    assert listener.address == ("*:80" if wildcard else f"{host}:80")
+    assert listener.address == ("*:80" if wildcard else f"{host.removeprefix('::ffff:')}:80")
 
 
 @pytest.mark.parametrize(
