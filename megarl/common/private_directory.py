@@ -8,6 +8,7 @@ their names begin with that of the private directory and they are removed with i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -46,9 +47,13 @@ class Owner:
 
     @classmethod
     def own(cls) -> Owner:
-        """Return this process as an owner."""
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return cls(ProcessId.own(), platform.node(), boot, os.readlink("/proc/self/ns/pid"))
+        """Return this process as an owner. Some sandboxes have no boot id or no namespaces; these are then empty."""
+        boot = namespace = ""
+        with contextlib.suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        with contextlib.suppress(OSError):
+            namespace = os.readlink("/proc/self/ns/pid")
+        return cls(ProcessId.own(), platform.node(), boot, namespace)
 
     def is_dead(self, here: Owner) -> bool:
         """Tell whether this owner has ended for certain, seen from the process `here`.
