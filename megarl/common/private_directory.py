@@ -77,7 +77,14 @@ def make_private_directory() -> Path:
 
 
 def use_private_directory(directory: Path) -> None:
-    """Let this process and its later children put temporary files and sockets there."""
+    """Let this process and its later children put temporary files and sockets there.
+
+    Compiled kernels of torch, by default in the temporary directory too, are kept for later runs of the user instead.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megarl/torchinductor"
+    with contextlib.suppress(OSError):  # without a home that can be written to they are compiled in each run
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     tmp = str(directory / "tmp")
     os.environ.update({VARIABLE: str(directory), "TMPDIR": tmp, "VLLM_RPC_BASE_PATH": tmp})
     tempfile.tempdir = None  # it is looked up once
