@@ -81,7 +81,7 @@ def use_private_directory(directory: Path) -> None:
 
     Compiled kernels of torch, by default in the temporary directory too, are kept for later runs of the user instead.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megarl/torchinductor"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megarl" / "torchinductor"
     with contextlib.suppress(OSError):  # without a home that can be written to they are compiled in each run
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))

@@ -60,7 +60,7 @@ def test_temporary_files_of_a_process_and_its_children(private: Path, tmp_path: 
         [sys.executable, "-c", code, str(private)], capture_output=True, text=True, check=True,
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
     )  # fmt: skip
-    kept = tmp_path / "cache/megarl/torchinductor"
+    kept = tmp_path / "cache" / "megarl" / "torchinductor"
     assert done.stdout.split() == [*[str(private / "tmp")] * 2, str(kept)] and kept.stat().st_mode & 0o777 == 0o700
 
 
