@@ -8,6 +8,7 @@ their names begin with that of the private directory and they are removed with i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -46,9 +47,13 @@ class Owner:
 
     @classmethod
     def own(cls) -> Owner:
-        """Return this process as an owner."""
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return cls(ProcessId.own(), platform.node(), boot, os.readlink("/proc/self/ns/pid"))
+        """Return this process as an owner. Some sandboxes have no boot id or no namespaces; these are then empty."""
+        boot = namespace = ""
+        with contextlib.suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        with contextlib.suppress(OSError):
+            namespace = os.readlink("/proc/self/ns/pid")
+        return cls(ProcessId.own(), platform.node(), boot, namespace)
 
     def is_dead(self, here: Owner) -> bool:
         """Tell whether this owner has ended for certain, seen from the process `here`.
@@ -72,7 +77,14 @@ def make_private_directory() -> Path:
 
 
 def use_private_directory(directory: Path) -> None:
-    """Let this process and its later children put temporary files and sockets there."""
+    """Let this process and its later children put temporary files and sockets there.
+
+    Compiled kernels of torch, by default in the temporary directory too, are kept for later runs of the user instead.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megarl" / "torchinductor"
+    with contextlib.suppress(OSError):  # without a home that can be written to they are compiled in each run
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     tmp = str(directory / "tmp")
     os.environ.update({VARIABLE: str(directory), "TMPDIR": tmp, "VLLM_RPC_BASE_PATH": tmp})
     tempfile.tempdir = None  # it is looked up once

@@ -50,13 +50,18 @@ def test_only_the_user_can_enter(private: Path) -> None:
     assert [path.stat().st_mode & 0o777 for path in (private, private / "ray", private / "tmp")] == [0o700] * 3
 
 
-def test_temporary_files_of_a_process_and_its_children(private: Path) -> None:
+def test_temporary_files_of_a_process_and_its_children(private: Path, tmp_path: Path) -> None:
     code = "import tempfile, subprocess, sys; from pathlib import Path; tempfile.gettempdir(); "
     code += "from megarl.common.private_directory import use_private_directory as use; use(Path(sys.argv[1])); "
     code += "print(tempfile.gettempdir(), flush=True); "
     code += "subprocess.run([sys.executable, '-c', 'import tempfile; print(tempfile.gettempdir())'])"
-    done = subprocess.run([sys.executable, "-c", code, str(private)], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(private / "tmp")] * 2
+    code += "; import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(private)], capture_output=True, text=True, check=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )  # fmt: skip
+    kept = tmp_path / "cache" / "megarl" / "torchinductor"
+    assert done.stdout.split() == [*[str(private / "tmp")] * 2, str(kept)] and kept.stat().st_mode & 0o777 == 0o700
 
 
 def test_sockets_have_paths_that_are_short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
