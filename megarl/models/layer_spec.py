@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -94,14 +94,15 @@ class PackedAttention(torch.nn.Module):
         bounds = packed_seq_params.cu_seqlens_q_padded
         if bounds is None:
             bounds = packed_seq_params.cu_seqlens_q
+        runs = _runs(bounds.tolist())
+        tokens = [count * length for count, length in runs]
+        tail = query.shape[0] - sum(tokens)
+        # `split`, because the backward pass of a slice writes, and then adds, a gradient as large as the whole tensor.
+        pieces = (x.split([*tokens, tail] if tail else tokens) for x in (query, key, value))
         parts = []
-        for start, count, length in _runs(bounds.tolist()):
-            stop = start + count * length
-            q_BNSD, k_BGSD, v_BGSC = (
-                x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value)
-            )
-            parts.append(self._attend(q_BNSD, k_BGSD, v_BGSC).transpose(1, 2).reshape(stop - start, -1))
-        tail = query.shape[0] - sum(part.shape[0] for part in parts)
+        for (count, length), *run in zip(runs, *pieces, strict=not tail):
+            q_BNSD, k_BGSD, v_BGSC = (x.unflatten(0, (count, length)).transpose(1, 2) for x in run)
+            parts.append(self._attend(q_BNSD, k_BGSD, v_BGSC).transpose(1, 2).reshape(count * length, -1))
         if tail:
             parts.append(query.new_zeros(tail, query.shape[1] * value.shape[2]))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -154,19 +155,10 @@ def _band(window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     return torch.zeros(seen_RK.shape, dtype=dtype, device=device).masked_fill(~seen_RK, -torch.inf)
 
 
-def _runs(bounds: list[int]) -> list[tuple[int, int, int]]:
-    """Return neighbouring sequences of equal length as (start, count, length): each run is one batched attention."""
-    runs: list[tuple[int, int, int]] = []
-    for start, stop in pairwise(bounds):
-        length = stop - start
-        if length == 0:
-            continue
-        if runs and runs[-1][2] == length:
-            first, count, _ = runs[-1]
-            runs[-1] = (first, count + 1, length)
-        else:
-            runs.append((start, 1, length))
-    return runs
+def _runs(bounds: list[int]) -> list[tuple[int, int]]:
+    """Return neighbouring sequences of equal length as (count, length): each run is one batched attention."""
+    lengths = (stop - start for start, stop in pairwise(bounds) if stop > start)
+    return [(len(list(run)), length) for length, run in groupby(lengths)]
 
 
 def block_spec(info: ModelInfo, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

@@ -185,7 +185,8 @@ class Admission:
         self._next_group += len(fresh)
         self._attempts += len(redrawn) + len(fresh)
         self._in_flight.update(dict.fromkeys(redrawn + fresh, self.version))
-        self._started[self.version] += len(redrawn) + len(fresh)
+        if redrawn or fresh:  # an entry of zero groups would stay for ever
+            self._started[self.version] += len(redrawn) + len(fresh)
         if self.capacity is not None:
             queued = self._waiting_count + self._taken_count + len(self._reusable)
             self._released += self._reusable.evict(max(0, queued - self.capacity))

@@ -43,7 +43,8 @@ def plan_micro_batches(
     micro-batches.
 
     Returns:
-        `[rank][micro-batch]` -> ascending indices into `lengths_per_rank[rank]`; `[]` is an empty micro-batch.
+        `[rank][micro-batch]` -> indices into `lengths_per_rank[rank]`, the longest sequence first, so that attention
+        can batch those of equal length; `[]` is an empty micro-batch.
 
     Raises:
         ValueError: a sequence is longer than `max_tokens`, or a length, `multiple_of` or `minimum` is below 1.
@@ -108,4 +109,4 @@ def _spread(lengths: Sequence[int], bins: list[list[int]], number: int, max_toke
     if any(sum(lengths[index] for index in part) > max_tokens for part in balanced):
         # Balancing does not respect the limit: fall back to the packing of first-fit, which does.
         balanced = bins + [[] for _ in range(number - len(bins))]
-    return [sorted(part) for part in balanced]
+    return [_longest_first(lengths, part) for part in balanced]

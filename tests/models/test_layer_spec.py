@@ -118,7 +118,22 @@ def test_unpacked_equals_packed() -> None:
 
 
 def test_equal_neighbours_are_one_batch() -> None:
-    assert _runs([0, 3, 6, 6, 9, 10]) == [(0, 3, 3), (9, 1, 1)]
+    assert _runs([0, 3, 6, 6, 9, 10]) == [(3, 3), (1, 1)]
+
+
+def test_no_sequence_has_a_gradient_of_the_size_of_the_batch() -> None:
+    """The backward pass of a slice makes one, so that the time would grow with the square of the sequences."""
+    q, k, v = (torch.randn(10, 2, 4, requires_grad=True) for _ in range(3))
+    out = PackedAttention(CONFIG)(q, k, v, None, packed_seq_params=_params([3, 4, 2]))
+    nodes, seen = [out.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [each for each, _ in node.next_functions]
+    names = {type(node).__name__ for node in seen}
+    assert not any(name.startswith("Slice") for name in names)
+    assert "SplitWithSizesBackward0" in names  # so the nodes that touch the batch were visited
 
 
 def test_context_parallelism_is_refused() -> None:

@@ -18,6 +18,7 @@ from megarl.rollout.reusable_groups import ReusableGroups, Use
 from tests.support.admission_machine import AdmissionMachine
 from tests.support.admission_states import explore, steps_without_room
 from tests.support.admission_timeline import run_timeline
+from tests.support.growth import held_bytes
 
 SYNC = Pace()
 
@@ -759,3 +760,17 @@ def test_misuse_is_refused() -> None:
 @given(st.lists(st.sampled_from(["ok", "failed"]), max_size=8))
 def test_a_group_needs_two_usable_samples(statuses: list[str]) -> None:
     assert usable_samples(statuses) == (statuses.count("ok") >= 2)
+
+
+def test_versions_that_start_nothing_leave_nothing_behind() -> None:
+    admission, held = Admission(1, SYNC, steps=1), []
+    admission.set_version(0)
+    admission.admit()
+    admission.finish(0, True, [0])
+    admission.batch(0)
+    admission.commit(0, trained=1, filtered=0, dropped_stale=0, failed=0)
+    for version in range(1, 300):
+        admission.set_version(version)
+        assert admission.admit() == []
+        held.append(held_bytes(vars(admission)))
+    assert held[-1] == held[100]

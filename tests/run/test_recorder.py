@@ -31,6 +31,7 @@ from megarl.run.step import plan_step
 from megarl.run.step_batch import StepBatch
 from megarl.weights.replica_calls import SyncReport
 from tests.support.configs import config as config_of
+from tests.support.growth import growth_per_step, held_bytes
 from tests.support.recorded_steps import make_batch
 from tests.support.tiny import make_tiny_model
 
@@ -126,6 +127,17 @@ def test_a_step_that_the_rollout_side_has_counted_otherwise_ends_the_run(
     with pytest.raises(CountersDiffer):
         recorder.step(batch, plan, version=1, counted=Counters(**{**ended, "trained": ended["trained"] + 1}))
     assert {name: getattr(plan.outcome, name) for name in ended} == ended
+
+
+def test_nothing_that_it_holds_grows_with_the_steps(config: Config, open_recorder: Callable[..., Recorder]) -> None:
+    recorder, held = open_recorder(), []
+    for step in range(200):
+        take_step(recorder, config, step)
+        recorder.terminal.truncate(0)  # type: ignore[attr-defined]
+        recorder.terminal.seek(0)  # type: ignore[attr-defined]
+        if step % 10 == 9:
+            held.append(held_bytes(vars(recorder)))
+    assert growth_per_step(range(0, 10 * len(held), 10), held) < 1.0, held
 
 
 # --- the parts that a checkpoint keeps

@@ -49,6 +49,10 @@ def test_an_example() -> None:
     assert plan_micro_batches([[4, 3, 3, 2, 2]], 7) == [[[0, 1], [2, 3, 4]]]
 
 
+def test_sequences_of_equal_length_are_neighbours_in_a_micro_batch() -> None:
+    assert plan_micro_batches([[2, 7, 2, 7, 3]], max_tokens=30) == [[[1, 3, 4, 0, 2]]]
+
+
 def test_a_sequence_longer_than_a_micro_batch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"9 tokens does not fit in trainer.micro_batch_tokens=8"):
         plan_micro_batches([[3], [9]], 8)

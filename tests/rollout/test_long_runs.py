@@ -1,0 +1,96 @@
+"""Twenty thousand steps of a controller: nothing that it holds, opens or writes grows with their number."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.configs import config as config_of
+from tests.support.fake_rollout import LocalController, local_controller
+from tests.support.growth import growth_per_step, held_bytes
+
+STEPS, MEASURED_EVERY = 20_000, 500
+GROUPS, SAMPLES = 2, 2
+# Bytes per step. A list with one more entry per step grows by 8, without what the entry refers to.
+GROWTH = 1.0
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalController:
+    config = config_of(
+        "model",
+        run={"steps": STEPS},
+        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
+        admission={"mode": "async"},
+        rollout={"journal_s": 0.05},
+    )
+    return local_controller(config, tmp_path, monkeypatch)
+
+
+def forget_calls(local: LocalController) -> None:
+    """Empty what the fakes remember of their calls."""
+    source: Any = local.controller._source
+    local.fleet.sent.clear()
+    local.queue.groups.clear()
+    source.finished.clear()
+    source.committed.clear()
+
+
+async def take_step(local: LocalController, step: int) -> None:
+    """Make the calls of one step of the training loop. Every fifth group fails."""
+    controller = local.controller
+    local.fleet.failures = {
+        group: ConnectionError("refused") for group in range(2 * step, 2 * step + 8) if not group % 7
+    }
+    await controller.announce(step)
+    await controller.set_version(step)
+    await controller.admit(step)
+    batch = await controller.wait_batch(step, 5.0)
+    failed = sum(local.queue.rows[f"{group}:0"].status == "failed" for group in batch.groups)
+    await controller.commit(step, trained=GROUPS - failed, filtered=0, dropped_stale=0, failed=failed)
+    if step % 100 == 99:
+        await controller.state_dict()
+        await controller.saved(step + 1)
+    forget_calls(local)
+
+
+def sizes(local: LocalController, directory: Path) -> dict[str, float]:
+    """Return what could grow, by name."""
+    process = psutil.Process()
+    return {
+        "bytes held by the controller": held_bytes(vars(local.controller)),
+        "bytes in files": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
+        "files": sum(1 for _ in directory.rglob("*")),
+        "threads": threading.active_count(),
+        "descriptors": process.num_fds(),
+        "tasks": len(asyncio.all_tasks()),
+    }
+
+
+@pytest.mark.slow
+def test_nothing_grows(local: LocalController, tmp_path: Path) -> None:
+    source: Any = local.controller._source
+    draw = source.draw
+    source.draw = lambda group: draw(group % 5)
+    found: list[dict[str, float]] = []
+
+    async def scenario() -> None:
+        for step in range(STEPS):
+            await take_step(local, step)
+            if step % MEASURED_EVERY == 0:
+                found.append(sizes(local, tmp_path))
+        assert local.controller._admission.counters.failed > STEPS / 10, "failed groups are part of it"
+        await local.controller.shutdown()
+
+    asyncio.run(scenario())
+    later = found[2:]  # the first steps fill what has a fixed size
+    steps = [number * MEASURED_EVERY for number in range(len(later))]
+    slopes = {name: growth_per_step(steps, [each[name] for each in later]) for name in later[0]}
+    assert min(each["bytes in files"] for each in later) > 0, "the journal is part of it"
+    assert slopes["bytes held by the controller"] < GROWTH and slopes["bytes in files"] < GROWTH, slopes
+    assert all(slopes[name] < 1 / STEPS for name in ("files", "threads", "descriptors", "tasks")), slopes
