@@ -6,6 +6,7 @@ Rank 0 makes the calls; the first ranks of the other data-parallel replicas only
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -89,29 +90,40 @@ def own_sigterm_handler() -> Iterator[None]:
 
 
 class ConnectionCut(RolloutError):  # noqa: N818
-    """An actor could not be reached for the whole time that its answer may take, and is not known to be dead."""
+    """An actor could not be reached for as long as is waited for that, and is not known to be dead.
+
+    `seconds`: for how long.
+    """
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 def _answer(
-    actor: ActorHandle, method: str, args: Sequence[object], kwargs: dict[str, object], timeout_s: float,
-    check: Callable[[], None],
+    actor: ActorHandle, method: str, args: Sequence[object], kwargs: dict[str, object], *, timeout_s: float,
+    reach_s: float, check: Callable[[], None],
 ) -> Any:  # noqa: ANN401  # Ray does not know the type  # fmt: skip
     """Call a method of an actor that has `answer`, and wait for its result; a cut connection is tried again.
 
-    The method runs once, however often the call is sent. Raises GetTimeoutError after `timeout_s`, ConnectionCut if
-    the actor could not be reached at the end of that time, what `check` raises, and what the call raised.
+    The method runs once, however often the call is sent. Raises GetTimeoutError after `timeout_s`, ConnectionCut if the
+    actor cannot be reached for `reach_s` or at the end of that time, what `check` raises, and what the call raised.
     """
     import ray
 
-    key, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    key, deadline, lost_at = uuid.uuid4().hex, time.monotonic() + timeout_s, math.inf
     while True:
+        sent_at = time.monotonic()
         reference = actor.answer.remote(key, method, args, kwargs)
         try:
-            return _result(reference, max(0.0, deadline - time.monotonic()), check)
+            return _result(reference, max(0.0, deadline - sent_at), check)
         except ray.exceptions.ActorUnavailableError as error:
             check()
-            if time.monotonic() + RETRY_S >= deadline:
-                raise ConnectionCut(f"{str(error).strip().splitlines()[0]}") from error
+            now = time.monotonic()
+            # A call that was under way for long had a connection: this is another cut.
+            lost_at = now if now - sent_at > reach_s / 2 else min(lost_at, sent_at)
+            if now - lost_at >= reach_s or now + RETRY_S >= deadline:
+                raise ConnectionCut(str(error).strip().splitlines()[0], now - lost_at) from error
             logger.warning("%s is sent again: %s", method, error)
             time.sleep(RETRY_S)
 
@@ -136,16 +148,19 @@ def _result(reference: ObjectRef, timeout_s: float, check: Callable[[], None]) -
 class ReplicaClient:
     """One replica as the weight sync calls it; thread-safe."""
 
-    def __init__(self, index: int, actor: ActorHandle | None, log: Path, check: Callable[[], None]) -> None:
+    def __init__(
+        self, index: int, actor: ActorHandle | None, log: Path, check: Callable[[], None], reach_s: float
+    ) -> None:
         """`actor`: the replica's EngineReplica, None if it has ended; `log`: its log file, named in errors.
 
-        `check` raises if the pool has ended.
+        `check` raises if the pool has ended. `reach_s`: how long a cut of the network is waited for.
         """
         self.index = index
         self.name = f"replica {index}"
         self._actor = actor
         self._log = log
         self._check = check
+        self._reach_s = reach_s
 
     def call(self, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call one method of the replica and wait for its result, whose type is the method's.
@@ -157,13 +172,13 @@ class ReplicaClient:
         if self._actor is None:
             raise ReplicaFailed(self.index, f"{self.name} had ended when it was asked to {method}; see {self._log}")
         try:
-            return _answer(self._actor, method, args, {}, timeout_s, self._check)
+            return _answer(self._actor, method, args, {}, timeout_s=timeout_s, reach_s=self._reach_s, check=self._check)
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(f"{self.name} did not answer {method} within {timeout_s:.0f} s") from None
         except PoolEnded:
             raise
         except ConnectionCut as error:
-            waited = f"could not be reached for {timeout_s:.0f} s, in which it was asked to {method}"
+            waited = f"could not be reached for {error.seconds:.0f} s, in which it was asked to {method}"
             raise ReplicaFailed(self.index, f"{self.name} {waited}; see {self._log}: {error}") from error
         except Exception as error:
             raise as_rollout_error(self.index, method, error, f"see {self._log}") from error
@@ -178,8 +193,11 @@ class PoolHandles:
     def replicas(self) -> Sequence[ReplicaClient]:
         """Return a client for each replica. Those of lost ones raise ReplicaFailed, so that a sync replaces them."""
         logs = Path(self._client.handle.run_dir) / "logs"
-        check = self._client.handle.check
-        return [ReplicaClient(i, self._actor(i), logs / f"replica-{i}.log", check) for i in self._client.members()]
+        check, reach_s = self._client.handle.check, self._client.config.timeouts.rpc_s
+        return [
+            ReplicaClient(index, self._actor(index), logs / f"replica-{index}.log", check, reach_s)
+            for index in self._client.members()
+        ]
 
     def _actor(self, index: int) -> ActorHandle | None:
         """Return the replica's actor; None if it has ended, because Ray then forgets its name."""
@@ -220,16 +238,20 @@ class PoolClient:
         """Call one method of the controller and wait for its result, whose type is the method's.
 
         Raises RolloutError with the controller's own cause, if it does not answer within `timeout_s`, and if the
-        network is cut for that long.
+        network is cut for `timeouts.rpc_s`.
         """
         import ray
 
         try:
-            return _answer(self._controller, method, args, kwargs, timeout_s, self.handle.check)
+            return _answer(
+                self._controller, method, args, kwargs, timeout_s=timeout_s,
+                reach_s=self.config.timeouts.rpc_s, check=self.handle.check,
+            )  # fmt: skip
         except ConnectionCut as error:
             raise ConnectionCut(
-                f"trainer rank 0 could not reach the rollout controller for {timeout_s:.0f} s, in which it asked it to "
-                f"{method}: is the network between the trainer and {self.handle.host} cut? {error}"
+                f"trainer rank 0 could not reach the rollout controller for {error.seconds:.0f} s, in which it asked "
+                f"it to {method}: is the network between the trainer and {self.handle.host} cut? {error}",
+                error.seconds,
             ) from error
         except ray.exceptions.GetTimeoutError:
             waited = f"trainer rank 0 waited {timeout_s:.0f} s for the rollout controller"

@@ -20,7 +20,7 @@ from megarl.rollout.replica import replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.response_parts import ResponsePart
 from tests.support.pool import TestPool, start_pool
-from tests.support.pool_checks import check_rows, process_of, reference_logprobs, serve
+from tests.support.pool_checks import check_rows, inside, process_of, reference_logprobs, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -54,11 +54,11 @@ def test_a_lost_replica_costs_no_group(tmp_path: Path) -> None:
         pool.client.commit(0, trained=8, filtered=0, dropped_stale=0, failed=0)
         pool.client.engine_handles().restart(["replica 1"], timeout_s=1200)
         replicas = pool.client.engine_handles().replicas()
-        replicas[1].call("__ray_call__", count_started, timeout_s=60)
+        inside(replicas[1], count_started)
         serve(pool, 1)
         ready = pool.client.wait_batch(1)
         assert ready.timings["rollout/replicas_alive"] == 2 and ready.timings["rollout/replicas_lost"] == 0
-        assert replicas[1].call("__ray_call__", lambda actor: len(actor.started), timeout_s=60) == 16
+        assert inside(replicas[1], lambda actor: len(actor.started)) == 16
         reader.close()
         check_that_reported_tokens_are_kept(pool, process_of(replicas[1]))
     finally:

@@ -28,9 +28,16 @@ def serve(pool: TestPool, version: int) -> None:
     pool.client.set_version(version)
 
 
+def inside(replica: Any, function: Callable[[Any], Any]) -> Any:
+    """What a function of the actor returns in the actor's process."""
+    import ray
+
+    return ray.get(replica._actor.__ray_call__.remote(function), timeout=60)
+
+
 def process_of(replica: Any) -> ProcessId:
     """The process of a replica's actor."""
-    return ProcessId.of(replica.call("__ray_call__", lambda actor: os.getpid(), timeout_s=60))
+    return ProcessId.of(inside(replica, lambda actor: os.getpid()))
 
 
 def generate(replica: Any, requests: Sequence[GenerateRequest]) -> list[ResponsePart]:
