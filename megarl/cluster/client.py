@@ -101,6 +101,10 @@ def _result(reference: ObjectRef, timeout_s: float, check: Callable[[], None]) -
                 raise
 
 
+class _Stopped(Exception):  # noqa: N818
+    """The wait for an evaluation was given up."""
+
+
 class ReplicaClient:
     """One replica as the weight sync calls it; thread-safe."""
 
@@ -187,11 +191,15 @@ class PoolClient:
 
         Raises RolloutError with the controller's own cause, or if it does not answer within `timeout_s`.
         """
+        reference = getattr(self._controller, method).remote(*args, **kwargs)
+        return self._await(method, reference, timeout_s, self.handle.check)
+
+    def _await(self, method: str, reference: ObjectRef, timeout_s: float, check: Callable[[], None]) -> Any:  # noqa: ANN401  # as `call`
+        """Wait for the result of a call; `check` raises what else ends the wait."""
         import ray
 
-        reference = getattr(self._controller, method).remote(*args, **kwargs)
         try:
-            return _result(reference, timeout_s, self.handle.check)
+            return _result(reference, timeout_s, check)
         except ray.exceptions.GetTimeoutError:
             waited = f"trainer rank 0 waited {timeout_s:.0f} s for the rollout controller"
             raise RolloutError(f"{waited} to {method}") from None
@@ -257,7 +265,25 @@ class PoolClient:
 
     def evaluate(self, version: int, label: str = "") -> list[SetReport]:
         """Evaluate every held-out set, greedy and sampled; with `label`, also write RUN_DIR/eval_{label}.jsonl."""
-        return self.call("evaluate", version, label, timeout_s=self.config.timeouts.generate_s + CALL_MARGIN_S)
+        reports = self.evaluate_unless(lambda: False, version, label)
+        assert reports is not None
+        return reports
+
+    def evaluate_unless(self, stopped: Callable[[], bool], version: int, label: str = "") -> list[SetReport] | None:
+        """Evaluate as `evaluate`, but return None soon after `stopped()` has become true; the pool goes on alone."""
+
+        def check() -> None:
+            self.handle.check()
+            if stopped():
+                raise _Stopped
+
+        reference = self._controller.evaluate.remote(version, label)
+        timeout_s = self.config.timeouts.generate_s + CALL_MARGIN_S
+        try:
+            reports: list[SetReport] = self._await("evaluate", reference, timeout_s, check)
+        except _Stopped:
+            return None
+        return reports
 
     def start_evaluation(self, version: int, label: str) -> None:
         """Begin to evaluate every held-out set beside training. Every replica serves `version` now."""

@@ -43,7 +43,8 @@ def train(session: Session) -> None:
             session.evaluations.evaluate(step + 1, session.version, f"step_{step + 1}")
         session.checkpoint(step + 1)
     if session.stopped is None:
-        session.evaluations.evaluate(config.run.steps, session.version, "after")
+        session.evaluate_last()
+    if session.stopped is None:
         session.export()
 
 

@@ -204,9 +204,12 @@ class PoolLink:
 
         return self._client.use(read) or []
 
-    def evaluate(self, version: int, label: str) -> list[SetReport]:
-        """Evaluate all sets on the pool; responses go to RUN_DIR/eval_{label}.jsonl."""
-        return self._ask(lambda pool: pool.evaluate(version, label))
+    def evaluate(self, version: int, label: str, stopped: Callable[[], bool]) -> list[SetReport] | None:
+        """Evaluate all sets on the pool; responses go to RUN_DIR/eval_{label}.jsonl.
+
+        Returns None on every rank if `stopped()` becomes true on rank 0 meanwhile.
+        """
+        return self._ask(lambda pool: pool.evaluate_unless(stopped, version, label))
 
     def start_evaluation(self, version: int, label: str) -> None:
         """Begin to evaluate all sets beside training. Not collective: only rank 0 acts."""

@@ -65,10 +65,10 @@ class Session:
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
         self.pool = PoolLink(config, self.peers, self.recorder)
         self.batches = BatchSource(config, self.pool, self.recorder, self._idle_logprobs())
-        self.evaluations = Evaluations(config, self.pool, self.recorder)
+        self._stop_vote = StopVote(config.run_dir, self.peers, signals)
+        self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
         self.sender = WeightSender(config, self._exporter)
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
-        self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank
         self.version = 0
         self.first_step = self.steps_done = self._resume()
@@ -130,14 +130,28 @@ class Session:
             self.steps_done = step
             self.stopped = self._stop_vote.agree()
             if self.stopped is not None:
-                self.recorder.say(f"stopping after {step} of {total} steps: {self.stopped}")
-                # Before the first step there is nothing to save.
-                if step > self.first_step and not self.save(step, wait=True):
-                    self.steps_done = self.checkpointer.newest or 0  # where the next launch resumes
-                    self.stopped += f"; {self.checkpointer.failure}"
+                self._save_stopped(step)
                 return
             if step < total:
                 yield step
+
+    def evaluate_last(self) -> None:
+        """Make the evaluation after the last step. A stop request ends it, sets `stopped` and saves.
+
+        With `checkpoint.every` the last step is saved already, or being saved. The run that resumes goes on here.
+        """
+        total = self.config.run.steps
+        if not self.evaluations.evaluate(total, self.version, "after"):
+            self.stopped = self._stop_vote.agree() or "a stop request that was withdrawn"
+            self._save_stopped(total)
+
+    def _save_stopped(self, step: int) -> None:
+        """Save the step at which the run stops. If that fails, `steps_done` is where the next launch resumes."""
+        self.recorder.say(f"stopping after {step} of {self.config.run.steps} steps: {self.stopped}")
+        # Before the first step of this start there is nothing to save.
+        if step > self.first_step and not self.save(step, wait=True):
+            self.steps_done = self.checkpointer.newest or 0
+            self.stopped = f"{self.stopped}; {self.checkpointer.failure}"
 
     def checkpoint(self, steps_done: int) -> None:
         """Complete the save that is running in the background, and start one if it is due. Called between steps."""

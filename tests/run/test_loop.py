@@ -263,3 +263,37 @@ def test_a_failed_update_keeps_its_batch_and_publishes_nothing(make_run: Callabl
     with pytest.raises(ArithmeticError):
         train(session)
     assert run.journal[-2:] == ["train plan for version 0", "keep batch 0: nan"]
+
+
+@pytest.mark.parametrize("due", [{4}, set()])
+def test_a_stop_during_the_last_evaluation_is_saved_and_resumes_into_it(
+    make_run: Callable[..., FakeRun], due: set[int]
+) -> None:
+    """Also with `checkpoint.every: 0`, where nothing is saved before."""
+    run = make_run(4)
+    run.due, run.stop_in = due, "after"
+    journal = journal_of_training(run)
+    assert run.session is not None and run.session.stopped == "the time limit is near" and run.session.steps_done == 4
+    assert "save 4 and wait" in journal and not [line for line in journal if line.startswith("record after")]
+    assert run.session.evaluations.state_dict() == {}  # the loop makes it again by itself
+    again = make_run(4)
+    again.record = {**OLD_RECORD, "step": 4, "version": 4}
+    journal = journal_of_training(again)
+    assert [line for line in journal if "evaluate" in line] == ["evaluate after of version 4"]
+    assert not [line for line in journal if line.startswith("take batch")]
+
+
+def test_a_stop_during_an_evaluation_between_steps_is_obeyed_and_the_evaluation_made_again(
+    make_run: Callable[..., FakeRun],
+) -> None:
+    run = make_run(4, evaluation__every=2)
+    run.stop_in = "step_2"
+    journal = journal_of_training(run)
+    assert journal[-1] == "save 2 and wait"
+    assert run.session is not None
+    saved = run.session.checkpointer.saved[2]["evaluations"]  # type: ignore[attr-defined]
+    assert saved == {"step_2": [2, 2]}
+    again = make_run(4, evaluation__every=2)
+    again.record = {**OLD_RECORD, "step": 2, "version": 2, "evaluations": saved}
+    made = [line for line in journal_of_training(again) if line.startswith("evaluate")]
+    assert made == ["evaluate step_2 of version 2", "evaluate after of version 4"]

@@ -134,8 +134,12 @@ class FakePool(Part):
     def saved(self, step: int) -> None:
         self.complete = step
 
-    def evaluate(self, version: int, label: str) -> list[str]:
+    def evaluate(self, version: int, label: str, stopped: Callable[[], bool]) -> list[str] | None:
         self._note(f"evaluate {label} of version {version}")
+        if label == self._run.stop_in:
+            self._run.asked = "the time limit is near"
+        if stopped():
+            return None
         return [f"report of version {version}"]
 
     def start_evaluation(self, version: int, label: str) -> None:
@@ -242,6 +246,8 @@ class FakeRun:
         self.record: dict[str, Any] | None = None
         self.own = True  # the restored checkpoint is one of this run directory
         self.stop_after: dict[int, str] = {}  # steps done -> reason
+        self.stop_in = ""  # the label of the evaluation during which the run is asked to stop
+        self.asked: str | None = None
         self.timings: dict[int, dict[str, float]] = {}  # what the pool reports with the batch of a step
         self.due: set[int] = set()
         self.evaluated = False  # an evaluation beside training has ended when it is asked for without waiting
@@ -260,7 +266,7 @@ class FakeRun:
 
     def agree(self) -> str | None:
         assert self.session is not None
-        return self.stop_after.get(self.session.steps_done)
+        return self.asked or self.stop_after.get(self.session.steps_done)
 
 
 def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
@@ -296,7 +302,9 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         "IdleLogprobs": lambda config, policy, peers, pool, recorder: FakeIdle(run),
         "WeightSender": lambda config, exporter: FakeSender(run),
         "Checkpointer": lambda config, policy, group, say: FakeCheckpointer(run),
-        "StopVote": lambda run_dir, peers, signals: SimpleNamespace(agree=run.agree, install=install),
+        "StopVote": lambda run_dir, peers, signals: SimpleNamespace(
+            agree=run.agree, install=install, asked=lambda: run.asked is not None
+        ),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(session, name, fake)

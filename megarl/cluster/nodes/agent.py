@@ -130,8 +130,8 @@ class NodeAgent:
             return
         if self._signals > 1:
             raise NodeFailed(
-                f"received a second stop signal ({name}); the same command resumes from the newest checkpoint, if there "
-                "is one"
+                f"received a second stop signal ({name}); the same command resumes from the newest checkpoint, if "
+                "there is one"
             )
         run_files.ask_to_stop(self.launch.run_dir, f"{name} on node {self.host}")
 
