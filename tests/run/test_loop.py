@@ -269,7 +269,7 @@ def test_a_failed_update_keeps_its_batch_and_publishes_nothing(make_run: Callabl
 def test_a_stop_during_the_last_evaluation_is_saved_and_resumes_into_it(
     make_run: Callable[..., FakeRun], due: set[int]
 ) -> None:
-    """Also with `checkpoint.every: 0`, where nothing is saved before."""
+    """That holds with `checkpoint.every: 0` too, where nothing is saved before."""
     run = make_run(4)
     run.due, run.stop_in = due, "after"
     journal = journal_of_training(run)
