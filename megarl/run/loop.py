@@ -6,6 +6,7 @@ from megarl.config.pace import pace_of
 from megarl.run.session import Session
 from megarl.run.step import train_step
 from megarl.run.step_batch import StepBatch
+from megarl.trainer.policy import NonFiniteError
 
 
 def train(session: Session) -> None:
@@ -26,10 +27,14 @@ def train(session: Session) -> None:
         pool.admit(step)
         prepared = session.batches.take(step, session.version)
         batch, plan = prepared.batch, prepared.plan
-        with pool.keep_batch_on_failure(batch):
-            train_step(
-                policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step, early=prepared.early
-            )
+        try:
+            with pool.keep_batch_on_failure(batch):
+                train_step(
+                    policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step,
+                    early=prepared.early,
+                )  # fmt: skip
+        except NonFiniteError as error:
+            plan = session.skip(error, plan)
         recorder.samples(batch, prepared.samples)
         pool.commit(batch, plan)
         session.version += pace.updates_per_step

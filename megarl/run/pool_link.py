@@ -171,7 +171,9 @@ class PoolLink:
             self._dump(directory, batch)
             # All ranks get here. torchrun ends the others when the first one exits, so wait until all have written.
             self._peers.barrier()
-            raise NonFiniteError(f"step {batch.step}: {error}; the batch is kept in {directory}") from error
+            kept = NonFiniteError(f"step {batch.step}: {error}; the batch is kept in {directory}")
+            kept.updates = error.updates
+            raise kept from error
 
     def commit(self, batch: StepBatch, plan: StepPlan) -> None:
         """Tell the controller how every group ended; it then frees the rows that it does not use again.

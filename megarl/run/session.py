@@ -30,10 +30,11 @@ from megarl.run.peers import Peers
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 from megarl.run.stateful import Stateful, collect, restore
+from megarl.run.step import StepPlan
 from megarl.run.stop_signals import StopSignals
 from megarl.run.stop_vote import StopVote
 from megarl.trainer import parallel
-from megarl.trainer.policy import Policy
+from megarl.trainer.policy import NonFiniteError, Policy
 from megarl.weights.sender import WeightSender
 
 
@@ -70,7 +71,7 @@ class Session:
         self.sender = WeightSender(config, self._exporter)
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
         self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank
-        self.version = 0
+        self.version = self.skipped_steps = 0
         self.first_step = self.steps_done = self._resume()
         self._connect(launch)
         self._stop_vote.install()
@@ -152,6 +153,19 @@ class Session:
         if step > self.first_step and not self.save(step, wait=True):
             self.steps_done = self.checkpointer.newest or 0
             self.stopped = f"{self.stopped}; {self.checkpointer.failure}"
+
+    def skip(self, error: NonFiniteError, plan: StepPlan) -> StepPlan:
+        """Return the plan of a step that is skipped because of `error`, which is raised if it may not be.
+
+        It may be if it has made no update, and `trainer.max_skipped_steps` allows it.
+        """
+        most = self.config.trainer.max_skipped_steps
+        skipped = plan.skipped() if not error.updates and self.skipped_steps < most else None
+        if skipped is None:
+            raise error
+        self.skipped_steps += 1
+        self.recorder.say(f"{error}; the step is skipped ({self.skipped_steps} of at most {most})")
+        return skipped
 
     def checkpoint(self, steps_done: int) -> None:
         """Complete the save that is running in the background, and start one if it is due. Called between steps."""

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.run.loop import train
+from megarl.run.session import Session
+from megarl.trainer.policy import NonFiniteError
 from tests.support.configs import config as config_of
 from tests.support.fake_session import FakeRun, fake_run
 from tests.support.old_records import OLD_RECORD
@@ -269,7 +271,7 @@ def test_a_failed_update_keeps_its_batch_and_publishes_nothing(make_run: Callabl
 def test_a_stop_during_the_last_evaluation_is_saved_and_resumes_into_it(
     make_run: Callable[..., FakeRun], due: set[int]
 ) -> None:
-    """That holds with `checkpoint.every: 0` too, where nothing is saved before."""
+    """It is saved with `checkpoint.every: 0` too."""
     run = make_run(4)
     run.due, run.stop_in = due, "after"
     journal = journal_of_training(run)
@@ -297,3 +299,22 @@ def test_a_stop_during_an_evaluation_between_steps_is_obeyed_and_the_evaluation_
     again.record = {**OLD_RECORD, "step": 2, "version": 2, "evaluations": saved}
     made = [line for line in journal_of_training(again) if line.startswith("evaluate")]
     assert made == ["evaluate step_2 of version 2", "evaluate after of version 4"]
+
+
+def test_a_step_that_is_skipped_is_committed_and_the_run_goes_on(
+    make_run: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(2, evaluation__sets=[])
+    failures = [NonFiniteError("the loss is nan")]
+
+    def train_once() -> None:
+        if failures:
+            raise failures.pop()
+
+    run.train = train_once
+    monkeypatch.setattr(Session, "skip", lambda session, error, plan: f"skipped {plan}")
+    journal = journal_of_training(run)
+    assert "keep batch 0: the loss is nan" in journal
+    recorded = [line for line in journal if line.startswith("record step ")]
+    assert recorded[0].startswith("record step 0 of skipped plan") and recorded[1].startswith("record step 1 of plan")
+    assert [line for line in journal if line.startswith("commit")] == ["commit 0", "commit 1"]
