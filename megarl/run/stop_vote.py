@@ -27,4 +27,4 @@ class StopVote:
         """Return why the run was asked to stop, the same on every rank; None if it was not. Collective."""
         if not self._peers.any(self.asked()):
             return None
-        return self._peers.on_first_rank(lambda: stop_reason(self._run_dir) or "a stop signal")
+        return self._peers.on_first_rank(lambda: stop_reason(self._run_dir) or self._signals.name or "a stop signal")
