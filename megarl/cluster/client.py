@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl.cluster.handle import SupervisorHandle, stop_supervisor, wait_ready
 from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, PATIENCE, access_environment, loopback_kept
@@ -145,6 +145,10 @@ def _result(reference: ObjectRef, timeout_s: float, check: Callable[[], None]) -
                 raise
 
 
+class _Stopped(Exception):  # noqa: N818
+    """The wait for an evaluation was given up."""
+
+
 class ReplicaClient:
     """One replica as the weight sync calls it; thread-safe."""
 
@@ -240,12 +244,19 @@ class PoolClient:
         Raises RolloutError with the controller's own cause, if it does not answer within `timeout_s`, and if the
         network is cut for `timeouts.rpc_s`.
         """
+        return self._call(method, args, kwargs, timeout_s, self.handle.check)
+
+    def _call(
+        self, method: str, args: Sequence[object], kwargs: dict[str, object], timeout_s: float,
+        check: Callable[[], None],
+    ) -> Any:  # noqa: ANN401  # as `call`  # fmt: skip
+        """Call as `call`; `check` raises what else ends the wait."""
         import ray
 
         try:
             return _answer(
                 self._controller, method, args, kwargs, timeout_s=timeout_s,
-                reach_s=self.config.timeouts.rpc_s, check=self.handle.check,
+                reach_s=self.config.timeouts.rpc_s, check=check,
             )  # fmt: skip
         except ConnectionCut as error:
             raise ConnectionCut(
@@ -324,7 +335,28 @@ class PoolClient:
 
         Only a trainer, which has called `begin`, may be told to publish first.
         """
-        return self.call("evaluate", version, label, timeout_s=self.config.timeouts.generate_s + CALL_MARGIN_S)
+        reports = self.evaluate_unless(lambda: False, version, label)
+        assert reports is not None
+        return reports
+
+    def evaluate_unless(
+        self, stopped: Callable[[], bool], version: int, label: str = ""
+    ) -> list[SetReport] | PublicationNeeded | None:
+        """Evaluate as `evaluate`, but return None soon after `stopped()` has become true; the pool goes on alone."""
+
+        def check() -> None:
+            self.handle.check()
+            if stopped():
+                raise _Stopped
+
+        timeout_s = self.config.timeouts.generate_s + CALL_MARGIN_S
+        try:
+            reports: list[SetReport] | PublicationNeeded = self._call(
+                "evaluate", (version, label), {}, timeout_s, check
+            )
+        except _Stopped:
+            return None
+        return reports
 
     def start_evaluation(self, version: int, label: str) -> None:
         """Begin to evaluate every held-out set beside training. Every replica serves `version` now."""

@@ -108,6 +108,12 @@ class TrainerConfig(Section):
         "tenth of the memory free. Fields `recompute_*` of `megatron.transformer` replace it.",
     )
     mini_batches: int = Field(1, ge=1, description="Optimizer updates per step; the batch is split between groups.")
+    max_skipped_steps: int = Field(
+        2,
+        ge=0,
+        description="Steps that a start of the run may skip because their loss or gradient is not finite. The batch "
+        "is kept in `RUN_DIR/failed_batch`, and its groups count as failed; the next such step ends the run.",
+    )
     logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass.")
     idle_logprobs: bool = Field(
         True,

@@ -7,7 +7,7 @@ no evaluation of the committed history is lost, and none is counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.config.concurrent_evaluation import evaluates_beside_training
@@ -23,31 +23,38 @@ class Evaluations:
 
     key = "evaluations"
 
-    def __init__(self, config: Config, pool: PoolLink, recorder: Recorder) -> None:
-        self._config, self._pool, self._recorder = config, pool, recorder
+    def __init__(self, config: Config, pool: PoolLink, recorder: Recorder, stopped: Callable[[], bool]) -> None:
+        """`stopped`: tells on rank 0 whether the run was asked to stop; an evaluation that is waited for then ends."""
+        self._config, self._pool, self._recorder, self._stopped = config, pool, recorder, stopped
         self._beside_training = evaluates_beside_training(config)
         self._running: dict[str, tuple[int, int]] = {}  # label -> steps done, version; on rank 0
 
-    def evaluate(self, steps_done: int, version: int, label: str) -> PublicationNeeded | None:
+    def evaluate(self, steps_done: int, version: int, label: str) -> bool | PublicationNeeded:
         """Evaluate the weights of `version`, which were just published, on all sets.
 
         Responses go to RUN_DIR/eval_{label}.jsonl. Those before the first step and after the last are always waited
-        for, so that what a run is judged by is of exactly one version. If the weights must be published first, because
-        no replica is left, return that; nothing is recorded then.
+        for, so that what a run is judged by is of exactly one version. Returns False if a stop request has ended it:
+        the run that resumes makes it again. If the weights must be published first, because no replica is left, return
+        that; nothing is recorded then.
         """
         if not self._config.evaluation.sets:
-            return None
+            return True
         self.finish(steps_done)
         if self._beside_training and 0 < steps_done < self._config.run.steps:
             self._running[label] = (steps_done, version)
             self._pool.start_evaluation(version, label)
-            return None
+            return True
         with self._recorder.phase("eval", f"evaluating ({label})"):
-            reports = self._pool.evaluate(version, label)
+            reports = self._pool.evaluate(version, label, self._stopped)
         if isinstance(reports, PublicationNeeded):
             return reports
+        if reports is None:
+            self._recorder.say(f"the evaluation ({label}) was ended by a stop request")
+            if 0 < steps_done < self._config.run.steps:  # the loop itself makes the first and the last one again
+                self._running[label] = (steps_done, version)
+            return False
         self._recorder.evaluation(steps_done, version, label, reports)
-        return None
+        return True
 
     def resume(self, version: int) -> PublicationNeeded | None:
         """Begin again what had not ended when the checkpoint was saved, with the weights of `version`.
@@ -58,7 +65,7 @@ class Evaluations:
             label, (steps_done, began_at) = self._running.popitem()
             others, self._running = self._running, {}
             needed = self.evaluate(steps_done, version, label)
-            if needed is not None:
+            if isinstance(needed, PublicationNeeded):
                 self._running = {**others, label: (steps_done, began_at)}
                 return needed
             if self._running:  # it goes on beside training, and only one does

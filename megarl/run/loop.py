@@ -11,6 +11,7 @@ from megarl.run.batches import PreparedBatch
 from megarl.run.session import Session
 from megarl.run.step import train_step
 from megarl.run.step_batch import StepBatch
+from megarl.trainer.policy import NonFiniteError
 
 T = TypeVar("T")
 
@@ -32,10 +33,14 @@ def train(session: Session) -> None:
     for step in session.steps():
         prepared = take_batch(session, step)
         batch, plan = prepared.batch, prepared.plan
-        with pool.keep_batch_on_failure(batch):
-            train_step(
-                policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step, early=prepared.early
-            )
+        try:
+            with pool.keep_batch_on_failure(batch):
+                train_step(
+                    policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step,
+                    early=prepared.early,
+                )  # fmt: skip
+        except NonFiniteError as error:
+            plan = session.skip(error, plan)
         recorder.samples(batch, prepared.samples)
         counted = pool.commit(batch, plan)
         session.version += pace.updates_per_step
@@ -48,8 +53,9 @@ def train(session: Session) -> None:
         if evaluation_due(session, step + 1) and step + 1 < config.run.steps:
             evaluate(session, step + 1, f"step_{step + 1}")
         session.checkpoint(step + 1)
+    if session.stopped is None and not evaluate(session, config.run.steps, "after"):
+        session.stop_before_the_end()
     if session.stopped is None:
-        evaluate(session, config.run.steps, "after")
         session.export()
 
 
@@ -59,9 +65,9 @@ def take_batch(session: Session, step: int) -> PreparedBatch:
     return publish_as_needed(session, lambda: session.batches.take(step, session.version))
 
 
-def evaluate(session: Session, steps_done: int, label: str) -> None:
-    """Evaluate the weights that were just published, or begin to. Collective."""
-    publish_as_needed(session, lambda: session.evaluations.evaluate(steps_done, session.version, label))
+def evaluate(session: Session, steps_done: int, label: str) -> bool:
+    """Evaluate the weights that were just published, or begin to; False if a stop request has ended it. Collective."""
+    return publish_as_needed(session, lambda: session.evaluations.evaluate(steps_done, session.version, label))
 
 
 def publish_as_needed(session: Session, ask: Callable[[], T | PublicationNeeded]) -> T:

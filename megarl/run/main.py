@@ -132,7 +132,9 @@ def _run(config: Config, plan: RunPlan, claim: RunClaim | None, terminal: TextIO
     if int(os.environ["RANK"]) == 0:
         _take_over(this_start)
         (config.run_dir / "config.yaml").write_text(to_yaml(plan.config), encoding="utf-8")  # read by `megarl replay`
-    return _train(config, this_start, plan, terminal)
+    code = _train(config, this_start, plan, terminal)
+    (config.run_dir / run_files.RESERVE_FILE).unlink(missing_ok=True)
+    return code
 
 
 def _end_without_a_trace(other: Holder, run_dir: Path, terminal: TextIO) -> None:

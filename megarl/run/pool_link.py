@@ -46,7 +46,7 @@ _DEVICES: Codec[HeldDevices] = codec_of(HeldDevices)
 # A text is the reason of a PublicationNeeded: a message has one kind of dataclass.
 _READY: Codec[BatchReady | str | None] = codec_of(BatchReady | str | None)
 _TAGS: Codec[list[SampleTag]] = codec_of(list[SampleTag])
-_REPORTS: Codec[list[SetReport] | str] = codec_of(list[SetReport] | str)
+_REPORTS: Codec[list[SetReport] | str | None] = codec_of(list[SetReport] | str | None)
 _EVALUATIONS: Codec[list[FinishedEvaluation]] = codec_of(list[FinishedEvaluation])
 _NOTHING: Codec[None] = codec_of(None)
 
@@ -193,7 +193,9 @@ class PoolLink:
             self._dump(directory, batch)
             # All ranks get here. torchrun ends the others when the first one exits, so wait until all have written.
             self._peers.barrier()
-            raise NonFiniteError(f"step {batch.step}: {error}; the batch is kept in {directory}") from error
+            kept = NonFiniteError(f"step {batch.step}: {error}; the batch is kept in {directory}")
+            kept.updates = error.updates
+            raise kept from error
 
     def commit(self, batch: StepBatch, plan: StepPlan) -> Counters | None:
         """Tell the controller how every group ended; it then frees the rows that it does not use again.
@@ -227,11 +229,16 @@ class PoolLink:
 
         return self._client.use(read) or []
 
-    def evaluate(self, version: int, label: str) -> list[SetReport] | PublicationNeeded:
-        """Evaluate all sets on the pool; responses go to RUN_DIR/eval_{label}.jsonl."""
+    def evaluate(
+        self, version: int, label: str, stopped: Callable[[], bool]
+    ) -> list[SetReport] | PublicationNeeded | None:
+        """Evaluate all sets on the pool; responses go to RUN_DIR/eval_{label}.jsonl.
 
-        def ask(pool: PoolClient) -> list[SetReport] | str:
-            reports = pool.evaluate(version, label)
+        Returns None on every rank if `stopped()` becomes true on rank 0 meanwhile.
+        """
+
+        def ask(pool: PoolClient) -> list[SetReport] | str | None:
+            reports = pool.evaluate_unless(stopped, version, label)
             return reports.reason if isinstance(reports, PublicationNeeded) else reports
 
         answer = self._ask(ask, _REPORTS)

@@ -31,10 +31,11 @@ from megarl.run.peers import Peers
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 from megarl.run.stateful import Stateful, collect, restore
+from megarl.run.step import StepPlan
 from megarl.run.stop_signals import StopSignals
 from megarl.run.stop_vote import StopVote
 from megarl.trainer import parallel
-from megarl.trainer.policy import Policy
+from megarl.trainer.policy import NonFiniteError, Policy
 from megarl.weights.sender import WeightSender
 
 
@@ -66,12 +67,12 @@ class Session:
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
         self.pool = PoolLink(config, self.peers, self.recorder)
         self.batches = BatchSource(config, self.pool, self.recorder, self._idle_logprobs())
-        self.evaluations = Evaluations(config, self.pool, self.recorder)
+        self._stop_vote = StopVote(config.run_dir, self.peers, signals)
+        self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
         self.sender = WeightSender(config, self._exporter)
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
-        self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank
-        self.version = 0
+        self.version = self.skipped_steps = 0
         self.first_step = self.steps_done = self._resume()
         self._connect(launch)
         self._stop_vote.install()
@@ -131,14 +132,39 @@ class Session:
             self.steps_done = step
             self.stopped = self._stop_vote.agree()
             if self.stopped is not None:
-                self.recorder.say(f"stopping after {step} of {total} steps: {self.stopped}")
-                # Before the first step there is nothing to save.
-                if step > self.first_step and not self.save(step, wait=True):
-                    self.steps_done = self.checkpointer.newest or 0  # where the next launch resumes
-                    self.stopped += f"; {self.checkpointer.failure}"
+                self._save_stopped(step)
                 return
             if step < total:
                 yield step
+
+    def stop_before_the_end(self) -> None:
+        """Set `stopped` and save, because a stop request has ended the evaluation after the last step.
+
+        With `checkpoint.every` the last step is saved already, or being saved. The run that resumes goes on there.
+        """
+        self.stopped = self._stop_vote.agree() or "a stop request that was withdrawn"
+        self._save_stopped(self.config.run.steps)
+
+    def _save_stopped(self, step: int) -> None:
+        """Save the step at which the run stops. If that fails, `steps_done` is where the next launch resumes."""
+        self.recorder.say(f"stopping after {step} of {self.config.run.steps} steps: {self.stopped}")
+        # Before the first step of this start there is nothing to save.
+        if step > self.first_step and not self.save(step, wait=True):
+            self.steps_done = self.checkpointer.newest or 0
+            self.stopped = f"{self.stopped}; {self.checkpointer.failure}"
+
+    def skip(self, error: NonFiniteError, plan: StepPlan) -> StepPlan:
+        """Return the plan of a step that is skipped because of `error`, which is raised if it may not be.
+
+        It may be if it has made no update, and `trainer.max_skipped_steps` allows it.
+        """
+        most = self.config.trainer.max_skipped_steps
+        skipped = plan.skipped() if not error.updates and self.skipped_steps < most else None
+        if skipped is None:
+            raise error
+        self.skipped_steps += 1
+        self.recorder.say(f"{error}; the step is skipped ({self.skipped_steps} of at most {most})")
+        return skipped
 
     def checkpoint(self, steps_done: int) -> None:
         """Complete the save that is running in the background, and start one if it is due. Called between steps."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -36,7 +36,7 @@ from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.packing import assign_to_ranks, partition_hash
-from megarl.trainer.policy import Policy
+from megarl.trainer.policy import NonFiniteError, Policy
 
 T = TypeVar("T")
 
@@ -118,6 +118,17 @@ class StepPlan:
         """The ids of the groups that this step is the first to train, sorted."""
         groups = {self.tags[sample.key].group_id for group in self.shaped.groups for sample in group}
         return sorted(groups - self.reused)
+
+    def skipped(self) -> StepPlan | None:
+        """Return the plan of the same batch with nothing to train, whose groups have failed.
+
+        None if it trains groups that an earlier step has trained: these cannot fail any more.
+        """
+        if self.reused:
+            return None
+        outcome = replace(self.outcome, trained=0, failed=self.outcome.failed + self.outcome.trained)
+        shaped = replace(self.shaped, groups=[], trained_groups=0)
+        return replace(self, shaped=shaped, mini_batches=[], outcome=outcome)
 
     def keys_of(self, dp_rank: int) -> list[str]:
         """Return the keys of the rows that a DP rank must fetch, in the order in which it trains on them."""
@@ -245,12 +256,16 @@ def train_step(
     with timer.phase("update"):
         for number, (mini_batch, counts) in enumerate(trained):
             mine = [samples[key] for key in mini_batch[parallel.dp_rank()]]
-            values = policy.update(
-                mine,
-                counts,
-                another_follows=number + 1 < len(trained),
-                measure_entropy=number == 0 and entropy_due(config, step),
-            )
+            try:
+                values = policy.update(
+                    mine,
+                    counts,
+                    another_follows=number + 1 < len(trained),
+                    measure_entropy=number == 0 and entropy_due(config, step),
+                )
+            except NonFiniteError as error:
+                error.updates = number
+                raise
             if number == 0 and not recomputes:
                 record_mismatch(metrics, engine_against_trainer(values))
             record_update(metrics, values, config)

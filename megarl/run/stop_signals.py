@@ -38,6 +38,7 @@ class StopSignals:
         self._first_at: float | None = None
         self._exit: Callable[[int], object] = os._exit
         self.raised = False
+        self.name = ""  # of the first signal
 
     def install(self) -> None:
         """Handle the signals from now on. Call it once, in the main thread."""
@@ -60,6 +61,7 @@ class StopSignals:
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.name = self.name or signal.Signals(number).name
         self.raised = True
 
     def _read(self, reader: int) -> None:
@@ -74,6 +76,7 @@ class StopSignals:
         if self._first_at is None:
             self._first_at = now
             if self._running:
+                self.name = self.name or number.name
                 self.raised = True
                 if number == signal.SIGINT:  # a SIGTERM may be torchrun's, after a failure
                     self._say("finishing the step, saving; again to abort")

@@ -20,9 +20,14 @@ class StopVote:
         """Treat a signal as a request. Call it in the main thread, after `ray.init`, which sets its own handler."""
         self._signals.run_has_begun()
 
+    def asked(self) -> bool:
+        """Tell whether this rank knows of a request. Not collective."""
+        return self._signals.raised or (self._peers.is_first and stop_reason(self._run_dir) is not None)
+
     def agree(self) -> str | None:
         """Return why the run was asked to stop, the same on every rank; None if it was not. Collective."""
-        asked = self._signals.raised or (self._peers.is_first and stop_reason(self._run_dir) is not None)
-        if not self._peers.any(asked):
+        if not self._peers.any(self.asked()):
             return None
-        return self._peers.on_first_rank(lambda: stop_reason(self._run_dir) or "a stop signal", TEXT)
+        return self._peers.on_first_rank(
+            lambda: stop_reason(self._run_dir) or self._signals.name or "a stop signal", TEXT
+        )

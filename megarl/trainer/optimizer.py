@@ -27,7 +27,12 @@ T = TypeVar("T")
 
 
 class NonFiniteError(FloatingPointError):
-    """The loss or the gradient norm is NaN or infinite. Raised on all ranks before any weight has changed."""
+    """The loss or the gradient norm is NaN or infinite. Raised on all ranks before any weight has changed.
+
+    `updates`: those that the same step has made before.
+    """
+
+    updates = 0
 
 
 def precision_wrap(chunk: GPTModel) -> torch.nn.Module:

@@ -110,7 +110,7 @@ PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!
 def test_a_supervisor_that_outlives_its_agent_is_killed_with_everything_below_it(
     start: Callable[[], subprocess.Popen[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after its watch was stuck: its state file is not even there, for example because the disk was full."""
+    """Its watch is stuck: its state file is not even there, for example because the disk was full."""
     agent = start()
     stuck = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
     assert stuck.stdout is not None and stuck.stdout.readline() == b"up\n"

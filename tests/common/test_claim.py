@@ -1,4 +1,4 @@
-"""Who may write in a run directory: the holder, its restarts, and others only after its end."""
+"""The claim on a run directory: the holder and its restarts have it, and others only after its end."""
 
 from __future__ import annotations
 

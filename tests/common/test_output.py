@@ -1,4 +1,4 @@
-"""What a process prints goes to its log, as far as the disk takes it, and the log is begun anew when it is large."""
+"""The output of a process goes to its log, as far as the disk takes it; a log that is large is begun anew."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.run.loop import train
+from megarl.run.session import Session
+from megarl.trainer.policy import NonFiniteError
 from tests.support.configs import config as config_of
 from tests.support.fake_session import FakeRun, fake_run
 from tests.support.old_records import OLD_RECORD
@@ -291,3 +293,56 @@ def test_an_evaluation_that_finds_no_engine_left_is_made_again_with_new_ones(mak
     again = ["announce 1", "publish 1", "record sync of version 1", "set version 1"]
     evaluation = ["evaluate after of version 1", "record after at 1 of version 1: ['report of version 1']"]
     assert end == [*again, *evaluation]
+
+
+@pytest.mark.parametrize("due", [{4}, set()])
+def test_a_stop_during_the_last_evaluation_is_saved_and_resumes_into_it(
+    make_run: Callable[..., FakeRun], due: set[int]
+) -> None:
+    """It is saved with `checkpoint.every: 0` too."""
+    run = make_run(4)
+    run.due, run.stop_in = due, "after"
+    journal = journal_of_training(run)
+    assert run.session is not None and run.session.stopped == "the time limit is near" and run.session.steps_done == 4
+    assert "save 4 and wait" in journal and not [line for line in journal if line.startswith("record after")]
+    assert run.session.evaluations.state_dict() == {}  # the loop makes it again by itself
+    again = make_run(4)
+    again.record = {**OLD_RECORD, "step": 4, "version": 4}
+    journal = journal_of_training(again)
+    assert [line for line in journal if "evaluate" in line] == ["evaluate after of version 4"]
+    assert not [line for line in journal if line.startswith("take batch")]
+
+
+def test_a_stop_during_an_evaluation_between_steps_is_obeyed_and_the_evaluation_made_again(
+    make_run: Callable[..., FakeRun],
+) -> None:
+    run = make_run(4, evaluation__every=2)
+    run.stop_in = "step_2"
+    journal = journal_of_training(run)
+    assert journal[-1] == "save 2 and wait"
+    assert run.session is not None
+    saved = run.session.checkpointer.saved[2]["evaluations"]  # type: ignore[attr-defined]
+    assert saved == {"step_2": [2, 2]}
+    again = make_run(4, evaluation__every=2)
+    again.record = {**OLD_RECORD, "step": 2, "version": 2, "evaluations": saved}
+    made = [line for line in journal_of_training(again) if line.startswith("evaluate")]
+    assert made == ["evaluate step_2 of version 2", "evaluate after of version 4"]
+
+
+def test_a_step_that_is_skipped_is_committed_and_the_run_goes_on(
+    make_run: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(2, evaluation__sets=[])
+    failures = [NonFiniteError("the loss is nan")]
+
+    def train_once() -> None:
+        if failures:
+            raise failures.pop()
+
+    run.train = train_once
+    monkeypatch.setattr(Session, "skip", lambda session, error, plan: f"skipped {plan}")
+    journal = journal_of_training(run)
+    assert "keep batch 0: the loss is nan" in journal
+    recorded = [line for line in journal if line.startswith("record step ")]
+    assert recorded[0].startswith("record step 0 of skipped plan") and recorded[1].startswith("record step 1 of plan")
+    assert [line for line in journal if line.startswith("commit")] == ["commit 0", "commit 1"]

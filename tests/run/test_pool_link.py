@@ -116,9 +116,9 @@ class FakeClient:
     def commit(self, step: int, **numbers: object) -> None:
         self._note(f"commit {step} {numbers}")
 
-    def evaluate(self, version: int, label: str) -> list[SetReport]:
+    def evaluate_unless(self, stopped: Callable[[], bool], version: int, label: str) -> list[SetReport] | None:
         self._note(f"evaluate {version} {label}")
-        return [report_of(version)]
+        return None if stopped() else [report_of(version)]
 
     def start_evaluation(self, version: int, label: str) -> None:
         self._note(f"start_evaluation {version} {label}")
@@ -395,8 +395,9 @@ def test_another_failure_keeps_no_batch(links: Links) -> None:
 
 
 def test_every_rank_gets_the_evaluation(links: Links) -> None:
-    assert links.run(lambda link: link.evaluate(VERSION, "before")) == [[report_of(5)]] * 4
-    assert links.journal.of(0)[3:] == ["evaluate 5 before"]
+    assert links.run(lambda link: link.evaluate(VERSION, "before", lambda: False)) == [[report_of(5)]] * 4
+    assert links.run(lambda link: link.evaluate(VERSION, "before", lambda: True)) == [None] * 4
+    assert links.journal.of(0).count("evaluate 5 before") == 2
 
 
 def test_rank_0_starts_and_collects_evaluations_beside_training(links: Links) -> None:

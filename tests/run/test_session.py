@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megarl.algorithms.filters import ShapedBatch
 from megarl.common.errors import ConfigError
 from megarl.run.session import LastSaveFailed
+from megarl.run.step import GroupOutcome, StepPlan
+from megarl.trainer.policy import NonFiniteError
 from tests.support.configs import config as config_of
 from tests.support.fake_session import FakeRun, fake_run
 from tests.support.old_records import OLD_RECORD
@@ -209,3 +213,32 @@ def test_the_policy_is_exported_if_it_is_asked_for(
     run = fake_run(config_of("model", run__dir=str(tmp_path), run__export=wanted), monkeypatch)
     run.build().export()
     assert run.journal[-1:] == (["export to hf"] if wanted else ["install the stop vote"])
+
+
+def non_finite(updates: int = 0) -> NonFiniteError:
+    error = NonFiniteError("step 1: the loss is nan; the batch is kept in failed_batch")
+    error.updates = updates
+    return error
+
+
+def test_steps_without_a_finite_loss_are_skipped_at_most_so_often_and_their_groups_have_failed(run: FakeRun) -> None:
+    session = run.build()
+    outcome = GroupOutcome(trained=3, filtered=1, dropped_stale=0, failed=1)
+    plan = StepPlan({}, ShapedBatch([[]] * 3, trained_groups=3), [[["a"]]], outcome, version=1)
+    for _ in range(2):
+        skipped = session.skip(non_finite(), plan)
+        assert skipped.outcome == GroupOutcome(trained=0, filtered=1, dropped_stale=0, failed=4)
+        assert skipped.outcome.admitted == outcome.admitted
+        assert skipped.mini_batches == [] and skipped.trained_groups == []
+    assert "the batch is kept in failed_batch; the step is skipped (2 of at most 2)" in session.recorder.said[-1]  # type: ignore[attr-defined]
+    with pytest.raises(NonFiniteError):
+        session.skip(non_finite(), plan)
+
+
+def test_a_step_that_has_changed_weights_or_trains_groups_again_is_not_skipped(run: FakeRun) -> None:
+    session = run.build()
+    plan = StepPlan({}, ShapedBatch([]), [], GroupOutcome(1, 0, 0, 0), version=1)
+    with pytest.raises(NonFiniteError):
+        session.skip(non_finite(updates=1), plan)
+    with pytest.raises(NonFiniteError):
+        session.skip(non_finite(), replace(plan, reused=frozenset({4})))

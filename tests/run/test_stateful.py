@@ -74,7 +74,7 @@ def session_of(run_dir: Path) -> Any:
     peers: Any = SimpleNamespace(is_first=False, group=None)
     recorder = Recorder(config, peers, io.StringIO())
     pool = PoolLink(config, peers, recorder)
-    evaluations = Evaluations(config, pool, recorder)
+    evaluations = Evaluations(config, pool, recorder, lambda: False)
     session: Any = SimpleNamespace(pool=pool, recorder=recorder, evaluations=evaluations)
     assert Session.parts.fget is not None
     session.parts = list(Session.parts.fget(session))

@@ -89,7 +89,7 @@ def test_one_ctrl_c_that_arrives_twice_is_one_request(rank: StopSignals) -> None
     rank.receive(signal.SIGINT)
     rank.now[0] += 0.5  # type: ignore[attr-defined]
     rank.receive(signal.SIGINT)
-    assert rank.raised and rank.codes == [] and said(rank).count("megarl: ") == 1  # type: ignore[attr-defined]
+    assert rank.raised and rank.name == "SIGINT" and rank.codes == [] and said(rank).count("megarl: ") == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)])

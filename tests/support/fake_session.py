@@ -140,10 +140,14 @@ class FakePool(Part):
     def saved(self, step: int) -> None:
         self.complete = step
 
-    def evaluate(self, version: int, label: str) -> list[str] | PublicationNeeded:
+    def evaluate(self, version: int, label: str, stopped: Callable[[], bool]) -> list[str] | PublicationNeeded | None:
         if self._run.lost_before.pop(label, False):
             return PublicationNeeded("replica 0 has died")
         self._note(f"evaluate {label} of version {version}")
+        if label == self._run.stop_in:
+            self._run.asked = "the time limit is near"
+        if stopped():
+            return None
         return [f"report of version {version}"]
 
     def start_evaluation(self, version: int, label: str) -> None:
@@ -250,6 +254,8 @@ class FakeRun:
         self.record: dict[str, Any] | None = None
         self.own = True  # the restored checkpoint is one of this run directory
         self.stop_after: dict[int, str] = {}  # steps done -> reason
+        self.stop_in = ""  # the label of the evaluation during which the run is asked to stop
+        self.asked: str | None = None
         self.timings: dict[int, dict[str, float]] = {}  # what the pool reports with the batch of a step
         self.lost: dict[int, bool] = {}  # steps for whose batch all replicas are found lost, once
         self.lost_before: dict[str, bool] = {}  # evaluations that find all replicas lost, once
@@ -270,7 +276,7 @@ class FakeRun:
 
     def agree(self) -> str | None:
         assert self.session is not None
-        return self.stop_after.get(self.session.steps_done)
+        return self.asked or self.stop_after.get(self.session.steps_done)
 
 
 def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
@@ -306,7 +312,9 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         "IdleLogprobs": lambda config, policy, peers, pool, recorder: FakeIdle(run),
         "WeightSender": lambda config, exporter: FakeSender(run),
         "Checkpointer": lambda config, policy, group, say: FakeCheckpointer(run),
-        "StopVote": lambda run_dir, peers, signals: SimpleNamespace(agree=run.agree, install=install),
+        "StopVote": lambda run_dir, peers, signals: SimpleNamespace(
+            agree=run.agree, install=install, asked=lambda: run.asked is not None
+        ),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(session, name, fake)

@@ -187,6 +187,7 @@ def engine_gap(model: Any, batch: DumpedBatch, temperatures: dict[str, float], s
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, steps=2)
     config["reward"]["function"] = "tests.support.reward_functions:overflowing"
+    config["trainer"]["max_skipped_steps"] = 0
     config["algorithm"] = {"advantage": "dr_grpo"}
     config["evaluation"] = {}
     run = train(config)

@@ -194,6 +194,7 @@ def test_a_heartbeat_that_cannot_be_written_does_not_keep_the_agent_from_its_wor
 
 
 def test_a_signal_during_the_end_interrupts_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAME_REQUEST_S", 0.0)
     agent = agent_of(job)
     agent._on_signal(signal.SIGTERM, None)
     monkeypatch.setattr(agent, "_start", lambda: agent._on_signal(signal.SIGTERM, None))
@@ -206,3 +207,10 @@ def test_a_signal_during_the_end_interrupts_nothing(job: Job, monkeypatch: pytes
             signal.signal(number, handler)
     failure = job.board.failure()
     assert failure is not None and "second stop signal" in failure.reason
+
+
+def test_one_ctrl_c_that_arrives_twice_is_one_request(job: Job) -> None:
+    agent = agent_of(job)
+    for _ in range(3):
+        agent._on_signal(signal.SIGINT, None)
+    assert agent._signals == 1 and stopping.stop_reason(job.run_dir) is not None
