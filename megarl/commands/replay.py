@@ -314,10 +314,8 @@ def _init_process_group(backend: str, config: Config) -> None:
     import torch
 
     if "RANK" in os.environ:
-        from megarl.cluster.nodes.network import keep_gloo_on_this_host
         from megarl.run.peers import join_peers
 
-        keep_gloo_on_this_host()
         join_peers(backend, config.timeouts.collective_s, config.run_dir)
     else:
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)

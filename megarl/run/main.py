@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, TextIO
 
 from megarl.checkpoint.save.directory import continues_history
 from megarl.checkpoint.save.same_launch import config_of_this_start
-from megarl.cluster.nodes.network import keep_gloo_on_this_host
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.common import run_files
 from megarl.common.errors import ConfigError
@@ -141,8 +140,6 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
 
     die_with_parent()
     rank = int(os.environ["RANK"])
-    if LAUNCH_ID_VARIABLE not in os.environ:
-        keep_gloo_on_this_host()
     launch = _launch_pool(config) if rank == 0 else None
     from megarl import platforms
     from megarl.run.peers import join_peers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 from collections.abc import Sequence
 
@@ -32,16 +31,6 @@ def interface_of(address: str) -> str | None:
         if any(each.family == socket.AF_INET and each.address == address for each in addresses):
             return name
     return None
-
-
-def keep_gloo_on_this_host() -> None:
-    """Let gloo, here and in child processes, listen on the loopback interface: a bare torchrun has one host.
-
-    gloo would listen on the address that the host's name resolves to. A choice of the user stays.
-    """
-    loopback = interface_of("127.0.0.1")
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def _of_interface(name: str) -> str:

@@ -91,13 +91,13 @@ def read_runtime_env(path: Path) -> dict[str, str]:
 def network_environment(address: str, interface: str | None, *, several: bool, chosen: bool) -> dict[str, str]:
     """Return the variables that set this node's address and interface for vLLM, gloo and NCCL.
 
-    `several`: the job has more nodes than this one; `chosen`: the user has named the interface. gloo would listen on
-    the address that the host's name resolves to: often a loopback address, which other nodes do not reach, or one that
-    others reach although the job has only this node. NCCL chooses an interface by itself unless the user has named one.
+    `several`: the job has more nodes than this one; `chosen`: the user has named the interface. gloo would take the
+    address that the host's name resolves to, which is often a loopback address. NCCL chooses an interface by itself
+    unless the user has named one.
     """
     environment = {"VLLM_HOST_IP": address}
-    if interface is not None:
+    if several and interface is not None:
         environment["GLOO_SOCKET_IFNAME"] = interface
-        if several and chosen:
+        if chosen:
             environment["NCCL_SOCKET_IFNAME"] = interface
     return environment
