@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.handle import SupervisorHandle, stop_supervisor, wait_ready
 from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, PATIENCE, access_environment, loopback_kept

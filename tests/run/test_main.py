@@ -48,7 +48,6 @@ def test_a_rank_chooses_its_gpu_before_it_joins_its_peers(
 
     monkeypatch.setenv("RANK", "3")  # rank 0 also launches the pool
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
     monkeypatch.delenv(LAUNCH_ID_VARIABLE, raising=False)
     if launch_id is not None:
         monkeypatch.setenv(LAUNCH_ID_VARIABLE, launch_id)

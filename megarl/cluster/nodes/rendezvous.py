@@ -30,13 +30,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from megarl.cluster.nodes.rendezvous_entry import NAME
 from megarl.common.bound_store import connect_store, serve_store
 from megarl.common.run_secret import RUN_DIR_VARIABLE, derived_key, run_secret
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
+NAME = "megarl"
 RANKS_STORE_TIMEOUT_S = 300.0  # of one request; torch's own default
 _CODE_BYTES = 32
 

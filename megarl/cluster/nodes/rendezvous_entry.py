@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-NAME = "megarl"
-
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """Return the handler of one agent, see `megarl.cluster.nodes.rendezvous`."""
@@ -26,5 +24,7 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 def register() -> None:
     """Make the backend known in this process: an installation made before the entry point does not list it."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    from megarl.cluster.nodes.rendezvous import NAME
 
     rendezvous_handler_registry.register(NAME, create)

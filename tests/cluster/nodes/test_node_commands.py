@@ -28,6 +28,7 @@ def test_torchrun_on_two_trainer_nodes() -> None:
     )  # fmt: skip
     options = dict(zip(first[3:-3:2], first[4:-3:2], strict=True))
     assert options["--nnodes"] == "2" and options["--nproc-per-node"] == "4"
+    assert options["--rdzv-backend"] == "megarl", "c10d's listens on all addresses, and unpickles what it finds there"
     assert options["--rdzv-endpoint"] == "10.0.0.1:555" and options["--rdzv-id"] == "7-0"
     assert options["--max-restarts"] == "2" and options["--shutdown-timeout"] == "700"
     assert first[-3:] == ["train.py", "--config", "c.yaml"]
