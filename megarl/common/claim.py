@@ -35,7 +35,7 @@ WATCH_S = 5 * RENEW_S
 LOCK_S = 30.0
 _NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
-Verdict = Literal["free", "held", "unclear"]
+ClaimVerdict = Literal["free", "held", "unclear"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Sighting:
 
 def judge(
     seen: Sighting | None, first: Sighting | None, mine: Holder, *, watched_s: float, age_s: float, node_s: float
-) -> Verdict:
+) -> ClaimVerdict:
     """Tell whether the directory is free for `mine`: `seen` is the claim now, `first` when the start began to watch.
 
     `watched_s`: for how long it has watched; `age_s`: the time since the last renewal, by this host's clock, which may

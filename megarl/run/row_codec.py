@@ -8,18 +8,17 @@ from typing import Any
 
 from megarl.common.errors import MalformedMessage
 from megarl.common.object_collectives import Codec, codec_of
-from megarl.queue.rows import COLUMN, decode, decode_tag, encode
-from megarl.queue.trajectory import SampleTag, Trajectory
+from megarl.queue.rows import COLUMN, decode, encode
+from megarl.queue.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
 class _Message:
-    """Rows of the queue: the values of all rows, where each one begins and the last one ends, tags and failures."""
+    """Rows of the queue: the values of all rows, where each one begins and the last one ends, and the queue's tags."""
 
     values: bytes
     offsets: list[int]
-    tags: list[SampleTag]
-    failures: list[str]
+    tags: list[dict[str, str]]
 
 
 _MESSAGE: Codec[_Message] = codec_of(_Message)
@@ -27,12 +26,11 @@ _MESSAGE: Codec[_Message] = codec_of(_Message)
 
 def _encode(rows: Sequence[Trajectory]) -> bytes:
     if not rows:
-        return _MESSAGE.encode(_Message(b"", [0], [], []))
+        return _MESSAGE.encode(_Message(b"", [0], []))
     data, tags = encode(rows)
     column: Any = data[COLUMN]  # torch's types do not know the methods of nested tensors
     values, offsets = column.values().numpy().tobytes(), column.offsets().tolist()
-    failures = [tag["failure"] for tag in tags]
-    return _MESSAGE.encode(_Message(values, offsets, [decode_tag(tag) for tag in tags], failures))
+    return _MESSAGE.encode(_Message(values, offsets, tags))
 
 
 def _decode(content: bytes) -> list[Trajectory]:
@@ -45,11 +43,10 @@ def _decode(content: bytes) -> list[Trajectory]:
         return []
     values = torch.frombuffer(bytearray(message.values), dtype=torch.uint8)
     column = torch.nested.nested_tensor_from_jagged(values, torch.tensor(message.offsets))
-    tags = [vars(tag) | {"failure": failure} for tag, failure in zip(message.tags, message.failures, strict=True)]
     try:
-        return decode(TensorDict({COLUMN: column}, batch_size=len(tags)), tags)
-    except ValueError as error:
-        raise MalformedMessage(f"a leader sent rows of the queue that cannot be read: {error}") from error
+        return decode(TensorDict({COLUMN: column}, batch_size=len(message.tags)), message.tags)
+    except (ValueError, KeyError, TypeError) as error:
+        raise MalformedMessage(f"a leader sent rows of the queue that cannot be read: {error!r}") from error
 
 
 ROWS: Codec[list[Trajectory]] = Codec(_encode, _decode)

@@ -29,7 +29,7 @@ def serve(pool: TestPool, version: int) -> None:
 
 
 def inside(replica: Any, function: Callable[[Any], Any]) -> Any:
-    """What a function of the actor returns in the actor's process."""
+    """Return what a function of the actor returns in the actor's process."""
     import ray
 
     return ray.get(replica._actor.__ray_call__.remote(function), timeout=60)
