@@ -80,7 +80,8 @@ class StepPlan:
 
     `tags`: those of all samples of the batch by key; `version`: the version of the weights that the step updates;
     `stale`: keys of the samples of groups that were dropped as stale; `reused`: ids of the groups that an earlier step
-    has trained; `replaced`: ids of the groups without signal that rollout replaced before the batch.
+    has trained; `replaced`: ids of the groups without signal that rollout replaced before the batch; `not_finite`: ids
+    of the groups that the step would have trained, if their loss or gradient were finite.
     """
 
     tags: dict[str, SampleTag]
@@ -91,6 +92,7 @@ class StepPlan:
     stale: list[str] = field(default_factory=list)
     reused: frozenset[int] = frozenset()
     replaced: frozenset[int] = frozenset()
+    not_finite: frozenset[int] = frozenset()
 
     @property
     def admitted(self) -> frozenset[int]:
@@ -103,7 +105,7 @@ class StepPlan:
         stale = {self.tags[key].group_id for key in self.stale}
         usable = Counter(tag.group_id for tag in self.new_tags if not tag.failed)
         trained = set(self.trained_groups)
-        failed = {group for group in self.admitted - self.replaced - stale if usable[group] < 2}
+        failed = {group for group in self.admitted - self.replaced - stale if usable[group] < 2} | self.not_finite
         filtered = self.admitted - trained - stale - failed
         ends = {"trained": trained, "filtered": filtered, "dropped_stale": stale, "failed": failed}
         return {name: sorted(groups) for name, groups in ends.items()}
@@ -128,7 +130,8 @@ class StepPlan:
             return None
         outcome = replace(self.outcome, trained=0, failed=self.outcome.failed + self.outcome.trained)
         shaped = replace(self.shaped, groups=[], trained_groups=0)
-        return replace(self, shaped=shaped, mini_batches=[], outcome=outcome)
+        lost = frozenset(self.trained_groups)
+        return replace(self, shaped=shaped, mini_batches=[], outcome=outcome, not_finite=lost)
 
     def keys_of(self, dp_rank: int) -> list[str]:
         """Return the keys of the rows that a DP rank must fetch, in the order in which it trains on them."""

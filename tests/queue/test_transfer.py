@@ -263,7 +263,7 @@ def test_a_group_of_which_nothing_was_generated(queue: dict[str, Any], tmp_path:
     assert recorded.trajectories == rows
     for read in (tags, recorded.tags):  # as the training loop and as `megarl replay` plan the step
         plan = plan_step(read, config("model"), dp_size=2, version=0)
-        assert (plan.outcome.failed, plan.outcome.admitted) == (1, len(groups))
+        assert (plan.outcome.failed, len(plan.admitted)) == (1, len(groups))
         assert not set(plan.keys_of(0) + plan.keys_of(1)) & {row.key for row in failed}
     metrics = step_metrics()
     record_batch(metrics, plan)

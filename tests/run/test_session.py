@@ -228,7 +228,6 @@ def test_steps_without_a_finite_loss_are_skipped_at_most_so_often_and_their_grou
     for _ in range(2):
         skipped = session.skip(non_finite(), plan)
         assert skipped.outcome == GroupOutcome(trained=0, filtered=1, dropped_stale=0, failed=4)
-        assert skipped.outcome.admitted == outcome.admitted
         assert skipped.mini_batches == [] and skipped.trained_groups == []
     assert "the batch is kept in failed_batch; the step is skipped (2 of at most 2)" in session.recorder.said[-1]  # type: ignore[attr-defined]
     with pytest.raises(NonFiniteError):

@@ -319,6 +319,22 @@ def test_groups_that_are_used_again_are_trained_like_others_and_have_ended_alrea
     assert (values["data/a/groups"], values["data/a/reward_mean"]) == (4, pytest.approx(5 / 8))
 
 
+def test_the_trained_groups_of_a_step_that_is_skipped_have_failed() -> None:
+    """By name, as the commit reports them, and by number, as the metrics do."""
+    rewards = {2: (0.0, 2.0), 5: (1.0, 0.0), 6: (1.0, 1.0), 7: (0.0, 1.0)}
+    tags = [
+        tag(g, i, reward, version=0 if g == 7 else 6) for g, each in rewards.items() for i, reward in enumerate(each)
+    ]
+    plan = plan_step(tags, config(), dp_size=2, version=6)
+    assert plan.ended == {"trained": [2, 5], "filtered": [6], "dropped_stale": [7], "failed": []}
+    skipped = plan.skipped()
+    assert skipped is not None and skipped.keys_of(0) == []
+    assert skipped.ended == {"trained": [], "filtered": [6], "dropped_stale": [7], "failed": [2, 5]}
+    assert {name: getattr(skipped.outcome, name) for name in skipped.ended} == {
+        name: len(groups) for name, groups in skipped.ended.items()
+    }
+
+
 @pytest.mark.parametrize(
     ("rewards", "version", "reused", "told"),
     [
