@@ -319,8 +319,8 @@ def test_groups_that_are_used_again_are_trained_like_others_and_have_ended_alrea
     assert (values["data/a/groups"], values["data/a/reward_mean"]) == (4, pytest.approx(5 / 8))
 
 
+def test_the_trained_groups_of_a_step_that_is_skipped_have_failed() -> None:
     """Both by name, as the commit reports them, and by number, as the metrics do."""
-    """By name, as the commit reports them, and by number, as the metrics do."""
     rewards = {2: (0.0, 2.0), 5: (1.0, 0.0), 6: (1.0, 1.0), 7: (0.0, 1.0)}
     tags = [
         tag(g, i, reward, version=0 if g == 7 else 6) for g, each in rewards.items() for i, reward in enumerate(each)
