@@ -51,7 +51,7 @@ def test_a_child_of_the_worker_never_answers(pool: RewardPool, fork: str) -> Non
     assert worker_pids(pool) == before  # none had to be replaced
 
 
-@pytest.mark.parametrize("attack", ["flood", "garbage", "forge"])
+@pytest.mark.parametrize("attack", ["flood", "garbage", "forge", "forge_nan"])
 def test_what_is_no_answer_costs_a_worker_and_one_sample(pool: RewardPool, attack: str) -> None:
     """The sample is scored a second time, because the cause may have been another one."""
     before = worker_pids(pool)
@@ -132,6 +132,7 @@ def test_the_first_failure_is_reported_with_the_traceback_and_the_limit_ends_the
         assert len(reported) == 2 and "has failed for 10 samples" in reported[1]
         assert reported[0].startswith(f"reward function '{MODULE}:broken': exception no. 1: LookupError: the judge")
         assert "such samples are not trained on" in reported[0]
+        assert reported[1].count("reward function") == 1 and "the latest: exception no. 10: Lookup" in reported[1]
         assert all(each in reported[0] for each in ('reward_functions.py", line', "in broken", "raise LookupError"))
         assert "worker.py" not in reported[0]  # the lines of the function, not those of the program that called it
         assert run(pool, "x")[0].dropped  # the 12th, which ends the pool
