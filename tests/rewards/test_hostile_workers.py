@@ -51,14 +51,22 @@ def test_a_child_of_the_worker_never_answers(pool: RewardPool, fork: str) -> Non
     assert worker_pids(pool) == before  # none had to be replaced
 
 
-@pytest.mark.parametrize("attack", ["flood", "garbage", "forge", "forge_nan"])
-def test_what_is_no_answer_costs_a_worker_and_one_sample(pool: RewardPool, attack: str) -> None:
+@pytest.mark.parametrize(
+    ("attack", "sent"),
+    [
+        ("flood", "a message of 2021161080 bytes"),
+        ("garbage", "a message that is no answer"),
+        ("forge", "an answer for sample 1000000"),
+        ("forge_nan", "an answer with the score nan"),
+    ],
+)
+def test_what_is_no_answer_costs_a_worker_and_one_sample(pool: RewardPool, attack: str, sent: str) -> None:
     """The sample is scored a second time, because the cause may have been another one."""
     before = worker_pids(pool)
     outcomes = run(pool, "ok 1", f"{attack} 2", *(f"ok {number}" for number in range(3, 13)))
     assert [each.score for each in outcomes] == [1.0, 0.0, *map(float, range(3, 13))]
     assert [each.reason for each in outcomes] == [None, "foreign", *[None] * 10]
-    assert outcomes[1].dropped and outcomes[1].redone == 1 and "its process sent" in str(outcomes[1].error)
+    assert outcomes[1].dropped and outcomes[1].redone == 1 and f"its process sent {sent}" in str(outcomes[1].error)
     assert worker_pids(pool) != before
 
 
