@@ -124,8 +124,6 @@ def test_a_set_of_which_nothing_could_be_judged_ends_with_one_message(
     assert (written["greedy"]["reward_errors"], written["sampled"]["reward_errors"]) == (2 * code, 4 * code)
 
 
-@pytest.mark.slow
-@pytest.mark.engine
 def test_the_last_notices_of_a_start_that_fails_are_shown(model, heldout, tmp_path, capsys, monkeypatch):
     config = config_of("--model", str(model), "--data", str(heldout), "--run-dir", str(tmp_path))
     (tmp_path / "logs").mkdir()
@@ -141,6 +139,8 @@ def test_the_last_notices_of_a_start_that_fails_are_shown(model, heldout, tmp_pa
     assert not [each for each in threading.enumerate() if each.name == "watch-notices"]
 
 
+@pytest.mark.slow
+@pytest.mark.engine
 def test_a_real_engine_end_to_end(model, heldout, tmp_path):
     command = [
         sys.executable, "-m", "megarl", "eval", "--model", str(model), "--data", str(heldout), "--max-tokens", "16",
