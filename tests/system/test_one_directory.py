@@ -27,8 +27,7 @@ def test_a_second_start_is_refused_and_ctrl_c_saves(tmp_path: Path) -> None:
             output, _ = again.communicate(timeout=60)
         finally:
             if again.poll() is None:
-                again.kill()
-                again.communicate(timeout=30)
+                kill_everything(again, run_dir)
         assert again.returncode != 0 and output.count("megarl: ") == 1 and "is in use by torchrun (pid " in output
         assert not (run_dir / "previous").exists() and not (run_dir / "exit.json").exists()
         steps = len(step_records(run_dir))
