@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,22 +224,23 @@ def _evaluate(config: Config) -> list[SetReport]:
     from megarl.rollout.ready_batches import PublicationNeeded
 
     sys.stderr.write(f"megarl: starting the engine for {config.model.path}; logs in {config.run_dir / 'logs'}\n")
-    notices = NoticeWatch(config.run_dir, _tell)
-    handle = launch_supervisor(config.model_dump_json(), config.run_dir, os.getpid(), cuda=detect_device() == "cuda")
-    client = None
-    try:
-        client = PoolClient.connect(handle, config)
-        sys.stderr.write("megarl: evaluating\n")
-        reports = client.evaluate(0, LABEL)
-        if isinstance(reports, PublicationNeeded):  # the controller says that to a trainer only
-            raise RolloutError(reports.reason)
-        return reports
-    finally:
-        notices.close()
-        if client is not None:
-            client.close()
-        else:
-            stop_supervisor(Path(handle.run_dir), handle.process, handle.launch_id, config.timeouts.shutdown_s)
+    with closing(NoticeWatch(config.run_dir, _tell)):
+        handle = launch_supervisor(
+            config.model_dump_json(), config.run_dir, os.getpid(), cuda=detect_device() == "cuda"
+        )
+        client = None
+        try:
+            client = PoolClient.connect(handle, config)
+            sys.stderr.write("megarl: evaluating\n")
+            reports = client.evaluate(0, LABEL)
+            if isinstance(reports, PublicationNeeded):  # the controller says that to a trainer only
+                raise RolloutError(reports.reason)
+            return reports
+        finally:
+            if client is not None:
+                client.close()
+            else:
+                stop_supervisor(Path(handle.run_dir), handle.process, handle.launch_id, config.timeouts.shutdown_s)
 
 
 def _tell(text: str) -> None:

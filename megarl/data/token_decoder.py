@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,6 @@ class TokenDecoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        # Its threads cost more than they bring here, and a process that has used them warns when it starts another one.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._tokenizer = copy.deepcopy(tokenizer)
         self._library = _library_tokenizer(self._tokenizer)
 

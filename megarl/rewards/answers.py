@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 
 from pydantic import TypeAdapter, ValidationError
@@ -60,6 +61,8 @@ def decode_answer(encoded: bytes, task: int) -> RewardAnswer:
         raise AnswerError(f"an answer for sample {answer.task} where that for sample {task} was due")
     if (answer.result is None) == (answer.reason is None):
         raise AnswerError("an answer with both a result and an error, or with neither")
+    if answer.result is not None and not math.isfinite(answer.result.score):
+        raise AnswerError(f"an answer with the score {answer.result.score}, which is no finite number")
     return answer
 
 

@@ -43,7 +43,8 @@ def math(sample: RewardInput, require_box: bool = False) -> RewardResult:
 def comparison_key(sample: RewardInput, require_box: bool = False) -> str:
     """Return what decides how long `math` takes for a sample: the pair of reference and answer.
 
-    It is cheap, however long the response is, because the pool asks for each sample.
+    It reads the response from its last box on, and all of it if that box is not closed, which takes milliseconds for
+    a long response. So the pool asks only while something has timed out.
     """
     start = max(sample.response.rfind(box) for box in (r"\boxed", r"\fbox"))
     content = last_boxed(sample.response[start:]) if start >= 0 else None

@@ -83,10 +83,15 @@ class RewardProcess:
         """Return the seconds that are left for the start."""
         return max(0.01, self._deadline - time.monotonic())
 
-    def send(self, batch: Sequence[tuple[int, bytes]]) -> None:
-        """Send a batch of numbers and pickled samples; raises WorkerDiedError if the process does not take it."""
+    def send(self, batch: Sequence[tuple[int, bytes]], timeout_s: float) -> None:
+        """Send a batch of numbers and pickled samples; raises WorkerDiedError if the process does not take it in time.
+
+        It waits for samples, so it takes them at once, unless it was stopped or has ended.
+        """
         try:
-            send_frame(self._connection, pickle.dumps(list(batch)), self._start_timeout_s)
+            send_frame(self._connection, pickle.dumps(list(batch)), timeout_s)
+        except TimeoutError as error:
+            raise WorkerDiedError(f"it did not take its samples within {timeout_s:g} s and was killed") from error
         except OSError as error:
             raise WorkerDiedError(self._end()) from error
 

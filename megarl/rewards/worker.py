@@ -40,7 +40,8 @@ def score(functions: Sequence[RewardFunction], task: int, payload: bytes) -> Rew
         return RewardAnswer(task, functions[number](sample))
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
-        refused = any(frame.name == as_result.__name__ for frame in frames)
+        code = as_result.__code__
+        refused = any((frame.filename, frame.name) == (code.co_filename, code.co_name) for frame in frames)
         reason: ErrorReason = "memory" if isinstance(error, MemoryError) else "invalid" if refused else "exception"
         return RewardAnswer(task, None, reason, _describe(error), _trace(error))
 

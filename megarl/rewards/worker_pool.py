@@ -45,6 +45,7 @@ MAX_BATCH = 64
 START_ATTEMPTS = 3  # for a replacement; the first start of a pool is not repeated
 RETRY_S = 0.5  # before the second start, and twice that before the third
 MAX_REDONE = 1  # how often a sample is scored again
+MAX_NOT_TAKEN = 3  # how often a process may end while a sample is sent to it, which is no fault of the sample
 # What may have a cause outside the sample: another program killed the process, or the samples before filled its memory.
 _REDONE: frozenset[ErrorReason] = frozenset({"crash", "foreign", "memory"})
 IDLE_WAIT_S = 60.0
@@ -56,16 +57,16 @@ class RewardPoolError(RolloutError):
 
 
 class _Task:
-    """A pickled sample and the future of its outcome.
+    """A sample, also pickled, and the future of its outcome.
 
-    `key`: equal for samples that the function takes equally long for; None if that is not known.
+    `redone`: how often it is scored again; `not_taken`: how often a process ended before it had taken the sample.
     """
 
-    __slots__ = ("function", "future", "key", "number", "payload", "redone")
+    __slots__ = ("function", "future", "not_taken", "number", "payload", "redone", "sample")
 
-    def __init__(self, number: int, function: int, payload: bytes, key: str | None) -> None:
-        self.number, self.function, self.payload, self.key = number, function, payload, key
-        self.redone = 0
+    def __init__(self, number: int, function: int, sample: RewardInput, payload: bytes) -> None:
+        self.number, self.function, self.sample, self.payload = number, function, sample, payload
+        self.redone = self.not_taken = 0
         self.future: Future[RewardOutcome] = Future()
 
     def claim(self) -> bool:
@@ -95,7 +96,7 @@ class RewardPool:
         memory_gib: float | None = None,
         max_error_share: float = 1.0,
         min_errors: int = 1,
-        report: Callable[[str], None] = lambda text: None,
+        report: Callable[[str], None] = log.warning,
     ) -> None:
         if workers < 1 or timeout_s <= 0:
             raise ValueError(
@@ -152,10 +153,10 @@ class RewardPool:
         """Score one sample without an event loop. A sample that cannot be pickled raises at once."""
         self._launch()
         payload = pickle.dumps((function, sample), protocol=pickle.HIGHEST_PROTOCOL)
-        task = _Task(next(self._numbers), function, payload, self._key(function, sample))
+        task = _Task(next(self._numbers), function, sample, payload)
+        known = self._known(task)
         with self._changed:
             failure = self._failure
-            known = self._known(task)
             if failure is None and known is None:
                 self._tasks.append(task)
                 self._changed.notify()
@@ -166,18 +167,36 @@ class RewardPool:
         return task.future
 
     def _known(self, task: _Task) -> RewardAnswer | None:
-        """Return the answer of a task whose work has timed out before; None for any other."""
-        message = None if task.key is None else self._timeouts.get(task.key)
+        """Return the answer of a task whose work has timed out before, more than once; None for any other."""
+        if not self._timeouts or (key := self._key(task)) is None:  # nearly always: nothing has timed out
+            return None
+        with self._changed:
+            message = self._timeouts.get(key)
         if message is None:
             return None
         return RewardAnswer(task.number, None, "timeout", f"the same answer as before: {message}")
 
-    def _key(self, function: int, sample: RewardInput) -> str | None:
-        """Return what decides how long the function takes for a sample; None if only the function knows."""
-        spec = self.functions[function]
+    def _key(self, task: _Task) -> str | None:
+        """Return what decides how long the function takes for a sample; None if only the function knows.
+
+        Not for every sample, and not under the lock: it reads the response.
+        """
+        spec = self.functions[task.function]
         if SHIPPED.get(spec.function, spec.function) != SHIPPED["math"]:
             return None
-        return f"{function} {comparison_key(sample, bool(spec.kwargs.get('require_box')))}"
+        return f"{task.function} {comparison_key(task.sample, bool(spec.kwargs.get('require_box')))}"
+
+    def _remember(self, task: _Task, answer: RewardAnswer, began: float) -> None:
+        """Count a time-out of a task's work, or forget those that were counted once it has had a result."""
+        late = answer.reason == "timeout"
+        if not late and (answer.result is None or not self._timeouts):
+            return
+        if (key := self._key(task)) is not None:
+            with self._changed:
+                if late:
+                    self._timeouts.add(key, answer.message, began, time.monotonic())
+                else:
+                    self._timeouts.forget(key)
 
     def waiting(self) -> str:
         """Describe what the pool works on and how often its functions have failed, as the end of a sentence."""
@@ -226,7 +245,7 @@ class RewardPool:
         batch: list[_Task] = []
         try:
             while process is not None and (batch := self._take()):
-                alive, unanswered = self._run(index, process, batch)
+                alive, unanswered = self._run(index, process, self._without_known(batch))
                 if not alive:
                     process.close()
                     self._hand_back(unanswered)
@@ -240,36 +259,39 @@ class RewardPool:
 
     def _take(self) -> list[_Task]:
         """Wait for the next samples for one process and return them; empty if the pool is closed."""
-        while True:
-            with self._changed:
-                if self._failure is not None:
-                    return []
+        with self._changed:
+            while self._failure is None:
                 cheap = int(BATCH_SECONDS / max(self._sample_seconds, 1e-6))
                 fair = -(-len(self._tasks) // self.workers)
                 size = max(1, min(cheap, fair, MAX_BATCH))
                 batch: list[_Task] = []
-                known: list[tuple[_Task, RewardAnswer]] = []
                 while self._tasks and len(batch) < size:
                     task = self._tasks.popleft()
-                    if not task.claim():
-                        continue
-                    if (answer := self._known(task)) is None:
+                    if task.claim():
                         batch.append(task)
-                    else:
-                        known.append((task, answer))
-                if not batch and not known:
-                    self._changed.wait(IDLE_WAIT_S)
-            for task, answer in known:
+                if batch:
+                    return batch
+                self._changed.wait(IDLE_WAIT_S)
+        return []
+
+    def _without_known(self, batch: list[_Task]) -> list[_Task]:
+        """Finish the tasks whose work has timed out before, and return the others."""
+        others = []
+        for task in batch:
+            if (answer := self._known(task)) is None:
+                others.append(task)
+            else:
                 self._finish(task, answer)
-            if batch:
-                return batch
+        return others
 
     def _run(self, index: int, process: RewardProcess, batch: list[_Task]) -> tuple[bool, list[_Task]]:
         """Score a batch; return (whether the process still runs, the tasks without an answer)."""
+        if not batch:
+            return True, []
         try:
-            process.send([(task.number, task.payload) for task in batch])
-        except WorkerDiedError:
-            return False, batch  # it ended while it was idle, so no sample is the cause
+            process.send([(task.number, task.payload) for task in batch], min(self.timeout_s, self.start_timeout_s))
+        except WorkerDiedError as error:
+            return False, self._not_taken(batch, str(error))
         for position, task in enumerate(batch):
             self._running[index] = task
             try:
@@ -288,6 +310,18 @@ class RewardPool:
                 return False, batch[position + (not again) :]
         return True, []
 
+    def _not_taken(self, batch: list[_Task], ending: str) -> list[_Task]:
+        """Return the tasks that are to be sent again; those to which this has happened too often have failed."""
+        again = []
+        for task in batch:
+            task.not_taken += 1
+            if task.not_taken < MAX_NOT_TAKEN:
+                again.append(task)
+            else:
+                message = f"{MAX_NOT_TAKEN} processes ended before they had taken the sample; the latest: {ending}"
+                self._finish(task, RewardAnswer(task.number, None, "crash", message))
+        return again
+
     def _await_answer(self, process: RewardProcess, task: _Task) -> tuple[RewardAnswer, bool]:
         """Wait for one answer; return it, and whether the process is still usable."""
         begin = time.monotonic()
@@ -301,25 +335,26 @@ class RewardPool:
                 answer = replace(answer, message=answer.message + limit)
         except WorkerTimeoutError as error:
             answer = RewardAnswer(task.number, None, "timeout", str(error))
-            if task.key is not None:
-                with self._changed:
-                    self._timeouts.add(task.key, str(error))
         except ForeignAnswerError as error:
             answer = RewardAnswer(task.number, None, "foreign", str(error))
         except WorkerDiedError as error:
             answer = RewardAnswer(task.number, None, "crash", str(error))
+        self._remember(task, answer, begin)
         self._sample_seconds += 0.2 * (time.monotonic() - begin - self._sample_seconds)
         return answer, alive
 
     def _finish(self, task: _Task, answer: RewardAnswer) -> None:
         """Complete the task of an answer, and fail the pool if its function fails too often."""
-        result, spec = answer.result, self.functions[task.function]
+        result, spec, report = answer.result, self.functions[task.function], self._reports[task.function]
+        message = None
         with self._changed:
             failure = self._failure
             if failure is None:
                 passed = self._limits[task.function].note(failed=result is None)
                 if result is None:
-                    self._reports[task.function].note(answer)
+                    message = report.count(answer)
+        if message is not None:
+            report.tell(message)
         if result is not None:
             outcome = RewardOutcome(result.score, result.components, answer=result.answer, redone=task.redone)
             task.future.set_result(outcome)

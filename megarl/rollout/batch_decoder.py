@@ -31,8 +31,19 @@ class BatchDecoder:
     def _send(self) -> None:
         waiting, self._waiting = self._waiting, []
         sequences = [ids for ids, _ in waiting]
-        texts = asyncio.get_running_loop().run_in_executor(None, self._decode_all, sequences)
+        try:
+            texts = asyncio.get_running_loop().run_in_executor(None, self._decode_all, sequences)
+        except Exception as error:  # no thread can be started, or the executor was shut down
+            _fail(waiting, error)
+            return
         texts.add_done_callback(partial(_settle, waiting))
+
+
+def _fail(waiting: Waiting, error: Exception) -> None:
+    """Give each of those that still wait the error because of which nothing was decoded."""
+    for _, decoded in waiting:
+        if not decoded.done():
+            decoded.set_exception(error)
 
 
 def _settle(waiting: Waiting, texts: asyncio.Future[list[str]]) -> None:

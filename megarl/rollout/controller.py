@@ -69,6 +69,8 @@ class RolloutController:
         if cwd:
             os.chdir(cwd)
             sys.path.insert(0, cwd)
+        # Decoding with them costs more than it brings, and a process that has used them warns when it starts another.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of the tokenizers library
         spec.watch_supervisor()
         self._batches = ReadyBatches(self.config.batch.samples_per_group)
         self._engine_time = BusyClock()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import RolloutError
@@ -64,7 +64,6 @@ class PromptSource:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.tokenizer = load_tokenizer(config.model.path)
-        self._decoder = TokenDecoder(self.tokenizer)
         self.stop_token_ids = tuple(stop_token_ids(config.model.path, self.tokenizer, config.sampling.stop_token_ids))
         self._rewards = list(reward_functions(config).values())
         info = load_info(config.model.path)
@@ -130,9 +129,13 @@ class PromptSource:
         """Return the text of token ids without special tokens, as reward functions get it."""
         return self.decode_all([ids])[0]
 
-    def decode_all(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Return the texts of several sequences, as `decode`. Any thread may call it."""
-        return self._decoder.texts(sequences)
+    @cached_property
+    def decode_all(self) -> Callable[[Sequence[Sequence[int]]], list[str]]:
+        """The function that returns the texts of several sequences, as `decode`; any thread may call it.
+
+        Ask for it in the thread that encodes: it copies the tokenizer, which only a process that decodes needs.
+        """
+        return TokenDecoder(self.tokenizer).texts
 
     def eval_sets(self) -> list[EvalSet]:
         """Return the configured held-out sets, tokenized, without records."""

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from megarl.commands import evaluate as standalone
 from megarl.commands.cli import build_parser, main
 from megarl.commands.evaluate import eval_config, report_content
-from megarl.common.errors import ConfigError
+from megarl.common.errors import ConfigError, RolloutError
+from megarl.common.notices import write_notice
 from megarl.evaluation.accuracy import SampleFailure, ScoredResponse
 from megarl.evaluation.harness import evaluate_set
 from tests.support.tiny import make_tiny_model
@@ -120,6 +122,21 @@ def test_a_set_of_which_nothing_could_be_judged_ends_with_one_message(
     assert capsys.readouterr().err.count(told) == code
     (written,) = json.loads(path.read_text())["sets"]
     assert (written["greedy"]["reward_errors"], written["sampled"]["reward_errors"]) == (2 * code, 4 * code)
+
+
+def test_the_last_notices_of_a_start_that_fails_are_shown(model, heldout, tmp_path, capsys, monkeypatch):
+    config = config_of("--model", str(model), "--data", str(heldout), "--run-dir", str(tmp_path))
+    (tmp_path / "logs").mkdir()
+
+    def fail(*arguments, **options):
+        write_notice(tmp_path, "the pool is told why")
+        raise RolloutError("the pool does not start")
+
+    monkeypatch.setattr("megarl.cluster.handle.launch_supervisor", fail)
+    with pytest.raises(RolloutError):
+        standalone._evaluate(config)
+    assert "megarl: the pool is told why\n" in capsys.readouterr().err
+    assert not [each for each in threading.enumerate() if each.name == "watch-notices"]
 
 
 @pytest.mark.slow

@@ -70,8 +70,9 @@ def test_the_end_of_the_peer_is_seen_and_a_peer_that_reads_nothing_is_not_waited
 
 
 texts = st.text(max_size=20)
-finite = st.floats(allow_nan=False)
-results = st.builds(RewardResult, finite, st.dictionaries(texts, finite, max_size=3), st.none() | texts)
+numbers = st.floats(allow_nan=False)
+scores = st.floats(allow_nan=False, allow_infinity=False)
+results = st.builds(RewardResult, scores, st.dictionaries(texts, numbers, max_size=3), st.none() | texts)
 
 
 @given(st.integers(0, 1 << 40), results)
@@ -96,6 +97,9 @@ def test_a_component_that_is_no_number_arrives() -> None:
         b'{"task": "7", "result": {"score": 1.0}}',
         b'{"task": 7, "result": {"score": "1.0"}}',
         b'{"task": 7, "result": {"score": null}}',
+        b'{"task": 7, "result": {"score": NaN}}',
+        b'{"task": 7, "result": {"score": -Infinity}}',
+        b'{"task": 7, "result": {"score": 1e999}}',
         b'{"task": 7, "result": null}',
         b'{"task": 7, "result": {"score": 1.0}, "reason": "crash"}',
         b'{"task": 7, "result": null, "reason": "bored"}',

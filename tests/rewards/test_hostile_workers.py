@@ -51,14 +51,22 @@ def test_a_child_of_the_worker_never_answers(pool: RewardPool, fork: str) -> Non
     assert worker_pids(pool) == before  # none had to be replaced
 
 
-@pytest.mark.parametrize("attack", ["flood", "garbage", "forge"])
-def test_what_is_no_answer_costs_a_worker_and_one_sample(pool: RewardPool, attack: str) -> None:
+@pytest.mark.parametrize(
+    ("attack", "sent"),
+    [
+        ("flood", "a message of 2021161080 bytes"),
+        ("garbage", "a message that is no answer"),
+        ("forge", "an answer for sample 1000000"),
+        ("forge_nan", "an answer with the score nan"),
+    ],
+)
+def test_what_is_no_answer_costs_a_worker_and_one_sample(pool: RewardPool, attack: str, sent: str) -> None:
     """The sample is scored a second time, because the cause may have been another one."""
     before = worker_pids(pool)
     outcomes = run(pool, "ok 1", f"{attack} 2", *(f"ok {number}" for number in range(3, 13)))
     assert [each.score for each in outcomes] == [1.0, 0.0, *map(float, range(3, 13))]
     assert [each.reason for each in outcomes] == [None, "foreign", *[None] * 10]
-    assert outcomes[1].dropped and outcomes[1].redone == 1 and "its process sent" in str(outcomes[1].error)
+    assert outcomes[1].dropped and outcomes[1].redone == 1 and f"its process sent {sent}" in str(outcomes[1].error)
     assert worker_pids(pool) != before
 
 
@@ -132,6 +140,7 @@ def test_the_first_failure_is_reported_with_the_traceback_and_the_limit_ends_the
         assert len(reported) == 2 and "has failed for 10 samples" in reported[1]
         assert reported[0].startswith(f"reward function '{MODULE}:broken': exception no. 1: LookupError: the judge")
         assert "such samples are not trained on" in reported[0]
+        assert reported[1].count("reward function") == 1 and "the latest: exception no. 10: Lookup" in reported[1]
         assert all(each in reported[0] for each in ('reward_functions.py", line', "in broken", "raise LookupError"))
         assert "worker.py" not in reported[0]  # the lines of the function, not those of the program that called it
         assert run(pool, "x")[0].dropped  # the 12th, which ends the pool

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
+from megarl.rewards.process import RewardProcess, WorkerDiedError
 from megarl.rewards.types import RewardInput, RewardOutcome, RewardSpec
-from megarl.rewards.worker_pool import RewardPool, RewardPoolError
+from megarl.rewards.worker_pool import MAX_NOT_TAKEN, RewardPool, RewardPoolError
 from tests.support.checkout import ROOT
 from tests.support.reward_pool import make_reward_pool, score_all, worker_pids
 
@@ -165,6 +166,65 @@ def test_a_killed_worker_is_replaced(pool: RewardPool) -> None:
     # Found dead when a batch is sent, which is no sample's fault.
     assert [o.score for o in run(pool, *["ok 1"] * 6)] == [1.0] * 6
     assert run(pool, *["ok 1"] * 40)[0].error is None
+
+
+def test_a_stopped_worker_is_waited_for_no_longer_than_for_a_reward() -> None:
+    process = RewardProcess([RewardSpec(FUNCTION)], 120.0)
+    try:
+        process.wait_ready()
+        os.kill(process._process.pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        with pytest.raises(WorkerDiedError, match=r"did not take its samples within 0\.2 s"):
+            process.send([(1, bytes(1 << 24))], 0.2)
+        assert time.monotonic() - begin < 10.0
+    finally:
+        process.close()
+
+
+class EndsWhenSent:
+    """A process that is ready, and ends as soon as it is sent samples."""
+
+    started = 0
+
+    def __init__(self, *args: object) -> None:
+        type(self).started += 1
+
+    def wait_ready(self) -> None:
+        pass
+
+    def send(self, batch: object, timeout_s: float) -> None:
+        raise WorkerDiedError("exit code 9")
+
+    def kill(self) -> None:
+        pass
+
+    close = kill
+
+
+def test_a_process_that_ends_whenever_it_is_sent_samples_is_not_replaced_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megarl.rewards.worker_pool.RewardProcess", EndsWhenSent)
+    pool = make_reward_pool(FUNCTION, workers=1)
+    pool._sample_seconds = 1e-4
+    try:
+        for outcome in run(pool, "ok", "ok"):
+            assert outcome.reason == "crash" and str(outcome.error).endswith("the latest: exit code 9")
+        assert EndsWhenSent.started <= 2 * MAX_NOT_TAKEN + 1
+    finally:
+        pool.close()
+
+
+def test_an_error_in_the_pool_itself_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes before anything was sent, where samples that have timed out before are finished."""
+    pool = make_reward_pool(FUNCTION, workers=1)
+    asyncio.run(pool.start())
+    monkeypatch.setattr(pool, "_without_known", lambda batch: 1 / 0)
+    try:
+        with pytest.raises(RewardPoolError, match="ZeroDivisionError"):
+            run(pool, "ok", "ok")
+    finally:
+        pool.close()
 
 
 def test_an_abandoned_sample_is_not_judged() -> None:

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from megarl.rewards.types import RewardInput, RewardResult
@@ -93,6 +94,9 @@ def hostile(sample: RewardInput) -> float | RewardResult:
         os.write(channel, struct.pack("!I", 5) + b"hello")
     if command == "forge":
         os.write(channel, _frame({"task": 1_000_000, "result": {"score": 99.0}, "reason": None}))
+    if command == "forge_nan":
+        due = next(frame.f_locals["task"] for frame, _ in traceback.walk_stack(None) if "task" in frame.f_locals)
+        os.write(channel, _frame({"task": due, "result": {"score": float("nan")}, "reason": None}))
     if command == "half":
         os.write(channel, struct.pack("!I", 500) + b"{")
         time.sleep(600)

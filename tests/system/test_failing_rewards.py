@@ -15,6 +15,7 @@ import yaml
 
 from tests.support.leftovers import assert_nothing_left
 from tests.support.run import start, step_records, tiny_config, train
+from tests.support.whole_runs import kill_everything
 
 pytestmark = pytest.mark.engine
 
@@ -82,15 +83,19 @@ def test_reward_workers_that_are_killed_and_stopped_cost_time_only(tmp_path: Pat
     process = start(tmp_path / "config.yaml")
     run_dir, faults = Path(config["run"]["dir"]), 0
     deadline = time.monotonic() + 400
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(moments.uniform(0.3, 1.5))
-        if faults < 8 and step_records(run_dir) and (workers := workers_of(process.pid)):
-            try:
-                os.kill(moments.choice(workers), signal.SIGSTOP if faults % 4 == 3 else signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            faults += 1
-    output, _ = process.communicate(timeout=60)
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(moments.uniform(0.3, 1.5))
+            if faults < 8 and step_records(run_dir) and (workers := workers_of(process.pid)):
+                try:
+                    os.kill(moments.choice(workers), signal.SIGSTOP if faults % 4 == 3 else signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                faults += 1
+        output, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            kill_everything(process, run_dir)
     assert process.returncode == 0, output[-4000:]
     summary = json.loads((run_dir / "summary.json").read_text())
     records = step_records(run_dir)

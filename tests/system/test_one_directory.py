@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.support.leftovers import assert_nothing_left
 from tests.support.run import step_records, tiny_config
-from tests.support.whole_runs import start_run, wait_for
+from tests.support.whole_runs import kill_everything, start_run, wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -24,7 +23,11 @@ def test_a_second_start_is_refused_and_ctrl_c_saves(tmp_path: Path) -> None:
     try:
         wait_for(lambda: len(step_records(run_dir)) > 1, process)
         again = start_run(config)
-        output, _ = again.communicate(timeout=60)
+        try:
+            output, _ = again.communicate(timeout=60)
+        finally:
+            if again.poll() is None:
+                kill_everything(again, run_dir)
         assert again.returncode != 0 and output.count("megarl: ") == 1 and "is in use by torchrun (pid " in output
         assert not (run_dir / "previous").exists() and not (run_dir / "exit.json").exists()
         steps = len(step_records(run_dir))
@@ -32,8 +35,7 @@ def test_a_second_start_is_refused_and_ctrl_c_saves(tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate(timeout=30)
+            kill_everything(process, run_dir)
     assert output.count("megarl: finishing the step, saving; again to abort") == 1, output[-3000:]
     record = json.loads((run_dir / "exit.json").read_text())
     assert record["status"] == "preempted" and record["step"] >= steps
