@@ -44,8 +44,8 @@ def _decode(content: bytes) -> list[Trajectory]:
     fits = len(offsets) == len(message.tags) + 1 and offsets[0] == 0 and offsets[-1] == len(message.values)
     if not fits or any(start >= end for start, end in pairwise(offsets)):
         raise MalformedMessage(
-            f"a leader sent {len(message.tags)} rows of the queue in {len(message.values)} bytes, but rows cannot begin "
-            f"and end at the bytes {offsets}"
+            f"a leader sent {len(message.tags)} rows of the queue in {len(message.values)} bytes, but rows cannot "
+            f"begin and end at the bytes {offsets}"
         )
     if not message.tags:
         return []
