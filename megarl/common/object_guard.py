@@ -2,7 +2,9 @@
 
 megarl's ranks exchange MessagePack (`object_collectives.py`). Megatron-Core and torch still call torch's object
 collectives: for the parameter groups of an optimizer, and to plan, check and load a sharded checkpoint. Those unpickle
-what comes out of a socket (torch 2.13, distributed_c10d.py:3435).
+what comes out of a socket (torch 2.13, distributed_c10d.py:3435). When a rank fails, torch sends its exception with the
+traceback to the other ranks: such an exception travels as a RuntimeError that holds the class and the text, because no
+other class of exceptions is admitted, and its traceback as an empty one.
 """
 
 from __future__ import annotations
@@ -10,16 +12,19 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
+import traceback
 from typing import Any
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "int32", "int64", "uint8", "bool")
 # Classes of plain data, and functions that only look up a name or lay out a tensor. There are no dotted names.
 _NAMES: dict[str, tuple[str, ...]] = {
     "_io": ("BytesIO",),
+    "builtins": ("RuntimeError",),
     "collections": ("OrderedDict",),
     "megatron.core.dist_checkpointing.mapping": ("ShardedObject", "ShardedTensor"),
     "torch": ("Size", *_DTYPES),
     "torch._utils": ("_rebuild_tensor_v2",),
+    "torch.distributed.checkpoint.api": ("CheckpointException",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
@@ -42,7 +47,25 @@ _NAMES: dict[str, tuple[str, ...]] = {
     ),
     "torch.distributed.checkpoint.storage": ("WriteResult",),
     "torch.serialization": ("_get_layout",),
+    "traceback": ("StackSummary",),
 }
+
+
+class FailurePickler(pickle.Pickler):
+    """A pickler that sends each exception as one of the classes that `GuardedUnpickler` admits."""
+
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401  # as the base class
+        """Return the class and the arguments of what is sent for `value`; NotImplemented: as every pickler does."""
+        from torch.distributed.checkpoint import CheckpointException
+
+        if isinstance(value, CheckpointException):
+            return CheckpointException, value.args  # the step and each failed rank's exception
+        if isinstance(value, BaseException):
+            text = "".join(traceback.format_exception_only(value)).strip()
+            return RuntimeError, (text if type(value) is not RuntimeError else str(value),)
+        if isinstance(value, traceback.StackSummary):
+            return traceback.StackSummary, ()  # its frames may hold code, and paths of this rank
+        return NotImplemented
 
 
 class GuardedUnpickler(pickle.Unpickler):
@@ -61,11 +84,13 @@ class GuardedUnpickler(pickle.Unpickler):
 
 
 def guard_object_collectives() -> None:
-    """Make torch's object collectives refuse everything else in this process. Idempotent."""
+    """Make torch's object collectives refuse everything else in this process, and send failures so. Idempotent."""
     from torch.distributed import distributed_c10d
 
-    if not hasattr(distributed_c10d, "_unpickler"):
-        raise RuntimeError("this version of torch has no distributed_c10d._unpickler, which has to be guarded")
+    for name in ("_pickler", "_unpickler"):
+        if not hasattr(distributed_c10d, name):
+            raise RuntimeError(f"this version of torch has no distributed_c10d.{name}, which has to be guarded")
+    distributed_c10d._pickler = FailurePickler  # type: ignore[misc,assignment]
     distributed_c10d._unpickler = GuardedUnpickler  # type: ignore[misc,assignment]
 
 

@@ -93,7 +93,8 @@ def use_private_directory(directory: Path) -> None:
 def remove_private_directory(directory: Path) -> None:
     """Remove the directory and the named semaphores and shared memory of its processes. Repeatable, never raises."""
     for path in _shared(directory):
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is gone, or the system refuses
+            path.unlink()
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -134,16 +135,24 @@ def _tag(directory: Path) -> str:
 
 
 def _shared(directory: Path) -> Iterator[Path]:
-    """Yield the named semaphores and shared memory of the directory's processes."""
+    """Yield the named semaphores and shared memory of the directory's processes, as far as this user owns them."""
     if not _NAME.fullmatch(directory.name):
         return
     tag = re.escape(_tag(directory))
     # vLLM names the memory that workers on the CPU share after the file by which they find each other.
     files = "|".join(re.escape(path.name) for path in directory.glob("tmp/vllm_dist_*"))
     ours = re.compile(rf"sem\.{tag}-.*|{tag}[0-9a-f]{{4,}}" + (rf"|({files})-.*" if files else ""))
-    for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
-        if ours.fullmatch(path.name):
-            yield path
+    with contextlib.suppress(OSError):  # there is none, or it cannot be listed
+        for path in sorted(SHARED_MEMORY.iterdir()):
+            if ours.fullmatch(path.name) and _own(path):
+                yield path
+
+
+def _own(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.getuid()
+    except OSError:  # another process has removed it
+        return False
 
 
 def _owner(directory: Path) -> Owner | None:

@@ -7,6 +7,7 @@ is a key that was derived from it for one purpose.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import secrets
@@ -18,6 +19,8 @@ SECRET_FILE = "secret"
 # Environment variable with RUN_DIR, for torchrun, which has no config (megarl/cluster/nodes/rendezvous.py).
 RUN_DIR_VARIABLE = "MEGARL_RUN_DIR"
 _BYTES = 32
+# What `os.link` reports where there are none: vfat and exFAT, some FUSE and object stores.
+_NO_HARD_LINKS = {errno.ENOTSUP, errno.EPERM, errno.ENOSYS}
 
 
 def run_secret(run_dir: Path | str) -> bytes:
@@ -56,5 +59,14 @@ def _make(path: Path) -> None:
     try:
         with suppress(FileExistsError):
             os.link(temporary, path)  # atomic, also on NFS
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        raise OSError(
+            error.errno,
+            f"the file system of {path.parent} has no hard links ({error.strerror}), without which the processes of a "
+            "run could not agree on one secret: set run.dir to a directory of another file system, which all nodes of "
+            "the run share",
+        ) from None
     finally:
         temporary.unlink()

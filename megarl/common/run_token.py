@@ -27,8 +27,9 @@ def run_token() -> str:
         except OSError as error:
             raise ValueError(
                 f"process {os.getpid()} has no token of the run ({error}), and without one every stranger could write "
-                "to the run's sockets: unset RAY_AUTH_MODE, so that the run makes a token of its own, or set "
-                "RAY_AUTH_TOKEN_PATH, in the environment of every node of the cluster too"
+                "to the run's sockets: without ray.address in the config, unset RAY_AUTH_MODE, so that the run makes a "
+                "token of its own; with ray.address, set RAY_AUTH_TOKEN_PATH to the token of that Ray cluster, in the "
+                "environment of every one of its nodes too"
             ) from None
     if len(token) < MIN_CHARACTERS:
         raise ValueError(f"the token in {where} has {len(token)} characters; it must have at least {MIN_CHARACTERS}")

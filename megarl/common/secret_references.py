@@ -14,7 +14,8 @@ from typing import Any
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LIKE_A_SECRET = re.compile(
-    r"(^|_)(api_?key|access_?key|private_?key|secret(_?key)?|passw(or)?d|credentials?|(api|auth|access|hf|bearer)_token)$",
+    r"(^|_)(api_?key|access_?key|private_?key|secret(_?key)?|passw(or)?d|credentials?"
+    r"|(api|auth|access|hf|bearer|session|refresh|security|github)_token)$",
     re.IGNORECASE,
 )
 
@@ -26,12 +27,12 @@ def references(values: Mapping[str, Any], key: str) -> Iterator[tuple[str, str]]
 
 
 def literal_secrets(values: Mapping[str, Any], key: str) -> Iterator[str]:
-    """Yield the dotted key of each string inside `values` whose name says that it is a secret."""
+    """Yield the dotted key of each string inside `values` whose name, or that of its list, says it is a secret.
+
+    A hyphen in a name counts as an underscore: headers have names such as `x-api-key`.
+    """
     for name, value in values.items():
-        inner = value if isinstance(value, Mapping) else {}
-        if isinstance(value, str) and value and _LIKE_A_SECRET.search(name):
-            yield f"{key}.{name}"
-        yield from literal_secrets(inner, f"{key}.{name}")
+        yield from _literal_secrets(value, f"{key}.{name}", bool(_LIKE_A_SECRET.search(str(name).replace("-", "_"))))
 
 
 def resolved(values: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -69,6 +70,19 @@ def _references(value: object, key: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple):
         for index, content in enumerate(value):
             yield from _references(content, f"{key}.{index}")
+
+
+def _literal_secrets(value: object, key: str, named_secret: bool) -> Iterator[str]:
+    """Yield the keys inside one value; `named_secret`: its name says that it is a secret."""
+    if isinstance(value, str):
+        if value and named_secret:
+            yield key
+    elif isinstance(value, Mapping):
+        if _variable(value) is None:
+            yield from literal_secrets(value, key)
+    elif isinstance(value, list | tuple):
+        for index, content in enumerate(value):
+            yield from _literal_secrets(content, f"{key}.{index}", named_secret)
 
 
 def _replaced(value: Any) -> Any:  # noqa: ANN401  # whatever the config holds

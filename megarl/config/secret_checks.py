@@ -55,5 +55,5 @@ def _runtime_variables(path: Path | None) -> set[str]:
         return set()
     try:
         return set(yaml.safe_load(path.read_text(encoding="utf-8"))["env_vars"])
-    except (OSError, yaml.YAMLError, TypeError, KeyError):
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError):
         return set()

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import TCPStore
 
 from megarl.common.bound_store import connect_store, serve_store
+from megarl.common.errors import NotAuthentic
 from megarl.common.object_collectives import Codec, all_gather, broadcast, codec_of
 from megarl.common.object_guard import guard_object_collectives
 from megarl.common.run_secret import run_secret
@@ -43,13 +44,24 @@ def join_peers(backend: str, timeout_s: float, run_dir: Path) -> None:
 def _own_store(rank: int, timeout_s: float, secret: bytes) -> TCPStore:
     """Return the store of this start of the ranks, which rank 0 serves."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # The port is free at each start: rank 0 shall serve the store there, and no other process does.
-        return serve_store(host, port, timeout_s) if rank == 0 else connect_store(host, port, timeout_s)
+        # The port is free at each start: rank 0 shall serve the store there, and no other process does. The rendezvous
+        # store does not sign this address, so rank 0 does, and the others use no store of a stranger. The name has no
+        # number of restarts: each agent counts only those for its own ranks' failures (torch 2.13, api.py:951).
+        name = f"store of the ranks/{run}"
+        if rank == 0:
+            store = serve_store(host, port, timeout_s)
+            store.set(name, sign(secret, name, json.dumps([host, port])))
+            return store
+        store = connect_store(host, port, timeout_s)
+        served = json.loads(verify(secret, name, store.get(name)))
+        if served != [host, port]:
+            raise NotAuthentic(f"rank {rank} was led to the store at {host}:{port}, but rank 0 serves it at {served}")
+        return store
     # The agent serves a store there: it holds nothing of the ranks but the address of theirs, signed.
     agents = connect_store(host, port, timeout_s)
-    start = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
-    name = "/".join(["ranks", *start])
+    name = f"ranks/{run}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     if rank == 0:
         own = "127.0.0.1" if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else host
         store = serve_store(own, 0, timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from megarl.common.errors import MalformedMessage
@@ -39,10 +40,17 @@ def _decode(content: bytes) -> list[Trajectory]:
     from tensordict import TensorDict
 
     message = _MESSAGE.decode(content)
+    offsets = message.offsets
+    fits = len(offsets) == len(message.tags) + 1 and offsets[0] == 0 and offsets[-1] == len(message.values)
+    if not fits or any(start >= end for start, end in pairwise(offsets)):
+        raise MalformedMessage(
+            f"a leader sent {len(message.tags)} rows of the queue in {len(message.values)} bytes, but rows cannot "
+            f"begin and end at the bytes {offsets}"
+        )
     if not message.tags:
         return []
     values = torch.frombuffer(bytearray(message.values), dtype=torch.uint8)
-    column = torch.nested.nested_tensor_from_jagged(values, torch.tensor(message.offsets))
+    column = torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets))
     try:
         return decode(TensorDict({COLUMN: column}, batch_size=len(message.tags)), message.tags)
     except (ValueError, KeyError, TypeError) as error:

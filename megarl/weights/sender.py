@@ -433,8 +433,12 @@ def _share(name: str, text: str | None, wait_s: float) -> str:
 
 
 def store_address(config: Config) -> str:
-    """Return the address at which this process serves a store: 127.0.0.1 if the run has only one node."""
-    return "127.0.0.1" if resolve_pools(config).nodes == 1 else reachable_address()
+    """Return the address at which this process serves a store: 127.0.0.1 if the run has only one node.
+
+    In a Ray cluster of the user's the engines may be on any node.
+    """
+    one_node = config.ray.address is None and resolve_pools(config).nodes == 1
+    return "127.0.0.1" if one_node else reachable_address()
 
 
 def reachable_address() -> str:

@@ -147,6 +147,49 @@ if __name__ == "__main__":
         bystander.unlink()
 
 
+def shared_files(directory: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Three files of the directory's processes in a directory in place of /dev/shm."""
+    at.mkdir()
+    monkeypatch.setattr(private_directory, "SHARED_MEMORY", at)
+    tag = directory.name.removeprefix("megarl-")
+    files = [at / f"sem.{tag}-{name}" for name in "abc"]
+    for file in files:
+        file.touch()
+    return files
+
+
+def test_a_file_that_cannot_be_removed_does_not_keep_the_others(
+    private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = shared_files(private, tmp_path / "shm", monkeypatch)
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == files[0]:
+            raise PermissionError(1, "Operation not permitted", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    remove_private_directory(private)
+    assert [file.exists() for file in files] == [True, False, False] and not private.exists()
+
+
+def test_files_of_other_users_are_left_alone(private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = shared_files(private, tmp_path / "shm", monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+        assert list(private_directory._shared(private)) == []
+    assert list(private_directory._shared(private)) == files
+
+
+def test_a_shared_memory_that_cannot_be_listed(private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("none", "file"):
+        (tmp_path / "file").touch()
+        monkeypatch.setattr(private_directory, "SHARED_MEMORY", tmp_path / place)
+        remove_private_directory(private)
+        assert not private.exists()
+
+
 def test_children_inherit_the_prefix(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(private))
     monkeypatch.setattr(shared_memory, "_SHM_NAME_PREFIX", shared_memory._SHM_NAME_PREFIX)  # type: ignore[attr-defined]

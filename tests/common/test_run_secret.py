@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,19 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic links"):
         run_secret(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_hard_links_is_named(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number), str(source), None, str(target))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(OSError, match=f"the file system of {tmp_path} has no hard links .*set run.dir to") as caught:
+        run_secret(tmp_path)
+    assert caught.value.errno == number and os.listdir(tmp_path) == [], "no temporary file is left"
 
 
 def test_keys_of_different_purposes_differ(tmp_path: Path) -> None:

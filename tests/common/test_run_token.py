@@ -30,7 +30,8 @@ def test_the_environment_comes_first_then_its_file_then_rays_own(
 
 
 def test_without_a_token_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no token of the run .*auth_token.*unset RAY_AUTH_MODE.*RAY_AUTH_TOKEN_PATH"):
+    fixes = r"without ray\.address .*unset RAY_AUTH_MODE.*with ray\.address, set RAY_AUTH_TOKEN_PATH"
+    with pytest.raises(ValueError, match=rf"no token of the run .*auth_token.*{fixes}"):
         run_token()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "short")
     with pytest.raises(ValueError, match="the token in RAY_AUTH_TOKEN has 5 characters; it must have at least 16"):

@@ -48,3 +48,20 @@ def test_an_argument_that_is_called_env() -> None:
 def test_names_of_secrets() -> None:
     values = {"api_key": "x", "a": {"hf_token": "y", "stop_token": "</s>"}, "password": {"env": "P"}, "tokens": "z"}
     assert list(literal_secrets(values, "k")) == ["k.api_key", "k.a.hf_token"]
+
+
+def test_secrets_in_lists_and_with_hyphens() -> None:
+    values = {
+        "judges": [{"url": "u", "api_key": "x"}, [{"hf_token": "y"}], {"api_key": {"env": "A"}}],
+        "api_keys": "no name of a secret",
+        "password": ["a", {"env": "P"}, "", 3],
+        "numbered": {1: [{"AWS_SESSION_TOKEN": "v"}]},
+        "headers": {"X-API-Key": "z", "bearer-token": "w", "max-tokens": "5", "stop-token": "</s>"},
+    }
+    found = ["k.judges.0.api_key", "k.judges.1.0.hf_token", "k.password.0", "k.numbered.1.0.AWS_SESSION_TOKEN"]
+    assert list(literal_secrets(values, "k")) == [*found, "k.headers.X-API-Key", "k.headers.bearer-token"]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "token", "eos_token", "token_type", "tokenizer", "pad-token", "monkey"])
+def test_names_of_tokens_of_a_model_are_no_secrets(name: str) -> None:
+    assert not list(literal_secrets({name: "x"}, "k"))

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from megarl.common.bound_store import serve_store
+from megarl.common.errors import NotAuthentic
+from megarl.common.signed_values import sign
+from megarl.run.peers import _own_store
 from tests.support.checkout import environment, torchrun
 
 # The killed rank 0 comes late to the second attempt, so that rank 1 is the first to look for it.
@@ -34,3 +41,44 @@ def test_restarted_ranks_find_their_peers(tmp_path: Path) -> None:
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     assert sorted(path.name for path in tmp_path.glob("*.?")) == ["1.0", "1.1"]
+
+
+HOST, NAME, SECRET = "127.0.0.1", "store of the ranks/a-run", b"s" * 32
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment in which `megarl launch` lets agents start ranks; the port is set by each test."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", HOST)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")
+    return monkeypatch
+
+
+def test_ranks_of_a_launch_share_the_store_that_rank_0_has_signed(launched: pytest.MonkeyPatch) -> None:
+    with_free_port = serve_store(HOST, 0, 5.0)
+    launched.setenv("MASTER_PORT", str(with_free_port.port))
+    del with_free_port  # it closes its port
+    first = _own_store(0, 5.0, SECRET)
+    launched.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # another agent's ranks have failed and been started again
+    second = _own_store(1, 5.0, SECRET)
+    first.set("a", "b")
+    assert second.get("a") == b"b"
+
+
+@pytest.mark.parametrize("case", ["unsigned", "another secret", "another run", "another address"])
+def test_ranks_use_no_store_of_a_stranger(case: str, launched: pytest.MonkeyPatch) -> None:
+    """An address in the rendezvous store is not signed: a stranger can lead a rank to a store of its own."""
+    stranger = serve_store(HOST, 0, 5.0)
+    launched.setenv("MASTER_PORT", str(stranger.port))
+    here, elsewhere = (json.dumps([HOST, port]) for port in (stranger.port, stranger.port - 1))
+    values = {
+        "unsigned": here,
+        "another secret": sign(b"t" * 32, NAME, here),
+        "another run": sign(SECRET, "store of the ranks/b-run", here),
+        "another address": sign(SECRET, NAME, elsewhere),
+    }
+    stranger.set(NAME, values[case])
+    told = "rank 0 serves it at" if case == "another address" else "was not written by a process of this run"
+    with pytest.raises(NotAuthentic, match=told):
+        _own_store(1, 5.0, SECRET)

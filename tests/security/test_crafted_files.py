@@ -154,6 +154,22 @@ def test_training_from_a_crafted_checkpoint(
     assert len(messages) == 2 and all("is not a readable index" in each for each in messages) and not marker.exists()
 
 
+@pytest.mark.world
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_from_damaged_shards(
+    ranks: int, world: Callable[[int], World], models: tuple[Path, Path], megatron: Path
+) -> None:
+    """Every rank gets the cause, also a rank whose own shards are sound, and none waits for another one."""
+    shard = min((megatron / "release").glob("*.distcp"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    arguments = {"path": str(megatron), "model_dir": str(models[0])}
+    answers = world(ranks).run("tests.support.ranks.crafted:load", timeout=60.0, **arguments)
+    assert len(answers) == ranks
+    for message in (message for messages in answers for message in messages):
+        assert "release cannot be loaded: rank 0: ValueError: " in message, message
+        assert shard.name in message and "is damaged" in message, message
+
+
 def test_a_stored_object_that_runs_code(tmp_path: Path) -> None:
     """The random states of a checkpoint are such objects. torch's planner unpickles them without restriction."""
     marker, step = tmp_path / "ran", tmp_path / "step"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from megarl.common.object_guard import GuardedUnpickler, guard_object_collectives
 from tests.support.attack import attack
+from tests.support.world import World
 
 
 def received(content: bytes) -> Any:
@@ -27,6 +32,7 @@ def received(content: bytes) -> Any:
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed_c10d, "_unpickler", pickle.Unpickler)  # undone after the test
+    monkeypatch.setattr(distributed_c10d, "_pickler", pickle.Pickler)
     guard_object_collectives()
 
 
@@ -86,3 +92,57 @@ def test_plans_and_tensors_arrive(guarded: None) -> None:
     plan = SavePlan([], MetadataIndex("a", torch.Size([1])), (1,))
     found = received(pickle.dumps([tensor, shard, plan, {"a": (1, None, 0.5)}]))
     assert torch.equal(found[0], tensor) and found[1] == shard and found[2] == plan
+
+
+def sent(value: object) -> bytes:
+    """The bytes that torch sends for an object."""
+    tensor, _ = distributed_c10d._object_to_tensor(value, torch.device("cpu"), None)
+    return bytes(tensor.numpy().tobytes())
+
+
+class _OwnError(Exception):
+    """An exception that cannot be made again from its arguments."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("the file is damaged"), "ValueError: the file is damaged"),
+        (KeyError("w"), "KeyError: 'w'"),
+        (_OwnError("a", "b"), f"{__name__}._OwnError: a and b"),
+        (RuntimeError("a worker failed"), "a worker failed"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+    ],
+)
+def test_the_failure_of_a_rank_arrives_as_text(error: BaseException, text: str, guarded: None) -> None:
+    try:
+        raise error
+    except BaseException as raised:
+        wrapped = _wrap_exception(raised)
+    found, trace = received(sent(wrapped))
+    assert type(found) is RuntimeError and str(found) == text and list(trace) == []
+    summary = received(sent(CheckpointException("plan", {3: wrapped})))
+    assert type(summary) is CheckpointException and str(summary.failures[3][0]) == text
+    assert str(CheckpointException("plan", {3: (found, trace)})) == str(summary)
+
+
+def test_no_other_exceptions_and_no_frames_of_a_traceback(guarded: None) -> None:
+    with pytest.raises(pickle.UnpicklingError, match=r"holds builtins\.ValueError"):
+        received(pickle.dumps(ValueError("x")))
+    frame = traceback.FrameSummary("/etc/hostname", 1, "f")
+    with pytest.raises(pickle.UnpicklingError, match=r"holds traceback\.FrameSummary"):
+        received(pickle.dumps(traceback.StackSummary([frame])))
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_rank_learns_which_rank_failed_and_why(ranks: int, world: Callable[[int], World]) -> None:
+    """In each way in which torch plans a save or a load."""
+    answers = world(ranks).run("tests.support.ranks.crafted:fail_to_plan", timeout=30.0)
+    cause = f"(RANK {ranks - 1})\nRuntimeError: ValueError: rank {ranks - 1} cannot plan"
+    assert len(answers) == ranks
+    for step, *messages in zip(("reduce_scatter", "all_reduce", "all_gather"), *answers, strict=True):
+        assert all(cause in message for message in messages), (step, messages)

@@ -81,6 +81,8 @@ def test_missing_variables_and_literal_secrets_are_told_before_the_start(
         tmp_path, reward={"kwargs": {"url": REFERENCE}}, launch={"runtime_env": str(tmp_path / "env.yaml")}
     )
     assert not list(secret_problems(config, here=True))
+    (tmp_path / "env.yaml").write_bytes("env_vars: {JUDGE_KEY: é}".encode("latin-1"))
+    assert "JUDGE_KEY is not set" in "".join(secret_problems(config, here=True)), "the launch names the file"
 
 
 def test_messages_do_not_show_values() -> None:

@@ -14,11 +14,13 @@ import torch
 
 from megarl.common.errors import WeightSyncError
 from megarl.weights import replica_calls
+from megarl.weights import sender as sender_module
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket, bucket_plan
 from megarl.weights.operation_order import schedule
-from megarl.weights.sender import SyncSettings, WeightSender
+from megarl.weights.sender import SyncSettings, WeightSender, store_address
 from megarl.weights.sending import Sending
+from tests.support.configs import config
 from tests.support.fake_engines import FakePool, FakeReplica, ListExporter, ListGather, random_tensors
 
 SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport="gloo")
@@ -537,3 +539,9 @@ def test_after_a_failure_for_good_the_next_publish_forms_a_new_group() -> None:
 def test_only_the_leader_has_the_pool() -> None:
     with pytest.raises(ValueError, match="trainer rank 0"):
         WeightSender(SETTINGS, ListExporter(random_tensors())).connect(None)
+
+
+def test_the_store_is_on_loopback_only_if_no_engine_can_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_module, "reachable_address", lambda: "10.0.0.7")
+    assert store_address(config("model")) == "127.0.0.1"
+    assert store_address(config("model", ray__address="10.0.0.9:6379")) == "10.0.0.7"

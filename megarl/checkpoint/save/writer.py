@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from pydantic import TypeAdapter
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
@@ -170,13 +171,18 @@ def copy_to_host(buckets: list[WriteBucket]) -> list[WriteBucket]:
 def plan_save(sharded: dict[str, Any], directory: Path) -> tuple[FileSystemWriterAsync, Metadata | None]:
     """Plan which rank writes which shard to which file. Return this rank's writer, and torch's metadata on rank 0.
 
-    Collective, without I/O. Shards that several data-parallel ranks hold are divided among these ranks.
+    Collective, without I/O. Shards that several data-parallel ranks hold are divided among these ranks. Raises
+    RuntimeError on every rank, with the message of the first rank that failed, if one cannot plan its part.
     """
     strategy = _PlanOnly("torch_dist", 1, thread_count=FILES_PER_RANK)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if group.size() > 1:
         FullyParallelSaveStrategyWrapper(strategy, group).apply_saving_parallelization(sharded)
-    planned: tuple[FileSystemWriterAsync, Metadata | None] = strategy.async_save(sharded, directory)
+    try:
+        planned: tuple[FileSystemWriterAsync, Metadata | None] = strategy.async_save(sharded, directory)
+    except CheckpointException as error:  # torch's, and no Exception: the run would not report it as its failure
+        rank, (cause, _) = min(error.failures.items())
+        raise RuntimeError(f"the save to {directory} cannot be planned: rank {rank}: {cause}") from error
     return planned
 
 

@@ -82,7 +82,7 @@ def read_runtime_env(path: Path) -> dict[str, str]:
     """Read `env_vars` from a file. Raises ConfigError, naming the file, if it holds anything else."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError([f"launch.runtime_env: {path} cannot be read: {error}"]) from None
     if not isinstance(content, dict) or set(content) - {"env_vars"}:
         raise ConfigError([

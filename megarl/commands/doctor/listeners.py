@@ -114,6 +114,7 @@ _MODULE_ROLES = {
     "megarl.cluster.guardian": "guardian",
     "megarl.cluster.nodes.agent": "node agent",
     "megarl.cluster.nodes.raylet": "raylet's parent",
+    "megarl.cluster.nodes.torchrun": "torchrun",
     "megarl.rewards.worker": "reward worker",
     "torch.distributed.run": "torchrun",
 }

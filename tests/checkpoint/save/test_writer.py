@@ -1,12 +1,18 @@
-"""The way of a save off the device: pinned and unordered from a GPU, plainly from a CPU."""
+"""The way of a save off the device (pinned and unordered from a GPU, plainly from a CPU), and a plan that fails."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
+from megatron.core import parallel_state
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import _wrap_exception
 
 from megarl import platforms
-from megarl.checkpoint.save.writer import copy_to_host
+from megarl.checkpoint.save.writer import _PlanOnly, copy_to_host, plan_save
 from megarl.platforms import Platform
 
 CUDA = Platform(torch.device("cuda"), True, "nccl")
@@ -37,3 +43,15 @@ def test_copies_from_a_gpu_are_pinned_and_awaited_together(
     assert [tensor.calls for tensor in tensors] == [[("cpu", pinned)]] * 2
     assert (path, name, texts, [item for item, _ in copied]) == ("f", "k", [], ["a", "b"])
     assert synchronized == [True] * pinned
+
+
+def test_a_save_that_cannot_be_planned_is_an_ordinary_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own is no Exception, so that a rank would end without a report."""
+
+    def fail(*args: object) -> None:
+        raise CheckpointException("plan", {rank: _wrap_exception(ValueError(f"{rank} fails")) for rank in (3, 1)})
+
+    monkeypatch.setattr(_PlanOnly, "async_save", fail)
+    monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: SimpleNamespace(size=lambda: 1))
+    with pytest.raises(RuntimeError, match="the save to step-7 cannot be planned: rank 1: 1 fails"):
+        plan_save({}, Path("step-7"))

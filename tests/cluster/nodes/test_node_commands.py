@@ -56,6 +56,9 @@ def test_other_runtime_environments_are_not(tmp_path: Path, text: str, told: str
         commands.read_runtime_env(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         commands.read_runtime_env(tmp_path / "none.yaml")
+    (tmp_path / "latin.yaml").write_bytes("env_vars: {A: é}".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin\.yaml cannot be read: .*utf-8"):
+        commands.read_runtime_env(tmp_path / "latin.yaml")
 
 
 def test_gloo_and_nccl_stay_on_loopback_if_there_is_one_node() -> None:

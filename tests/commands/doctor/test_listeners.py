@@ -152,6 +152,7 @@ def test_addresses(host: str, loopback: bool, wildcard: bool) -> None:
         (["/bin/python", "-c", "from multiprocessing.spawn import spawn_main"], "engine replica", "engine"),
         (["/bin/python", "-m", "megarl.cluster.supervisor", "spec.json"], "trainer rank", "supervisor"),
         (["/bin/python", "-m", "torch.distributed.run", "--nproc-per-node", "2"], "", "torchrun"),
+        (["/bin/python", "-m", "megarl.cluster.nodes.torchrun", "--nnodes", "2"], "node agent", "torchrun"),
         (["/bin/python", "/bin/torchrun", "--nproc-per-node", "2"], "", "torchrun"),
         (["/bin/python", "-u", "train_rl.py"], "torchrun", "trainer rank"),
         (["/bin/python", "-m", "megarl.rewards.worker", "48"], "rollout controller", "reward worker"),

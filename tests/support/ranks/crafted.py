@@ -1,8 +1,11 @@
-"""Loads a checkpoint that somebody else has made."""
+"""Loads a checkpoint that somebody else has made, and fails as torch plans to load or save one."""
 
 from __future__ import annotations
 
+import torch
 from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megarl.checkpoint.format.load_weights import load_weights
 from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy, NoCommonState
@@ -29,4 +32,27 @@ def load(path: str, model_dir: str) -> list[str]:
                 messages.append("")
             except ValueError as error:
                 messages.append(str(error))
+    return messages
+
+
+def fail_to_plan() -> list[str]:
+    """Let the last rank fail in each of torch's steps of planning; return this rank's messages."""
+    rank, last = torch.distributed.get_rank(), torch.distributed.get_world_size() - 1
+    wrapper = _DistWrapper(None, True, 0)
+
+    def plan() -> int:
+        if rank == last:
+            raise ValueError(f"rank {rank} cannot plan")
+        return rank
+
+    messages = []
+    for step in (
+        lambda: wrapper.reduce_scatter("plan", plan, list),
+        lambda: wrapper.all_reduce("plan", plan, sum),
+        lambda: wrapper.all_gather("plan", plan),
+    ):
+        try:
+            step()
+        except CheckpointException as error:
+            messages.append(str(error))
     return messages
