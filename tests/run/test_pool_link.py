@@ -462,7 +462,7 @@ def test_a_link_that_never_attached_can_be_closed(links: Links) -> None:
 def test_a_leader_that_cannot_read_the_queue_says_so_to_its_replica(
     links: Links, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the text has what UTF-8 cannot represent."""
+    """The text may have what UTF-8 cannot represent."""
 
     def lost(reader: FakeReader, keys: Sequence[str]) -> list[SampleTag]:
         raise KeyError("row 7 is lost in \udcff")
