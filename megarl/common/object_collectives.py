@@ -49,6 +49,11 @@ def codec_of(kind: Any) -> Codec[Any]:  # noqa: ANN401  # mypy has no type for e
     return Codec(msgspec.msgpack.Encoder(enc_hook=_plain).encode, decode)
 
 
+def sendable(text: str) -> str:
+    """Return a text with "?" for what UTF-8 cannot represent, such as bytes of a path that are not UTF-8."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _plain(value: object) -> object:
     """Return a path or a number of numpy as a plain value. Raises TypeError for a type that MessagePack has not."""
     if isinstance(value, Path):

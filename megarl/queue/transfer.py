@@ -301,24 +301,40 @@ class QueueWriter:
         await written
 
     async def _write_all(self) -> None:
-        while self._waiting:
-            await self._wait_for_more()
-            batch, self._waiting = self._waiting, []
-            if not batch:  # they were cleared
-                return
-            rows = [row for trajectories, _ in batch for row in trajectories]
-            try:
-                fields, tags = encode(rows)
-                put = self._client.put([row.key for row in rows], fields, tags)
-                await self._client.submit(put, f"take {len(rows)} rows")
-            except Exception as error:
-                for _, written in batch:
-                    if not written.done():
-                        written.set_exception(error)
-                continue
+        try:
+            while self._waiting:
+                await self._wait_for_more()
+                batch, self._waiting = self._waiting, []
+                if batch:  # else they were cleared
+                    await self._write(batch)
+        except asyncio.CancelledError:
+            self._drop_waiting()  # no one else would write them
+            raise
+
+    async def _write(self, batch: Sequence[tuple[Sequence[Trajectory], asyncio.Future[None]]]) -> None:
+        """Write some groups in one put, and tell each caller how it ended, also if this is cancelled."""
+        rows = [row for trajectories, _ in batch for row in trajectories]
+        try:
+            fields, tags = encode(rows)
+            put = self._client.put([row.key for row in rows], fields, tags)
+            await self._client.submit(put, f"take {len(rows)} rows")
+        except Exception as error:
+            for _, written in batch:
+                if not written.done():
+                    written.set_exception(error)
+        else:
             for _, written in batch:
                 if not written.done():
                     written.set_result(None)
+        finally:
+            for _, written in batch:
+                written.cancel()  # does nothing to those that are settled
+
+    def _drop_waiting(self) -> None:
+        """Cancel the callers whose groups no put has taken."""
+        dropped, self._waiting = self._waiting, []
+        for _, written in dropped:
+            written.cancel()
 
     async def _wait_for_more(self) -> None:
         """Wait until the next put is due, or a group is urgent."""
@@ -333,10 +349,13 @@ class QueueWriter:
         await self._client.submit(self._client.clear(list(keys)), f"clear {len(keys)} rows")
 
     async def clear_all(self) -> None:
-        """Remove every row, including those of a put that is in progress."""
-        self._waiting = []
+        """Remove every row, including those of a put that is in progress.
+
+        Cancels the calls of `put_group` whose rows are not in a put yet.
+        """
+        self._drop_waiting()
         if self._task is not None:
-            await self._task
+            await asyncio.shield(self._task)  # others wait for its put, even if this call is cancelled
         keys = await self._client.submit(self._client.tags(), "list its rows")
         if keys:
             await self.clear(list(keys))

@@ -96,6 +96,10 @@ def check_trajectory(row: Trajectory, group_id: int, sample_index: int) -> None:
     """Check what an agent loop returned. Raises ValueError naming the sample and what is wrong with it."""
     if (row.group_id, row.sample_index) != (group_id, sample_index):
         raise ValueError(f"the agent loop of sample {group_id}:{sample_index} returned a trajectory of {row.key}")
+    for name, number in {"reward": row.reward, **row.reward_components}.items():
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            kind = type(number).__name__
+            raise ValueError(f"sample {row.key}: the agent loop returned {name} as a {kind}; return float({name})")
     tokens = len(row.response_ids)
     for name, values in (("response_mask", row.response_mask), ("rollout_logprobs", row.rollout_logprobs)):
         if len(values) != tokens:

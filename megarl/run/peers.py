@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from megarl.common.bound_store import connect_store, serve_store
 from megarl.common.errors import NotAuthentic
-from megarl.common.object_collectives import Codec, all_gather, broadcast, codec_of
+from megarl.common.object_collectives import Codec, all_gather, broadcast, codec_of, sendable
 from megarl.common.object_guard import guard_object_collectives
 from megarl.common.run_secret import run_secret
 from megarl.common.signed_values import sign, verify
@@ -102,7 +102,7 @@ class Peers:
             try:
                 outcome = (codec.encode(function()), None)
             except Exception as error:
-                failure, outcome = error, (b"", f"{type(error).__name__}: {error}")
+                failure, outcome = error, (b"", sendable(f"{type(error).__name__}: {error}"))
         content, problem = broadcast(outcome, _OUTCOME, 0, self.group)
         if failure is not None:
             raise failure

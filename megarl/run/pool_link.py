@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from megarl.cluster.client import PoolClient, connect_ray
 from megarl.cluster.handle import SupervisorHandle
-from megarl.common.object_collectives import Codec, codec_of
+from megarl.common.object_collectives import Codec, codec_of, sendable
 from megarl.common.timeouts import GRACE_S
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
@@ -28,6 +28,7 @@ from megarl.rollout.devices import HeldDevices, own_device, refuse_overlap
 from megarl.rollout.evaluator import FinishedEvaluation
 from megarl.rollout.ready_batches import BatchReady, PublicationNeeded
 from megarl.run.channel import Channel, MainChannel
+from megarl.run.failure import PeerFailedError
 from megarl.run.peers import Peers
 from megarl.run.recorder import Recorder
 from megarl.run.row_codec import ROWS
@@ -49,6 +50,7 @@ _TAGS: Codec[list[SampleTag]] = codec_of(list[SampleTag])
 _REPORTS: Codec[list[SetReport] | str | None] = codec_of(list[SetReport] | str | None)
 _EVALUATIONS: Codec[list[FinishedEvaluation]] = codec_of(list[FinishedEvaluation])
 _NOTHING: Codec[None] = codec_of(None)
+_PROBLEM: Codec[str | None] = codec_of(str | None)
 
 
 class _Held(Generic[H]):
@@ -292,8 +294,23 @@ class PoolLink:
         return self._peers.on_first_rank(lambda: cast(T, self._client.use(question)), codec)
 
     def _read(self, via: Channel, question: Callable[[QueueReader], T], codec: Codec[T]) -> T:
-        """Read the queue on the leader and return the result on every rank of its replica."""
-        return via.in_replica(self._reader.use(question), codec)
+        """Read the queue on the leader and return the result on every rank of its replica.
+
+        Raises what `question` raised on the leader, and PeerFailedError on the other ranks of its replica.
+        """
+        own: T | None = None
+        failure: Exception | None = None
+        try:
+            own = self._reader.use(question)
+        except Exception as error:
+            failure = error
+        text = None if failure is None else sendable(f"{type(failure).__name__}: {failure}")
+        problem = via.in_replica(text, _PROBLEM)
+        if failure is not None:
+            raise failure
+        if problem is not None:
+            raise PeerFailedError(f"the first trainer rank of this replica could not read the queue: {problem}")
+        return via.in_replica(own, codec)
 
     def _dump(self, directory: Path, batch: StepBatch) -> None:
         """Write the whole batch, filtered groups included; each leader writes its share."""

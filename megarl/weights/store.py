@@ -141,13 +141,20 @@ def open_shared_store(name: str, secret: bytes, host: str | None, share: Callabl
     `secret`: that of the run. `host`: the address at which this rank serves the store, None on the other ranks.
     `share`: gives the server's text to all ranks, and may do so in the open: the text is signed, and holds no key.
 
-    Raises NotAuthentic if the text is not from a rank of this run.
+    Raises NotAuthentic if the text is not from a rank of this run, and ConnectionError on the other ranks if the store
+    cannot be served.
     """
     if host is None:
         host, port, nonce = json.loads(verify(secret, name, share(None)))
+        if host is None:
+            raise ConnectionError(f"the store {name!r} could not be served: {nonce}")
         return SyncStore(host, port, derived_key(secret, f"{name} {nonce}"))
     # A key for this store only: what another store of the run held is not accepted here.
     nonce = secrets.token_hex(16)
-    store = SyncStore(host, 0, derived_key(secret, f"{name} {nonce}"), server=True)
+    try:
+        store = SyncStore(host, 0, derived_key(secret, f"{name} {nonce}"), server=True)
+    except Exception as error:
+        share(sign(secret, name, json.dumps([None, 0, f"{type(error).__name__}: {error}"])))
+        raise
     share(sign(secret, name, json.dumps([store.host, store.port, nonce])))
     return store

@@ -91,3 +91,63 @@ def test_groups_that_are_cleared_while_they_wait_are_not_put(
 
     asyncio.run(run())
     assert client.puts == [["0:0"], ["2:0"]]
+
+
+def test_a_caller_whose_rows_are_cleared_does_not_wait_on(
+    client: FakeClient, writer: QueueWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PUT_INTERVAL_S", 0.1)
+
+    async def run() -> None:
+        await writer.put_group(group(0), more=True)
+        waiting = asyncio.create_task(writer.put_group(group(1), more=True))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await writer.clear_all()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    asyncio.run(run())
+    assert client.puts == [["0:0"]]
+
+
+def test_a_cancelled_clear_leaves_the_put_that_is_in_progress(client: FakeClient, writer: QueueWriter) -> None:
+    async def run() -> None:
+        go_on = asyncio.Event()
+
+        async def slow(keys: list[str], fields: Any, tags: Any) -> None:
+            await go_on.wait()
+            client.puts.append(keys)
+
+        client.put = slow  # type: ignore[method-assign]
+        writing = asyncio.create_task(writer.put_group(group(0)))
+        await asyncio.sleep(0.01)
+        clearing = asyncio.create_task(writer.clear_all())
+        await asyncio.sleep(0.01)
+        clearing.cancel()
+        await asyncio.sleep(0.01)
+        go_on.set()
+        async with asyncio.timeout(10):
+            await writing
+
+    asyncio.run(run())
+    assert client.puts == [["0:0"]]
+
+
+def test_the_callers_of_a_writer_that_is_cancelled_do_not_wait_on(client: FakeClient, writer: QueueWriter) -> None:
+    async def run() -> None:
+        async def endless(keys: list[str], fields: Any, tags: Any) -> None:
+            await asyncio.Event().wait()
+
+        client.put = endless  # type: ignore[method-assign]
+        in_put = asyncio.create_task(writer.put_group(group(0)))
+        await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(writer.put_group(group(1)))
+        await asyncio.sleep(0.01)
+        assert writer._task is not None
+        writer._task.cancel()
+        async with asyncio.timeout(10):
+            results = await asyncio.gather(in_put, waiting, return_exceptions=True)
+        assert [type(each) for each in results] == [asyncio.CancelledError] * 2
+
+    asyncio.run(run())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -143,3 +145,11 @@ def test_the_first_sampled_token_without_version_is_found(mask: list[int], ends:
     row = replace(LOOPED, response_ids=[5] * len(mask), rollout_logprobs=[-1.0] * len(mask), response_mask=mask)
     found = fault(replace(row, versions=spans))
     assert found == (f"sample 7:1: no weight version for response token {missing[0]}" if missing else "")
+
+
+@pytest.mark.parametrize("value", [True, np.float32(1.0), "1", None])
+def test_a_reward_of_a_loop_is_a_number(value: Any) -> None:
+    name = type(value).__name__
+    assert f"sample 7:1: the agent loop returned reward as a {name}" in fault(replace(LOOPED, reward=value))
+    assert f"returned style as a {name}" in fault(replace(LOOPED, reward_components={"style": value}))
+    assert fault(replace(LOOPED, reward=1, reward_components={"style": np.float64(0.5)})) == ""

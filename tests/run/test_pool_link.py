@@ -457,3 +457,17 @@ def test_a_publication_starts_groups_if_generation_runs_ahead(links: Links, mode
 def test_a_link_that_never_attached_can_be_closed(links: Links) -> None:
     assert links.run(everything_not_collective, attached=False) == [[None, {}]] * 4
     assert links.journal.entries == []
+
+
+def test_a_leader_that_cannot_read_the_queue_says_so_to_its_replica(
+    links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text may have what UTF-8 cannot represent."""
+
+    def lost(reader: FakeReader, keys: Sequence[str]) -> list[SampleTag]:
+        raise KeyError("row 7 is lost in \udcff")
+
+    monkeypatch.setattr(FakeReader, "read_tags", lost)
+    outcomes = links.run(lambda link: link.take_batch(0, VERSION))
+    assert [type(each) for each in outcomes] == [KeyError, PeerFailedError] * 2
+    assert all("row 7 is lost" in str(each) for each in outcomes)

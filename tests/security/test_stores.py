@@ -171,3 +171,12 @@ def test_a_blocking_wait_of_ours_is_not_ended_by_another_name() -> None:
     timer.start()
     assert store.connection().block("key", 0.5) is None
     timer.join(timedelta(seconds=5).total_seconds())
+
+
+def test_every_rank_learns_that_the_store_cannot_be_served(tmp_path: Path) -> None:
+    secret, said = run_secret(tmp_path), list[str]()
+    with pytest.raises(Exception, match="") as served:
+        shared(secret, said, "192.0.2.1")  # an address that no machine has
+    with pytest.raises(ConnectionError, match="'weights/1' could not be served") as joined:
+        shared(secret, said, None)
+    assert str(served.value) in str(joined.value)

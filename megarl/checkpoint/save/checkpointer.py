@@ -41,7 +41,7 @@ from megarl.checkpoint.save.training_state import (
     trainer_numbers,
 )
 from megarl.checkpoint.save.writer import BackgroundWrite, Written
-from megarl.common.object_collectives import JSON, TEXT, Codec, all_gather, broadcast, codec_of
+from megarl.common.object_collectives import JSON, TEXT, Codec, all_gather, broadcast, codec_of, sendable
 from megarl.common.run_secret import run_secret
 from megarl.common.timeouts import GRACE_S
 from megarl.config.load import to_yaml
@@ -391,9 +391,9 @@ class Checkpointer:
         if self._rank == 0:
             try:
                 result = codec.encode(function())
-            except (OSError, ValueError) as error:
+            except Exception as error:
                 logger.exception("rank 0")
-                problem = str(error)
+                problem = sendable(str(error) or repr(error))
         content, problem = broadcast((result, problem), _RESULT, 0, self._group)
         return None if content is None else codec.decode(content), problem
 

@@ -42,9 +42,15 @@ def one_node_environment(config: Config) -> dict[str, str]:
     """Return `network_environment` on loopback for a run that no agent has started, which has one node only.
 
     Without what the user has set; empty if an agent has set it, or if the engines are in a Ray cluster of the user's.
+    Raises ValueError if torchrun has started ranks on several nodes without an agent.
     """
     if NODE_ADDRESS_VARIABLE in os.environ or config.ray.address is not None:
         return {}
+    if (nodes := os.environ.get("GROUP_WORLD_SIZE", "1")) != "1":
+        raise ValueError(
+            f"torchrun was started on {nodes} nodes without megarl's node agents, which is not supported; "
+            "start the run with `megarl launch` (docs/launch.md)"
+        )
     found = network_environment(LOOPBACK, interface_of(LOOPBACK), several=False, chosen=False)
     return {name: value for name, value in found.items() if name not in os.environ}
 

@@ -30,3 +30,12 @@ def test_a_run_without_an_agent_stays_on_loopback_unless_the_user_says_otherwise
     assert one_node_environment(config("model", ray={"address": "10.0.0.1:6379"})) == {}
     monkeypatch.setenv(NODE_ADDRESS_VARIABLE, "10.0.0.7")
     assert one_node_environment(config("model")) == {}
+
+
+def test_torchrun_on_several_nodes_without_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NODE_ADDRESS_VARIABLE, raising=False)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 nodes without megarl"):
+        one_node_environment(config("model"))
+    monkeypatch.setenv(NODE_ADDRESS_VARIABLE, "10.0.0.7")
+    assert one_node_environment(config("model")) == {}
