@@ -211,8 +211,8 @@ class RolloutController:
         """Wait until the groups of `step` are in the queue and return its batch; the same one until `commit`.
 
         If all replicas are lost and the trainer can bring others by a publication of its weights, return that instead;
-        responses in flight wait for it. Raises RolloutError naming the cause if rollout failed, and BatchNotReady if `timeout_s` has
-        passed.
+        responses in flight wait for it. Raises RolloutError naming the cause if rollout failed, and BatchNotReady if
+        `timeout_s` has passed.
         """
         deadline = time.monotonic() + timeout_s
         while True:
