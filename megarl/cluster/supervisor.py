@@ -128,23 +128,34 @@ class Supervisor:
     def _serve(self) -> None:
         """Call the controller at intervals until asked to stop, and count the answers in the state.
 
-        Raises RolloutError if the controller, Ray or a process of the queue does not answer.
+        Raises RolloutError if the controller, Ray or a process of the queue does not answer, and if the controller
+        cannot be reached for `timeouts.rpc_s`.
         """
         import ray
 
-        heartbeat, answers = self._actors[-1].heartbeat, 0
+        heartbeat, answers, bound = self._actors[-1].heartbeat, 0, self.config.timeouts.rpc_s
+        asked_at: float | None = None  # since when there is no answer
         while not self._stop.wait(HEARTBEAT_S):
+            asked_at = asked_at or time.monotonic()
             try:
-                ray.get(heartbeat.remote(), timeout=self.config.timeouts.rpc_s)
+                ray.get(heartbeat.remote(), timeout=max(0.0, asked_at + bound - time.monotonic()))
             except ray.exceptions.RayTaskError as error:
                 raise RolloutError(_cause(error)) from error
+            except ray.exceptions.ActorUnavailableError as error:  # the network may be cut for a short time
+                waited_s = time.monotonic() - asked_at
+                if waited_s >= bound:
+                    raise RolloutError(
+                        f"the supervisor could not reach the rollout controller for {waited_s:.0f} s "
+                        f"(timeouts.rpc_s): {_cause(error)}"
+                    ) from error
+                if self._complaints.allows():
+                    logger.warning("the rollout controller cannot be reached and is asked again: %s", _cause(error))
+                continue
             except Exception as error:
                 raise RolloutError(f"the rollout controller does not answer: {_cause(error)}") from error
+            asked_at = None
             answers += 1
-            try:
-                self._publish(heartbeats=answers)
-            except OSError as error:  # a full disk is no failure of the pool
-                logger.warning("the state could not be written: %s", error)
+            self._publish(heartbeats=answers)
 
     def request_stop(self, reason: str) -> None:
         """Make `run` tear down the pool and end. The first reason is kept."""

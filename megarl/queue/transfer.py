@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 BACKEND = "SimpleStorage"
 PUT_INTERVAL_S = 0.05  # between the beginnings of two puts while more groups are to follow
+_RETRY_S = 0.5  # until a process that cannot be reached is asked again
 SLICE_S = 2.0  # how often a wait looks whether the queue's processes have ended
 
 
@@ -83,11 +84,14 @@ class QueueServer:
         self.storage = storage
 
     async def check(self, timeout_s: float) -> None:
-        """Raise RolloutError naming the first actor that has died, or that does not answer within `timeout_s`."""
+        """Raise RolloutError naming the first actor that has died, or that does not answer within `timeout_s`.
+
+        One that cannot be reached is asked again until then: the network may be cut for a short time.
+        """
         for name, handle in {"the controller": self.controller, **self.storage}.items():
             try:
                 async with asyncio.timeout(timeout_s):
-                    await handle.get_zmq_server_info.remote()
+                    await _reach(handle)
             except TimeoutError:
                 raise RolloutError(f"{name} of the trajectory queue did not answer within {timeout_s:.0f} s") from None
             except Exception as error:
@@ -99,6 +103,19 @@ class QueueServer:
 
         for handle in [*self.storage.values(), self.controller]:
             ray.kill(handle)
+
+
+async def _reach(actor: ActorHandle) -> None:
+    """Wait until an actor of the queue answers; while it cannot be reached, ask it again."""
+    import ray
+
+    while True:
+        try:
+            await actor.get_zmq_server_info.remote()
+            return
+        except ray.exceptions.ActorUnavailableError as error:
+            logger.warning("a process of the trajectory queue cannot be reached and is asked again: %s", error)
+            await asyncio.sleep(_RETRY_S)
 
 
 def start_queue(

@@ -75,7 +75,7 @@ class RolloutController:
         self._batches = ReadyBatches(self.config.batch.samples_per_group)
         self._engine_time = BusyClock()
         self._taken_at: float | None = None  # when the batch before was taken
-        self._publishes = False  # whether a trainer is there that publishes when no replica is left
+        self._publishes = False  # whether a trainer is there that brings replicas by a publication when none is left
         self._needed = -1  # the step for whose batch the trainer waits, or the last one
         self._tasks = BackgroundTasks()
         self._calls = AnsweredCalls()
@@ -155,8 +155,9 @@ class RolloutController:
     async def drain(self) -> None:
         """Let all running responses end before a publication; what has not begun is held back.
 
-        Until `set_version` or `begin`. Raises RolloutError naming the replicas if that takes longer than
-        `timeouts.generate_s`; nothing is held back then.
+        Until `set_version` or `begin`. Responses that wait for this publication, because all replicas are lost, are not
+        waited for; nothing needs to be held back then, because no replica could begin it. Raises RolloutError naming
+        the replicas if the end takes longer than `timeouts.generate_s`; nothing is held back then.
         """
         self._tasks.check()
         ending = asyncio.ensure_future(self._fleet.drain(self.config.timeouts.generate_s))
@@ -164,9 +165,15 @@ class RolloutController:
             while not ending.done():
                 await asyncio.wait({ending}, timeout=_LOOK_S)
                 self._tasks.check()
+                if not ending.done() and self._needs_publication():
+                    return
         finally:
             ending.cancel()
         ending.result()
+
+    def _needs_publication(self) -> str:
+        """Return why the trainer must publish its weights now; empty if it need not, or would not."""
+        return self._fleet.needs_publication if self._publishes else ""
 
     async def announce(self, version: int) -> None:
         """Record that engines are about to be given `version`: tokens of versions never announced end the run.
@@ -205,16 +212,16 @@ class RolloutController:
     async def wait_batch(self, step: int, timeout_s: float) -> BatchReady | PublicationNeeded:
         """Wait until the groups of `step` are in the queue and return its batch; the same one until `commit`.
 
-        If all replicas are lost and only a publication of the weights replaces them, return that instead; responses in
-        flight wait for it. Raises RolloutError naming the cause if rollout failed, and BatchNotReady if `timeout_s` has
-        passed.
+        If all replicas are lost and the trainer can bring others by a publication of its weights, return that instead;
+        responses in flight wait for it. Raises RolloutError naming the cause if rollout failed, and BatchNotReady if
+        `timeout_s` has passed.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             self._tasks.check()
             if (batch := self._batches.get(step) or self._take(step)) is not None:
                 return batch
-            if reason := self._fleet.needs_publication:
+            if reason := self._needs_publication():
                 return PublicationNeeded(reason)
             self._tasks.changed.clear()
             left_s = deadline - time.monotonic()
@@ -306,7 +313,7 @@ class RolloutController:
             async with asyncio.timeout(bound):
                 while not evaluation.done():
                     await asyncio.wait({evaluation}, timeout=_LOOK_S)
-                    if not evaluation.done() and self._publishes and (reason := self._fleet.needs_publication):
+                    if not evaluation.done() and (reason := self._needs_publication()):
                         return PublicationNeeded(reason)
         except TimeoutError:
             raise RolloutError(
@@ -365,7 +372,8 @@ class RolloutController:
         self._runner.stats.skipped_prompts = 0 if state else self._source.skipped
         await self._journal.begin(state, self._groups.history())
         await self._fleet.reset()
-        self._publishes = self.config.rollout.partial_rollout or not pace_of(self.config).runs_ahead
+        at_once = self.config.rollout.partial_rollout or not pace_of(self.config).runs_ahead
+        self._publishes = at_once and self.config.weight_sync.restarts > 0
         self._fleet.expect_publication(self._publishes)
         return self._admission.counters
 

@@ -434,7 +434,7 @@ class Fleet:
         return self._dispatcher.pins.leave_out()
 
     async def reset(self) -> None:
-        """Make every engine drop its requests and be ready to serve; replace those that cannot.
+        """Make every engine drop its requests and be ready to serve; replace those that cannot, or are too slow.
 
         Lost ones serve again after `admit_joining`.
         """
@@ -443,6 +443,10 @@ class Fleet:
         broken = []
 
         async def reset_one(index: int) -> None:
+            if index in self._replaced_next:
+                logger.warning("replacing replica %d: %s", index, self.lost[index])
+                broken.append(index)
+                return
             try:
                 await self.call(index, "reset", timeout_s=self._timeouts.rpc_s)
                 if index in self.lost:

@@ -78,20 +78,29 @@ class BatchSource:
         self, channel: BackgroundChannel, step: int, version: int, status: str
     ) -> PreparedBatch | PublicationNeeded:
         with self._recorder.phase("generate", status):
-            if self._next is None:
-                self._start(channel, step, version)
-            assert self._next is not None and self._next.of == (step, version)
-            channel.hurry()
-            if self._idle is not None:
-                self._idle.work_until(self._next.future, step, version)
-            prepared = self._next.future.result()
-        self._next = None
+            began_early = self._next is not None
+            prepared = self._await_next(channel, step, version)
+            if began_early and isinstance(prepared, PublicationNeeded):
+                # The publication after the step before may have brought engines since that was found.
+                prepared = self._await_next(channel, step, version)
         if isinstance(prepared, PublicationNeeded):
             return prepared
         if self._runs_ahead and step + 1 < self._config.run.steps:
             self._start(channel, step + 1, version + pace_of(self._config).updates_per_step)
         if self._idle is not None:
             prepared = replace(prepared, early=self._idle.collect(prepared.batch, prepared.plan))
+        return prepared
+
+    def _await_next(self, channel: BackgroundChannel, step: int, version: int) -> PreparedBatch | PublicationNeeded:
+        """Return what the preparation of `step` has found, which begins now if it has not yet."""
+        if self._next is None:
+            self._start(channel, step, version)
+        assert self._next is not None and self._next.of == (step, version)
+        channel.hurry()
+        if self._idle is not None:
+            self._idle.work_until(self._next.future, step, version)
+        prepared = self._next.future.result()
+        self._next = None
         return prepared
 
     def _start(self, channel: BackgroundChannel, step: int, version: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
+from megarl.common.errors import RolloutError
 from megarl.config.pace import pace_of
 from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.run.batches import PreparedBatch
@@ -14,6 +16,10 @@ from megarl.run.step_batch import StepBatch
 from megarl.trainer.policy import NonFiniteError
 
 T = TypeVar("T")
+
+# Publications in a row for one evaluation, which begins again after each. A prompt of it that ends its engine would
+# otherwise end every engine that comes. A batch needs no such bound: its groups go on, and fail after some attempts.
+MOST_PUBLICATIONS = 3
 
 
 def train(session: Session) -> None:
@@ -28,7 +34,7 @@ def train(session: Session) -> None:
     if session.first_step == 0:
         evaluate(session, 0, "before")
     else:
-        publish_as_needed(session, lambda: session.evaluations.resume(session.version))
+        publish_as_needed(session, lambda: session.evaluations.resume(session.version), most=MOST_PUBLICATIONS)
     recorder.start_clock()
     for step in session.steps():
         prepared = take_batch(session, step)
@@ -67,16 +73,27 @@ def take_batch(session: Session, step: int) -> PreparedBatch:
 
 def evaluate(session: Session, steps_done: int, label: str) -> bool:
     """Evaluate the weights that were just published, or begin to; False if a stop request has ended it. Collective."""
-    return publish_as_needed(session, lambda: session.evaluations.evaluate(steps_done, session.version, label))
+    return publish_as_needed(
+        session,
+        lambda: session.evaluations.evaluate(steps_done, session.version, label),
+        most=MOST_PUBLICATIONS,
+    )
 
 
-def publish_as_needed(session: Session, ask: Callable[[], T | PublicationNeeded]) -> T:
+def publish_as_needed(session: Session, ask: Callable[[], T | PublicationNeeded], *, most: float = math.inf) -> T:
     """Return what `ask` returns. Collective.
 
     If all engines are lost meanwhile, a publication of the weights that are there brings new ones, and `ask` is called
-    again.
+    again. Raises RolloutError if all engines are lost again after `most` publications.
     """
+    made = 0
     while isinstance(answer := ask(), PublicationNeeded):
+        if made >= most:
+            raise RolloutError(
+                f"an evaluation was begun {made + 1} times, and each time all engines were lost before its end: one of "
+                f"its prompts may end every engine that works on it. The last reason: {answer.reason}"
+            )
+        made += 1
         session.recorder.say(f"no engine is left; publishing version {session.version} to new ones: {answer.reason}")
         publish(session, drain=False)
     return answer

@@ -203,13 +203,17 @@ class Policy:
         Raises:
             ValueError: `counts` differs from the counts of all replicas' samples, no sample has a trained token, or a
                 sample lacks a stream that the loss needs (`advantages`, `old_logprobs`, ...).
-            NonFiniteError: the loss or the gradient norm is not finite; no weight has changed.
+            NonFiniteError: the loss or the gradient norm is not finite; no weight has changed, nor has the schedule.
         """
         metrics = self.compute_gradients(samples, counts, measure_entropy=measure_entropy)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteError(f"the loss is {metrics['loss']}; no weight was changed")
         self.scheduler.step(1)
-        _, grad_norm, _ = self.optimizer.step()
+        try:
+            _, grad_norm, _ = self.optimizer.step()
+        except NonFiniteError:
+            self.scheduler.step(-1)  # it counts updates, and the rate depends on nothing but their number
+            raise
         for chunk in self.module_chunks:
             if chunk.ddp_config.overlap_param_gather and not another_follows:
                 # Without this call the gather starts in the next forward, but export and weight sync come before it.

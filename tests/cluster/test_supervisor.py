@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tests.support.ray_token  # noqa: F401  # isort: skip  # before Ray is imported
+
 import errno
 import os
 import platform
@@ -9,13 +11,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
 
 from megarl.cluster import supervisor as module
 from megarl.cluster.handle import STOP_FILE, SupervisorHandle, SupervisorSpec, read_state
 from megarl.cluster.supervisor import Supervisor
-from megarl.common.errors import PoolEnded
+from megarl.common.errors import PoolEnded, RolloutError
 from megarl.common.processes import ProcessId
 from tests.support.configs import config
 
@@ -23,8 +28,8 @@ GONE = ProcessId(1, -1)
 REQUESTED = "the launcher (pid 7) is gone"
 
 
-def supervisor_in(directory: Path, agent: ProcessId | None = None) -> Supervisor:
-    content = config("model", run__dir=str(directory)).model_dump_json()
+def supervisor_in(directory: Path, agent: ProcessId | None = None, rpc_s: float = 60.0) -> Supervisor:
+    content = config("model", run__dir=str(directory), timeouts__rpc_s=rpc_s).model_dump_json()
     made = Supervisor(
         SupervisorSpec(content, str(directory), agent or ProcessId.own(), "abc", 0, "/", cuda=False),
         directory / "private",
@@ -162,3 +167,78 @@ def test_whoever_waits_for_an_actor_finds_the_reason_when_the_actor_ends(
     assert found == [f"the rollout pool has ended: {told}; see {tmp_path / 'logs'}", during]
     state = read_state(tmp_path)
     assert state is not None and (state["state"], state["error"]) == (after, told)
+
+
+def looks(
+    made: Supervisor, answers: list[Exception | None], monkeypatch: pytest.MonkeyPatch, *, again: bool = False
+) -> list[int]:
+    """Give the supervisor a controller with `answers`, the last of them `again` and again; return the answers' numbers.
+
+    Without `again`, the supervisor is asked to stop after the last one.
+    """
+    asked: list[int] = []
+
+    def get(call: object, timeout: float) -> None:
+        number = min(len(asked), len(answers) - 1)
+        asked.append(number)
+        if not again and len(asked) == len(answers):
+            made.request_stop("the test ends")
+        if (error := answers[number]) is not None:
+            raise error
+
+    controller: Any = SimpleNamespace(heartbeat=SimpleNamespace(remote=lambda: "call"))
+    made._actors = [controller]
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.001)
+    return asked
+
+
+CUT = ray.exceptions.ActorUnavailableError("The actor is temporarily unavailable: RpcError", b"0" * 16)
+
+
+def test_a_short_network_cut_does_not_end_a_healthy_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers alone are counted, by which whoever keeps the pool tells that it is well."""
+    made = supervisor_in(tmp_path)
+    asked = looks(made, [None, CUT, CUT, CUT, None], monkeypatch)
+    made._serve()
+    state = read_state(tmp_path)
+    assert asked == [0, 1, 2, 3, 4] and state is not None and state["heartbeats"] == 2
+
+
+def test_a_controller_that_cannot_be_reached_ends_the_pool_after_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = supervisor_in(tmp_path, rpc_s=0.1)
+    asked = looks(made, [None, CUT], monkeypatch, again=True)
+    started = time.monotonic()
+    with pytest.raises(
+        RolloutError, match=r"could not reach the rollout controller for 0 s \(timeouts.rpc_s\): The actor"
+    ):
+        made._serve()
+    assert 0.1 <= time.monotonic() - started < 10 and len(asked) > 2
+
+
+def test_cuts_with_an_answer_between_them_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = supervisor_in(tmp_path, rpc_s=1.0)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock) / 8))
+    asked = looks(made, [*[CUT, None] * 20], monkeypatch)
+    made._serve()
+    assert len(asked) == 40
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ray.exceptions.ActorDiedError(), "the rollout controller does not answer: The actor died"),
+        (ray.exceptions.GetTimeoutError("late"), "the rollout controller does not answer: late"),
+    ],
+)
+def test_a_controller_that_has_died_or_hangs_ends_the_pool_at_once(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = supervisor_in(tmp_path)
+    asked = looks(made, [None, error, None], monkeypatch)
+    with pytest.raises(RolloutError, match=message):
+        made._serve()
+    assert asked == [0, 1]

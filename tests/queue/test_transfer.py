@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,16 +137,20 @@ def test_a_result_that_comes_when_a_slice_of_the_wait_ends_is_returned(monkeypat
 
 
 class Actor:
-    """Stands for an actor of the queue that answers, hangs or has died."""
+    """Stands for an actor of the queue that answers, hangs, has died or cannot be reached, for a time or for ever."""
 
     def __init__(self, state: str) -> None:
         self.state = state
+        self.asked = 0
 
     @property
     def get_zmq_server_info(self) -> Any:
         return SimpleNamespace(remote=self._answer)
 
     async def _answer(self) -> None:
+        self.asked += 1
+        if self.state == "cut off" or (self.state == "cut off for a time" and self.asked < 4):
+            raise ray.exceptions.ActorUnavailableError("The actor is temporarily unavailable: RpcError", b"0" * 16)
         if self.state == "hangs":
             await asyncio.Event().wait()
         if self.state == "dead":
@@ -159,11 +164,14 @@ class Actor:
         ("dead", "well", "the controller of the trajectory queue has died"),
         ("well", "dead", "unit 1 of the trajectory queue has died"),
         ("well", "hangs", "unit 1 of the trajectory queue did not answer within 0 s"),
+        ("cut off for a time", "cut off for a time", None),
+        ("well", "cut off", "unit 1 of the trajectory queue did not answer within 0 s"),
     ],
 )
 def test_a_look_at_the_queue_names_the_process_that_has_died_or_hangs(
-    controller: str, storage: str, message: str | None
+    controller: str, storage: str, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(transfer, "_RETRY_S", 0.001)
     server = QueueServer(Actor(controller), {"unit 0": Actor("well"), "unit 1": Actor(storage)})  # type: ignore[arg-type, dict-item]
     with nullcontext() if message is None else pytest.raises(RolloutError, match=message):
         asyncio.run(server.check(0.05))

@@ -852,6 +852,62 @@ def test_a_trainer_that_waits_for_a_batch_is_told_that_no_replica_is_left(local:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"admission": {"mode": "one_step_off"}, "rollout": {"partial_rollout": False}},
+        {"weight_sync": {"restarts": 0}},
+    ],
+    ids=["would wait for the responses", "would bring no replica"],
+)
+def test_a_trainer_whose_publication_would_not_help_is_not_asked_for_one(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config_of("model", batch={"groups": GROUPS, "samples_per_group": SAMPLES}, **changes)
+    local = local_controller(settings, tmp_path, monkeypatch)
+    controller, fleet = local.controller, local.fleet
+    fleet.held = set(range(20))
+
+    async def scenario() -> None:
+        await controller.begin(None)
+        await controller.set_version(0)
+        fleet.needs_publication = "replica 0 has died"
+        with pytest.raises(BatchNotReady):
+            await controller.wait_batch(0, 0.1)
+        assert fleet.publishes == [False]
+        await controller.shutdown()
+
+    run(scenario)
+
+
+def test_a_drain_does_not_wait_for_responses_that_wait_for_the_publication(
+    local: LocalController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of an evaluation beside training, for example: all replicas are lost, and only the publication helps."""
+    monkeypatch.setattr(controller_module, "_LOOK_S", 0.01)
+    ended: list[str] = []
+
+    async def drain(timeout_s: float) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("drain")
+
+    async def scenario() -> None:
+        local.fleet.drain = drain  # type: ignore[method-assign]
+        await local.controller.begin(None)
+        draining = asyncio.create_task(local.controller.drain())
+        await asyncio.sleep(0.03)
+        assert not draining.done()
+        local.fleet.needs_publication = "replica 0 has died"
+        async with asyncio.timeout(WAIT_S):
+            await draining
+        await asyncio.sleep(0)
+        assert ended == ["drain"]
+
+    run(scenario)
+
+
 def test_an_evaluation_that_only_a_publication_can_save_is_given_up(local: LocalController) -> None:
     controller, fleet = local.controller, local.fleet
     running: list[asyncio.Task[Any] | None] = []

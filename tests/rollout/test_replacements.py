@@ -591,6 +591,25 @@ def test_an_engine_that_is_far_slower_than_the_others_is_drained_and_not_used_ag
     run(scenario)
 
 
+def test_an_engine_that_was_drained_is_replaced_when_the_trainer_restarts() -> None:
+    """It answers the reset, but would be as slow as before."""
+
+    async def scenario() -> None:
+        new = FakeReplica(1)
+        restart = Starting({1: new})
+        restart.go.set()
+        fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)}, restart)
+        fleet._rates = ProgressRates(patience_s=0.0)
+        for index, tokens in ((0, 100), (1, 1)):
+            fleet._note_progress(index, fleet_module._Service(fleet._replicas[index], 0), (tokens, 1.0))
+        assert fleet.serving == [0] and "times slower than the others" in str(fleet.lost[1])
+        await fleet.reset()
+        fleet.admit_joining()
+        assert fleet.serving == [0, 1] and fleet._replicas[1] is new and restart.begun == [1]
+
+    run(scenario)
+
+
 def test_the_last_engine_is_kept_however_slow_it_is() -> None:
     async def scenario() -> None:
         fleet = fleet_of({0: Paced(0, 0.01), 1: Paced(1, 9.0)})

@@ -188,6 +188,20 @@ def test_the_wait_is_hurried_only_while_the_trainer_waits(make_run: Callable[...
     assert during[:2] == [False, False]
 
 
+@pytest.mark.parametrize(("found", "publications"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("changes", [{}, {"algorithm__kl__coef": 0.1}], ids=["no idle work", "idle work"])
+def test_engines_that_the_publication_in_turn_has_brought_back_need_no_other_one(
+    make_run: Callable[..., FakeRun], found: int, publications: int, changes: dict[str, Any]
+) -> None:
+    """A preparation that began before it says that a publication is needed, and is asked again."""
+    run = make_run(3, **changes)
+    run.lost = {2: found}
+    run.train = lambda: None if "commit 0" not in run.journal else wait_for(lambda: run.lost[2] < found) and None
+    train(run.build())
+    assert run.journal.count("publish 2") == publications
+    assert [line for line in run.journal if line.startswith("commit")] == ["commit 0", "commit 1", "commit 2"]
+
+
 # --- with log-prob passes while the trainer waits
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megarl.run.loop import train
+from megarl.common.errors import RolloutError
+from megarl.run.loop import MOST_PUBLICATIONS, train
 from megarl.run.session import Session
 from megarl.trainer.policy import NonFiniteError
 from tests.support.configs import config as config_of
@@ -275,7 +276,7 @@ def test_the_weights_are_published_again_if_no_engine_is_left(
     """Responses that wait for an engine cannot end before there is one, so nothing is drained."""
     ahead = {} if mode == "sync" else {"sync_interval": 2, "max_staleness": 3}
     run = make_run(3, admission={"mode": mode, **ahead}, rollout__partial_rollout=partial, evaluation__sets=[])
-    run.lost = {2: True}
+    run.lost = {2: 1 if mode == "sync" else 2}  # the early preparation is repeated after the publication in turn
     journal = journal_of_training(run)
     from_there = journal[journal.index("admit 2") :]
     again = ["announce 2", "publish 2", "record sync of version 2", "set version 2"]
@@ -287,12 +288,45 @@ def test_the_weights_are_published_again_if_no_engine_is_left(
 
 def test_an_evaluation_that_finds_no_engine_left_is_made_again_with_new_ones(make_run: Callable[..., FakeRun]) -> None:
     run = make_run(1)
-    run.lost_before = {"after": True}
+    run.lost_before = {"after": 1}
     journal = journal_of_training(run)
     end = journal[journal.index("poll the save") + 1 :]
     again = ["announce 1", "publish 1", "record sync of version 1", "set version 1"]
     evaluation = ["evaluate after of version 1", "record after at 1 of version 1: ['report of version 1']"]
     assert end == [*again, *evaluation]
+
+
+@pytest.mark.parametrize("label", ["before", "after"])
+def test_an_evaluation_that_loses_all_engines_again_and_again_ends_the_run(
+    make_run: Callable[..., FakeRun], label: str
+) -> None:
+    """A prompt that ends its engine would otherwise be sent to new engines for ever."""
+    run = make_run(1)
+    run.lost_before = {label: MOST_PUBLICATIONS}
+    assert "record after at 1 of version 1: ['report of version 1']" in journal_of_training(run)
+    again = make_run(1)
+    again.lost_before = {label: MOST_PUBLICATIONS + 1}
+    with pytest.raises(RolloutError, match=r"evaluation was begun 4 times, .*reason: replica 0 has died"):
+        journal_of_training(again)
+    version = 0 if label == "before" else 1
+    assert again.journal.count(f"publish {version}") == 1 + MOST_PUBLICATIONS
+
+
+def test_an_evaluation_that_is_begun_again_is_bounded_too(make_run: Callable[..., FakeRun]) -> None:
+    run = make_run(4, evaluation__every=2)
+    run.record = {**OLD_RECORD, "step": 2, "version": 2, "evaluations": {"step_2": [2, 2]}}
+    run.lost_before = {"step_2": MOST_PUBLICATIONS + 1}
+    with pytest.raises(RolloutError, match="replica 0 has died"):
+        journal_of_training(run)
+    assert run.journal.count("publish 2") == 1 + MOST_PUBLICATIONS
+
+
+def test_a_batch_may_lose_all_engines_more_often_than_an_evaluation(make_run: Callable[..., FakeRun]) -> None:
+    """Its groups go on from where they were, and a group that ends its engines fails by itself."""
+    run = make_run(1, evaluation__sets=[])
+    run.lost = {0: 2 * MOST_PUBLICATIONS}
+    assert journal_of_training(run).count("publish 0") == 1 + 2 * MOST_PUBLICATIONS
+    assert "commit 0" in run.journal
 
 
 @pytest.mark.parametrize("due", [{4}, set()])

@@ -84,6 +84,12 @@ class FakeRecorder:
         self._note("close the recorder")
 
 
+def found_lost(left: dict[Any, int], asked: int | str) -> bool:
+    """Tell whether all replicas are found lost by what is asked for, and count it."""
+    left[asked] = left.get(asked, 0) - 1
+    return left[asked] >= 0
+
+
 class FakePool(Part):
     def __init__(self, run: FakeRun) -> None:
         super().__init__("rollout", run.journal)
@@ -111,7 +117,7 @@ class FakePool(Part):
 
     def take_batch(self, step: int, version: int, channel: object = None) -> StepBatch | PublicationNeeded:
         self._run.taking(step)
-        if self._run.lost.pop(step, False):
+        if found_lost(self._run.lost, step):
             return PublicationNeeded("replica 0 has died")
         self._note(f"take batch {step} for version {version}")
         return StepBatch(step, version, [], [], dict(self._run.timings.get(step, {})))
@@ -141,7 +147,7 @@ class FakePool(Part):
         self.complete = step
 
     def evaluate(self, version: int, label: str, stopped: Callable[[], bool]) -> list[str] | PublicationNeeded | None:
-        if self._run.lost_before.pop(label, False):
+        if found_lost(self._run.lost_before, label):
             return PublicationNeeded("replica 0 has died")
         self._note(f"evaluate {label} of version {version}")
         if label == self._run.stop_in:
@@ -257,8 +263,8 @@ class FakeRun:
         self.stop_in = ""  # the label of the evaluation during which the run is asked to stop
         self.asked: str | None = None
         self.timings: dict[int, dict[str, float]] = {}  # what the pool reports with the batch of a step
-        self.lost: dict[int, bool] = {}  # steps for whose batch all replicas are found lost, once
-        self.lost_before: dict[str, bool] = {}  # evaluations that find all replicas lost, once
+        self.lost: dict[int, int] = {}  # steps for whose batch all replicas are found lost, and how often
+        self.lost_before: dict[str, int] = {}  # evaluations that find all replicas lost, and how often
         self.due: set[int] = set()
         self.evaluated = False  # an evaluation beside training has ended when it is asked for without waiting
         self.failing_saves: set[int] = set()

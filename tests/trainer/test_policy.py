@@ -232,7 +232,7 @@ def test_bad_mini_batches_are_refused(
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_nan_stops_every_rank_before_any_weight_changed(
+def test_nan_stops_every_rank_before_any_weight_or_the_schedule_changed(
     world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples, what: str
 ) -> None:
     for message, unchanged in world(2).run(

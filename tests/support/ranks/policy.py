@@ -362,8 +362,10 @@ def refused(model_dir: Path, samples: list[TrainSample], what: str) -> str:
 
 def non_finite(model_dir: Path, samples: list[TrainSample], what: str) -> tuple[str, bool]:
     """Only one replica makes the NaN; all must stop."""
-    with policy_under(model_dir, {}) as policy:
+    changes = {"run__steps": 4, "trainer__optimizer__warmup_steps": 2}
+    with policy_under(model_dir, {}, **changes) as policy:
         before = [p.detach().clone() for chunk in policy.module_chunks for p in chunk.parameters()]
+        schedule = policy.scheduler.state_dict(), policy.learning_rate
         if what == "loss" and parallel.dp_rank() == 1:
             poisoned = torch.full((len(samples[0].response_ids),), float("nan"))
             samples = [with_streams(samples[0], old_logprobs=poisoned), *samples[1:]]
@@ -372,7 +374,8 @@ def non_finite(model_dir: Path, samples: list[TrainSample], what: str) -> tuple[
             weight.register_hook(lambda grad: grad * float("nan"))
         message = raised(policy.update, samples)
         after = [p for chunk in policy.module_chunks for p in chunk.parameters()]
-        return message, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        unchanged = (policy.scheduler.state_dict(), policy.learning_rate) == schedule
+        return message, unchanged and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def broadcast(layout: dict[str, Any]) -> tuple[int, bool, Any]:
