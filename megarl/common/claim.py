@@ -44,7 +44,7 @@ _NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EI
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK}
 
 ClaimVerdict = Literal["free", "held", "unclear"]
-Taken = Literal["sure", "lost", "contested"]
+ClaimOutcome = Literal["sure", "lost", "contested"]
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _claim(run_dir: Path, mine: Holder, node_s: float, say: Callable[[str], obje
         time.sleep(min(RENEW_S / 2, node_s / 4))
 
 
-def _take(run_dir: Path, seen: Sighting | None, mine: Holder) -> Taken:
+def _take(run_dir: Path, seen: Sighting | None, mine: Holder) -> ClaimOutcome:
     """Write the claim of `mine`, unless it is there already. A node's agent takes over from its launch script.
 
     "sure": no other start can have it; "lost": another one has made its claim since `seen`; "contested": another start,

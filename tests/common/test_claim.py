@@ -186,7 +186,7 @@ def test_of_two_starts_on_hosts_that_do_not_see_each_others_locks_one_gets_the_d
     gate, outcomes = threading.Barrier(2), dict[str, str]()
     real_take, seen_by = claims._take, set[int]()
 
-    def together(run_dir: Path, seen: Sighting | None, mine: Holder) -> claims.Taken:
+    def together(run_dir: Path, seen: Sighting | None, mine: Holder) -> claims.ClaimOutcome:
         if threading.get_ident() not in seen_by:
             seen_by.add(threading.get_ident())
             gate.wait(timeout=10)
@@ -196,7 +196,7 @@ def test_of_two_starts_on_hosts_that_do_not_see_each_others_locks_one_gets_the_d
         raise OSError(errno.EOPNOTSUPP, "no hard links here")
 
     def write(run_dir: Path, holder: Holder, *, first: bool = False) -> None:
-        """As `_write` on two hosts, whose temporary files have different names."""
+        """Do as `_write` on two hosts, whose temporary files have different names."""
         temporary = run_dir / f".{holder.host}"
         temporary.write_text(holder.to_text())
         (os.link if first else os.replace)(temporary, run_dir / CLAIM_FILE)
