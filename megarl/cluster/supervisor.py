@@ -2,7 +2,8 @@
 
 `python -m megarl.cluster.supervisor SPEC` is started in a session of its own by `megarl/cluster/handle.py`, so that
 neither a killed rank nor a Ctrl-C ends the pool. It tears down the pool when the torchrun agent (pid and start time)
-is gone, when RUN_DIR/supervisor.stop names this launch, on SIGTERM, and when the Ray head dies.
+is gone, when RUN_DIR/supervisor.stop names this launch, when another launch has replaced RUN_DIR/supervisor.json, on
+SIGTERM, and when the Ray head dies.
 
 Its actors are named but not `lifetime="detached"`: this process owns them, so that even its SIGKILL ends them.
 A guardian (`megarl/cluster/guardian.py`) kills what is left after that, and this process if it is stuck.
@@ -23,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.cluster.handle import STATE_FILE, STOP_FILE, SupervisorSpec, write_state
+from megarl.cluster.handle import STATE_FILE, STOP_FILE, SupervisorSpec, read_state, write_state
 from megarl.cluster.nodes.network import one_node_environment
 from megarl.cluster.ray_head import RayHead, access_environment, ray_environment, rollout_share
 from megarl.common.errors import RolloutError
@@ -57,7 +58,11 @@ COMPLAIN_S = 30.0  # between two log lines about the same trouble
 
 
 class Supervisor:
-    """Runs one pool from its start to its end; writes its state to RUN_DIR/supervisor.json."""
+    """Runs one pool from its start to its end; writes its state to RUN_DIR/supervisor.json.
+
+    It leaves the file alone, and ends, once the supervisor of another launch has written there: that of a run that has
+    taken the directory.
+    """
 
     def __init__(self, spec: SupervisorSpec, private: Path) -> None:
         """`private`: a private directory for the pool's sockets and temporary files, which the supervisor owns."""
@@ -68,6 +73,8 @@ class Supervisor:
         self._stop = threading.Event()
         self._children: set[ProcessId] = set()
         self._lock = threading.Lock()
+        self._has_written = False
+        self._replaced_by: str | None = None  # the launch that has taken the state file
         self._published = True  # False after a failure to write the state, until a later attempt succeeds
         self._complaints = RateLimit(COMPLAIN_S)
         self._state: dict[str, Any] = {
@@ -177,17 +184,32 @@ class Supervisor:
             os._exit(1)
 
     def _publish(self, **changes: object) -> None:
-        """Write the state, with `changes`, to its file. If the disk refuses it, the watch tries again."""
+        """Write the state, with `changes`, to its file. If the disk refuses it, the watch tries again.
+
+        The first time it replaces the state of an earlier launch. If another launch has replaced this one's since then,
+        nothing is written any more, and this pool is asked to end.
+        """
         with self._lock:
             self._state.update(changes)
             self._state["children"] = [asdict(child) for child in self._children if is_alive(child)]
             try:
-                write_state(self.run_dir, self._state)
+                if not self._is_replaced():
+                    write_state(self.run_dir, self._state)
+                    self._has_written = True
                 self._published = True
             except OSError as error:
                 self._published = False
                 if self._complaints.allows():
                     logger.error("the state could not be written, and will be tried again: %s", error)
+
+    def _is_replaced(self) -> bool:
+        """Tell whether the state file is another launch's by now; if so, ask this pool to end. Raises OSError."""
+        if self._has_written and self._replaced_by is None:
+            launch = (read_state(self.run_dir) or {}).get("launch_id", self.spec.launch_id)
+            if launch != self.spec.launch_id:
+                self._replaced_by = launch
+                self.request_stop(f"another launch ({launch}) has begun in {self.run_dir}")
+        return self._replaced_by is not None
 
     def _record_descendants(self) -> set[ProcessId]:
         """Add the present descendants to those that were ever seen, orphans included; return a copy of these."""

@@ -2,9 +2,12 @@
 
 A start claims the directory before it moves or writes anything in it. It is refused, and changes nothing, while the
 holder is known to run: on the same host by its pid and start time, on another one because it renews the file's
-modification time. A holder on another host that has been silent for `timeouts.node_s` has lost its claim. The
-directory is locked (flock) while a start decides. On a file system without such locks the holder's own check finds a
-claim that was overwritten (`RunClaim.renew`), and ends that run.
+modification time. A holder on another host that has been silent for `timeouts.node_s` has lost its claim.
+
+The directory is locked (flock) while a start decides, which some shared file systems do for one host only, or not at
+all. So the first claim is a hard link, which only one start can make, and whoever replaces the claim of another run
+reads it again after `SETTLE_S`. Last, the holder's own check finds a claim that was overwritten (`RunClaim.renew`), and
+ends that run.
 """
 
 from __future__ import annotations
@@ -33,9 +36,15 @@ RENEW_S = 2.0
 # How long a claim of another host is watched at least, however old the file is by this host's clock.
 WATCH_S = 5 * RENEW_S
 LOCK_S = 30.0
+# After which a start that has replaced another run's claim looks if a third one has done the same.
+SETTLE_S = 1.0
 _NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
+# Of a file system without hard links.
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK}
+
 ClaimVerdict = Literal["free", "held", "unclear"]
+ClaimOutcome = Literal["sure", "lost", "contested"]
 
 
 @dataclass(frozen=True)
@@ -208,8 +217,13 @@ def _claim(run_dir: Path, mine: Holder, node_s: float, say: Callable[[str], obje
             watched_s = time.monotonic() - started
             verdict = judge(seen, first, mine, watched_s=watched_s, age_s=age_s, node_s=node_s)
             if verdict == "free":
-                _take(run_dir, seen, mine)
-                return RunClaim(run_dir, mine)
+                taken = _take(run_dir, seen, mine)
+        if verdict == "free":
+            if taken == "lost":  # another start was first: judge its claim
+                continue
+            if taken == "contested":
+                _settle(run_dir, mine)
+            return RunClaim(run_dir, mine)
         if verdict == "held":
             raise ConfigError([in_use(run_dir, seen)])
         if not told:
@@ -221,13 +235,50 @@ def _claim(run_dir: Path, mine: Holder, node_s: float, say: Callable[[str], obje
         time.sleep(min(RENEW_S / 2, node_s / 4))
 
 
-def _take(run_dir: Path, seen: Sighting | None, mine: Holder) -> None:
-    """Write the claim of `mine`, unless it is there already. A node's agent takes over from its launch script."""
+def _take(run_dir: Path, seen: Sighting | None, mine: Holder) -> ClaimOutcome:
+    """Write the claim of `mine`, unless it is there already. A node's agent takes over from its launch script.
+
+    "sure": no other start can have it; "lost": another one has made its claim since `seen`; "contested": another start,
+    which saw the same, may write its own too.
+    """
     before = seen.holder if seen is not None else None
-    if before is None or not before.same_run(mine):
-        _write(run_dir, mine)
-    elif before.process != mine.process:
-        _write(run_dir, replace(mine, since=before.since))
+    if before is not None and before.same_run(mine):
+        if before.process != mine.process:
+            _write(run_dir, replace(mine, since=before.since))
+        return "sure"
+    if seen is None:
+        try:
+            _write(run_dir, mine, first=True)
+            return "sure"
+        except FileExistsError:
+            return "lost"
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+    _write(run_dir, mine)
+    return "contested"
+
+
+def _settle(run_dir: Path, mine: Holder) -> None:
+    """Raise ConfigError unless the claim is still that of `mine` after `SETTLE_S`."""
+    time.sleep(SETTLE_S)
+    seen = Sighting.of(run_dir)
+    if seen is None or seen.holder is None or not seen.holder.same_run(mine):
+        raise ConfigError([in_use(run_dir, seen)])
+
+
+def other_holder(run_dir: Path, mine: Holder) -> Holder | None:
+    """Return the run that holds `run_dir`, if it is another one than that of `mine`.
+
+    None too if nobody holds it or the claim cannot be read: only a known holder keeps a run from saying how it ended.
+    """
+    try:
+        seen = Sighting.of(run_dir)
+    except OSError as error:
+        logger.warning("the claim on %s cannot be read: %s", run_dir, error)
+        return None
+    holder = seen.holder if seen is not None else None
+    return None if holder is None or holder.same_run(mine) else holder
 
 
 def _who(seen: Sighting | None) -> str:
@@ -263,11 +314,15 @@ def await_claim(run_dir: Path, mine: Holder, timeout_s: float) -> None:
         time.sleep(0.1)
 
 
-def _write(run_dir: Path, holder: Holder) -> None:
+def _write(run_dir: Path, holder: Holder, *, first: bool = False) -> None:
+    """Write the claim whole or not at all. Raises FileExistsError if it is to be the `first` one, and is not."""
     temporary = run_dir / f".{CLAIM_FILE}.{platform.node()}.{os.getpid()}"
     try:
         temporary.write_text(holder.to_text(), encoding="utf-8")
-        os.replace(temporary, run_dir / CLAIM_FILE)
+        if first:
+            os.link(temporary, run_dir / CLAIM_FILE)
+        else:
+            os.replace(temporary, run_dir / CLAIM_FILE)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -10,6 +10,7 @@ import faulthandler
 import io
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-# A log that has become larger is renamed to LOG.1, which replaces an older one.
+# A log that has become larger is copied to LOG.1, which replaces an older copy, and begun anew.
 LOG_BYTES = 256 << 20
 
 
@@ -56,10 +57,10 @@ class LossyFile(io.RawIOBase):
 
 
 class RotatingLog:
-    """The log file behind descriptors 1 and 2 of this process."""
+    """The log file behind descriptors 1 and 2 of this process, and of the children that have inherited them."""
 
     def __init__(self, path: Path, limit: int = LOG_BYTES) -> None:
-        self.path, self._limit = path, limit
+        self.path, self._limit, self._next = path, limit, limit
 
     def open(self) -> None:
         """Let both descriptors append to the file. Raises OSError."""
@@ -69,11 +70,18 @@ class RotatingLog:
         os.close(descriptor)
 
     def rotate_if_large(self) -> None:
-        """Begin a new file if this one has become too large. If that fails, the old one is written on."""
+        """Copy the file to LOG.1 and empty it if it has become too large. What is written meanwhile may be lost.
+
+        It stays the same file, because children write to it too. If the copy fails, it is written on, and the next try
+        comes after as many bytes again.
+        """
         with suppress(OSError):
-            if os.fstat(1).st_size > self._limit:
-                self.path.replace(self.path.with_name(f"{self.path.name}.1"))
-                self.open()
+            size = os.fstat(1).st_size
+            if size > self._next:
+                self._next = size + self._limit
+                shutil.copyfile(self.path, self.path.with_name(f"{self.path.name}.1"))
+                os.ftruncate(1, 0)  # all append, so the next bytes are the first
+                self._next = self._limit
 
 
 def redirect_output(log_file: Path) -> TextIO:

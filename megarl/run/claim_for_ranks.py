@@ -12,6 +12,12 @@ from megarl.common.timeouts import GRACE_S
 from megarl.config.schema import Config
 
 
+def holder_for_ranks(what: str = "torchrun") -> Holder:
+    """Return the holder of RUN_DIR that this rank belongs to: its launch, torchrun's agent, or the rank itself."""
+    process = ProcessId.of(os.getppid()) if "RANK" in os.environ else ProcessId.own()
+    return Holder.here(what, process, os.environ.get(LAUNCH_ID_VARIABLE))
+
+
 def claim_for_ranks(config: Config, rank: int, what: str = "torchrun") -> RunClaim | None:
     """Claim RUN_DIR for torchrun's agent on rank 0; elsewhere wait until the claim is made, and return None.
 
@@ -20,10 +26,8 @@ def claim_for_ranks(config: Config, rank: int, what: str = "torchrun") -> RunCla
     A launch has claimed it before it started the ranks, and its agent renews the claim. Raises ConfigError if another
     run holds RUN_DIR, and TimeoutError if this one does not get it.
     """
-    node_s, launch = config.timeouts.node_s, os.environ.get(LAUNCH_ID_VARIABLE)
-    process = ProcessId.of(os.getppid()) if "RANK" in os.environ else ProcessId.own()
-    mine = Holder.here(what, process, launch)
-    if launch is None and rank == 0:
+    node_s, mine = config.timeouts.node_s, holder_for_ranks(what)
+    if mine.launch is None and rank == 0:
         return claim(config.run_dir, mine, node_s, lambda text: sys.stderr.write(f"megarl: {text}\n"))
     await_claim(config.run_dir, mine, node_s + GRACE_S)
     return None

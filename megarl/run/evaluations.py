@@ -28,6 +28,8 @@ class Evaluations:
         self._config, self._pool, self._recorder, self._stopped = config, pool, recorder, stopped
         self._beside_training = evaluates_beside_training(config)
         self._running: dict[str, tuple[int, int]] = {}  # label -> steps done, version; on rank 0
+        # A stop request has ended an evaluation: the run stops, also if it is withdrawn. The same on every rank.
+        self.ended_by_stop = False
 
     def evaluate(self, steps_done: int, version: int, label: str) -> bool | PublicationNeeded:
         """Evaluate the weights of `version`, which were just published, on all sets.
@@ -49,6 +51,7 @@ class Evaluations:
         if isinstance(reports, PublicationNeeded):
             return reports
         if reports is None:
+            self.ended_by_stop = True
             self._recorder.say(f"the evaluation ({label}) was ended by a stop request")
             if 0 < steps_done < self._config.run.steps:  # the loop itself makes the first and the last one again
                 self._running[label] = (steps_done, version)
@@ -68,6 +71,9 @@ class Evaluations:
             if isinstance(needed, PublicationNeeded):
                 self._running = {**others, label: (steps_done, began_at)}
                 return needed
+            if not needed:  # a stop request has ended it: the run that resumes next makes all of them
+                self._running |= others
+                return None
             if self._running:  # it goes on beside training, and only one does
                 return None
             self._running = others

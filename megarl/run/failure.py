@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megarl.common import run_files
+from megarl.common.claim import Holder, other_holder
 from megarl.common.files import write_json
 from megarl.common.run_files import ExitRecord, write_exit
 from megarl.telemetry.summary import RunSummary
@@ -43,17 +44,29 @@ class PeerFailedError(RuntimeError):
 
 
 class FailureReport:
-    """Makes the first rank that fails report to the user and the others only log: one cause gives one message."""
+    """Makes the first rank that fails report to the user and the others only log: one cause gives one message.
 
-    def __init__(self, run_dir: Path, rank: int) -> None:
+    Once another run has taken the directory nothing is written there, and every rank that fails tells the user.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, mine: Holder | None = None) -> None:
+        """`mine`: the holder of `run_dir` that this rank belongs to; None if it is not claimed."""
         self.path = run_dir / "error.txt"
-        self.rank = rank
+        self.rank, self._mine = rank, mine
         self._started = time.time()
 
     def claim(self, error: BaseException, terminal: TextIO, log_file: Path) -> bool:
         """Write the traceback to this rank's log and, if no rank has failed before, one message to the terminal."""
         traceback.print_exception(error)
-        if isinstance(error, PeerFailedError) or not self._is_first():
+        if isinstance(error, PeerFailedError):
+            return False
+        other = other_holder(self.path.parent, self._mine) if self._mine is not None else None
+        if other is not None:
+            taken = f"{self.path.parent} was taken by {other.describe()}, and nothing is recorded there"
+            terminal.write(f"megarl: {describe(error)}\n(rank {self.rank} on {platform.node()}; {taken})\n")
+            terminal.flush()
+            return False
+        if not self._is_first():
             return False
         message = f"megarl: {describe(error)}\n(rank {self.rank} on {platform.node()}; traceback in {log_file})\n"
         # The terminal first: it takes the message also if the disk takes nothing.
@@ -81,10 +94,15 @@ class FailureReport:
         return True
 
     def _mark_failed(self, message: str) -> None:
-        """Record the failure in exit.json and summary.json, in place of rank 0, which may be killed before it can."""
+        """Record the failure in exit.json and summary.json, in place of rank 0, which may be killed before it can.
+
+        A failure that is recorded already keeps its step: that of the newest checkpoint, if the last save has failed.
+        """
         path = self.path.with_name("summary.json")
         content = json.loads(path.read_text()) if path.is_file() else RunSummary().as_dict("failed")
-        write_exit(self.path.parent, ExitRecord("failed", content.get("steps", 0), message))
+        before = run_files.read_exit(self.path.parent)
+        step = before.step if before is not None and before.status == "failed" else content.get("steps", 0)
+        write_exit(self.path.parent, ExitRecord("failed", step, message))
         write_json(path, {**content, "exit": "failed", "error": message})
 
 

@@ -2,8 +2,10 @@
 
 A mistake of the user ends with one message and exit code 2 before anything starts. A failure of the run ends with one
 message (of the first rank that failed), exit code 1 and "failed" in RUN_DIR/summary.json and RUN_DIR/exit.json. A run
-that was asked to stop (megarl/common/run_files.py) exits with 0 if it has saved the step at which it stopped, else with
-1. A run that has trained all steps, but could not save the last one, has failed.
+that was asked to stop (megarl/common/run_files.py) exits with 0 if it has saved the step at which it stopped. If it
+could not, it exits with 1, or with 0 while torchrun (--max-restarts) would start the ranks again for another code:
+RUN_DIR/exit.json has the reason and the step that is saved. A run that has trained all steps, but could not save the
+last one, has failed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from megarl.config.load import load_config, to_yaml
 from megarl.config.plan import RunPlan, make_plan
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
-from megarl.run.claim_for_ranks import claim_for_ranks
+from megarl.run.claim_for_ranks import claim_for_ranks, holder_for_ranks
 from megarl.run.failure import FailureReport, set_aside
 from megarl.run.stop_signals import StopSignals
 
@@ -106,7 +108,7 @@ def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:
     """Train as this rank; return 0, or end the process with 1. `claim`: that on RUN_DIR, if this rank holds it."""
     rank = int(os.environ["RANK"])
     log_file = config.run_dir / "logs" / f"trainer-rank-{rank}.log"
-    failures = FailureReport(config.run_dir, rank)
+    failures = FailureReport(config.run_dir, rank, holder_for_ranks())
     terminal: TextIO = sys.stderr
     try:
         terminal = redirect_output(log_file)
@@ -160,7 +162,7 @@ def _take_over(config: Config) -> None:
 
 
 def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) -> int:
-    """Build the session and train. Return 0; 1 if the run was stopped and could not save where it did.
+    """Build the session and train. Return 0; 1 if the run was stopped, could not save there and is not restarted.
 
     `this_start`: the config of this start of the ranks, without `auto`. The pool gets `config`, that of the launch, so
     that a restart of the ranks finds it unchanged and keeps the pool.

@@ -7,6 +7,7 @@ A thread beside the training thread may call those that take a `channel`, with o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from megarl.trainer import parallel
 from megarl.trainer.policy import NonFiniteError
 from megarl.weights.handles import EngineHandles
 
+logger = logging.getLogger(__name__)
 H = TypeVar("H")
 T = TypeVar("T")
 
@@ -187,15 +189,25 @@ class PoolLink:
 
     @contextmanager
     def keep_batch_on_failure(self, batch: StepBatch) -> Iterator[None]:
-        """Write the batch to RUN_DIR/failed_batch, for `megarl replay`, if the block raises NonFiniteError."""
+        """Write the batch to RUN_DIR/failed_batch, for `megarl replay`, if the block raises NonFiniteError.
+
+        If a rank cannot write its share, the error says so, and is raised all the same.
+        """
         try:
             yield
         except NonFiniteError as error:
             directory = self._config.run_dir / "failed_batch"
-            self._dump(directory, batch)
+            problem: OSError | None = None
+            try:
+                self._dump(directory, batch)
+            except OSError as failure:  # a full disk, for example: the step may still be skipped
+                logger.exception("the batch of step %d could not be kept", batch.step)
+                problem = failure
             # All ranks get here. torchrun ends the others when the first one exits, so wait until all have written.
-            self._peers.barrier()
-            kept = NonFiniteError(f"step {batch.step}: {error}; the batch is kept in {directory}")
+            incomplete = self._peers.any(problem is not None)
+            told = f"the batch could not be kept in {directory}: {problem or 'another rank failed to write its share'}"
+            told = told if incomplete else f"the batch is kept in {directory}"
+            kept = NonFiniteError(f"step {batch.step}: {error}; {told}")
             kept.updates = error.updates
             raise kept from error
 

@@ -130,7 +130,7 @@ class Session:
         total = self.config.run.steps
         for step in range(self.first_step, total + 1):
             self.steps_done = step
-            self.stopped = self._stop_vote.agree()
+            self.stopped = self._stop_reason()
             if self.stopped is not None:
                 self._save_stopped(step)
                 return
@@ -142,8 +142,13 @@ class Session:
 
         With `checkpoint.every` the last step is saved already, or being saved. The run that resumes goes on there.
         """
-        self.stopped = self._stop_vote.agree() or "a stop request that was withdrawn"
+        self.stopped = self._stop_reason()
         self._save_stopped(self.config.run.steps)
+
+    def _stop_reason(self) -> str | None:
+        """Return why the run stops here; None if it goes on. Collective."""
+        withdrawn = "a stop request that was withdrawn" if self.evaluations.ended_by_stop else None
+        return self._stop_vote.agree() or withdrawn
 
     def _save_stopped(self, step: int) -> None:
         """Save the step at which the run stops. If that fails, `steps_done` is where the next launch resumes."""

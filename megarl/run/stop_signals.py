@@ -81,7 +81,8 @@ class StopSignals:
                 if number == signal.SIGINT:  # a SIGTERM may be torchrun's, after a failure
                     self._say("finishing the step, saving; again to abort")
             else:
-                self._end(f"{number.name} while the run was starting")
+                failed = f" (torchrun sends it also if another rank has failed: see {self._run_dir / 'logs'})"
+                self._end(f"{number.name} while the run was starting{failed if number == signal.SIGTERM else ''}")
         elif now > self._first_at + SAME_REQUEST_S:
             self._end(f"aborted by a second stop signal ({number.name})")
 

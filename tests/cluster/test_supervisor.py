@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from megarl.cluster import supervisor as module
-from megarl.cluster.handle import STOP_FILE, SupervisorHandle, SupervisorSpec, read_state
+from megarl.cluster.handle import STATE_FILE, STOP_FILE, SupervisorHandle, SupervisorSpec, read_state, write_state
 from megarl.cluster.supervisor import Supervisor
 from megarl.common.errors import PoolEnded, RolloutError
 from megarl.common.processes import ProcessId
@@ -101,6 +101,24 @@ def test_the_stop_file_of_this_launch_stops_it(tmp_path: Path, content: str, sto
     (tmp_path / STOP_FILE).write_text(content)
     watched._watch_once(set())
     assert watched.stop_reason == ("asked to" if stops else None)
+
+
+def test_a_supervisor_whose_directory_was_taken_writes_no_more_and_ends(tmp_path: Path) -> None:
+    """The new run would take a foreign state for the end of its own pool."""
+    write_state(tmp_path, {"launch_id": "an earlier one"})
+    watched = supervisor_in(tmp_path)
+    watched._publish(state="ready")
+    watched._publish(heartbeats=1)
+    state = read_state(tmp_path)
+    assert state is not None and state["launch_id"] == "abc" and watched.stop_reason is None
+    (tmp_path / STATE_FILE).unlink()
+    watched._publish(heartbeats=2)
+    assert read_state(tmp_path) is not None and watched.stop_reason is None
+    write_state(tmp_path, {"launch_id": "the next one"})
+    for changes in ({"heartbeats": 3}, {"state": "stopped"}):
+        watched._publish(**changes)
+        assert read_state(tmp_path) == {"launch_id": "the next one"}
+    assert watched.stop_reason == f"another launch (the next one) has begun in {tmp_path}"
 
 
 def test_children_may_come_and_go_while_the_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

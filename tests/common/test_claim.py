@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.common import claim as claims
-from megarl.common.claim import CLAIM_FILE, Holder, Sighting, await_claim, claim, judge, refuse_claimed
+from megarl.common.claim import CLAIM_FILE, Holder, Sighting, await_claim, claim, judge, other_holder, refuse_claimed
 from megarl.common.errors import ConfigError
 from megarl.common.processes import ProcessId
 from tests.support.tree import tree_of
@@ -48,6 +48,7 @@ def other() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "RENEW_S", 0.05)
     monkeypatch.setattr(claims, "WATCH_S", 0.25)
+    monkeypatch.setattr(claims, "SETTLE_S", 0.2)
 
 
 def elsewhere(launch: str | None = None) -> Holder:
@@ -170,6 +171,83 @@ def test_without_locks_a_claim_still_works(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(fcntl, "flock", none)
     claim(tmp_path, elsewhere(), NODE_S).release()
     claim(tmp_path, OWN, NODE_S)
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no_links"])
+@pytest.mark.parametrize("before", [None, "a_dead_run"])
+def test_of_two_starts_on_hosts_that_do_not_see_each_others_locks_one_gets_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None, links: bool
+) -> None:
+    """Both have found the directory free before either writes."""
+    if before is not None:
+        dead = replace(OWN, process=ProcessId(1, -1))
+        (tmp_path / CLAIM_FILE).write_text(dead.to_text())
+    starts = [OWN, elsewhere()]
+    gate, outcomes = threading.Barrier(2), dict[str, str]()
+    real_take, seen_by = claims._take, set[int]()
+
+    def together(run_dir: Path, seen: Sighting | None, mine: Holder) -> claims.ClaimOutcome:
+        if threading.get_ident() not in seen_by:
+            seen_by.add(threading.get_ident())
+            gate.wait(timeout=10)
+        return real_take(run_dir, seen, mine)
+
+    def no_link(*paths: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no hard links here")
+
+    def write(run_dir: Path, holder: Holder, *, first: bool = False) -> None:
+        """Do as `_write` on two hosts, whose temporary files have different names."""
+        temporary = run_dir / f".{holder.host}"
+        temporary.write_text(holder.to_text())
+        (os.link if first else os.replace)(temporary, run_dir / CLAIM_FILE)
+        temporary.unlink(missing_ok=True)
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_link)
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
+    monkeypatch.setattr(claims, "_take", together)
+    monkeypatch.setattr(claims, "_write", write)
+    monkeypatch.setattr(claims, "judge", lambda seen, *_, **__: "free" if len(seen_by) < 2 else "held")
+
+    def start(mine: Holder) -> None:
+        try:
+            claim(tmp_path, mine, NODE_S)
+        except ConfigError:
+            outcomes[mine.host] = "refused"
+        else:
+            outcomes[mine.host] = "got it"
+
+    threads = [threading.Thread(target=start, args=(mine,)) for mine in starts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert sorted(outcomes.values()) == ["got it", "refused"]
+    seen = Sighting.of(tmp_path)
+    assert seen is not None and seen.holder is not None and outcomes[seen.holder.host] == "got it"
+
+
+def test_a_first_claim_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "_settle", lambda *_: pytest.fail("waited"))
+    claim(tmp_path, OWN, NODE_S)
+    assert [path.name for path in tmp_path.iterdir()] == [CLAIM_FILE]
+
+
+def test_only_a_known_holder_that_is_another_run_is_another_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert other_holder(tmp_path, OWN) is None
+    for mine, other in ((OWN, elsewhere()), (replace(OWN, launch="1"), elsewhere("2"))):
+        (tmp_path / CLAIM_FILE).write_text(mine.to_text())
+        assert other_holder(tmp_path, mine) is None and other_holder(tmp_path, other) == mine
+    (tmp_path / CLAIM_FILE).write_text("{")
+    assert other_holder(tmp_path, OWN) is None
+
+    def stale(run_dir: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Sighting, "of", stale)
+    assert other_holder(tmp_path, OWN) is None
 
 
 def test_of_many_starts_at_once_one_gets_the_directory(

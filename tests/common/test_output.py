@@ -47,6 +47,48 @@ def test_a_log_is_begun_anew_when_it_is_large(tmp_path: Path) -> None:
     assert "written by a library" in (tmp_path / "logs" / "rank.log").read_text()
 
 
+CHILD_WRITES_ON = """
+import subprocess, sys
+from pathlib import Path
+from megarl.common import output
+output.RotatingLog.__init__.__defaults__ = (1000,)
+output.redirect_output(Path(sys.argv[1]))
+child = subprocess.Popen(["sh", "-c", "read line; echo the child goes on"], stdin=subprocess.PIPE)
+for number in range(60):
+    print("printed", number, "." * 20)
+child.communicate(b"go\\n", timeout=30)
+"""
+
+
+def test_a_child_writes_to_the_log_that_was_begun_anew(tmp_path: Path) -> None:
+    log = tmp_path / "rank.log"
+    run(log, CHILD_WRITES_ON)
+    assert log.with_name("rank.log.1").exists()
+    assert log.read_text().endswith("printed 59 " + "." * 20 + "\nthe child goes on\n") and log.stat().st_size < 1200
+
+
+CANNOT_COPY = """
+import shutil, sys
+from pathlib import Path
+from megarl.common import output
+tries = []
+def full(*paths):
+    tries.append(paths)
+    raise OSError(28, "No space left on device")
+shutil.copyfile = full
+output.RotatingLog.__init__.__defaults__ = (1000,)
+terminal = output.redirect_output(Path(sys.argv[1]))
+for number in range(100):
+    print("printed", "." * 31)
+terminal.write(f"{len(tries)}\\n")
+"""
+
+
+def test_a_log_that_cannot_be_copied_is_written_on_and_copied_seldom(tmp_path: Path) -> None:
+    ended = run(tmp_path / "rank.log", CANNOT_COPY)
+    assert (tmp_path / "rank.log").stat().st_size == 4000 and ended.stderr == "3\n"
+
+
 def test_a_log_that_takes_no_more_bytes_ends_nothing(tmp_path: Path) -> None:
     """The kernel's limit on the size of a file stands for the full disk."""
 

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from megarl.common import run_files
+from megarl.common.claim import Holder, claim
+from megarl.common.processes import ProcessId
 from megarl.common.run_files import ExitRecord
 from megarl.run.failure import FailureReport
+from tests.support.tree import tree_of
 
 
 def test_a_failure_writes_exit_json_with_the_steps_that_were_done(tmp_path: Path) -> None:
@@ -20,6 +23,37 @@ def test_a_failure_writes_exit_json_with_the_steps_that_were_done(tmp_path: Path
     with (tmp_path / "terminal").open("w") as terminal:
         FailureReport(tmp_path, rank=1).claim(ValueError("no such thing"), terminal, tmp_path / "log")
     assert run_files.read_exit(tmp_path) == ExitRecord("failed", 7, "no such thing")
+
+
+def test_a_failure_that_is_recorded_already_keeps_its_step(tmp_path: Path) -> None:
+    """All steps are done, but only some are saved: the last save has failed."""
+    (tmp_path / "summary.json").write_text('{"steps": 7, "exit": "failed"}')
+    run_files.write_exit(tmp_path, ExitRecord("failed", 4, "step 7 could not be saved"))
+    FailureReport(tmp_path, rank=0).claim(ValueError("not saved"), io.StringIO(), tmp_path / "log")
+    assert run_files.read_exit(tmp_path) == ExitRecord("failed", 4, "not saved")
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_that_has_lost_its_directory_only_tells_the_user(tmp_path: Path, finished: bool) -> None:
+    mine = Holder.here("torchrun", ProcessId.own())
+    claim(tmp_path, Holder.here("torchrun", ProcessId.own(), launch="another"), node_s=1.0)
+    if finished:
+        run_files.write_exit(tmp_path, ExitRecord("finished", 9, ""))
+    before = tree_of(tmp_path)
+    terminal = io.StringIO()
+    assert not FailureReport(tmp_path, 1, mine).claim(ValueError("no such thing"), terminal, tmp_path / "log")
+    assert tree_of(tmp_path) == before
+    told = terminal.getvalue()
+    assert told.startswith("megarl: no such thing\n") and f"{tmp_path} was taken by torchrun" in told
+
+
+def test_a_run_that_holds_its_directory_or_whose_claim_is_given_up_reports(tmp_path: Path) -> None:
+    mine = Holder.here("torchrun", ProcessId.own())
+    held = claim(tmp_path, mine, node_s=1.0)
+    assert FailureReport(tmp_path, 0, mine).claim(ValueError("first"), io.StringIO(), tmp_path / "log")
+    held.release()
+    assert not FailureReport(tmp_path, 1, mine).claim(ValueError("second"), io.StringIO(), tmp_path / "log")
+    assert (tmp_path / "error.txt").read_text().startswith("megarl: first")
 
 
 def full_disk(*arguments: object, **options: object) -> None:

@@ -363,6 +363,32 @@ def test_a_stop_during_an_evaluation_between_steps_is_obeyed_and_the_evaluation_
     assert made == ["evaluate step_2 of version 2", "evaluate after of version 4"]
 
 
+@pytest.mark.parametrize("label", ["before", "step_2", "after"])
+def test_a_stop_that_is_withdrawn_after_it_has_ended_an_evaluation_is_obeyed(
+    make_run: Callable[..., FakeRun], label: str
+) -> None:
+    """The run would go on without the evaluation, which only the next start makes again."""
+    run = make_run(4, evaluation__every=2)
+    run.stop_in, run.withdraws = label, True
+    journal = journal_of_training(run)
+    assert run.session is not None and run.session.stopped == "a stop request that was withdrawn"
+    assert run.session.steps_done == {"before": 0, "step_2": 2, "after": 4}[label]
+    assert not [line for line in journal if line.startswith(f"record {label}")]
+
+
+def test_a_stop_during_the_first_of_several_evaluations_that_are_made_again_loses_none(
+    make_run: Callable[..., FakeRun],
+) -> None:
+    run = make_run(4, evaluation__every=2)
+    begun = {"step_1": [1, 1], "step_2": [2, 2]}
+    run.record = {**OLD_RECORD, "step": 2, "version": 2, "evaluations": begun}
+    run.stop_in = "step_2"
+    journal = journal_of_training(run)
+    assert [line for line in journal if line.startswith("evaluate")] == ["evaluate step_2 of version 2"]
+    assert run.session is not None and run.session.stopped == "the time limit is near"
+    assert run.session.evaluations.state_dict() == begun
+
+
 def test_a_step_that_is_skipped_is_committed_and_the_run_goes_on(
     make_run: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:

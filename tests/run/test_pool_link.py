@@ -5,6 +5,7 @@ Ranks are threads; controller and queue are objects of this process that note ev
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -367,6 +368,34 @@ def test_a_batch_with_a_non_finite_update_is_kept_whole(links: Links) -> None:
     assert [str(each) for each in outcomes] == [expected] * 4
     assert all(isinstance(each, NonFiniteError) for each in outcomes)
     assert read_batch(kept, 3).trajectories == list(ROWS.values())
+
+
+@pytest.mark.parametrize("full", [{0}, {2}, {0, 2}])
+def test_a_disk_that_takes_no_batch_does_not_hide_the_non_finite_update(
+    links: Links, monkeypatch: pytest.MonkeyPatch, full: set[int]
+) -> None:
+    """The step can still be skipped, and no rank waits for one that has failed."""
+    real = pool_link.write_batch
+
+    def write(*arguments: Any, **options: Any) -> None:
+        if links.ranks._here.rank in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*arguments, **options)
+
+    monkeypatch.setattr(pool_link, "write_batch", write)
+
+    def fail(link: PoolLink) -> None:
+        with link.keep_batch_on_failure(batch_of(step=3)):
+            error = NonFiniteError("the gradient norm is nan")
+            error.updates = 1
+            raise error
+
+    outcomes = links.run(fail)
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome, NonFiniteError) and outcome.updates == 1
+        why = "[Errno 28] No space left on device" if rank in full else "another rank failed to write its share"
+        where = links.config.run_dir / "failed_batch"
+        assert str(outcome) == f"step 3: the gradient norm is nan; the batch could not be kept in {where}: {why}"
 
 
 def test_no_rank_ends_before_every_part_of_the_failed_batch_is_written(links: Links) -> None:

@@ -153,6 +153,7 @@ class FakePool(Part):
         if label == self._run.stop_in:
             self._run.asked = "the time limit is near"
         if stopped():
+            self._run.asked = None if self._run.withdraws else self._run.asked
             return None
         return [f"report of version {version}"]
 
@@ -261,6 +262,7 @@ class FakeRun:
         self.own = True  # the restored checkpoint is one of this run directory
         self.stop_after: dict[int, str] = {}  # steps done -> reason
         self.stop_in = ""  # the label of the evaluation during which the run is asked to stop
+        self.withdraws = False  # the request, once it has ended the evaluation
         self.asked: str | None = None
         self.timings: dict[int, dict[str, float]] = {}  # what the pool reports with the batch of a step
         self.lost: dict[int, int] = {}  # steps for whose batch all replicas are found lost, and how often

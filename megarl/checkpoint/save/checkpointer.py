@@ -58,6 +58,8 @@ T = TypeVar("T")
 FORMAT = 1
 # For manifest, rename and retention, after the time by which every rank must have written. Peers wait twice as long.
 FINISH_S = GRACE_S / 2
+# For the end of a thread that has reported already.
+JOIN_S = 1.0
 
 # The types of what rank 0 sends to the other ranks.
 _OUTCOME: Codec[tuple[str | None, str] | None] = codec_of(tuple[str | None, str] | None)
@@ -140,6 +142,8 @@ class Checkpointer:
 
     def _still_writing(self) -> bool:
         """Tell whether a thread of a save that has timed out still writes, on any rank. A save sweeps its directory."""
+        for thread in self._threads:  # rank 0 may know that all have written before they have ended
+            thread.join(timeout=JOIN_S)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         flag = torch.tensor([len(self._threads)])
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._group)

@@ -29,7 +29,8 @@ from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.network import interface_of, own_address
 from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, free_ports
 from megarl.common import run_files
-from megarl.common.claim import Holder, RunClaim, claim
+from megarl.common.claim import Holder, RunClaim, claim, other_holder
+from megarl.common.errors import ConfigError
 from megarl.common.processes import ProcessId, descendants, die_with_parent, is_alive, sweep
 from megarl.common.rate_limit import RateLimit
 from megarl.config.hardware import local_gpus
@@ -49,7 +50,7 @@ class NodeFailed(Exception):  # noqa: N818
 
 
 class DirectoryLost(Exception):  # noqa: N818
-    """Another run has taken the run directory while this one was silent; nothing may be written there."""
+    """Another run holds the run directory, now or since this one was silent; nothing may be written there."""
 
 
 class PeerFailed(Exception):  # noqa: N818
@@ -65,6 +66,7 @@ class NodeAgent:
         self.node = launch.topology.nodes[index]
         self.host = launch.hosts[index] if launch.hosts else platform.node()
         self.board = NodeBoard(Path(launch.directory))
+        self._holder = Holder.here("megarl launch", ProcessId.own(), launch.launch_id)
         self._claim: RunClaim | None = None  # the first node's agent holds the run directory
         self.address = "127.0.0.1"
         self.endpoint = ""
@@ -138,8 +140,10 @@ class NodeAgent:
     def _start(self) -> None:
         self._check_devices()
         if self.node.index == 0:
-            mine = Holder.here("megarl launch", ProcessId.own(), self.launch.launch_id)
-            self._claim = claim(self.launch.run_dir, mine, self.config.timeouts.node_s)
+            try:
+                self._claim = claim(self.launch.run_dir, self._holder, self.config.timeouts.node_s)
+            except ConfigError as error:
+                raise DirectoryLost(str(error)) from error
         several = len(self.topology.nodes) > 1
         interface = self.config.launch.interface
         if several or interface is not None:
@@ -326,6 +330,8 @@ class NodeAgent:
     def _fail_job(self, host: str, reason: str) -> None:
         """Record why the job ends, unless another node has recorded a failure first."""
         first = self.board.claim_failure(NodeFailure(host, reason))
+        if other_holder(self.launch.run_dir, self._holder) is not None:
+            return  # exit.json is that run's
         record = run_files.read_exit(self.launch.run_dir)
         if first and (record is None or record.status != "failed"):
             step = record.step if record is not None else 0
@@ -346,10 +352,7 @@ class NodeAgent:
         if self._raylet is not None and self._raylet.poll() is None:
             self._raylet.terminate()
         if self._supervisor is not None and self._supervisor.poll() is None:
-            try:
-                (self.launch.run_dir / SUPERVISOR_STOP).write_text(self.launch.launch_id)
-            except OSError:
-                self._supervisor.terminate()
+            self._ask_supervisor_to_stop(self._supervisor)
         orderly = {ProcessId.of(p.pid) for p in (self._raylet, self._supervisor) if p is not None and p.poll() is None}
         deadline = time.monotonic() + self.config.timeouts.shutdown_s
         while any(is_alive(process) for process in orderly) and time.monotonic() < deadline:
@@ -358,6 +361,16 @@ class NodeAgent:
         left = sweep(self._children | descendants(os.getpid()), grace_s=TERMINATE_S)
         if left:
             logger.error("still alive after SIGKILL: %s", sorted(process.pid for process in left))
+
+    def _ask_supervisor_to_stop(self, supervisor: subprocess.Popen[bytes]) -> None:
+        """Write RUN_DIR/supervisor.stop; send SIGTERM instead if the directory is another run's or takes no file."""
+        if other_holder(self.launch.run_dir, self._holder) is not None:
+            supervisor.terminate()
+            return
+        try:
+            (self.launch.run_dir / SUPERVISOR_STOP).write_text(self.launch.launch_id)
+        except OSError:
+            supervisor.terminate()
 
 
 def main() -> int:

@@ -64,9 +64,10 @@ stop() {
   fi
 }
 # The agent counts INT and TERM, which a Ctrl-C sends to both: at the second one it ends everything at once.
+agent=
 trap 'stop SIGUSR1' USR1
-trap 'stop SIGTERM; kill -TERM "$agent" 2>/dev/null || true' TERM
-trap 'stop SIGINT; kill -INT "$agent" 2>/dev/null || true' INT
+trap 'stop SIGTERM; [ -z "$agent" ] || kill -TERM "$agent" 2>/dev/null || true' TERM
+trap 'stop SIGINT; [ -z "$agent" ] || kill -INT "$agent" 2>/dev/null || true' INT
 
 {agent} &
 agent=$!

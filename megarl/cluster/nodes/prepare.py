@@ -18,7 +18,7 @@ from megarl.cluster.nodes.launch_spec import LAUNCH_FILE, LaunchSpec, launch_dir
 from megarl.cluster.nodes.node_commands import ENTRY, user_environment
 from megarl.cluster.nodes.topology import make_topology
 from megarl.common import run_files
-from megarl.common.claim import Holder, RunClaim, claim
+from megarl.common.claim import Holder, RunClaim, claim, other_holder
 from megarl.common.errors import ConfigError
 from megarl.common.processes import ProcessId
 from megarl.config.checks import detect_device
@@ -105,6 +105,10 @@ def status(spec: LaunchSpec) -> tuple[run_files.Status, str]:
 
 def _status(spec: LaunchSpec) -> tuple[run_files.Status, str]:
     failure = NodeBoard(Path(spec.directory)).failure()
+    other = other_holder(spec.run_dir, Holder.here("megarl launch", ProcessId.own(), spec.launch_id))
+    if other is not None:  # exit.json is that run's
+        why = f"node {failure.node} failed: {failure.reason}" if failure is not None else "this launch has ended"
+        return "failed", f"{why}; {spec.run_dir} is now held by {other.describe()}"
     record = run_files.read_exit(spec.run_dir)
     if record is not None and record.status != "failed":
         after = f"after {record.step} of {spec.config.run.steps} steps"

@@ -18,6 +18,8 @@ from megarl.cluster.nodes.agent import NodeAgent
 from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord
 from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
 from megarl.common import run_files as stopping
+from megarl.common.claim import CLAIM_FILE, Holder
+from megarl.common.processes import ProcessId
 from megarl.common.run_files import ExitRecord
 from tests.support.checkout import ROOT, environment
 from tests.support.configs import config
@@ -214,3 +216,44 @@ def test_one_ctrl_c_that_arrives_twice_is_one_request(job: Job) -> None:
     for _ in range(3):
         agent._on_signal(signal.SIGINT, None)
     assert agent._signals == 1 and stopping.stop_reason(job.run_dir) is not None
+
+
+class FakeSupervisor:
+    """A supervisor's process that ends by SIGTERM."""
+
+    def __init__(self) -> None:
+        self.pid, self.terminated = 2**30, False
+
+    def poll(self) -> int | None:
+        return 0 if self.terminated else None
+
+    def terminate(self) -> None:
+        self.terminated = True
+
+
+@pytest.mark.parametrize("found", ["at_the_start", "later", "by_another_failure"])
+def test_nothing_is_written_into_a_directory_that_is_another_runs(
+    job: Job, monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    other = Holder.here("torchrun", ProcessId.own())
+    (job.run_dir / CLAIM_FILE).write_text(other.to_text())
+    agent = agent_of(job)
+    supervisor: Any = FakeSupervisor()
+    agent._supervisor = supervisor
+    monkeypatch.setattr(module.ProcessId, "of", lambda pid: ProcessId(pid, -1))
+    monkeypatch.setattr(agent, "_check_devices", lambda: None)
+    if found != "at_the_start":
+        error = module.DirectoryLost("taken") if found == "later" else ValueError("no such thing")
+        monkeypatch.setattr(agent, "_start", lambda: (_ for _ in ()).throw(error))
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        assert agent.run() == 1
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), handlers, strict=True):
+            signal.signal(number, handler)
+    assert supervisor.terminated
+    assert sorted(path.name for path in job.run_dir.iterdir()) == [CLAIM_FILE, "launch", "logs"]
+    assert (job.run_dir / CLAIM_FILE).read_text() == other.to_text()
+    failure = job.board.failure()
+    told = {"at_the_start": "is in use by torchrun", "later": "taken", "by_another_failure": "no such thing"}
+    assert failure is not None and told[found] in failure.reason

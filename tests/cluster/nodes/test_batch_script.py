@@ -36,6 +36,21 @@ def test_every_script_is_valid_shell() -> None:
         assert (shell.returncode, shell.stderr) == (0, ""), path
 
 
+@pytest.mark.parametrize("name", ["TERM", "INT"])
+def test_a_signal_before_the_agent_has_started_only_asks_to_stop(tmp_path: Path, name: str) -> None:
+    before, agent, _ = generic_local_script().partition('"$PYTHON" -m megarl.cluster.nodes.agent')
+    assert agent
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {tmp_path}/launch/1/launch.json\n")
+    python.chmod(0o755)
+    shell = subprocess.run(
+        ["bash", "-c", f"{before}\nkill -{name} $$\nexit 7", "local.sh", "config.yaml"],
+        env={**os.environ, "PYTHON": str(python)}, check=False, capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    assert (shell.returncode, shell.stderr) == (7, "megarl: finishing the step, saving; again to abort\n")
+    assert (tmp_path / "stop").read_text() == f"SIG{name}\n"
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_accepted_with_plan_and_memory(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

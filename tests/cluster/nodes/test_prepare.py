@@ -14,7 +14,9 @@ from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord
 from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.prepare import prepare, refuse_running, status
 from megarl.common import run_files as stopping
+from megarl.common.claim import CLAIM_FILE, Holder
 from megarl.common.errors import ConfigError
+from megarl.common.processes import ProcessId
 from megarl.common.run_files import ExitRecord
 from megarl.config.load import config_from_tree
 from megarl.config.schema import Config
@@ -85,6 +87,19 @@ def test_every_end_is_told(chosen: Config) -> None:
     assert status(spec) == ("failed", "loss is NaN")
     NodeBoard(Path(spec.directory)).claim_failure(NodeFailure("n7", "GPU fell off"))
     assert status(spec) == ("failed", "node n7 failed: GPU fell off")
+
+
+def test_the_exit_record_of_a_run_that_has_taken_the_directory_is_left_alone(chosen: Config) -> None:
+    spec = prepare(chosen, HERE, "1")
+    NodeBoard(Path(spec.directory)).claim_failure(NodeFailure("n7", "the directory was taken"))
+    other = Holder.here("megarl launch", ProcessId.own(), "2")
+    (spec.run_dir / CLAIM_FILE).write_text(other.to_text())
+    word, text = status(spec)
+    assert word == "failed" and stopping.read_exit(spec.run_dir) is None
+    assert text.startswith(f"node n7 failed: the directory was taken; {spec.run_dir} is now held by megarl launch")
+    stopping.write_exit(spec.run_dir, ExitRecord("finished", 4, ""))
+    assert status(spec)[0] == "failed"
+    assert (spec.run_dir / CLAIM_FILE).exists()
 
 
 def test_a_run_that_does_no_step_before_its_time_limit_is_not_started_for_ever(chosen: Config) -> None:
