@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.handle import SupervisorHandle, stop_supervisor, wait_ready
-from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, PATIENCE, access_environment, loopback_kept
+from megarl.cluster.ray_head import PATIENCE, access_environment, loopback_kept
 from megarl.cluster.supervisor import CONTROLLER
+from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.errors import PoolEnded, ReplicaFailed, RolloutError
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport

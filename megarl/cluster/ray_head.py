@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.byte_units import MIB
 from megarl.common.errors import SupervisorFailed
 from megarl.common.private_directory import make_private_directory, remove_private_directory
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOKEN_FILE = "ray_token"
-# Environment variable with this node's address, set by the node's agent (megarl/cluster/nodes/agent.py).
-NODE_ADDRESS_VARIABLE = "MEGARL_NODE_ADDRESS"
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 * MIB
 # Environment of processes that wait for the pool over a network. Without it Ray ends a process from which its head has

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
+# Environment variable with this node's address, set by the node's agent (megarl/cluster/nodes/agent.py).
+NODE_ADDRESS_VARIABLE = "MEGARL_NODE_ADDRESS"
 _BACKLOG = 2048  # connections that wait to be accepted: all members of a weight sync connect at the same time
 
 

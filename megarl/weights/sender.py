@@ -10,6 +10,7 @@ be repeated.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -21,10 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import DistNetworkError, Store
 
+from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.byte_units import GIB, MIB
 from megarl.common.errors import PeerTimeout, SyncAborted, WeightSyncError
 from megarl.common.run_secret import run_secret
-from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config, TimeoutsConfig, WeightSyncConfig
 from megarl.models.gather import GatherRequest
 from megarl.weights.backends import BACKENDS
@@ -433,12 +434,14 @@ def _share(name: str, text: str | None, wait_s: float) -> str:
 
 
 def store_address(config: Config) -> str:
-    """Return the address at which this process serves a store: 127.0.0.1 if the run has only one node.
+    """Return the address at which this process serves a store: that of its node, as the node's agent has set it.
 
-    In a Ray cluster of the user's the engines may be on any node.
+    Without an agent the run has one node, so it is 127.0.0.1, unless the engines are in a Ray cluster of the user's.
     """
-    one_node = config.ray.address is None and resolve_pools(config).nodes == 1
-    return "127.0.0.1" if one_node else reachable_address()
+    address = os.environ.get(NODE_ADDRESS_VARIABLE)
+    if address is not None:
+        return address
+    return "127.0.0.1" if config.ray.address is None else reachable_address()
 
 
 def reachable_address() -> str:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.errors import WeightSyncError
 from megarl.weights import replica_calls
 from megarl.weights import sender as sender_module
@@ -543,5 +544,8 @@ def test_only_the_leader_has_the_pool() -> None:
 
 def test_the_store_is_on_loopback_only_if_no_engine_can_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender_module, "reachable_address", lambda: "10.0.0.7")
+    monkeypatch.delenv(NODE_ADDRESS_VARIABLE, raising=False)
     assert store_address(config("model")) == "127.0.0.1"
     assert store_address(config("model", ray__address="10.0.0.9:6379")) == "10.0.0.7"
+    monkeypatch.setenv(NODE_ADDRESS_VARIABLE, "10.0.0.8")
+    assert store_address(config("model")) == "10.0.0.8", "whatever the config says of the number of nodes"

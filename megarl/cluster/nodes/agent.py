@@ -27,8 +27,9 @@ from megarl.cluster.nodes import node_commands as commands
 from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord, State, Watch
 from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.network import interface_of, own_address
-from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE, free_ports
+from megarl.cluster.ray_head import free_ports
 from megarl.common import run_files
+from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.claim import Holder, RunClaim, claim, other_holder
 from megarl.common.errors import ConfigError
 from megarl.common.processes import ProcessId, descendants, die_with_parent, is_alive, sweep

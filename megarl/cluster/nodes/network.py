@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import psutil
 
 from megarl.cluster.nodes.node_commands import network_environment
-from megarl.cluster.ray_head import LOOPBACK, NODE_ADDRESS_VARIABLE
+from megarl.cluster.ray_head import LOOPBACK
+from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.config.schema import Config
 
 

@@ -20,7 +20,6 @@ from megarl.cluster.handle import attach_supervisor
 from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.topology import NodePlan
 from megarl.cluster.ray_head import (
-    NODE_ADDRESS_VARIABLE,
     OBJECT_STORE_BYTES,
     PATIENCE,
     TRAINER_SHARE,
@@ -31,6 +30,7 @@ from megarl.cluster.ray_head import (
     ray_environment,
     rollout_share,
 )
+from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.private_directory import make_private_directory, sweep_dead_directories, use_private_directory
 from megarl.common.processes import die_with_parent
 from megarl.rollout.devices import visible_devices

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.cluster.nodes.network import interface_of, one_node_environment, own_address
-from megarl.cluster.ray_head import NODE_ADDRESS_VARIABLE
+from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from tests.support.configs import config
 
 
