@@ -6,6 +6,7 @@ because two hosts are one. They share the file system, as hosts of a cluster do.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import subprocess
@@ -26,14 +27,19 @@ exit $code
 """
 
 
+_NUMBERS = itertools.count()
+
+
 class Hosts:
     """`count` hosts at 10.88.N.1, 10.88.N.2, ...; `close` removes them and everything that runs in them."""
 
     def __init__(self, count: int, directory: Path) -> None:
-        self.prefix = f"mrl{os.getpid() % 100000}-"
-        self.bridge = f"mrlb{os.getpid() % 100000}"
+        # The kernel removes the links of earlier hosts some time after their namespaces.
+        number = next(_NUMBERS)
+        own = f"{os.getpid() % 10000}{chr(ord('a') + number % 26)}"
+        self.prefix, self.bridge = f"mrl{own}-", f"mrlb{own}"
         self.count = count
-        self.subnet = f"10.88.{os.getpid() % 254}"
+        self.subnet = f"10.88.{(os.getpid() + number) % 254}"
         self.name = "host"
         self.directory = directory
         self.rsh = directory / "rsh"
