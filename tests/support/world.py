@@ -51,7 +51,8 @@ class Starter:
                 raise TimeoutError(f"the starter of ranks has not imported all modules in {IMPORT_TIMEOUT_S:.0f} s")
             return [psutil.Process(pid) for pid in self._commands.recv()]
         except (EOFError, ConnectionError) as error:
-            raise RuntimeError("the starter of ranks has ended: its error is in this test's output") from error
+            code = self._process.wait(timeout=30)
+            raise RuntimeError(f"the starter of ranks has ended with code {code}: see this test's output") from error
 
     def close(self) -> None:
         self._commands.close()

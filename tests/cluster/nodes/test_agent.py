@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord
 from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
 from megarl.common import run_files as stopping
 from megarl.common.claim import CLAIM_FILE, Holder
-from megarl.common.processes import ProcessId
+from megarl.common.processes import ProcessId, descendants
 from megarl.common.run_files import ExitRecord
 from tests.support.checkout import ROOT, environment
 from tests.support.configs import config
@@ -33,6 +35,22 @@ echo '{{"launch_id": "1", "state": "stopped", "error": "asked to"}}' > {run}/sup
 GOOD_RANKS = """
 echo '{{"status": "finished", "step": 4, "reason": ""}}' > {run}/exit.json; echo 1 > {run}/supervisor.stop
 """
+
+
+@pytest.fixture(scope="module")
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A child of this process that is no part of any job, as the ranks of test worlds are."""
+    started = subprocess.Popen(["sleep", "600"])
+    yield started
+    started.kill()
+    started.wait(timeout=10)
+
+
+@pytest.fixture(autouse=True)
+def _children_of_the_job_only(monkeypatch: pytest.MonkeyPatch, bystander: subprocess.Popen[bytes]) -> None:
+    """An agent kills all descendants of its process: one that runs in this process must spare those of other tests."""
+    others = descendants(os.getpid())
+    monkeypatch.setattr(module, "descendants", lambda pid: descendants(pid) - others)
 
 
 class Job:
@@ -233,7 +251,7 @@ class FakeSupervisor:
 
 @pytest.mark.parametrize("found", ["at_the_start", "later", "by_another_failure"])
 def test_nothing_is_written_into_a_directory_that_is_another_runs(
-    job: Job, monkeypatch: pytest.MonkeyPatch, found: str
+    job: Job, monkeypatch: pytest.MonkeyPatch, bystander: subprocess.Popen[bytes], found: str
 ) -> None:
     other = Holder.here("torchrun", ProcessId.own())
     (job.run_dir / CLAIM_FILE).write_text(other.to_text())
@@ -251,7 +269,7 @@ def test_nothing_is_written_into_a_directory_that_is_another_runs(
     finally:
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), handlers, strict=True):
             signal.signal(number, handler)
-    assert supervisor.terminated
+    assert supervisor.terminated and bystander.poll() is None
     assert sorted(path.name for path in job.run_dir.iterdir()) == [CLAIM_FILE, "launch", "logs"]
     assert (job.run_dir / CLAIM_FILE).read_text() == other.to_text()
     failure = job.board.failure()

@@ -44,7 +44,8 @@ def test_a_signal_before_the_agent_has_started_only_asks_to_stop(tmp_path: Path,
     python.write_text(f"#!/bin/sh\necho {tmp_path}/launch/1/launch.json\n")
     python.chmod(0o755)
     shell = subprocess.run(
-        ["bash", "-c", f"{before}\nkill -{name} $$\nexit 7", "local.sh", "config.yaml"],
+        # A shell cannot trap a signal that was ignored when it began, as SIGINT is for what runs in the background.
+        ["env", "--default-signal=INT", "bash", "-c", f"{before}\nkill -{name} $$\nexit 7", "local.sh", "config.yaml"],
         env={**os.environ, "PYTHON": str(python)}, check=False, capture_output=True, text=True, timeout=20,
     )  # fmt: skip
     assert (shell.returncode, shell.stderr) == (7, "megarl: finishing the step, saving; again to abort\n")
