@@ -8,7 +8,7 @@ computes with two threads, in one process. It runs with three micro-batches, and
 of megarl take their turn. The first steps of each run, `skip`, are not measured. Tasks:
 
 - additions: the quickstart's task, 0.4 M parameters, about 20 tokens. The reference of the second row is a bare vLLM
-  engine that samples the same responses with the core that the engine of the asynchronous run has;
+  engine that samples the same responses on one core, while a run has to do everything else on the other one;
 - long: 27 M parameters, groups of 8, up to 256 tokens, about 100 on average, so that computing dominates. The answers'
   lengths come from benchmarks/length_model.py, and the reward is the share of one letter.
 
@@ -48,15 +48,7 @@ from whole_run import Cores, Window, environment, fresh, train  # noqa: E402
 MINUTES = 12.0
 TRL_VERSION = "1.16"
 RUN_LIMIT_S = 900.0
-
-
-@dataclass(frozen=True)
-class CoreLayout:
-    """The use of the two cores by megarl: trainer ranks, engines, and whether each side has a core of its own."""
-
-    ranks: int
-    replicas: int
-    pinned: bool
+RANKS = 2  # trainer ranks and engines use both cores: in turn, or together as the operating system divides them
 
 
 @dataclass(frozen=True)
@@ -76,8 +68,7 @@ class Task:
     trl_skip: int
     steps: int
     skip: int
-    sync: CoreLayout
-    asynchronous: CoreLayout
+    replicas: int
     trl_threads: int = 2
 
     @property
@@ -89,13 +80,12 @@ TASKS = {
     "additions": Task(
         "additions", groups=48, samples_per_group=8, max_tokens=24, reward="math", lr=7e-4, eps=3e-3,
         micro_batches=(384, 128, 64), micro_batch_tokens=16384, trl_steps=24, trl_skip=2, steps=24, skip=8,
-        sync=CoreLayout(ranks=2, replicas=1, pinned=False), asynchronous=CoreLayout(ranks=1, replicas=1, pinned=True),
+        replicas=1,
     ),
-    # Both phases use both cores: alone in turn, or together as the operating system divides them.
     "long": Task(
         "long", groups=4, samples_per_group=8, max_tokens=256, reward="benchmarks.length_model:letter_share",
         lr=1e-4, eps=1e-8, micro_batches=(32, 8, 4), micro_batch_tokens=4096, trl_steps=2, trl_skip=1, steps=8, skip=4,
-        sync=CoreLayout(ranks=2, replicas=2, pinned=False), asynchronous=CoreLayout(ranks=2, replicas=2, pinned=False),
+        replicas=2,
     ),
 }  # fmt: skip
 LONG_CLASSES = (LengthClass(1.0, 110),)  # 99 tokens on average, because the longest are cut
@@ -154,7 +144,7 @@ class Race:
             f"TRL, micro-batch {micro_batch}", RaceResult(task.samples / seconds, seconds, found["rewards"])
         )
 
-    def config(self, mode: str, layout: CoreLayout) -> dict[str, Any]:
+    def config(self, mode: str) -> dict[str, Any]:
         """Return the config of a run of megarl."""
         task = self.task
         optimizer = {"lr": task.lr, "eps": task.eps, "weight_decay": 0.0}
@@ -162,7 +152,7 @@ class Race:
             "run": {"name": f"{task.name}_{mode}", "steps": task.steps, "export": False},
             "model": {"path": str(self.model)},
             "trainer": {
-                "gpus": layout.ranks,
+                "gpus": RANKS,
                 "precision": "fp32",
                 "micro_batch_tokens": task.micro_batch_tokens,
                 "optimizer": optimizer,
@@ -173,28 +163,26 @@ class Race:
             "sampling": {"max_tokens": task.max_tokens},
             "data": {"path": str(self.data)},
             "reward": {"function": task.reward},
-            "rollout": {"replicas": layout.replicas},
+            "rollout": {"replicas": task.replicas},
             "admission": {"mode": mode},
             "telemetry": {"tensorboard": False},
         }
 
     def megarl(self, mode: str) -> RaceResult:
         """Run megarl in `mode`."""
-        layout = self.task.asynchronous if mode == "async" else self.task.sync
-        config = self.config(mode, layout)
+        config = self.config(mode)
         config["run"]["dir"] = str(fresh(self.directory, mode))
-        cores = Cores.one_each() if layout.pinned else None
-        records = train(config, ranks=layout.ranks, cores=cores, timeout_s=RUN_LIMIT_S)
+        records = train(config, ranks=RANKS, timeout_s=RUN_LIMIT_S)
         window = Window.of(records, self.task.skip)
         print(f"{self.task.name}: {mode}: {window.details()['seconds per step']}")
         rewards = [record["reward/mean"] for record in records]
         return self._said(f"megarl {mode}", RaceResult(window.samples_per_s, window.step_s, rewards))
 
     def bare_engine(self) -> float:
-        """Return the responses per second of an engine alone, on the core of the asynchronous run's engine."""
+        """Return the responses per second of an engine that has one of the cores for itself."""
         place = fresh(self.directory, "engine")
         path = place.with_suffix(".yaml")
-        path.write_text(yaml.safe_dump(self.config("async", self.task.asynchronous)))
+        path.write_text(yaml.safe_dump(self.config("async")))
         responses = self.task.samples * max(2, self.task.steps // 2)
         cores = Cores.one_each().engine
         found = child("trl_race_engine.py", [str(path), str(responses)], place, environment(), cores)

@@ -10,7 +10,6 @@ every later call raises it.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.common.errors import BatchNotReady, RolloutError
+from megarl.common.garbage import collect_rarely, exempt_present_objects
 from megarl.common.notices import write_notice
 from megarl.common.output import redirect_output
 from megarl.config.datasets import reward_functions
@@ -49,10 +49,6 @@ from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec
 from megarl.rollout.retention import History
 
 logger = logging.getLogger(__name__)
-
-# New objects after which garbage is looked for. Those of the groups in flight stay for long and are many: Python's 700
-# would have them visited again and again, which took a third of this process's time with 10,000 trajectories in flight.
-YOUNG_OBJECTS = 50_000
 
 _LOOK_S = 0.5  # between two looks at failures and lost replicas while a drain or a trainer waits
 
@@ -116,9 +112,8 @@ class RolloutController:
             QueueWriter.attach, self.partition, namespace=self.spec.namespace, timeout_s=timeouts.queue_s
         )
         self._groups = self._prompt_groups()
-        gc.collect()
-        gc.freeze()  # as in the trainer: a collection that visits all imported modules stops generation for 0.3 s
-        gc.set_threshold(YOUNG_OBJECTS)
+        exempt_present_objects()
+        collect_rarely()
         return {"start_s": time.monotonic() - started}
 
     def _prompt_groups(self) -> PromptGroups:

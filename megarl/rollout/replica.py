@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.common.errors import ReplicaFailed, RequestFailed
+from megarl.common.garbage import collect_rarely, exempt_present_objects
 from megarl.common.output import redirect_output
 from megarl.common.private_directory import name_shared_memory
 from megarl.common.processes import ProcessId, die_with
@@ -154,6 +155,8 @@ class EngineReplica:
             self._requests = EngineRequests(self._engine, self.index, self._monitor, self.config.timeouts.rpc_s)
             built = time.monotonic()
             await self._probe(self._engine)
+            exempt_present_objects()
+            collect_rarely()
         except Exception as error:
             self._fail(f"failed to start: {root_cause(self._log_file, self._log_start) or _reason(error)}")
         return {"build_s": built - started, "probe_s": time.monotonic() - built}

@@ -54,7 +54,7 @@ def test_bounds_of_the_long_task() -> None:
 def test_configs(task: script.Task, mode: str, tmp_path: Path) -> None:
     race = Race.__new__(Race)
     race.task, race.model, race.data = task, tmp_path / "model", tmp_path / "data.jsonl"
-    config = Config.model_validate(race.config(mode, task.asynchronous if mode == "async" else task.sync))
+    config = Config.model_validate(race.config(mode))
     assert list(pace_problems(config)) == []
     # What TRL's side is given by its own names (trl_race_grpo.py).
     assert config.trainer.optimizer.betas == (0.9, 0.95) and config.trainer.optimizer.clip_grad == 1.0
