@@ -182,7 +182,7 @@ def test_a_lock_that_fails_for_another_reason_refuses_the_start(
         raise OSError(errno.EIO, "the disk is broken")
 
     monkeypatch.setattr(fcntl, "flock", fails)
-    with pytest.raises(ConfigError, match="cannot be claimed: .*the disk is broken"):
+    with pytest.raises(ConfigError, match=r"cannot be claimed: .*the disk is broken"):
         claim(tmp_path, OWN, NODE_S)
     assert not (tmp_path / CLAIM_FILE).exists()
 
