@@ -244,17 +244,10 @@ def test_an_error_tells_how_many_updates_the_step_has_made_before(
         for g in range(2)
         for i in range(2)
     ]
-    plan, policy = plan_step([row.tag for row in rows], own, dp_size=1, version=0), FailsInItsUpdate(failing)
+    plan = plan_step([row.tag for row in rows], own, dp_size=1, version=0)
+    policy: Any = FailsInItsUpdate(failing)
     with pytest.raises(NonFiniteError) as caught:
-        step.train_step(
-            policy,
-            plan,
-            {row.key: row for row in rows},
-            own,
-            PhaseTimer(),
-            step_metrics(),
-            step=0,  # type: ignore[arg-type]
-        )
+        step.train_step(policy, plan, {row.key: row for row in rows}, own, PhaseTimer(), step_metrics(), step=0)
     assert caught.value.updates == policy.made == failing
 
 
