@@ -234,7 +234,7 @@ class FailsInItsUpdate:
 def test_an_error_tells_how_many_updates_the_step_has_made_before(
     monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """By this number the session knows whether weights have changed, and the step cannot be skipped."""
+    """The session knows by this number whether weights have changed, so that the step cannot be skipped."""
     for name in ("record_mismatch", "engine_against_trainer", "record_update", "_compute_logprobs", "_compare"):
         monkeypatch.setattr(step, name, lambda *arguments: None)
     monkeypatch.setattr(step.parallel, "dp_rank", lambda: 0)

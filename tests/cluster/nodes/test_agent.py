@@ -162,7 +162,7 @@ def agent_of(job: Job) -> NodeAgent:
 def test_what_an_agent_starts_knows_the_address_of_its_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int
 ) -> None:
-    """By it the stores of sync and saves listen where other nodes reach them, and nowhere else."""
+    """The stores of sync and saves listen there: where other nodes reach them, and nowhere else."""
     started: list[str | None] = []
 
     def start(*arguments: object, **options: object) -> None:
