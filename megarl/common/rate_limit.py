@@ -7,18 +7,16 @@ from collections.abc import Callable
 
 
 class RateLimit:
-    """Allows one report per `interval_s` seconds, and counts those that it has held back."""
+    """Allows one report per `interval_s` seconds."""
 
     def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval_s, self._clock = interval_s, clock
         self._last: float | None = None
-        self.held_back = 0  # since the last report
 
     def allows(self) -> bool:
         """Tell whether a report may be made now; if so, the next one may be made after the interval."""
         now = self._clock()
         if self._last is not None and now - self._last < self._interval_s:
-            self.held_back += 1
             return False
-        self._last, self.held_back = now, 0
+        self._last = now
         return True

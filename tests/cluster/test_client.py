@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import platform
 import signal
 import subprocess
@@ -12,13 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
 
 from megarl.cluster import client as client_module
-from megarl.cluster.client import ConnectionCut, PoolClient, PoolHandles, ReplicaClient
+from megarl.cluster.client import ConnectionCut, PoolClient, PoolHandles, ReplicaClient, connect_ray
 from megarl.cluster.handle import SupervisorHandle, write_state
+from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.errors import PoolEnded, ReplicaFailed, RolloutError
 from megarl.common.processes import ProcessId
 from megarl.rollout.answered_calls import AnsweredCalls
@@ -45,6 +48,23 @@ def test_a_replica_whose_actor_has_ended_fails_its_calls_by_name(
     assert [each.name for each in replicas] == ["replica 0", "replica 1"]
     with pytest.raises(ReplicaFailed, match=r"^replica 1 had ended when it was asked to world_size; see .*replica-1"):
         replicas[1].call("world_size", timeout_s=5)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7", None])
+def test_a_rank_connects_to_ray_at_the_address_of_its_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str | None
+) -> None:
+    """Without an agent, which sets it, Ray takes any raylet of this host."""
+    options: dict[str, Any] = {}
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", options.update)
+    handle: Any = SimpleNamespace(run_dir=str(tmp_path), address="10.0.0.1:6379", namespace="megarl-abc")
+    with mock.patch.dict(os.environ, {} if address is None else {NODE_ADDRESS_VARIABLE: address}):
+        if address is None:
+            os.environ.pop(NODE_ADDRESS_VARIABLE, None)
+        connect_ray(handle, 5.0)
+    assert (options["address"], options["namespace"]) == ("10.0.0.1:6379", "megarl-abc")
+    assert options["_node_ip_address"] == address
 
 
 BOUNDS: Any = SimpleNamespace(timeouts=SimpleNamespace(rpc_s=60.0))

@@ -128,6 +128,14 @@ def test_a_supervisor_that_outlives_its_agent_is_killed_with_everything_below_it
         stuck.wait(timeout=10)
 
 
+def test_a_supervisor_has_its_patience_to_end_the_pool_after_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured without the sweep that follows, which takes its time too."""
+    monkeypatch.setattr(guardian, "POLL_S", 0.01)
+    began = time.monotonic()
+    guardian.wait_for_end(ProcessId.own(), ProcessId(1, -1), PATIENCE_S)
+    assert PATIENCE_S <= time.monotonic() - began < 10 * PATIENCE_S
+
+
 def test_children_that_were_seen_are_killed_without_a_state_file(tmp_path: Path) -> None:
     """The supervisor is killed, and could not write its children down."""
     killed = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)

@@ -7,6 +7,7 @@ import tests.support.ray_token  # noqa: F401  # isort: skip  # before Ray is imp
 import errno
 import os
 import platform
+import subprocess
 import sys
 import threading
 import time
@@ -36,6 +37,27 @@ def supervisor_in(directory: Path, agent: ProcessId | None = None, rpc_s: float 
     )
     made._guardian = GONE
     return made
+
+
+def test_the_guardian_is_told_whom_it_watches_and_is_patient_until_a_tear_down_has_had_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = ProcessId(7, 77)
+    made, commands = supervisor_in(tmp_path, agent), list[list[str]]()
+
+    def start(command: list[str], **options: object) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(pid=os.getpid())
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    made._start_guardian()
+    [[*program, state_file, private, pid, start_time, agent_pid, agent_start_time, patience_s]] = commands
+    assert program == [sys.executable, "-m", "megarl.cluster.guardian"]
+    assert (Path(state_file), Path(private)) == (tmp_path / STATE_FILE, tmp_path / "private")
+    assert ProcessId(int(pid), int(start_time)) == ProcessId.own() == made._guardian
+    assert ProcessId(int(agent_pid), int(agent_start_time)) == agent
+    whole_s = made.config.timeouts.shutdown_s  # half of it for an orderly end, the rest for a forced one
+    assert whole_s / 2 < float(patience_s) < whole_s
 
 
 class Ended(BaseException):

@@ -170,7 +170,21 @@ def test_without_locks_a_claim_still_works(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(fcntl, "flock", none)
     claim(tmp_path, elsewhere(), NODE_S).release()
+    assert other_holder(tmp_path, OWN) is None and not (tmp_path / CLAIM_FILE).exists()
     claim(tmp_path, OWN, NODE_S)
+    assert other_holder(tmp_path, elsewhere()) == OWN
+
+
+def test_a_lock_that_fails_for_another_reason_refuses_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with pytest.raises(ConfigError, match=r"cannot be claimed: .*the disk is broken"):
+        claim(tmp_path, OWN, NODE_S)
+    assert not (tmp_path / CLAIM_FILE).exists()
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no_links"])

@@ -54,8 +54,11 @@ def test_a_notice_cannot_control_the_terminal_and_is_bounded(run_dir: Path) -> N
     assert shown[0].startswith("\\x1b[2Jé\\x0dxxx") and shown[0].count("x") < MAX_CHARACTERS + 10
 
 
-def test_a_place_that_cannot_be_written_costs_only_the_notice(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_costs_only_the_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_notice(tmp_path / "nowhere", "lost")
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == "notice: lost" and "could not be written: " in second and str(tmp_path / "nowhere") in second
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_terminal_that_fails_does_not_end_the_watch(run_dir: Path) -> None:

@@ -53,6 +53,19 @@ def test_a_failure_is_an_answer() -> None:
     asyncio.run(scenario())
 
 
+def test_the_latest_answers_are_kept_and_older_calls_run_again() -> None:
+    async def scenario() -> None:
+        counter, calls = Counter(), AnsweredCalls(kept=3)
+        counter.go.set()
+        for number in range(1, 11):
+            assert await calls.answer(f"{number}", counter.add) == number
+        for number in (8, 9, 10):
+            assert await calls.answer(f"{number}", counter.add) == number
+        assert await calls.answer("1", counter.add) == 11
+
+    asyncio.run(scenario())
+
+
 def test_only_so_many_answers_are_kept_and_no_running_call_is_forgotten() -> None:
     async def scenario() -> None:
         counter, calls = Counter(), AnsweredCalls(kept=3)

@@ -14,7 +14,7 @@ from megarl.common.errors import RolloutError
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.journal import JOURNAL_FILE
 from megarl.rollout.journal_file import JournalFile
-from megarl.rollout.journal_records import decode_group, read_head
+from megarl.rollout.journal_records import decode_group, decode_unfinished, encode_unfinished, read_head
 from megarl.rollout.requests import continuation_seed
 from tests.support.configs import config as config_of
 from tests.support.fake_rollout import LocalController, local_controller
@@ -232,9 +232,12 @@ def test_of_unfinished_groups_only_the_last_record_stays(tmp_path: Path, monkeyp
         await first_attempt(local, tmp_path)
         file = JournalFile(tmp_path / JOURNAL_FILE)
         [record] = [each for each in file.read() if read_head(each)["kind"] == "unfinished"]
-        file.append([record, record])
+        begun = decode_unfinished(record)
+        file.append([encode_unfinished(4, begun, problem) for problem in ("the second", "the third")])
         await saved(local)
         await until(lambda: unfinished(tmp_path) == [4] and journalled(tmp_path) == [3, 5, 6, 7, 8])
+        [last] = [each for each in file.read() if read_head(each)["kind"] == "unfinished"]
+        assert read_head(last)["problem"] == "the third" and decode_unfinished(last) == begun
 
     run(scenario)
 

@@ -37,6 +37,19 @@ def test_a_start_that_takes_long_is_no_reason() -> None:
     assert feed(rates, {0: 50.0, 1: 45.0}, 0.9 * PATIENCE_S, 600.0) == {}
 
 
+def test_a_replica_that_is_slow_again_has_its_whole_time_again() -> None:
+    rates = ProgressRates(PATIENCE_S)
+    rates.note(0, 5000, 100.0, 0.0)
+    assert rates.note(1, 10, 100.0, 0.0) == ""
+    assert rates.note(1, 100_000, 100.0, 0.5 * PATIENCE_S) == "", "it has caught up"
+    assert rates.note(1, 0, 100_000.0, 2.0 * PATIENCE_S) == "", "it has only become slow"
+    assert rates.note(1, 0, 100.0, 2.9 * PATIENCE_S) == "" != rates.note(1, 0, 100.0, 3.0 * PATIENCE_S)
+
+
+def test_one_replica_that_is_much_faster_makes_no_other_one_slow() -> None:
+    assert feed(ProgressRates(PATIENCE_S), {0: 50.0, 1: 50.0, 2: 55.0, 3: 100 * SLOW}, 0.0, 400.0) == {}
+
+
 @given(st.dictionaries(st.integers(0, 7), st.floats(10.0, 10.0 * SLOW), min_size=1, max_size=6))
 def test_engines_whose_speeds_are_within_the_factor_are_all_kept(speeds: dict[int, float]) -> None:
     assert feed(ProgressRates(PATIENCE_S), speeds, 0.0, 400.0) == {}

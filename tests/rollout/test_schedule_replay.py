@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
@@ -33,6 +33,8 @@ def batches_of(schedule: dict[int, ScheduledBatch]) -> Batches:
 class RecordingMachine(AdmissionMachine):
     """Replays what it has recorded at the end, from its JSON form, and compares it with what it saw."""
 
+    compared: ClassVar[list[Batches]] = []  # of all examples
+
     def make(self, groups: int, pace: Pace, refill: int, capacity: int | None) -> Admission:
         self.events = getattr(self, "events", [])
         self.taken: Batches = getattr(self, "taken", {})
@@ -53,12 +55,17 @@ class RecordingMachine(AdmissionMachine):
     def teardown(self) -> None:
         if hasattr(self, "events"):
             assert batches_of(replay_schedule(json.loads(json.dumps(self.events)))) == self.taken
+            self.compared.append(self.taken)
 
 
 def test_any_schedule_gives_its_batches_again() -> None:
+    RecordingMachine.compared.clear()
     run_state_machine_as_test(
         RecordingMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
     )
+    batches = [batch for taken in RecordingMachine.compared for batch in taken.values()]
+    assert len(batches) >= 40, "the examples hold so few batches that they show little"
+    assert any(failed and replaced for _, failed, replaced, _, _ in batches)
 
 
 def recorded() -> tuple[list[Event], Batches]:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed import distributed_c10d
 
 from megarl.common.bound_store import serve_store
 from megarl.common.errors import NotAuthentic
-from megarl.common.signed_values import sign
-from megarl.run.peers import _own_store
+from megarl.common.object_guard import FailurePickler, GuardedUnpickler
+from megarl.common.run_secret import run_secret
+from megarl.common.signed_values import sign, verify
+from megarl.run.peers import _own_store, join_peers
 from tests.support.checkout import environment, torchrun
 
 # The killed rank 0 comes late to the second attempt, so that rank 1 is the first to look for it.
@@ -64,6 +71,26 @@ def test_ranks_of_a_launch_share_the_store_that_rank_0_has_signed(launched: pyte
     second = _own_store(1, 5.0, SECRET)
     first.set("a", "b")
     assert second.get("a") == b"b"
+
+
+def test_ranks_guard_their_object_collectives_before_they_join(launched: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_free_port = serve_store(HOST, 0, 5.0)
+    for name, value in (("MASTER_PORT", with_free_port.port), ("RANK", 0), ("WORLD_SIZE", 3)):
+        launched.setenv(name, str(value))
+    del with_free_port  # it closes its port
+    joined: list[dict[str, Any]] = []
+
+    def join(backend: str, **options: Any) -> None:
+        assert (distributed_c10d._unpickler, distributed_c10d._pickler) == (GuardedUnpickler, FailurePickler)
+        joined.append({"backend": backend, **options})
+
+    launched.setattr(distributed_c10d, "_unpickler", pickle.Unpickler)  # undone after the test
+    launched.setattr(distributed_c10d, "_pickler", pickle.Pickler)
+    launched.setattr(torch.distributed, "init_process_group", join)
+    join_peers("gloo", 5.0, tmp_path)
+    [options] = joined
+    assert verify(run_secret(tmp_path), NAME, options.pop("store").get(NAME))
+    assert options == {"backend": "gloo", "rank": 0, "world_size": 3, "timeout": timedelta(seconds=5)}
 
 
 @pytest.mark.parametrize("case", ["unsigned", "another secret", "another run", "another address"])

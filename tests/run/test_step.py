@@ -25,7 +25,9 @@ from megarl.run import step
 from megarl.run.batch_metrics import record_batch
 from megarl.run.step import ReuseError, entropy_due, plan_step
 from megarl.telemetry.declarations import step_metrics
+from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer.batch import TrainSample
+from megarl.trainer.policy import NonFiniteError
 from tests.support.loss_batches import loss_spec
 from tests.support.rl_problem import (
     CLIP,
@@ -213,6 +215,40 @@ def test_samples_have_the_temperature_of_their_own_set(monkeypatch: pytest.Monke
     assert {key: sample.temperature for key, sample in samples.items()} == {
         "0:0": 1.0, "0:1": 1.0, "1:0": 0.5, "1:1": 0.5,
     }  # fmt: skip
+
+
+class FailsInItsUpdate:
+    """A policy whose update number `failing` has a loss that is not finite."""
+
+    def __init__(self, failing: int) -> None:
+        self.failing, self.made = failing, 0
+
+    def update(self, *arguments: object, **options: object) -> dict[str, float]:
+        if self.made == self.failing:
+            raise NonFiniteError("the loss is nan; no weight was changed")
+        self.made += 1
+        return {}
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_tells_how_many_updates_the_step_has_made_before(
+    monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """The session knows by this number whether weights have changed, so that the step cannot be skipped."""
+    for name in ("record_mismatch", "engine_against_trainer", "record_update", "_compute_logprobs", "_compare"):
+        monkeypatch.setattr(step, name, lambda *arguments: None)
+    monkeypatch.setattr(step.parallel, "dp_rank", lambda: 0)
+    own = config(trainer={"mini_batches": 2})
+    rows = [
+        Trajectory(g, i, [1], [5], [-0.1], (VersionSpan(0, 0, 1),), "stop", float(i))
+        for g in range(2)
+        for i in range(2)
+    ]
+    plan = plan_step([row.tag for row in rows], own, dp_size=1, version=0)
+    policy: Any = FailsInItsUpdate(failing)
+    with pytest.raises(NonFiniteError) as caught:
+        step.train_step(policy, plan, {row.key: row for row in rows}, own, PhaseTimer(), step_metrics(), step=0)
+    assert caught.value.updates == policy.made == failing
 
 
 def test_each_data_set_has_metrics_if_there_are_several() -> None:

@@ -67,6 +67,22 @@ def test_copies_of_the_config_hold_the_reference(tmp_path: Path, monkeypatch: py
     assert engine_args(config, cuda=False, max_model_len=64)["hf_token"] == SECRET
 
 
+def test_a_literal_secret_is_told_wherever_values_are_passed_on(tmp_path: Path) -> None:
+    values = {"judges": [{"api_key": SECRET}]}
+    one_set = {"name": "a", "path": str(tmp_path / "a.jsonl"), "reward": {"kwargs": values}}
+    config = config_with(
+        tmp_path,
+        reward={"kwargs": values},
+        data={"sets": [one_set], "curriculum": {"function": "m:f", "kwargs": values}},
+        evaluation={"sets": [one_set]},
+        rollout={"engine_kwargs": values},
+    )
+    places = ("reward.kwargs", "data.sets.0.reward.kwargs", "evaluation.sets.0.reward.kwargs",
+              "data.curriculum.kwargs", "rollout.engine_kwargs")  # fmt: skip
+    told = [problem.partition(":")[0] for problem in secret_problems(config, here=True)]
+    assert told == [f"{place}.judges.0.api_key" for place in places]
+
+
 def test_missing_variables_and_literal_secrets_are_told_before_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

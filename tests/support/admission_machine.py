@@ -134,6 +134,18 @@ class AdmissionMachine(RuleBasedStateMachine):
         if self.pace.publishes_after(self.step):
             self.publish()
 
+    @rule(data=st.data())
+    def whole_step(self, data: st.DataObject) -> None:
+        """Start, end and train groups, most or all that can: by single events, few examples get to a second step."""
+        self.admit()
+        left = data.draw(st.sampled_from([0, 0, 0, 1, 2]))
+        while len(self.running) > left:
+            if len(self.replaced) < self.admission.refill and data.draw(st.integers(0, 7)) == 7:
+                self.replace(data)
+            else:
+                self.finish(data, data.draw(st.booleans()), data.draw(st.booleans()))
+        self.train(data)
+
     @rule()
     def resume(self) -> None:
         old = self.admission

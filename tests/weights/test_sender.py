@@ -549,3 +549,4 @@ def test_the_store_is_on_loopback_only_if_no_engine_can_be_elsewhere(monkeypatch
     assert store_address(config("model", ray__address="10.0.0.9:6379")) == "10.0.0.7"
     monkeypatch.setenv(NODE_ADDRESS_VARIABLE, "10.0.0.8")
     assert store_address(config("model")) == "10.0.0.8", "whatever the config says of the number of nodes"
+    assert WeightSender(config("model"), ListExporter({}))._host == "10.0.0.8"

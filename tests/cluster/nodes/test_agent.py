@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from megarl.cluster.nodes.agent import NodeAgent
 from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord
 from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
 from megarl.common import run_files as stopping
+from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.claim import CLAIM_FILE, Holder
 from megarl.common.processes import ProcessId, descendants
 from megarl.common.run_files import ExitRecord
@@ -171,6 +173,25 @@ def test_a_silent_node_is_named(tmp_path: Path) -> None:
 
 def agent_of(job: Job) -> NodeAgent:
     return NodeAgent(job.spec, 0)
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_what_an_agent_starts_knows_the_address_of_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    """The stores of sync and saves listen there: where other nodes reach them, and nowhere else."""
+    started: list[str | None] = []
+
+    def start(*arguments: object, **options: object) -> None:
+        started.append(os.environ.get(NODE_ADDRESS_VARIABLE))
+
+    monkeypatch.setattr(module, "own_address", lambda hosts, interface: f"10.0.0.{index}")
+    monkeypatch.setattr(module, "interface_of", lambda address: "eth7")
+    monkeypatch.setattr(module, "start_supervisor", start)
+    monkeypatch.setattr(NodeAgent, "_spawn", start)
+    with mock.patch.dict(os.environ):
+        NodeAgent(Job(tmp_path, **FOUR).spec, index)._start()
+    assert started == [f"10.0.0.{index}"]
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOSPC, errno.EIO])
