@@ -46,9 +46,10 @@ def activate(device: int | None = None) -> Platform:
 def _make_megatron_usable() -> None:
     cuda.check_transformer_engine()
     if not current().is_cuda:
-        from megarl.platforms import cpu
+        from megarl.platforms import cpu, cpu_matmul
 
         cpu.install()
+        cpu_matmul.install()
     from megarl.platforms import patches
 
     patches.apply()

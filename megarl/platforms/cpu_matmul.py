@@ -1,0 +1,47 @@
+"""Matrix products in float32 on a CPU with AVX-512, by oneDNN instead of MKL.
+
+torch 2.13 takes MKL, whose float32 products use no AVX-512 on processors of other makers than Intel: on an AMD EPYC,
+oneDNN needs 0.45 of its time for x @ wᵀ of [2048, 448] and [1344, 448], and 0.55 for the product that gives the
+gradient of w. Both round in float32. The product is the one that torch itself takes for bfloat16, and for compiled
+linear layers in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+
+MIN_MULTIPLICATIONS = 1 << 22  # below them the call costs more than it gains
+
+
+@functools.cache  # the registration ends with the object that is returned
+def install() -> torch.library.Library | None:
+    """Take oneDNN for the large float32 products of this process; return None where that gains nothing."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
+        return None
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced, as is meant
+        library.impl("mm", mm, "CPU", allow_override=True)
+    return library
+
+
+def mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """Return the product [M, N] as torch.mm does, which it replaces on the CPU."""
+    if _is_for_onednn(a_MK, b_KN):
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(a_MK, b_KN.t(), None, "none", [], "")
+        return product
+    return torch.mm(a_MK, b_KN, out=a_MK.new_empty(0))  # a given result has a kernel of its own, which stays
+
+
+def _is_for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
+    """Tell whether the product is large and in float32. Wrong shapes and types get torch's own message."""
+    return (
+        a_MK.dtype == b_KN.dtype == torch.float32
+        and a_MK.dim() == b_KN.dim() == 2
+        and a_MK.shape[1] == b_KN.shape[0]
+        and a_MK.shape[0] * b_KN.numel() >= MIN_MULTIPLICATIONS
+    )

@@ -1,0 +1,113 @@
+"""Large float32 products are those of float64 but for rounding, and all others are torch's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.platforms import cpu_matmul
+from megarl.platforms.cpu_matmul import MIN_MULTIPLICATIONS, mm
+from tests.support.checkout import ROOT, environment
+
+SIDE = 1 << 8
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN"
+)
+
+
+@pytest.fixture
+def onednn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, ...]]:
+    """The shapes of the products that oneDNN is asked for."""
+    asked: list[tuple[torch.Size, ...]] = []
+    original = cpu_matmul._is_for_onednn
+
+    def record(a: torch.Tensor, b: torch.Tensor) -> bool:
+        if chosen := original(a, b):
+            asked.append((a.shape, b.shape))
+        return chosen
+
+    monkeypatch.setattr(cpu_matmul, "_is_for_onednn", record)
+    return asked
+
+
+@needs_onednn
+@settings(max_examples=30)
+@given(
+    st.integers(200, 400),
+    st.integers(200, 400),
+    st.integers(200, 400),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_large_products_in_every_layout(m: int, k: int, n: int, a_is_t: bool, b_is_t: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(k, m, generator=generator).t() if a_is_t else torch.randn(m, k, generator=generator)
+    b = torch.randn(n, k, generator=generator).t() if b_is_t else torch.randn(k, n, generator=generator)
+    product = mm(a, b)
+    assert product.dtype == torch.float32 and product.shape == (m, n)
+    # The sum of k products of standard normals has the deviation sqrt(k); float32 has 24 bits.
+    assert float((product.double() - a.double() @ b.double()).abs().max()) < 64 * k**0.5 * 2**-24
+
+
+@needs_onednn
+def test_parts_of_larger_tensors_and_repeated_rows(onednn: list[tuple[torch.Size, ...]]) -> None:
+    base = torch.randn(2 * SIDE, 3 * SIDE, generator=torch.Generator().manual_seed(1))
+    a, b = base[::2, SIDE:-SIDE], torch.randn(SIDE, 1).expand(SIDE, SIDE)
+    assert torch.allclose(mm(a, b).double(), a.double() @ b.double(), atol=1e-3)
+    assert torch.equal(mm(a, b), mm(a, b))
+    assert onednn == [((SIDE, SIDE), (SIDE, SIDE))] * 3
+
+
+def test_small_products_and_other_types_are_torchs_own(onednn: list[tuple[torch.Size, ...]]) -> None:
+    rows = MIN_MULTIPLICATIONS // SIDE**2 - 1
+    for dtype, size in ((torch.float32, rows), (torch.float64, SIDE), (torch.bfloat16, SIDE), (torch.int64, 4)):
+        a, b = torch.ones(size, SIDE, dtype=dtype), torch.ones(SIDE, SIDE, dtype=dtype)
+        assert torch.equal(mm(a, b), torch.mm(a, b)) and mm(a, b).dtype == dtype
+    assert mm(torch.ones(0, 3), torch.ones(3, 2)).shape == (0, 2)
+    assert onednn == []
+
+
+def test_wrong_operands_get_torchs_message() -> None:
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        mm(torch.ones(SIDE, SIDE), torch.ones(SIDE + 1, SIDE))
+    with pytest.raises(RuntimeError, match="must be a matrix"):
+        mm(torch.ones(SIDE), torch.ones(SIDE, SIDE))
+
+
+PROGRAM = f"""
+import warnings
+warnings.simplefilter("error")
+import torch
+from megarl import platforms
+platforms.activate()
+from megarl.platforms import cpu_matmul
+taken = []
+original = cpu_matmul._is_for_onednn
+cpu_matmul._is_for_onednn = lambda a, b: taken.append((*a.shape, b.shape[1])) or original(a, b)
+x = torch.randn({SIDE}, 2, {SIDE}, requires_grad=True)
+w = torch.randn(3 * {SIDE}, {SIDE}, requires_grad=True)
+(x @ w.t()).square().sum().backward()
+exact = [each.detach().double().requires_grad_() for each in (x, w)]
+(exact[0] @ exact[1].t()).square().sum().backward()
+for mine, other in zip((x.grad, w.grad), (exact[0].grad, exact[1].grad)):
+    assert float((mine.double() - other).abs().max() / other.abs().max()) < 1e-5
+print(len(taken))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is for machines without CUDA")
+def test_the_platform_installs_it_for_products_and_their_gradients() -> None:
+    """It runs in a new process, because a replaced kernel is that of a whole process."""
+    command = [sys.executable, "-c", PROGRAM]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    gains = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+    assert int(result.stdout) == (6 if gains else 0)
