@@ -70,6 +70,22 @@ def test_the_cache_of_hugging_face(tmp_path: Path) -> None:
         refuse_outside_links(snapshot)
 
 
+def test_snapshots_of_another_cache_are_no_exception(tmp_path: Path) -> None:
+    snapshot = tmp_path / "mine/snapshots/0123"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "mine/secret").write_text("key")
+    (snapshot / "vocab.json").symlink_to("../../secret")
+    with pytest.raises(ValueError, match="outside"):
+        inside(snapshot, "vocab.json")
+
+
+@pytest.mark.parametrize("target", ["..", "../missing"])
+def test_links_to_directories_and_to_nothing_are_refused_too(places: Path, target: str) -> None:
+    (places / "sub").symlink_to(target)
+    with pytest.raises(ValueError, match="outside"):
+        refuse_outside_links(places)
+
+
 @given(name=st.lists(st.sampled_from(["..", ".", "a", "link", "up", "", "b"]), max_size=6).map("/".join))
 def test_no_name_leads_outside(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.getbasetemp() / "confined"

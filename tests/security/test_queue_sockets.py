@@ -124,6 +124,11 @@ def test_without_an_answer_about_a_client_it_is_refused(
         context.destroy(linger=0)
 
 
+def test_a_client_cannot_pass_for_the_server() -> None:
+    """A process that has the client's key only, because it left it somewhere, cannot answer in the server's name."""
+    assert key_pair("client") != key_pair("server") and key_pair("client").secret != key_pair("server").secret
+
+
 def test_a_context_ends_although_a_thread_answers_for_it(library: Any) -> None:
     """The library's storage unit waits for its context when it ends."""
     context = zmq.Context()
