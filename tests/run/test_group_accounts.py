@@ -33,6 +33,7 @@ KINDS: dict[str, list[tuple[float, str, int]]] = {
     "one usable sample": [(0.0, "failed", 0), (0.0, "failed", 0), (1.0, "ok", 0)],
     "nothing generated": [(0.0, "failed", 0), (0.0, "failed", 0), (0.0, "failed", 0)],
     "stale": [(0.0, "ok", 0), (1.0, "ok", OLD), (1.0, "ok", 0)],
+    "stale with one usable sample": [(0.0, "failed", OLD), (0.0, "failed", 0), (1.0, "ok", OLD)],
     "stale without signal": [(1.0, "ok", OLD), (1.0, "ok", 0), (1.0, "ok", 0)],
 }
 
@@ -124,3 +125,30 @@ def test_both_sides_count_the_same_groups_whatever_becomes_of_them(draw: st.Data
         event("skipped" if plan.not_finite else "trained" if plan.mini_batches else "nothing to train")
         if plan.replaced:
             event("groups replaced")
+
+
+ANY_SAMPLE = st.tuples(
+    st.sampled_from([0.0, 1.0]), st.sampled_from(["ok", "failed"]), st.sampled_from([OLD, 0]), st.integers(0, 4)
+)
+
+
+@given(samples=st.lists(ANY_SAMPLE, min_size=2, max_size=5))
+def test_both_sides_agree_on_every_group(samples: list[tuple[float, str, int, int]]) -> None:
+    """What rollout counts as failed, and nothing else, fails in the plan; so the commit of any group is accepted."""
+    accounts = Accounts(max_uses=1)
+    admission = Admission(1, pace_of(accounts.config), steps=1)
+    admission.announce(0)
+    admission.set_version(0)
+    (group,) = admission.admit()
+    tags = [
+        SampleTag(sample_key(group, index), group, index, 3, tokens, tokens, version, "stop", reward, {}, status)  # type: ignore[arg-type]
+        for index, (reward, status, version, tokens) in enumerate(samples)
+    ]
+    admission.finish(group, usable_samples(tag.status for tag in tags), [0])
+    _, failed = admission.batch(0) or ([], [])
+    plan = plan_step(tags, accounts.config, dp_size=1, version=0)
+    event(next(name for name, groups in plan.ended.items() if groups))
+    assert plan.ended["failed"] == failed
+    numbers = dataclasses.asdict(plan.outcome)
+    admission.commit(0, **numbers, ended=plan.ended)
+    assert admission.counters.balanced
