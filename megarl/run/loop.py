@@ -18,8 +18,8 @@ from megarl.trainer.policy import NonFiniteError
 T = TypeVar("T")
 
 # Publications in a row for one evaluation that is waited for, and begins again after each. A prompt of it that ends its
-# engine would otherwise end every engine that comes. A batch and an evaluation beside training need no such bound: their
-# responses go on, and fail after some attempts.
+# engine would otherwise end every engine that comes. A batch and an evaluation beside training need no such bound:
+# their responses go on, and fail after some attempts.
 MOST_PUBLICATIONS = 3
 
 

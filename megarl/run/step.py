@@ -155,10 +155,10 @@ def plan_step(
     """Shape rewards, filter groups, split the rest by groups into mini-batches and each of these by tokens over DP.
 
     `version`: the version of the weights about to be updated. A group with two usable samples or more is dropped if the
-    last update of the step would pass the bound on the staleness of its oldest token. `replaced`: ids of the groups without signal that rollout
-    replaced before this batch; they count as filtered. `reused`: ids of the groups of the batch that an earlier step
-    has trained; they are trained like the others, and have ended already. Raises ValueError if a sample or a group
-    appears twice, and ReuseError if one of `reused` cannot be trained.
+    last update of the step would pass the bound on the staleness of its oldest token. `replaced`: ids of the groups
+    without signal that rollout replaced before this batch; they count as filtered. `reused`: ids of the groups of the
+    batch that an earlier step has trained; they are trained like the others, and have ended already. Raises ValueError
+    if a sample or a group appears twice, and ReuseError if one of `reused` cannot be trained.
     """
     pace = pace_of(config)
     _check_replaced(tags, config, replaced)
