@@ -122,7 +122,7 @@ def test_a_rank_that_starts_ends_with_the_first_signal(
 
 
 def test_the_end_leaves_no_trace_in_a_directory_that_another_run_has_taken(tmp_path: Path, rank: StopSignals) -> None:
-    """What that run has written, such as its error.txt, keeps nothing from the terminal either."""
+    """The error.txt of that run does not keep the message from the terminal either."""
     rank._mine = Holder.here("torchrun", ProcessId.of(1))
     (tmp_path / "error.txt").write_text("of the other run")
     claim(tmp_path, Holder.here("megarl launch", ProcessId.own(), launch="another"), node_s=1.0)
