@@ -134,7 +134,7 @@ ANY_SAMPLE = st.tuples(
 
 @given(samples=st.lists(ANY_SAMPLE, min_size=2, max_size=5))
 def test_both_sides_agree_on_every_group(samples: list[tuple[float, str, int, int]]) -> None:
-    """What rollout counts as failed, and nothing else, fails in the plan; so the commit of any group is accepted."""
+    """A group fails in the plan if rollout counts it as failed, and only then; so the commit of any is accepted."""
     accounts = Accounts(max_uses=1)
     admission = Admission(1, pace_of(accounts.config), steps=1)
     admission.announce(0)
