@@ -363,8 +363,11 @@ class PoolClient:
         """Begin to evaluate every held-out set beside training. Every replica serves `version` now."""
         self.call("start_evaluation", version, label, timeout_s=self.config.timeouts.rpc_s)
 
-    def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation]:
-        """Return the evaluations beside training that have ended; with `wait_s`, wait for the one that is running."""
+    def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation] | PublicationNeeded:
+        """Return the evaluations beside training that have ended; with `wait_s`, wait for the one that is running.
+
+        Or, if it waits, until no replica is left.
+        """
         bound = wait_s + CALL_MARGIN_S if wait_s else self.config.timeouts.rpc_s
         return self.call("take_evaluations", wait_s, timeout_s=bound)
 

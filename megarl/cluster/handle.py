@@ -115,6 +115,16 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
         return None
 
 
+def _own_state(run_dir: Path, launch_id: str) -> dict[str, Any] | None:
+    """Return the state of this launch's pool, {} if it is not known now; None if another launch has replaced it."""
+    try:
+        state = read_state(run_dir) or {}
+    except OSError as error:
+        logger.warning("the state of the rollout pool is not known now: %s", error)
+        return {}
+    return state if state.get("launch_id", launch_id) == launch_id else None
+
+
 def write_state(run_dir: Path, state: dict[str, Any]) -> None:
     """Replace RUN_DIR/supervisor.json atomically."""
     temporary = run_dir / f".{STATE_FILE}.{os.getpid()}"
@@ -290,11 +300,17 @@ def stop_supervisor(
 ) -> None:
     """Ask the supervisor to tear down the pool and wait; after `timeout_s` kill it and its recorded children.
 
-    A supervisor on another `host` (default: this one) is not killed: the agent of its node does that.
+    A supervisor on another `host` (default: this one) is not killed: the agent of its node does that. Once the
+    supervisor of another launch has replaced the state, `run_dir` is another run's: nothing is written there, and a
+    supervisor elsewhere, which then ends by itself, is not waited for.
     """
     here = host in {None, platform.node()}
+    state = _own_state(run_dir, launch_id)
     try:
-        (run_dir / STOP_FILE).write_text(launch_id)
+        if state is not None:
+            (run_dir / STOP_FILE).write_text(launch_id)
+        elif here:
+            kill([process], signal.SIGTERM)
     except OSError:  # a full disk, for example
         if not here:
             raise
@@ -303,13 +319,13 @@ def stop_supervisor(
     while time.monotonic() < deadline:
         for child in _STARTED.values():
             child.poll()
-        state = read_state(run_dir) or {}
-        if not (is_alive(process) if here else state.get("state") not in {"stopped", "failed"}):
+        state = _own_state(run_dir, launch_id)
+        if not is_alive(process) if here else state is None or state.get("state") in {"stopped", "failed"}:
             break
         time.sleep(0.05 if here else 0.5)
     if here and is_alive(process):
         logger.error("the supervisor (pid %d) did not stop within %.0f s: killing it", process.pid, timeout_s)
-        state = read_state(run_dir) or {}
+        state = _own_state(run_dir, launch_id) or {}
         children = {ProcessId(**each) for each in state.get("children", ())}
         sweep({process, *children}, grace_s=0.0)
         os.kill(process.pid, signal.SIGKILL) if is_alive(process) else None

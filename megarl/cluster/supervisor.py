@@ -145,7 +145,9 @@ class Supervisor:
         while not self._stop.wait(HEARTBEAT_S):
             asked_at = asked_at or time.monotonic()
             try:
-                ray.get(heartbeat.remote(), timeout=max(0.0, asked_at + bound - time.monotonic()))
+                # The last look gets some time as well: that it could not be reached, and not that it was late, is the
+                # reason of a cut.
+                ray.get(heartbeat.remote(), timeout=max(HEARTBEAT_S, asked_at + bound - time.monotonic()))
             except ray.exceptions.RayTaskError as error:
                 raise RolloutError(_cause(error)) from error
             except ray.exceptions.ActorUnavailableError as error:  # the network may be cut for a short time

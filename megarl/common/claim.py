@@ -110,7 +110,7 @@ class Sighting:
         """Read the claim on `run_dir`; None if there is none."""
         path = run_dir / CLAIM_FILE
         try:
-            with path.open(encoding="utf-8") as file:
+            with path.open(encoding="utf-8", errors="replace") as file:  # damaged content is no reason to fail
                 renewed_ns, text = os.fstat(file.fileno()).st_mtime_ns, file.read()
         except FileNotFoundError:
             return None
@@ -159,8 +159,8 @@ class RunClaim:
             seen = Sighting.of(self.run_dir)
             if seen is not None and seen.holder is not None and not seen.holder.same_run(self.holder):
                 return seen.holder
-            if seen is None:
-                _write(self.run_dir, self.holder)
+            if seen is None:  # it was deleted, and a start may be about to make its own
+                _take(self.run_dir, None, self.holder)
             else:
                 os.utime(self._path)  # needs no space on a full disk
             self._failing = False

@@ -324,12 +324,13 @@ class RolloutController:
         self._tasks.check()
         self._evaluations.start(version, label)
 
-    async def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation]:
+    async def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation] | PublicationNeeded:
         """Return the evaluations beside training that have finished; with `wait_s`, wait for the one that is running.
 
-        Raises RolloutError if it does not finish in that time.
+        If all replicas are lost while it is waited for, and the trainer can bring others, return that instead: the
+        evaluation goes on after the publication. Raises RolloutError if it does not finish in that time.
         """
-        return await self._evaluations.take(wait_s)
+        return await self._evaluations.take(wait_s, self._needs_publication)
 
     async def leave_out(self) -> list[int]:
         """Return the replicas that keep their version, which the publication that now begins leaves out."""

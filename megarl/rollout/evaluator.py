@@ -24,12 +24,14 @@ from megarl.rollout.background import BackgroundTasks
 from megarl.rollout.evaluate_on_fleet import EvalSet, Share, evaluate_on_fleet, write_records
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.prompts import PromptSource
+from megarl.rollout.ready_batches import PublicationNeeded
 
 logger = logging.getLogger(__name__)
 
 # The part of an engine's places (`rollout.max_num_seqs`) that an evaluation beside training has at once. An engine
 # takes no place away from a running request, so without a limit training would wait for the end of long responses.
 SHARE = 4
+_LOOK_S = 0.5  # between two looks for lost replicas while the trainer waits
 PRIORITY = 1  # of its requests; those of training have 0, which comes first
 
 
@@ -82,10 +84,13 @@ class Evaluator:
         self._running = label
         self._tasks.start(self._in_background(version, label, Share(asyncio.Semaphore(at_once), PRIORITY)))
 
-    async def take(self, wait_s: float) -> list[FinishedEvaluation]:
+    async def take(
+        self, wait_s: float, needs_publication: Callable[[], str] = lambda: ""
+    ) -> list[FinishedEvaluation] | PublicationNeeded:
         """Return what has finished since the last call; with `wait_s`, first wait for the one that is running.
 
-        Raises RolloutError if that does not end within `wait_s`, or has failed.
+        If `needs_publication` gives a reason meanwhile, return that instead; the evaluation goes on after the
+        publication. Raises RolloutError if it does not end within `wait_s`, or has failed.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -93,11 +98,16 @@ class Evaluator:
             if self._running is None or not wait_s:
                 finished, self._finished = self._finished, []
                 return finished
+            if reason := needs_publication():
+                return PublicationNeeded(reason)
             self._tasks.changed.clear()
+            left_s = deadline - time.monotonic()
             try:
-                async with asyncio.timeout(deadline - time.monotonic()):
+                async with asyncio.timeout(min(left_s, _LOOK_S)):
                     await self._tasks.changed.wait()
             except TimeoutError:
+                if left_s > _LOOK_S:
+                    continue
                 raise RolloutError(
                     f"the trainer waited {wait_s:.0f} s (timeouts.generate_s) for the evaluation {self._running!r} "
                     f"beside training; replicas alive: {self._fleet.serving}"

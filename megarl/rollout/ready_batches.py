@@ -30,7 +30,7 @@ class BatchReady:
 
 @dataclass(frozen=True)
 class PublicationNeeded:
-    """The answer to a trainer that waits for a batch, if all replicas are lost and only a publication replaces them."""
+    """The answer to a trainer that waits for rollout, if all replicas are lost and only a publication replaces them."""
 
     reason: str
 

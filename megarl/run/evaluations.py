@@ -41,7 +41,8 @@ class Evaluations:
         """
         if not self._config.evaluation.sets:
             return True
-        self.finish(steps_done)
+        if (needed := self.finish(steps_done)) is not None:
+            return needed
         if self._beside_training and 0 < steps_done < self._config.run.steps:
             self._running[label] = (steps_done, version)
             self._pool.start_evaluation(version, label)
@@ -87,13 +88,20 @@ class Evaluations:
         if self._running:
             self._record(self._pool.take_evaluations(), steps_done)
 
-    def finish(self, steps_done: int) -> None:
-        """Wait for the evaluation that runs beside training, if there is one, and record it as `collect` does."""
+    def finish(self, steps_done: int) -> PublicationNeeded | None:
+        """Wait for the evaluation that runs beside training, if there is one, and record it as `collect` does.
+
+        If the weights must be published first, because no replica is left, return that; call it again afterwards.
+        """
         if not self._beside_training:
-            return
+            return None
         with self._recorder.phase("eval"):
-            self._record(self._pool.finish_evaluations(), steps_done)
+            finished = self._pool.finish_evaluations()
+            if isinstance(finished, PublicationNeeded):
+                return finished
+            self._record(finished, steps_done)
         self._running.clear()
+        return None
 
     def _record(self, finished: Sequence[FinishedEvaluation], steps_done: int) -> None:
         for each in finished:

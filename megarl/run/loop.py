@@ -17,8 +17,9 @@ from megarl.trainer.policy import NonFiniteError
 
 T = TypeVar("T")
 
-# Publications in a row for one evaluation, which begins again after each. A prompt of it that ends its engine would
-# otherwise end every engine that comes. A batch needs no such bound: its groups go on, and fail after some attempts.
+# Publications in a row for one evaluation that is waited for, and begins again after each. A prompt of it that ends its
+# engine would otherwise end every engine that comes. A batch and an evaluation beside training need no such bound:
+# their responses go on, and fail after some attempts.
 MOST_PUBLICATIONS = 3
 
 
@@ -51,7 +52,7 @@ def train(session: Session) -> None:
         counted = pool.commit(batch, plan)
         session.version += pace.updates_per_step
         if evaluation_due(session, step + 1):
-            session.evaluations.finish(step + 1)  # so that the next one finds all replicas with the newest weights
+            finish_evaluation(session, step + 1)  # so that the next one finds all replicas with the newest weights
         if pace.publishes_after(step + 1) or publishes_early(session, batch):
             publish(session)
         recorder.step(batch, plan, session.version, counted)
@@ -78,6 +79,11 @@ def evaluate(session: Session, steps_done: int, label: str) -> bool:
         lambda: session.evaluations.evaluate(steps_done, session.version, label),
         most=MOST_PUBLICATIONS,
     )
+
+
+def finish_evaluation(session: Session, steps_done: int) -> None:
+    """Wait for the evaluation that runs beside training, if there is one, and record it. Collective."""
+    publish_as_needed(session, lambda: session.evaluations.finish(steps_done))
 
 
 def publish_as_needed(session: Session, ask: Callable[[], T | PublicationNeeded], *, most: float = math.inf) -> T:

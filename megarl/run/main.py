@@ -173,7 +173,7 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
     die_with_parent()
     os.environ.update(one_node_environment(config))
     rank = int(os.environ["RANK"])
-    signals = StopSignals(config.run_dir, config.checkpoint_dir, terminal, speaks=rank == 0)
+    signals = StopSignals(config.run_dir, config.checkpoint_dir, terminal, speaks=rank == 0, mine=holder_for_ranks())
     signals.install()
     launch = _launch_pool(config) if rank == 0 else None
     from megarl import platforms

@@ -50,7 +50,7 @@ _DEVICES: Codec[HeldDevices] = codec_of(HeldDevices)
 _READY: Codec[BatchReady | str | None] = codec_of(BatchReady | str | None)
 _TAGS: Codec[list[SampleTag]] = codec_of(list[SampleTag])
 _REPORTS: Codec[list[SetReport] | str | None] = codec_of(list[SetReport] | str | None)
-_EVALUATIONS: Codec[list[FinishedEvaluation]] = codec_of(list[FinishedEvaluation])
+_EVALUATIONS: Codec[list[FinishedEvaluation] | str] = codec_of(list[FinishedEvaluation] | str)
 _NOTHING: Codec[None] = codec_of(None)
 _PROBLEM: Codec[str | None] = codec_of(str | None)
 
@@ -264,11 +264,22 @@ class PoolLink:
 
     def take_evaluations(self) -> list[FinishedEvaluation]:
         """Return the evaluations that have finished since the last call, on rank 0; [] elsewhere. Not collective."""
-        return self._client.use(lambda pool: pool.take_evaluations()) or []
+        finished = self._client.use(lambda pool: pool.take_evaluations()) or []
+        assert not isinstance(finished, PublicationNeeded)  # only a trainer that waits is told that
+        return finished
 
-    def finish_evaluations(self) -> list[FinishedEvaluation]:
-        """Wait for the evaluation that runs beside training, if there is one, and return what has finished."""
-        return self._ask(lambda pool: pool.take_evaluations(wait_s=self._config.timeouts.generate_s), _EVALUATIONS)
+    def finish_evaluations(self) -> list[FinishedEvaluation] | PublicationNeeded:
+        """Wait for the evaluation that runs beside training, if there is one, and return what has finished.
+
+        Or on every rank that the weights must be published first, because no replica is left.
+        """
+
+        def ask(pool: PoolClient) -> list[FinishedEvaluation] | str:
+            finished = pool.take_evaluations(wait_s=self._config.timeouts.generate_s)
+            return finished.reason if isinstance(finished, PublicationNeeded) else finished
+
+        answer = self._ask(ask, _EVALUATIONS)
+        return PublicationNeeded(answer) if isinstance(answer, str) else answer
 
     def leave_out(self) -> list[str]:
         """Return the names of the replicas that the publication which now begins leaves out. Not collective.

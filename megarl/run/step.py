@@ -105,7 +105,7 @@ class StepPlan:
         stale = {self.tags[key].group_id for key in self.stale}
         usable = Counter(tag.group_id for tag in self.new_tags if not tag.failed)
         trained = set(self.trained_groups)
-        failed = {group for group in self.admitted - self.replaced - stale if usable[group] < 2} | self.not_finite
+        failed = {group for group in self.admitted - self.replaced if usable[group] < 2} | self.not_finite
         filtered = self.admitted - trained - stale - failed
         ends = {"trained": trained, "filtered": filtered, "dropped_stale": stale, "failed": failed}
         return {name: sorted(groups) for name, groups in ends.items()}
@@ -154,11 +154,11 @@ def plan_step(
 ) -> StepPlan:
     """Shape rewards, filter groups, split the rest by groups into mini-batches and each of these by tokens over DP.
 
-    `version`: the version of the weights about to be updated. A group is dropped if the last update of the step would
-    pass the bound on the staleness of its oldest token. `replaced`: ids of the groups without signal that rollout
-    replaced before this batch; they count as filtered. `reused`: ids of the groups of the batch that an earlier step
-    has trained; they are trained like the others, and have ended already. Raises ValueError if a sample or a group
-    appears twice, and ReuseError if one of `reused` cannot be trained.
+    `version`: the version of the weights about to be updated. A group with two usable samples or more is dropped if the
+    last update of the step would pass the bound on the staleness of its oldest token. `replaced`: ids of the groups
+    without signal that rollout replaced before this batch; they count as filtered. `reused`: ids of the groups of the
+    batch that an earlier step has trained; they are trained like the others, and have ended already. Raises ValueError
+    if a sample or a group appears twice, and ReuseError if one of `reused` cannot be trained.
     """
     pace = pace_of(config)
     _check_replaced(tags, config, replaced)
@@ -170,7 +170,9 @@ def plan_step(
             sorted(tags, key=lambda tag: (tag.group_id, tag.sample_index)), key=lambda tag: tag.group_id
         )
     ]
-    in_time = [all(tag.failed or tag.oldest_version >= oldest for tag in group) for group in groups]
+    # A group with too few usable samples has failed on the rollout side already, however old its tokens are.
+    usable = [[tag for tag in group if not tag.failed] for group in groups]
+    in_time = [len(alive) < 2 or all(tag.oldest_version >= oldest for tag in alive) for alive in usable]
     stale = list(itertools.compress(groups, [not each for each in in_time]))
     fresh, limits = list(itertools.compress(groups, in_time)), response_limits(config)
     own_limits = [limits[group[0].dataset] for group in fresh] if limits else None

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import TextIO
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
+from megarl.common.claim import Holder, other_holder
 from megarl.common.run_files import ExitRecord, write_exit
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -30,9 +31,14 @@ REPORT_S = 2.0
 class StopSignals:
     """Counts the stop signals of this process. `raised`: one has come since `install`."""
 
-    def __init__(self, run_dir: Path, checkpoints: Path, terminal: TextIO, *, speaks: bool) -> None:
-        """`speaks`: tell the user what happens; of all ranks only one should."""
-        self._run_dir, self._directory = run_dir, CheckpointDirectory(checkpoints)
+    def __init__(
+        self, run_dir: Path, checkpoints: Path, terminal: TextIO, *, speaks: bool, mine: Holder | None = None
+    ) -> None:
+        """`speaks`: tell the user what happens; of all ranks only one should.
+
+        `mine`: the holder of `run_dir` that this rank belongs to. Nothing is written there once another run holds it.
+        """
+        self._run_dir, self._directory, self._mine = run_dir, CheckpointDirectory(checkpoints), mine
         self._terminal, self._speaks = terminal, speaks
         self._running = False
         self._first_at: float | None = None
@@ -91,7 +97,10 @@ class StopSignals:
         try:
             if "SIGTERM" in why:
                 time.sleep(REPORT_S)
-            if self._speaks and not (self._run_dir / "error.txt").exists():
+            other = other_holder(self._run_dir, self._mine) if self._mine is not None else None
+            if other is not None:
+                self._say(f"{why}; {self._run_dir} was taken by {other.describe()}, and nothing is recorded there")
+            elif self._speaks and not (self._run_dir / "error.txt").exists():
                 step = max(self._directory.steps(), default=None)
                 how = "begins anew: nothing is saved" if step is None else f"resumes after step {step}"
                 self._say(f"{why}; the same command {how}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import signal
 import subprocess
 import sys
 import threading
@@ -178,6 +179,37 @@ def test_a_deaf_supervisor_is_killed_with_its_recorded_children(tmp_path: Path) 
     assert not is_alive(supervisor) and not is_alive(child)
     for each in pair:
         each.wait(timeout=10)
+
+
+@pytest.mark.parametrize("host", [None, "elsewhere"])
+def test_a_supervisor_whose_directory_is_another_runs_is_ended_without_a_trace(
+    tmp_path: Path, host: str | None
+) -> None:
+    """A stop file would cost the other run its pool at the next restart of its ranks."""
+    mine, theirs = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    try:
+        launch.write_state(
+            tmp_path, state(ProcessId.own(), launch_id="xyz", children=[asdict(ProcessId.of(theirs.pid))])
+        )
+        before = (tmp_path / launch.STATE_FILE).read_text()
+        began = time.monotonic()
+        launch.stop_supervisor(tmp_path, ProcessId.of(mine.pid), "abc", timeout_s=5, host=host)
+        assert time.monotonic() - began < 4 and (mine.poll() is None) == (host is not None)
+        assert theirs.poll() is None and [path.name for path in tmp_path.iterdir()] == [launch.STATE_FILE]
+        assert (tmp_path / launch.STATE_FILE).read_text() == before
+    finally:
+        for process in (mine, theirs):
+            process.kill()
+            process.wait(timeout=10)
+
+
+def test_a_state_that_cannot_be_read_does_not_keep_a_supervisor_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "read_state", lambda run_dir: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale")))
+    process = subprocess.Popen(["sleep", "60"])
+    launch.stop_supervisor(tmp_path, ProcessId.of(process.pid), "abc", timeout_s=0.1)
+    assert process.wait(timeout=10) == -signal.SIGTERM
 
 
 def test_a_run_directory_of_a_dead_run_is_taken_over_with_the_next_attempt(tmp_path: Path) -> None:

@@ -259,6 +259,23 @@ def test_a_controller_that_cannot_be_reached_ends_the_pool_after_the_bound(
     assert 0.1 <= time.monotonic() - started < 10 and len(asked) > 2
 
 
+def test_the_last_look_at_a_controller_that_cannot_be_reached_has_the_time_to_find_that_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray says that an answer is late, and not why, if it may not wait for one."""
+    made = supervisor_in(tmp_path, rpc_s=1.0)
+    clock = iter(range(1, 10**6))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.375 * next(clock)))
+    looks(made, [None], monkeypatch, again=True)
+    monkeypatch.setattr(ray, "get", lambda call, timeout: cut_or_late(timeout))
+    with pytest.raises(RolloutError, match="could not reach the rollout controller for"):
+        made._serve()
+
+
+def cut_or_late(timeout: float) -> None:
+    raise CUT if timeout > 0 else ray.exceptions.GetTimeoutError("late")
+
+
 def test_cuts_with_an_answer_between_them_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = supervisor_in(tmp_path, rpc_s=1.0)
     clock = iter(range(10**6))

@@ -136,8 +136,10 @@ def test_a_run_that_has_lost_its_directory_is_told(tmp_path: Path) -> None:
     assert lost[0].same_run(OWN)
 
 
-def test_a_claim_that_cannot_be_read_expires_like_one_of_another_host(tmp_path: Path) -> None:
-    (tmp_path / CLAIM_FILE).write_text('{"what": "tor')
+@pytest.mark.parametrize("content", [b'{"what": "tor', b"\xff\xfe\x00", b""])
+def test_a_claim_that_cannot_be_read_expires_like_one_of_another_host(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / CLAIM_FILE).write_bytes(content)
+    assert other_holder(tmp_path, OWN) is None
     os.utime(tmp_path / CLAIM_FILE, (1, 1))
     claim(tmp_path, OWN, NODE_S)
     seen = Sighting.of(tmp_path)
@@ -148,6 +150,19 @@ def test_a_claim_that_was_deleted_is_written_again(tmp_path: Path) -> None:
     held = claim(tmp_path, OWN, NODE_S)
     (tmp_path / CLAIM_FILE).unlink()
     assert held.renew() is None and (tmp_path / CLAIM_FILE).exists()
+
+
+def test_a_claim_that_was_deleted_and_made_by_another_start_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other start has been told that it is sure."""
+    held = claim(tmp_path, OWN, NODE_S)
+    (tmp_path / CLAIM_FILE).write_text(elsewhere().to_text())
+    with monkeypatch.context() as patched:  # it was made just after the look
+        patched.setattr(Sighting, "of", lambda run_dir: None)
+        assert held.renew() is None
+    other = held.renew()
+    assert other is not None and other.same_run(elsewhere())
 
 
 def test_a_failing_file_system_costs_no_claim(

@@ -33,8 +33,8 @@ def sample(response: str) -> RewardInput:
     return RewardInput(prompt="", response=response)
 
 
-def run(pool: RewardPool, *responses: str) -> list[RewardOutcome]:
-    return score_all(pool, [sample(r) for r in responses])
+def run(pool: RewardPool, *responses: str, within_s: float = 240.0) -> list[RewardOutcome]:
+    return score_all(pool, [sample(r) for r in responses], within_s)
 
 
 def alive(pid: int) -> bool:
@@ -208,7 +208,7 @@ def test_a_process_that_ends_whenever_it_is_sent_samples_is_not_replaced_for_eve
     pool = make_reward_pool(FUNCTION, workers=1)
     pool._sample_seconds = 1e-4
     try:
-        for outcome in run(pool, "ok", "ok"):
+        for outcome in run(pool, "ok", "ok", within_s=20.0):
             assert outcome.reason == "crash" and str(outcome.error).endswith("the latest: exit code 9")
         assert EndsWhenSent.started <= 2 * MAX_NOT_TAKEN + 1
     finally:

@@ -14,6 +14,7 @@ from megarl.common.errors import RolloutError
 from megarl.rewards.types import RewardInput
 from megarl.rollout.controller import RolloutController
 from megarl.rollout.evaluate_on_fleet import EvalProblem, EvalSet
+from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from tests.support.configs import config as config_of
 from tests.support.fake_rollout import LocalController, local_controller, response
@@ -124,6 +125,27 @@ def test_one_that_does_not_end_is_named(make: Any) -> None:
         await controller.start_evaluation(4, "step_2")
         with pytest.raises(RolloutError, match=r"waited 0 s .*evaluation 'step_2' beside training"):
             await controller.take_evaluations(0.05)
+
+    run(scenario)
+
+
+def test_a_trainer_that_waits_for_it_learns_soon_that_no_replica_is_left(make: Any) -> None:
+    """It publishes to new ones, with which the evaluation goes on."""
+
+    async def scenario() -> None:
+        controller, engines, fleet = make()
+        await controller.begin(None)
+        await controller.start_evaluation(4, "step_2")
+        waiting = asyncio.ensure_future(controller.take_evaluations(WAIT_S))
+        await asyncio.sleep(0)
+        fleet.needs_publication = "replica 0 has died"
+        assert await waiting == PublicationNeeded("replica 0 has died")
+        assert await controller.take_evaluations() == [], "who does not wait is not told"
+        fleet.needs_publication = ""
+        engines.open.set()
+        assert len(await controller.take_evaluations(WAIT_S)) == 1
+        fleet.needs_publication = "replica 0 has died"
+        assert await controller.take_evaluations(WAIT_S) == [], "nothing is waited for"
 
     run(scenario)
 

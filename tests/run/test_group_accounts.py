@@ -6,7 +6,7 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from megarl.cluster.client import PoolClient
@@ -33,6 +33,7 @@ KINDS: dict[str, list[tuple[float, str, int]]] = {
     "one usable sample": [(0.0, "failed", 0), (0.0, "failed", 0), (1.0, "ok", 0)],
     "nothing generated": [(0.0, "failed", 0), (0.0, "failed", 0), (0.0, "failed", 0)],
     "stale": [(0.0, "ok", 0), (1.0, "ok", OLD), (1.0, "ok", 0)],
+    "stale with one usable sample": [(0.0, "failed", OLD), (0.0, "failed", 0), (1.0, "ok", OLD)],
     "stale without signal": [(1.0, "ok", OLD), (1.0, "ok", 0), (1.0, "ok", 0)],
 }
 
@@ -130,3 +131,30 @@ def test_both_sides_count_the_same_groups_whatever_becomes_of_them() -> None:
 
     check()
     assert seen == {"skipped", "trained", "nothing to train", "replaced", "used again"}
+
+
+ANY_SAMPLE = st.tuples(
+    st.sampled_from([0.0, 1.0]), st.sampled_from(["ok", "failed"]), st.sampled_from([OLD, 0]), st.integers(0, 4)
+)
+
+
+@given(samples=st.lists(ANY_SAMPLE, min_size=2, max_size=5))
+def test_both_sides_agree_on_every_group(samples: list[tuple[float, str, int, int]]) -> None:
+    """A group fails in the plan if rollout counts it as failed, and only then; so the commit of any is accepted."""
+    accounts = Accounts(max_uses=1)
+    admission = Admission(1, pace_of(accounts.config), steps=1)
+    admission.announce(0)
+    admission.set_version(0)
+    (group,) = admission.admit()
+    tags = [
+        SampleTag(sample_key(group, index), group, index, 3, tokens, tokens, version, "stop", reward, {}, status)  # type: ignore[arg-type]
+        for index, (reward, status, version, tokens) in enumerate(samples)
+    ]
+    admission.finish(group, usable_samples(tag.status for tag in tags), [0])
+    _, failed = admission.batch(0) or ([], [])
+    plan = plan_step(tags, accounts.config, dp_size=1, version=0)
+    event(next(name for name, groups in plan.ended.items() if groups))
+    assert plan.ended["failed"] == failed
+    numbers = dataclasses.asdict(plan.outcome)
+    admission.commit(0, **numbers, ended=plan.ended)
+    assert admission.counters.balanced

@@ -329,6 +329,23 @@ def test_a_batch_may_lose_all_engines_more_often_than_an_evaluation(make_run: Ca
     assert "commit 0" in run.journal
 
 
+def test_an_evaluation_beside_training_that_loses_all_engines_goes_on_with_new_ones(
+    make_run: Callable[..., FakeRun],
+) -> None:
+    """It is not begun again, and like a batch it may lose them more often: its responses fail by themselves."""
+    run = make_run(5, **BESIDE)
+    run.lost_beside = {"step_2": 1, "step_4": 2 * MOST_PUBLICATIONS}
+    journal = evaluations_and_publications(journal_of_training(run))
+    assert journal.count("publish 4") == 2 and journal.count("publish 5") == 1 + 2 * MOST_PUBLICATIONS
+    first = journal.index("publish 4")
+    assert journal[first + 1] == "record step_2 at 2 (written at 4) of version 2: ['report of version 2']"
+    assert [line for line in journal if line.startswith("start evaluation")] == [
+        "start evaluation step_2 of version 2",
+        "start evaluation step_4 of version 4",
+    ]
+    assert journal[-1].startswith("record after at 5")
+
+
 @pytest.mark.parametrize("due", [{4}, set()])
 def test_a_stop_during_the_last_evaluation_is_saved_and_resumes_into_it(
     make_run: Callable[..., FakeRun], due: set[int]

@@ -29,7 +29,7 @@ from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.evaluator import FinishedEvaluation
-from megarl.rollout.ready_batches import BatchReady
+from megarl.rollout.ready_batches import BatchReady, PublicationNeeded
 from megarl.run import channel, pool_link
 from megarl.run.failure import PeerFailedError
 from megarl.run.pool_link import DisagreementError, PoolLink
@@ -441,6 +441,14 @@ def test_rank_0_starts_and_collects_evaluations_beside_training(links: Links) ->
     assert own == [[evaluation_after(0.0)], [evaluation_after(bound)]]
     assert others == [[[], [evaluation_after(bound)]]] * 3
     assert links.journal.of(0)[3:] == ["start_evaluation 5 step_2"]
+
+
+def test_every_rank_learns_that_an_evaluation_beside_training_needs_a_publication(
+    links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = PublicationNeeded("replica 0 has died")
+    monkeypatch.setattr(FakeClient, "take_evaluations", lambda client, wait_s: needed)
+    assert links.run(lambda link: link.finish_evaluations()) == [needed] * 4
 
 
 @pytest.mark.parametrize(("pin", "kept"), [(1, ["replica 1"]), (0, [])])

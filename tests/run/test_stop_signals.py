@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.common.claim import Holder, claim
+from megarl.common.processes import ProcessId
 from megarl.common.run_files import ExitRecord, read_exit
 from megarl.run import stop_signals
 from megarl.run.stop_signals import StopSignals
@@ -117,6 +119,19 @@ def test_a_rank_that_starts_ends_with_the_first_signal(
     failed = f" (torchrun sends it also if another rank has failed: see {tmp_path / 'logs'})"
     why = f"{number.name} while the run was starting{failed if number == signal.SIGTERM else ''}"
     assert said(rank) == f"megarl: {why}; the same command begins anew: nothing is saved\n"
+
+
+def test_the_end_leaves_no_trace_in_a_directory_that_another_run_has_taken(tmp_path: Path, rank: StopSignals) -> None:
+    """The error.txt of that run does not keep the message from the terminal either."""
+    rank._mine = Holder.here("torchrun", ProcessId.of(1))
+    (tmp_path / "error.txt").write_text("of the other run")
+    claim(tmp_path, Holder.here("megarl launch", ProcessId.own(), launch="another"), node_s=1.0)
+    rank._running = True
+    for _ in range(2):
+        rank.receive(signal.SIGINT)
+        rank.now[0] += 2.0  # type: ignore[attr-defined]
+    assert rank.codes == [1] and read_exit(tmp_path) is None  # type: ignore[attr-defined]
+    assert f"{tmp_path} was taken by megarl launch (pid" in said(rank).splitlines()[-1]
 
 
 def test_after_the_failure_of_another_rank_nothing_is_said(tmp_path: Path, rank: StopSignals) -> None:

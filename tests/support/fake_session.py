@@ -163,9 +163,14 @@ class FakePool(Part):
         self._note(f"start evaluation {label} of version {version}")
 
     def take_evaluations(self) -> list[FinishedEvaluation]:
-        return self.finish_evaluations() if self._run.evaluated else []
+        return self._finished() if self._run.evaluated else []
 
-    def finish_evaluations(self) -> list[FinishedEvaluation]:
+    def finish_evaluations(self) -> list[FinishedEvaluation] | PublicationNeeded:
+        if self._evaluating is not None and found_lost(self._run.lost_beside, self._evaluating.label):
+            return PublicationNeeded("replica 0 has died")
+        return self._finished()
+
+    def _finished(self) -> list[FinishedEvaluation]:
         finished, self._evaluating = self._evaluating, None
         return [finished] if finished is not None else []
 
@@ -267,6 +272,7 @@ class FakeRun:
         self.timings: dict[int, dict[str, float]] = {}  # what the pool reports with the batch of a step
         self.lost: dict[int, int] = {}  # steps for whose batch all replicas are found lost, and how often
         self.lost_before: dict[str, int] = {}  # evaluations that find all replicas lost, and how often
+        self.lost_beside: dict[str, int] = {}  # the same of evaluations beside training, while they are waited for
         self.due: set[int] = set()
         self.evaluated = False  # an evaluation beside training has ended when it is asked for without waiting
         self.failing_saves: set[int] = set()

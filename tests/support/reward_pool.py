@@ -29,11 +29,12 @@ def make_reward_pool(
     )
 
 
-def score_all(pool: RewardPool, samples: Sequence[RewardInput]) -> list[RewardOutcome]:
-    """Score samples concurrently; outcomes in the order of the samples."""
+def score_all(pool: RewardPool, samples: Sequence[RewardInput], within_s: float = 240.0) -> list[RewardOutcome]:
+    """Score samples concurrently; outcomes in the order of the samples. Raises TimeoutError after `within_s`."""
 
     async def gather() -> list[RewardOutcome]:
-        return list(await asyncio.gather(*(pool.score(sample) for sample in samples)))
+        async with asyncio.timeout(within_s):
+            return list(await asyncio.gather(*(pool.score(sample) for sample in samples)))
 
     return asyncio.run(gather())
 

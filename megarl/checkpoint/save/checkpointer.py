@@ -121,11 +121,14 @@ class Checkpointer:
         if self._still_writing():
             self._failed(step, "a rank is still writing an earlier one, which took too long; its disk may hang")
             return False
+        store, error = self._open_store()
+        if store is None:
+            self._failed(step, error)
+            return False
         partial, error = self._first_rank(lambda: str(self._begin(step)), TEXT)
         if partial is None:
             self._failed(step, error)
             return False
-        store = self._store = self._store or self._open_store()
         write = BackgroundWrite(sharded_state(self.policy), Path(partial), validate=not self._saves)
         self._saves += 1
         content = {**self._own_record(step), **(record or {})}
@@ -198,11 +201,25 @@ class Checkpointer:
             logger.exception("completing the checkpoint of step %d", pending.step)
             pending.outcome = (None, str(error) or repr(error))
 
-    def _open_store(self) -> SyncStore:
-        """Open the store in which the writing threads report to rank 0, which serves it."""
-        host = store_address(self.config) if self._rank == 0 else None
-        secret = run_secret(self.config.run_dir)
-        return open_shared_store("checkpoint", secret, host, lambda text: broadcast(text, TEXT, 0, self._group))
+    def _open_store(self) -> tuple[SyncStore | None, str]:
+        """Return (the store in which the writing threads report to rank 0, "") or (None, error) on every rank.
+
+        It is opened, and served by rank 0, at the first save.
+        """
+
+        def prepare() -> tuple[bytes, str | None]:
+            return run_secret(self.config.run_dir), store_address(self.config) if self._rank == 0 else None
+
+        def share(text: str | None) -> str:
+            return broadcast(text, TEXT, 0, self._group)
+
+        error = ""
+        if self._store is None:
+            prepared, error = self._every_rank(prepare)
+            if prepared is not None:
+                secret, host = prepared
+                self._store, error = self._every_rank(lambda: open_shared_store("checkpoint", secret, host, share))
+        return self._store, error
 
     def restore(self, prepare: Callable[[Candidate], None]) -> dict[str, Any] | None:
         """Load the checkpoint that `checkpoint.resume` selects. Return its record, or None for a new run.
@@ -388,6 +405,18 @@ class Checkpointer:
             f"the checkpoint of step {step} could NOT be saved: {error}. Training continues; newest checkpoint: "
             f"{kept}; the next due save will try again"
         )
+
+    def _every_rank(self, function: Callable[[], T]) -> tuple[T | None, str]:
+        """Run `function` on every rank. Return (its result, "") on each, or (None, errors) if it failed on one."""
+        result: T | None = None
+        problem = ""
+        try:
+            result = function()
+        except Exception as error:
+            logger.exception("rank %d", self._rank)
+            problem = sendable(f"rank {self._rank}: {error or repr(error)}")
+        problems = [each for each in all_gather(problem, TEXT, self._group) if each]
+        return (None, "; ".join(problems)) if problems else (result, "")
 
     def _first_rank(self, function: Callable[[], T], codec: Codec[Any]) -> tuple[T | None, str]:
         """Run `function` on rank 0. Return (its result, "") or (None, error) on every rank: none is left waiting."""

@@ -136,6 +136,8 @@ class NodeAgent:
                 f"received a second stop signal ({name}); the same command resumes from the newest checkpoint, if "
                 "there is one"
             )
+        if (other := other_holder(self.launch.run_dir, self._holder)) is not None:  # the request would stop that run
+            raise DirectoryLost(f"{self.launch.run_dir} was taken by {other.describe()} while this run was silent")
         run_files.ask_to_stop(self.launch.run_dir, f"{name} on node {self.host}")
 
     def _start(self) -> None:

@@ -257,6 +257,17 @@ def test_one_ctrl_c_that_arrives_twice_is_one_request(job: Job) -> None:
     assert agent._signals == 1 and stopping.stop_reason(job.run_dir) is not None
 
 
+def test_a_stop_signal_does_not_stop_the_run_that_has_taken_the_directory(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that ends a suspended job continues it and signals it at the same time."""
+    (job.run_dir / CLAIM_FILE).write_text(Holder.here("torchrun", ProcessId.own()).to_text())
+    agent = agent_of(job)
+    with pytest.raises(module.DirectoryLost, match="was taken by torchrun"):
+        agent._on_signal(signal.SIGTERM, None)
+    assert stopping.stop_reason(job.run_dir) is None
+
+
 class FakeSupervisor:
     """A supervisor's process that ends by SIGTERM."""
 
