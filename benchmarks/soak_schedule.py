@@ -23,7 +23,7 @@ class RolloutSide:
         self.versions: dict[int, frozenset[int]] = {}  # of the tokens of each group that has finished
         self.published: set[int] = set()
         self.kept: set[int] = set()
-        self.starts = 0
+        self.starts = self.begins = 0
         self.pace: dict[str, int] = {}
 
     def follow(self, events: Iterable[Mapping[str, Any]]) -> None:
@@ -49,6 +49,7 @@ class RolloutSide:
     def _begin(self, event: Mapping[str, Any]) -> None:
         """Go back to the history that an attempt of the run resumes: the steps up to its checkpoint."""
         state, self.pace = event["state"], event["pace"]
+        self.begins += 1
         self.taken = {step: each for step, each in self.taken.items() if step < state["steps"]}
         self.commits = {step: each for step, each in self.commits.items() if step < state["steps"]}
         self.admitted = set(range(state["next_group"])) - set(state["unsettled"])
