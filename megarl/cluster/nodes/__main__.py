@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, ValueError, FileNotFoundError) as error:
         sys.stderr.write(f"megarl: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("megarl: interrupted before anything was started; the same command starts the run\n")
+        return 130
     return code
 
 
