@@ -39,7 +39,7 @@ from soak_processes import (  # noqa: E402
 )
 
 POLL_S = 0.2
-FIND_S = 30.0  # for a process whose title is just being changed
+FIND_S = 60.0  # for a process whose title is just being changed, or that is being started
 BUSY_WAIT_S = 10.0  # for an engine that works, so that a fault hits requests in flight
 RECOVER_S = 300.0  # for what was lost, until it is there again and the run goes on
 STOP_S = 30.0  # for the thread of the faults, when the run has ended

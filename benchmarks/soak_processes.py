@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 POLL_S = 0.2
+STARTED_S = 12.0  # after which a reward worker scores
 DUTY = (0.15, 0.05)  # seconds of SIGSTOP and SIGCONT of a slow process, in turn
 _LOG = re.compile(r"replica-(\d+)\.log")
 # How the command line of each part that is one process below the supervisor begins, or what it contains.
@@ -59,11 +60,21 @@ def find_processes(run_dir: Path, target: str) -> list[psutil.Process]:
         return [agent] if agent is not None else []
     if target == "rank":
         return [] if agent is None else _with_title(_children(agent, recursive=False), "train_rl.py")
+    if target == "reward":  # one that is being started is noticed only after timeouts.engine_start_s
+        return [each for each in _with_title(below_supervisor(run_dir), TITLES[target]) if age(each) > STARTED_S]
     if target == "job":
         ranks = [] if agent is None else [agent, *_children(agent, recursive=True)]
         found = {*ranks, *below_supervisor(run_dir, itself=True), *printing_to(run_dir)} - {psutil.Process()}
         return sorted(found, key=lambda process: process.pid) if agent is not None else []
     return _with_title(below_supervisor(run_dir), TITLES[target])
+
+
+def age(process: psutil.Process) -> float:
+    """Return the seconds since the start of a process; 0 if it has ended."""
+    try:
+        return time.time() - float(process.create_time())
+    except psutil.Error:
+        return 0.0
 
 
 def find_agent(run_dir: Path) -> psutil.Process | None:

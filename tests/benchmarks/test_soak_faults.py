@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import soak_faults
+from benchmarks import soak_faults, soak_processes
 from benchmarks.soak_faults import Happened, Injector, lethal, read_so_far
 from benchmarks.soak_kinds import KINDS, Fault, draw, missing, schedule
 from benchmarks.soak_processes import (
@@ -160,13 +160,16 @@ def test_replicas_are_found_by_the_log_that_they_write_to(tmp_path: Path) -> Non
         supervisor.wait(10)
 
 
-def test_the_other_parts_of_a_run_are_found_by_their_command_lines(tmp_path: Path) -> None:
+def test_the_other_parts_of_a_run_are_found_by_their_command_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A supervisor over a reward worker, controller and queue; torchrun's agent over a rank and another child."""
     parts = " ".join(f"(exec -a 'python -m {title}.x' sleep 600) &" for title in TITLES.values())
     rank = "TORCHELASTIC_RESTART_COUNT=3 bash -c 'exec -a train_rl.py sleep 600'"
     supervisor = psutil.Popen(["bash", "-c", f"{parts} wait"])
     agent = psutil.Popen(["bash", "-c", f"{rank} & sleep 600 & wait", "torch.distributed.run"])
     other = psutil.Popen(["sleep", "600"], stdout=(tmp_path / "guardian.log").open("w"))
+    monkeypatch.setattr(soak_processes, "STARTED_S", 0.0)
     pids = {"process": {"pid": supervisor.pid}, "agent": {"pid": agent.pid}}
     try:
         assert find_processes(tmp_path, "job") == [] and find_agent(tmp_path) is None
@@ -175,6 +178,8 @@ def test_the_other_parts_of_a_run_are_found_by_their_command_lines(tmp_path: Pat
             wait_until(lambda target=target: len(find_processes(tmp_path, target)) == 1, 30, f"the {target}")  # type: ignore[misc]
         assert find_processes(tmp_path, "agent") == [agent] == [find_agent(tmp_path)]
         wait_until(lambda: restarts_of(tmp_path) == 3, 30, "the environment of the rank")
+        monkeypatch.setattr(soak_processes, "STARTED_S", 600.0)
+        assert find_processes(tmp_path, "reward") == [], "it is being started"
         job = find_processes(tmp_path, "job")
         expected = {supervisor.pid, agent.pid, other.pid, *(p.pid for p in supervisor.children() + agent.children())}
         assert {each.pid for each in job} == expected and not ended(job)
