@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
 """The soak: the quickstart's task under faults that come from outside, against the same run without them.
 
-    python benchmarks/soak.py [--minutes 20] [--seed N] [--json FILE] [--quick]
+    python benchmarks/soak.py [--minutes 20] [--seed N] [--fault-seed N] [--faults NAMES] [--json FILE] [--quick]
 
-Both runs are asynchronous, have two engines and the same seed. In the second one, by a random schedule that depends on
-the seed alone (benchmarks/soak_faults.py): the engine process, or the actor of a replica, is killed; it is stopped for
-longer than the run takes it for alive; it is stopped for a few seconds; it is slow for a while; and reward functions
-do not answer in time (benchmarks/soak_reward.py). A fault is told when it happens, and what the run did about it.
+Both runs are asynchronous, have two engines and the same seed. In the second one faults happen, drawn from a table
+(benchmarks/soak_kinds.py) by a seed that is printed: parts of the run are killed, stopped for longer than the run takes
+them for alive, stopped for a few seconds or slowed down; torchrun, or every process of the job, is killed, and the same
+command starts it again; the disk of the run directory is full for a while. Reward functions do not answer in time
+(benchmarks/soak_reward.py). A fault is told when it happens, and what the run did about it.
 
 Rows, for both runs where it makes sense:
 
 - each check of benchmarks/soak_accounting.py, an independent script over the run's files: its number of problems, and
   the oldest token that was trained over the bound;
-- the planned faults that happened, were noticed and were survived: replaced replicas, and none replaced without a
-  loss; responses that another engine has continued, for each busy replica that was lost; as many time-outs counted as
-  rewards were late;
+- the planned faults that happened, were noticed and were survived, at the price that their kind allows; replaced
+  replicas, and none replaced without a loss; responses that another engine has continued, for each busy replica that
+  was lost; as many time-outs counted as rewards were late;
 - final accuracy, greedy and sampled: the difference to the undisturbed run in points;
 - the time of all this over `--minutes`. A run that does not end in time is killed and reported.
 """
@@ -23,11 +24,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,10 +43,14 @@ for folder in (ROOT, ROOT / "benchmarks"):
 import yaml  # noqa: E402
 from report import Ratio, add_options, finish  # noqa: E402
 from soak_accounting import check_run  # noqa: E402
-from soak_faults import Fault, FaultTarget, Happened, Injector, lethal, missing, processes_left, schedule  # noqa: E402
+from soak_disk import small_disk, why_no_disk  # noqa: E402
+from soak_faults import Happened, Injector, lethal  # noqa: E402
+from soak_job import run_job  # noqa: E402
+from soak_kinds import KINDS, Fault, draw, missing, schedule  # noqa: E402
 from soak_problems import AccountingReport, UnreadableRun  # noqa: E402
+from soak_processes import processes_left  # noqa: E402
 from soak_reward import marked  # noqa: E402
-from whole_run import environment, train  # noqa: E402
+from whole_run import environment  # noqa: E402
 
 QUICKSTART = ROOT / "examples" / "rl" / "configs" / "quickstart_cpu.yaml"
 POINTS = 3.0  # of accuracy, that the disturbed run may differ
@@ -53,13 +60,13 @@ REPORT_S = 0.5  # between reports of engines: short, so that lost responses go o
 FIRST_STEP = 3  # before the first fault: engines are warm, the queue is full
 LEAST_S = 30.0  # no run is started with less time left
 LEAVE_S = 60.0  # for the processes of a run that has ended, or was killed
+RESTARTS = 5  # of the ranks by torchrun at most: a full disk would use up any number
 QUIET_END = 10  # steps after the last fault, in which a replica can still be replaced
-# Each fault of the full soak, by kind and target.
-FAULTS: list[tuple[str, FaultTarget]] = [
-    ("kill", "engine"), ("kill", "replica"), ("hang", "engine"), ("hang", "replica"), ("pause", "engine"),
-    ("pause", "replica"), ("slow", "engine"), ("kill", "engine"),
-]  # fmt: skip
-QUICK_FAULTS: list[tuple[str, FaultTarget]] = [("kill", "engine"), ("pause", "replica")]
+SAVE_EVERY = 5  # steps: as many are lost at most when the ranks or the job are started again
+COLLECTIVE_S = 120.0  # after which a rank takes another one that is stopped for lost
+# Of the time limit, for faults; the rest is for the undisturbed run, the starts and the steps.
+FAULTS_SHARE = 0.45
+QUICK_FAULTS = ["kill-engine", "pause-replica"]
 
 ConfigTree = dict[str, dict[str, Any]]
 
@@ -74,12 +81,19 @@ class SoakOutcome:
     report: AccountingReport | None = None
     happened: list[Happened] = field(default_factory=list)
     late_rewards: int = 0
+    rolled_back: list[dict[str, Any]] = field(default_factory=list)  # records of steps that a resume has discarded
     left: list[str] = field(default_factory=list)
     failure: str = ""
 
-    def total(self, metric: str) -> float:
-        """Return the sum of a metric over the steps."""
-        return sum(record.get(metric) or 0.0 for record in self.records)
+    def total(self, metric: str, *, rolled_back: bool = False) -> float:
+        """Return the sum of a metric over the steps, with `rolled_back` also over those that were made again."""
+        records = [*self.records, *(self.rolled_back if rolled_back else [])]
+        return sum(record.get(metric) or 0.0 for record in records)
+
+    @property
+    def ends(self) -> list[Happened]:
+        """The faults that may have ended the ranks or the job."""
+        return [each for each in self.happened if each.fault.kind.ends]
 
     def accuracy(self, mode: str) -> float:
         """Return the final accuracy in points; nan if the run has none."""
@@ -106,9 +120,16 @@ def run_config(options: argparse.Namespace, run_dir: Path, late_share: float) ->
         "admission": {"mode": "async", "sync_interval": 2, "max_staleness": STALENESS},
         "rollout": {"replicas": REPLICAS, "report_interval_s": REPORT_S},
         "weight_sync": {"restarts": 3},
+        "checkpoint": {"every": SAVE_EVERY},
         "telemetry": {"dump_batches": True, "tensorboard": False},
         # rpc_s is the limit after which a silent engine counts as lost; a sync in which one is silent takes longer.
-        "timeouts": {"rpc_s": 20.0, "weight_sync_s": 40.0, "engine_start_s": 300.0, "generate_s": 300.0},
+        "timeouts": {
+            "rpc_s": 20.0,
+            "weight_sync_s": 40.0,
+            "engine_start_s": 300.0,
+            "generate_s": 300.0,
+            "collective_s": COLLECTIVE_S,
+        },
     }
     return {name: config.get(name, {}) | changes.get(name, {}) for name in {**config, **changes}}
 
@@ -135,8 +156,13 @@ def run_once(
         return outcome
     say(f"{options.steps} steps, {len(faults)} faults, {late_share:.1%} of the answers late; log: {run_dir}.log")
     injector = Injector(run_dir, faults, replicas=REPLICAS, say=say)
+    restarts = min(sum(fault.kind.restarts for fault in faults), RESTARTS)
+    starts = sum(fault.kind.starts for fault in faults)
     try:
-        outcome.records = train(run_config(options, run_dir, late_share), ranks=2, timeout_s=until - time.monotonic())
+        outcome.records = run_job(
+            run_config(options, run_dir, late_share), ranks=2, restarts=restarts, starts=starts,
+            timeout_s=until - time.monotonic(), say=say,
+        )  # fmt: skip
     except SystemExit as error:
         outcome.failure = str(error)
         say(f"FAILED: {outcome.failure}")
@@ -144,6 +170,7 @@ def run_once(
         problem = injector.stop()
     outcome.happened, outcome.late_rewards = injector.happened, marked(marks(run_dir))
     outcome.left = processes_left(run_dir, LEAVE_S)
+    outcome.rolled_back = read_rolled_back(run_dir)
     note_effects(outcome)
     if not outcome.failure:
         outcome.summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
@@ -153,13 +180,24 @@ def run_once(
     return outcome
 
 
+def read_rolled_back(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the records of steps that a resume has discarded."""
+    path = run_dir / "rolled_back.jsonl"
+    records = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.is_file() else [])
+    return [record for record in records if record["file"] == "metrics.jsonl" and "time/step" in record]
+
+
 def note_effects(outcome: SoakOutcome) -> None:
-    """Note for each fault what there was until the next one: restarted replicas, responses continued elsewhere."""
+    """Note for each fault what there was until the next one: restarted replicas, responses continued elsewhere.
+
+    What was seen when it was over counts too, because a later fault may have made these steps be made again.
+    """
     steps = [each.step for each in outcome.happened] + [len(outcome.records)]
     for event, end in zip(outcome.happened, steps[1:], strict=True):
         records = outcome.records[event.step : end]
-        event.continued = int(sum(record.get("rollout/continued") or 0.0 for record in records))
-        event.restarted = int(sum(record.get("sync/restarted_replicas") or 0.0 for record in records))
+        continued = int(sum(record.get("rollout/continued") or 0.0 for record in records))
+        restarted = int(sum(record.get("sync/restarted_replicas") or 0.0 for record in records))
+        event.continued, event.restarted = max(event.continued, continued), max(event.restarted, restarted)
         event.notes.append(f"{event.continued} responses continued elsewhere")
 
 
@@ -217,7 +255,7 @@ def fault_rows(outcome: SoakOutcome, faults: Sequence[Fault]) -> list[Ratio]:
     """Return the rows that say whether the faults happened, and whether the run has noticed them."""
     over = sum(each.over for each in outcome.happened)
     details = {str(number): str(each) for number, each in enumerate(outcome.happened, start=1)}
-    if absent := missing(faults, outcome.happened):
+    if absent := missing(faults, [each.fault for each in outcome.happened if each.over]):
         details["not happened, or not over"] = ", ".join(absent)
     return [
         Ratio("faults survived / planned", ratio(over, len(faults)), 1.0, at_least=True, details=details),
@@ -231,14 +269,18 @@ def loss_rows(outcome: SoakOutcome) -> list[Ratio]:
 
     A replica that is lost in the middle of a weight sync takes the others along, so one loss may restart all of them.
     """
-    lost, restarted = lethal(outcome.happened), outcome.total("sync/restarted_replicas")
-    explained = sum(min(REPLICAS, each.restarted) for each in lost)
+    lost, restarted = lethal(outcome.happened), outcome.total("sync/restarted_replicas", rolled_back=True)
+    if not lost:
+        explained = sum(min(REPLICAS, each.restarted) for each in outcome.ends)
+        return [Ratio("replicas restarted without a loss", max(0.0, restarted - explained), 0.0)]
+    # Ranks that begin again may also replace a replica, which was in the middle of a weight sync.
+    explained = sum(min(REPLICAS, each.restarted) for each in (*lost, *outcome.ends))
     counts = {"lost": len(lost), "restarted": restarted}
     continued = [each.continued for each in lost if each.busy]
     responses = {"by each loss of a busy replica": continued, "in all": outcome.total("rollout/continued")}
     return [
         Ratio("replicas restarted / lost", ratio(restarted, len(lost)), 1.0, at_least=True, details=counts),
-        Ratio("replicas restarted without a loss", restarted - explained, 0.0),
+        Ratio("replicas restarted without a loss", max(0.0, restarted - explained), 0.0),
         Ratio(
             "responses continued elsewhere, least of a busy replica that was lost",
             min(continued, default=float("nan")), 1.0, at_least=True, details=responses,
@@ -247,10 +289,16 @@ def loss_rows(outcome: SoakOutcome) -> list[Ratio]:
 
 
 def reward_row(outcome: SoakOutcome) -> Ratio:
-    """Return the row that says whether the run has counted each late reward, and no other one."""
+    """Return the row that says whether the run has counted each late reward, and no other one.
+
+    A reward worker that was stopped, or was killed in a late answer, makes a difference of one. What was discarded with
+    the ranks, the controller or the queue is counted nowhere, so after such a fault only the time-outs too many count.
+    """
     late, counted = outcome.late_rewards, outcome.total("reward/errors")
-    difference = abs(counted - late) if late else float("nan")
-    details = {"late": late, "counted by the run (reward/errors)": counted}
+    hit = sum(each.fault.kind.target == "reward" for each in outcome.happened)
+    too_few = 0.0 if outcome.ends else late - counted
+    difference = max(counted - late, too_few, float(hit)) - hit if late else float("nan")
+    details = {"late": late, "counted by the run (reward/errors)": counted, "reward workers killed or stopped": hit}
     return Ratio("reward time-outs counted: difference to the late rewards", difference, 0.0, details=details)
 
 
@@ -267,11 +315,44 @@ def make_assets(directory: Path) -> None:
         raise SystemExit(f"the quickstart's data and model could not be made in {directory}")
 
 
+def plan_faults(options: argparse.Namespace) -> list[Fault]:
+    """Return the schedule of the faults that the options name or draw, and print how to have the same one again."""
+    if options.fault_seed is None:
+        options.fault_seed = random.SystemRandom().randrange(10**6)
+    reason = why_no_disk()
+    if options.faults is not None:
+        wanted = [name for name in options.faults.split(",") if name]
+    else:
+        impossible = [name for name, kind in KINDS.items() if kind.target == "disk" and reason]
+        seconds = FAULTS_SHARE * 60.0 * options.minutes
+        wanted = QUICK_FAULTS if options.quick else draw(options.fault_seed, seconds, impossible)
+    last = max(FIRST_STEP + 1, options.steps - QUIET_END)
+    try:
+        faults = schedule(options.fault_seed, wanted, replicas=REPLICAS, first=FIRST_STEP, last=last)
+    except ValueError as error:
+        raise SystemExit(f"--faults: {error}") from None
+    if reason:
+        print(f"the disk is not filled: {reason}")
+        faults = [fault for fault in faults if fault.kind.target != "disk"]
+    names = ",".join(fault.kind.name for fault in faults)
+    print(f"seed {options.seed}, --fault-seed {options.fault_seed}: {names}", flush=True)
+    return faults
+
+
+@contextmanager
+def disk_of(run_dir: Path, faults: Sequence[Fault]) -> Iterator[None]:
+    """Give a run directory a file system of its own if a fault fills its disk."""
+    with small_disk(run_dir) if any(fault.kind.target == "disk" for fault in faults) else nullcontext():
+        yield
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--minutes", type=float, default=20.0, help="the most that both runs may take together")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the runs and of the schedule of faults")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the runs")
+    parser.add_argument("--fault-seed", type=int, help="seed that draws the faults and their schedule; default: random")
+    parser.add_argument("--faults", help=f"faults instead of drawn ones, with commas: {', '.join(KINDS)}")
     parser.add_argument("--steps", type=int, default=120, help="steps of each run")
     parser.add_argument("--groups", type=int, default=24, help="prompt groups of a step")
     parser.add_argument(
@@ -281,12 +362,9 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory, which must be new or empty")
     options = parser.parse_args()
     if options.quick:
-        options.steps = 24
+        options.steps = min(options.steps, 24)
     options.assets = options.assets.resolve()
-    wanted = QUICK_FAULTS if options.quick else FAULTS
-    faults = schedule(
-        options.seed, wanted, replicas=REPLICAS, first=FIRST_STEP, last=max(FIRST_STEP + 1, options.steps - QUIET_END)
-    )
+    faults = plan_faults(options)
     begun = time.monotonic()
     make_assets(options.assets)
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as name:
@@ -296,7 +374,8 @@ def main() -> int:
             raise SystemExit(f"{directory} is not empty: give --keep a new directory")
         until = begun + 60.0 * options.minutes
         calm = run_once("undisturbed", options, directory, until, [], 0.0)
-        disturbed = run_once("disturbed", options, directory, until, faults, options.late)
+        with disk_of(directory / "disturbed", faults):
+            disturbed = run_once("disturbed", options, directory, until, faults, options.late)
         minutes = (time.monotonic() - begun) / 60.0
     rows = rows_of(calm, disturbed, faults, minutes, options.minutes)
     code = finish(rows, options)

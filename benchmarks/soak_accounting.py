@@ -33,6 +33,7 @@ from soak_batches import CountedGroup, Rules, read_batches, recount  # noqa: E40
 from soak_problems import ENDS, AccountingReport, UnreadableRun  # noqa: E402
 from soak_schedule import RolloutSide  # noqa: E402
 
+_POOL = re.compile(r" supervisor of .*\"launch\"")
 _ENGINE = re.compile(r"\(EngineCore pid=(\d+)\)")
 
 
@@ -57,7 +58,7 @@ def check_run(run_dir: Path) -> AccountingReport:
     report.admitted = len(rollout.admitted)
     _check_totals(run_dir, rollout, records, report)
     _check_repetitions(steps, rules, report)
-    _check_engines(run_dir, records, rules, report)
+    _check_engines(run_dir, records, rules, rollout.begins, report)
     return report
 
 
@@ -168,15 +169,34 @@ def _check_repetitions(steps: Mapping[int, Sequence[CountedGroup]], rules: Rules
 
 
 def _check_engines(
-    run_dir: Path, records: Mapping[int, Mapping[str, Any]], rules: Rules, report: AccountingReport
+    run_dir: Path, records: Mapping[int, Mapping[str, Any]], rules: Rules, attempts: int, report: AccountingReport
 ) -> None:
-    """Count the engine processes that have written to the logs of the replicas."""
+    """Count the engine processes that have written to the logs of the replicas.
+
+    Each pool starts all replicas. An attempt that was cut short may have restarted some in a step that no metrics tell.
+    """
     logs = sorted((run_dir / "logs").glob("replica-*.log"))
     started = [set(_ENGINE.findall(log.read_text(encoding="utf-8", errors="replace"))) for log in logs]
     report.engine_starts = sum(map(len, started))
-    report.engine_restarts = sum(int(each.get("sync/restarted_replicas") or 0) for each in records.values())
+    told = [*records.values(), *_rolled_back(run_dir)]
+    report.engine_restarts = sum(int(each.get("sync/restarted_replicas") or 0) for each in told)
     report.expect("engines", "replicas with a log", len(logs), rules.replicas)
-    report.expect("engines", "engines started", report.engine_starts, rules.replicas + report.engine_restarts)
+    log = run_dir / "logs" / "supervisor.log"
+    pools = len(_POOL.findall(log.read_text(encoding="utf-8", errors="replace"))) if log.is_file() else 1
+    explained = rules.replicas * pools + report.engine_restarts
+    most = explained + rules.replicas * (attempts - 1)
+    if attempts == 1:
+        report.expect("engines", "engines started", report.engine_starts, explained)
+    elif report.engine_starts > most:
+        text = f"engines started: {report.engine_starts}, but at most {most} by {pools} pools in {attempts} attempts"
+        report.problems["engines"].append(text)
+
+
+def _rolled_back(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the records of steps that a resume has discarded."""
+    path = run_dir / "rolled_back.jsonl"
+    lines = _json_lines(path) if path.is_file() else ()
+    return [line for line in lines if line["file"] == "metrics.jsonl" and "time/step" in line]
 
 
 def _step_records(lines: Iterable[dict[str, Any]], report: AccountingReport) -> dict[int, dict[str, Any]]:

@@ -23,7 +23,8 @@ class RolloutSide:
         self.versions: dict[int, frozenset[int]] = {}  # of the tokens of each group that has finished
         self.published: set[int] = set()
         self.kept: set[int] = set()
-        self.starts = 0
+        self.starts = self.begins = 0
+        self._latest = 0  # groups of the latest event that admitted some
         self.pace: dict[str, int] = {}
 
     def follow(self, events: Iterable[Mapping[str, Any]]) -> None:
@@ -49,6 +50,7 @@ class RolloutSide:
     def _begin(self, event: Mapping[str, Any]) -> None:
         """Go back to the history that an attempt of the run resumes: the steps up to its checkpoint."""
         state, self.pace = event["state"], event["pace"]
+        self.begins += 1
         self.taken = {step: each for step, each in self.taken.items() if step < state["steps"]}
         self.commits = {step: each for step, each in self.commits.items() if step < state["steps"]}
         self.admitted = set(range(state["next_group"])) - set(state["unsettled"])
@@ -56,7 +58,11 @@ class RolloutSide:
             self._wrong(f"the history of {state['steps']} steps settles other groups than its steps have")
         self.in_flight, self.ready, self.replaced = set(), {}, set()
         self.published, self.kept = set(), set()
-        self.starts = max(self.starts, event["attempts"], state["attempts"])
+        started = max(event["attempts"], state["attempts"])
+        # The controller counts groups on the disk before it starts them, and may have ended in between.
+        if started not in (self.starts, self.starts - self._latest) and self.begins > 1:
+            self._wrong(f"{self.starts} groups were started, and the next attempt knows of {started}")
+        self.starts, self._latest = started, 0
 
     def _announce(self, event: Mapping[str, Any]) -> None:
         self.published.add(event["version"])
@@ -70,6 +76,7 @@ class RolloutSide:
             self.admitted.add(group)
             self.in_flight.add(group)
         self.starts += len(event["groups"])
+        self._latest = len(event["groups"])
 
     def _keep(self, event: Mapping[str, Any]) -> None:
         self.admitted |= set(event["started"])

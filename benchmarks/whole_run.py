@@ -148,8 +148,9 @@ def step_records(directory: Path) -> list[dict[str, Any]]:
 
 
 def response_lengths(directory: Path) -> list[int]:
-    """Return the numbers of response tokens in a run's samples.jsonl."""
-    return [line["response_tokens"] for line in _lines(directory / "samples.jsonl")]
+    """Return the numbers of response tokens in all parts of a run's samples.jsonl that it has kept."""
+    older = sorted(directory.glob("samples.[0-9]*.jsonl"))
+    return [line["response_tokens"] for part in (*older, directory / "samples.jsonl") for line in _lines(part)]
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

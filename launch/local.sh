@@ -28,4 +28,4 @@ agent=$!
 while kill -0 "$agent" 2>/dev/null; do wait "$agent" || true; done
 
 status=$("$PYTHON" -m megarl.cluster.nodes status "$launch")
-[ "$status" != failed ]
+[ "$status" = finished ] || [ "$status" = preempted ]

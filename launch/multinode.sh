@@ -62,4 +62,4 @@ while living; do
 done
 
 status=$("$PYTHON" -m megarl.cluster.nodes status "$launch")
-[ "$status" != failed ]
+[ "$status" = finished ] || [ "$status" = preempted ]

@@ -27,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":  # under torchrun (megarl replay) every rank gets the same error
             sys.stderr.write(f"megarl: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write("megarl: interrupted; the same command begins anew, or resumes what it had saved\n")
+        return 130
 
 
 def build_parser() -> argparse.ArgumentParser:

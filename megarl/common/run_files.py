@@ -30,11 +30,15 @@ Status = Literal["finished", "preempted", "failed"]
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """Content of RUN_DIR/exit.json; `step` counts the finished training steps, or the saved ones if preempted."""
+    """Content of RUN_DIR/exit.json; `step` counts the finished training steps, or the saved ones if preempted.
+
+    `unsaved_steps`: those that a preempted run has trained after `step`, and has lost because its last save failed.
+    """
 
     status: Status
     step: int
     reason: str
+    unsaved_steps: int = 0
 
 
 def write_exit(run_dir: Path, record: ExitRecord) -> None:

@@ -16,6 +16,13 @@ class TelemetryConfig(Section):
     """Outputs of a run besides `metrics.jsonl` and `summary.json`."""
 
     samples_per_step: int = Field(4, ge=0, description="Trajectories per step written to `samples.jsonl`.")
+    samples_gib: float = Field(
+        1.0,
+        ge=0,
+        description="Most space of the samples in GiB. `samples.jsonl` has the newest; older ones are in parts named "
+        "`samples.OFFSET.jsonl`, each an eighth of this, and the oldest part is deleted for a new one. 0 = keep all "
+        "samples, in one file.",
+    )
     tensorboard: bool = Field(True, description="Write TensorBoard events to `RUN_DIR/tensorboard`.")
     wandb_project: str | None = Field(None, description="Weights & Biases project; null = off.")
     entropy_every: int = Field(

@@ -13,6 +13,7 @@ from typing import TextIO
 from megarl.common import run_files
 from megarl.common.claim import Holder, other_holder
 from megarl.common.files import write_json
+from megarl.common.line_parts import older_parts
 from megarl.common.run_files import ExitRecord, write_exit
 from megarl.telemetry.summary import RunSummary
 
@@ -25,7 +26,9 @@ def set_aside(run_dir: Path) -> Path | None:
 
     One rank calls it at the start.
     """
-    found = [path for path in (*(run_dir / name for name in RESULTS), *run_dir.glob("eval_*.jsonl")) if path.exists()]
+    paths = [*(run_dir / name for name in RESULTS), *run_dir.glob("eval_*.jsonl")]
+    paths += [part for _, part in older_parts(run_dir / "samples.jsonl")]
+    found = [path for path in paths if path.exists()]
     if not found:
         return None
     before = run_dir / "previous"

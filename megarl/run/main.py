@@ -33,7 +33,7 @@ from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
 from megarl.run.claim_for_ranks import claim_for_ranks, holder_for_ranks
 from megarl.run.failure import FailureReport, set_aside
-from megarl.run.stop_signals import StopSignals
+from megarl.run.stop_signals import StopSignals, end_before_start
 
 if TYPE_CHECKING:
     from megarl.cluster.handle import SupervisorHandle
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a trainer rank; the entry point of `examples/rl/train_rl.py`. Ends the process unless it is a dry run."""
     options = _parser().parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
+    end_before_start(speaks=rank == 0)
     try:
         overrides = [*options.overrides, *(["telemetry.dump_batches=true"] if options.dump_batches else [])]
         overrides += [f"checkpoint.resume={options.resume}"] if options.resume else []

@@ -18,7 +18,7 @@ from megarl.checkpoint.save.resume import Candidate
 from megarl.cluster.handle import SupervisorHandle
 from megarl.common.errors import ConfigError
 from megarl.common.object_collectives import JSON
-from megarl.common.run_files import ExitRecord
+from megarl.common.run_files import ExitRecord, Status
 from megarl.config.old_logprobs import computes_logprobs_early
 from megarl.config.schema import Config
 from megarl.config.trainer_layout import trainer_layout
@@ -72,6 +72,7 @@ class Session:
         self.sender = WeightSender(config, self._exporter)
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
         self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank
+        self.unsaved_steps = 0  # trained, and lost because the save at the stop failed
         self.version = self.skipped_steps = 0
         self.first_step = self.steps_done = self._resume()
         self._connect(launch)
@@ -156,6 +157,7 @@ class Session:
         # Before the first step of this start there is nothing to save.
         if step > self.first_step and not self.save(step, wait=True):
             self.steps_done = self.checkpointer.newest or 0
+            self.unsaved_steps = step - self.steps_done
             self.stopped = f"{self.stopped}; {self.checkpointer.failure}"
 
     def skip(self, error: NonFiniteError, plan: StepPlan) -> StepPlan:
@@ -209,8 +211,8 @@ class Session:
             self.recorder.finish(ExitRecord("failed", self.checkpointer.newest or 0, reason))
             self.checkpointer.finish(export_s=self.config.timeouts.save_s)
             raise LastSaveFailed(reason)
-        status = ExitRecord("finished" if self.stopped is None else "preempted", self.steps_done, self.stopped or "")
-        self.recorder.finish(status)
+        status: Status = "finished" if self.stopped is None else "preempted"
+        self.recorder.finish(ExitRecord(status, self.steps_done, self.stopped or "", self.unsaved_steps))
         self.checkpointer.finish(export_s=self.config.timeouts.save_s if self.stopped is None else 0.0)
 
     @property

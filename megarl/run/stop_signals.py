@@ -28,6 +28,25 @@ SAME_REQUEST_S = 1.0
 REPORT_S = 2.0
 
 
+def end_before_start(*, speaks: bool) -> None:
+    """End this process at the first stop signal from now on, because nothing has started; then tell the user.
+
+    `speaks`: of all ranks only one should. The terminal is the standard error of now, also if it is redirected later.
+    `StopSignals.install` takes the signals over.
+    """
+    terminal = os.dup(2)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        text = f"megarl: {signal.Signals(number).name} before the run had started; the same command starts it\n"
+        with suppress(OSError):
+            if speaks:
+                os.write(terminal, text.encode())
+        os._exit(1)
+
+    for number in SIGNALS:
+        signal.signal(number, end)
+
+
 class StopSignals:
     """Counts the stop signals of this process. `raised`: one has come since `install`."""
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
+from megarl.common import line_parts
+from megarl.common.byte_units import GIB
 from megarl.common.files import finite
 from megarl.common.rate_limit import RateLimit
 from megarl.common.run_files import ExitRecord, write_exit
@@ -48,13 +52,14 @@ class JsonlSink:
     """Appends one JSON object per line, `step` and `wall_time` (Unix seconds) first, and writes each line at once.
 
     NaN and infinities are written as null. A line that the disk does not take waits in memory, and is written before
-    the next one.
+    the next one. With a limit the file is kept in parts, and the oldest lines are deleted (`megarl.common.line_parts`).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limit: int = 0) -> None:
+        """`limit`: bytes of all parts together, which one line may exceed; 0: one file that keeps all lines."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._file = path.open("ab", buffering=0)
+        self.path, self._limit = path, limit
+        self._file: FileIO | None = path.open("ab", buffering=0)
         _remove_cut_line(path)
         self._waiting = bytearray()
 
@@ -77,9 +82,16 @@ class JsonlSink:
 
     def write_waiting(self) -> None:
         """Write the lines that wait. Raises OSError if the disk does not take them; they go on waiting then."""
+        if self._file is None:
+            self._file = self.path.open("ab", buffering=0)
         while self._waiting:
             written = self._file.write(self._waiting)
             del self._waiting[:written]
+        if self._limit and self.path.stat().st_size >= line_parts.part_bytes(self._limit):
+            self._file.close()
+            self._file = None  # if what follows fails, the next line opens the file that is there then
+            line_parts.rotate(self.path, self._limit)
+            self._file = self.path.open("ab", buffering=0)
 
     @property
     def waiting_bytes(self) -> int:
@@ -89,9 +101,11 @@ class JsonlSink:
     def close(self) -> None:
         """Write what waits, and close the file. Raises OSError if lines are lost."""
         try:
-            self.write_waiting()
+            if self._waiting:
+                self.write_waiting()
         finally:
-            self._file.close()
+            if self._file is not None:
+                self._file.close()
 
 
 def _remove_cut_line(path: Path) -> None:
@@ -166,7 +180,8 @@ class MetricsWriter:
             sinks.append(TensorBoardSink(run_dir / "tensorboard"))
         if telemetry.wandb_project is not None:
             sinks.append(WandbSink(telemetry.wandb_project, config))
-        samples = JsonlSink(run_dir / "samples.jsonl") if telemetry.samples_per_step else None
+        limit = math.ceil(telemetry.samples_gib * GIB)
+        samples = JsonlSink(run_dir / "samples.jsonl", limit) if telemetry.samples_per_step else None
         return cls(sinks, samples, Progress(terminal, config.run.steps), run_dir)
 
     @classmethod
@@ -192,7 +207,7 @@ class MetricsWriter:
             self._attempt(sink, partial(sink.roll_back, step))
 
     def sample(self, step: int, content: Mapping[str, Any]) -> None:
-        """Append one sample to samples.jsonl (`megarl.queue.sample_lines`)."""
+        """Append one sample to the newest part of samples.jsonl (`megarl.queue.sample_lines`)."""
         if self._samples is not None:
             self._attempt(self._samples, partial(self._samples.write_object, {"step": step, **content}))
 

@@ -13,18 +13,19 @@ import pytest
 
 from benchmarks import soak
 from benchmarks.soak import (
-    FAULTS,
     QUICK_FAULTS,
     STALENESS,
     SoakOutcome,
     fault_rows,
     main,
     note_effects,
+    plan_faults,
     rows_of,
     run_config,
     run_once,
 )
-from benchmarks.soak_faults import KINDS, Fault, Happened, schedule
+from benchmarks.soak_faults import Happened
+from benchmarks.soak_kinds import KINDS, Fault, schedule
 from benchmarks.soak_problems import AccountingReport
 from benchmarks.soak_reward import is_late, late_math, marked
 from megarl.config.load import config_from_tree
@@ -51,15 +52,44 @@ def test_the_config_is_complete_and_keeps_what_the_accounting_needs() -> None:
     assert pace.max_staleness == STALENESS and pace.runs_ahead
     assert config.telemetry.dump_batches and config.rollout.replicas == 2 and config.weight_sync.restarts
     assert config.evaluation.sets[0].reward.function == "math", "late rewards would change the accuracy"
-    hang_s = KINDS["hang"].seconds[0]
+    hang_s = KINDS["hang-engine"].seconds[0]
     assert config.timeouts.rpc_s + config.timeouts.weight_sync_s + config.rollout.report_interval_s < hang_s
-    assert KINDS["pause"].seconds[1] < config.timeouts.rpc_s / 2
+    assert KINDS["pause-engine"].seconds[1] < config.timeouts.rpc_s / 2
+    # A rank that is stopped is found by a collective, and then killed by torchrun 30 s after SIGTERM.
+    assert config.timeouts.collective_s + 30 < KINDS["hang-rank"].seconds[0]
+    assert KINDS["hang-reward"].seconds[0] > 3 * config.reward.timeout_s
+    assert 0 < config.checkpoint.every < 10
 
 
-def test_the_full_soak_has_every_kind_of_fault_and_the_quick_one_two() -> None:
-    assert {kind for kind, _ in FAULTS} == set(KINDS)
-    assert {target for _, target in FAULTS} == {"engine", "replica"}
-    assert len({kind for kind, _ in QUICK_FAULTS}) == 2
+def plan(**changes: Any) -> list[str]:
+    values = {"fault_seed": 5, "faults": None, "minutes": 20.0} | changes
+    return [fault.kind.name for fault in plan_faults(options(**values))]
+
+
+def test_faults_are_drawn_by_a_seed_that_is_printed_or_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(soak, "why_no_disk", lambda: "")
+    drawn = plan()
+    assert len(drawn) > 4 and drawn == plan() != plan(fault_seed=6)
+    assert "fill-disk" in {name for seed in range(20) for name in plan(fault_seed=seed)}
+    assert sorted(plan(quick=True)) == sorted(QUICK_FAULTS)
+    assert sorted(plan(faults="kill-job,fill-disk")) == ["fill-disk", "kill-job"]
+    capsys.readouterr()
+    plan(fault_seed=None)
+    seed = capsys.readouterr().out.split("--fault-seed ")[1].split(":")[0]
+    assert seed.isdigit()
+    with pytest.raises(SystemExit, match="--faults: unknown faults: kill-cat; known are fill-disk"):
+        plan(faults="kill-cat")
+
+
+def test_a_disk_that_cannot_be_mounted_is_not_filled_and_the_reason_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(soak, "why_no_disk", lambda: "only root may mount")
+    assert plan(faults="kill-job,fill-disk") == ["kill-job"]
+    assert "the disk is not filled: only root may mount" in capsys.readouterr().out
+    assert not any("fill-disk" in plan(fault_seed=seed) for seed in range(20))
 
 
 # --- rewards that are late
@@ -145,6 +175,10 @@ def hit(**changes: Any) -> list[Happened]:
     return [Happened(fault, 1, 4, 9.0, **values) for fault in SCHEDULE]
 
 
+def event(name: str, **changes: Any) -> Happened:
+    return Happened(Fault(KINDS[name], 0, 5, 0.0, 0.0), 1, 4, 9.0, **({"over": True} | changes))
+
+
 def missed(calm: SoakOutcome, disturbed: SoakOutcome, minutes: float = 10.0) -> list[str]:
     return [row.name for row in rows_of(calm, disturbed, SCHEDULE, minutes, 20.0) if not row.ok]
 
@@ -172,6 +206,8 @@ def test_a_good_soak_misses_nothing() -> None:
         ({"late_rewards": 5}, "reward time-outs"),
         ({"late_rewards": 3}, "reward time-outs"),
         ({"late_rewards": 0}, "reward time-outs"),
+        ({"late_rewards": 3, "happened": [*hit(), event("kill-rank")]}, "reward time-outs"),
+        ({"late_rewards": 2, "happened": [*hit(), event("hang-reward")]}, "reward time-outs"),
         ({"report": AccountingReport(oldest=5)}, "disturbed: oldest token"),
     ],
 )
@@ -183,6 +219,20 @@ def test_a_loss_in_the_middle_of_a_sync_may_restart_every_replica() -> None:
     records = [{"sync/restarted_replicas": 2.0, "reward/errors": 4.0}]
     disturbed = outcome("disturbed", records=records, happened=hit(restarted=2))
     assert missed(outcome("undisturbed"), disturbed) == []
+
+
+@pytest.mark.parametrize("changes", [
+    {"late_rewards": 5, "happened": [*hit(), event("hang-reward")]},
+    {"late_rewards": 3, "happened": [*hit(), event("kill-reward")]},
+    {"late_rewards": 9, "happened": [*hit(), event("kill-rank")]},
+    {"records": [{"reward/errors": 4.0}], "rolled_back": [{"sync/restarted_replicas": 1.0}]},
+    {"records": [{"reward/errors": 4.0}], "happened": [event("kill-rank")]},
+    {"records": [{"reward/errors": 4.0, "sync/restarted_replicas": 1.0}],
+     "happened": [event("kill-rank", restarted=1)]},
+])  # fmt: skip
+def test_what_a_restart_or_a_reward_worker_costs_is_allowed(changes: dict[str, Any]) -> None:
+    names = missed(outcome("undisturbed"), outcome("disturbed", **changes))
+    assert [name for name in names if not name.startswith("faults survived")] == []
 
 
 def test_a_problem_of_the_accounting_is_in_the_row_of_its_check() -> None:
@@ -203,11 +253,11 @@ def test_too_much_time_is_missed() -> None:
 
 
 def test_a_fault_that_is_not_over_is_told() -> None:
-    faults = [Fault("kill", "engine", 0, 3, 0.0, 0.0)]
+    faults = [Fault(KINDS["kill-engine"], 0, 3, 0.0, 0.0)]
     happened = [Happened(faults[0], pid=5, step=4, at_s=9.0, notes=["it was idle", "not replaced"])]
     row = fault_rows(outcome("disturbed", happened=happened), faults)[0]
     assert not row.ok and "NOT OVER" in row.details["1"]
-    assert row.details["not happened, or not over"] == "kill engine"
+    assert row.details["not happened, or not over"] == "kill-engine"
 
 
 def test_what_comes_before_the_next_fault_is_an_effect_of_the_fault_before() -> None:
@@ -232,13 +282,13 @@ def test_a_run_whose_faults_went_wrong_has_failed_and_is_counted_all_the_same(
         def stop(self) -> str:
             return "the faults: AccessDenied"
 
-    def train(config: Any, **_: Any) -> list[dict[str, Any]]:
+    def run_job(config: Any, **_: Any) -> list[dict[str, Any]]:
         Path(config["run"]["dir"]).mkdir()
         (Path(config["run"]["dir"]) / "summary.json").write_text("{}")
         return [{"time/step": 1.0}]
 
     report = AccountingReport(steps=1)
-    for name, fake in (("Injector", Broken), ("train", train), ("check_run", lambda run_dir: report)):
+    for name, fake in (("Injector", Broken), ("run_job", run_job), ("check_run", lambda run_dir: report)):
         monkeypatch.setattr(soak, name, fake)
     chosen = options(minutes=20.0)
     ended = run_once("disturbed", chosen, tmp_path, time.monotonic() + 600.0, SCHEDULE, 0.0)
@@ -250,4 +300,4 @@ def test_help_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with pytest.raises(SystemExit):
         main()
     text = capsys.readouterr().out
-    assert all(name in text for name in ("--minutes", "--seed", "--json", "--quick", "--keep"))
+    assert all(name in text for name in ("--minutes", "--seed", "--json", "--quick", "--keep", "--faults", "kill-job"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,44 +11,47 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from benchmarks import soak_faults
-from benchmarks.soak_faults import (
-    KINDS,
-    Fault,
-    Happened,
-    Injector,
+from benchmarks import soak_faults, soak_processes
+from benchmarks.soak_faults import Happened, Injector, lethal, read_so_far
+from benchmarks.soak_kinds import KINDS, Fault, draw, missing, schedule
+from benchmarks.soak_processes import (
+    TITLES,
     Replica,
     cpu_seconds,
+    ended,
+    find_agent,
+    find_processes,
     find_replicas,
     hold,
     is_stopped,
-    lethal,
-    missing,
     processes_left,
-    read_so_far,
-    schedule,
+    restarts_of,
     throttle,
 )
 from tests.support.waiting import wait_until
 
-WANTED = [("kill", "engine"), ("hang", "replica"), ("pause", "engine"), ("slow", "replica")]
+WANTED = ["kill-engine", "hang-replica", "pause-engine", "slow-engine"]
+
+
+def fault_of(name: str, index: int = 0, after_step: int = 1, seconds: float = 0.0) -> Fault:
+    return Fault(KINDS[name], index, after_step, 0.0, seconds)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_schedule_has_each_wanted_fault_once_in_the_order_of_its_steps(seed: int) -> None:
     faults = schedule(seed, WANTED, replicas=2, first=3, last=60)
-    assert Counter((fault.kind, fault.target) for fault in faults) == Counter(WANTED)
+    assert Counter(fault.kind.name for fault in faults) == Counter(WANTED)
     steps = [fault.after_step for fault in faults]
     assert steps == sorted(steps) and steps[0] == 3 and steps[-1] < 60
     for fault in faults:
-        low, high = KINDS[fault.kind].seconds
-        assert low <= fault.seconds <= high and fault.replica in (0, 1) and 0 <= fault.delay_s <= 1
+        low, high = fault.kind.seconds
+        assert low <= fault.seconds <= high and fault.index in (0, 1) and 0 <= fault.delay_s <= 1
 
 
 def test_a_schedule_depends_on_its_seed_alone() -> None:
@@ -59,13 +63,25 @@ def test_a_schedule_depends_on_its_seed_alone() -> None:
 def test_a_hang_gets_more_steps_than_a_pause() -> None:
     faults = schedule(0, WANTED, replicas=2, first=0, last=120)
     ends = [*(fault.after_step for fault in faults[1:]), 120]
-    room = {fault.kind: end - fault.after_step for fault, end in zip(faults, ends, strict=True)}
+    room = {fault.kind.action: end - fault.after_step for fault, end in zip(faults, ends, strict=True)}
     assert room["hang"] > room["kill"] > room["slow"] > room["pause"] >= 9
 
 
+@pytest.mark.parametrize("seconds", [0.0, 100.0, 400.0, 10_000.0])
+def test_faults_are_drawn_from_the_whole_table_as_far_as_the_time_goes(seconds: float) -> None:
+    drawn = [draw(seed, seconds, without=["fill-disk"]) for seed in range(60)]
+    for names in drawn:
+        assert len(set(names)) == len(names) and sum(KINDS[name].cost_s for name in names) <= seconds
+        left = seconds - sum(KINDS[name].cost_s for name in names)
+        assert all(kind.cost_s > left for name, kind in KINDS.items() if name not in (*names, "fill-disk"))
+    possible = {name for name, kind in KINDS.items() if kind.cost_s <= seconds} - {"fill-disk"}
+    assert {name for names in drawn for name in names} == possible
+    assert drawn == [draw(seed, seconds, without=["fill-disk"]) for seed in range(60)]
+
+
 def test_mistakes_in_a_schedule_are_told() -> None:
-    with pytest.raises(ValueError, match=r"unknown faults: \['freeze'\]"):
-        schedule(0, [("freeze", "engine")], replicas=2, first=3, last=60)
+    with pytest.raises(ValueError, match="unknown faults: freeze-engine; known are fill-disk, hang-engine, "):
+        schedule(0, ["freeze-engine"], replicas=2, first=3, last=60)
     with pytest.raises(ValueError, match="not 3 to 3"):
         schedule(0, WANTED, replicas=2, first=3, last=3)
 
@@ -138,14 +154,45 @@ def test_replicas_are_found_by_the_log_that_they_write_to(tmp_path: Path) -> Non
         replica = find_replicas(tmp_path)[1]
         assert replica.engine.ppid() == replica.actor.pid and replica.actor.ppid() == supervisor.pid
         assert "EngineCore" in replica.engine.cmdline()[0]
-        fault = Fault("kill", "engine", 1, 0, 0.0, 0.0)
-        assert replica.hit_by(fault) == [replica.engine]
-        both = Fault("hang", "replica", 1, 0, 0.0, 1.0)
-        assert replica.hit_by(both) == [replica.actor, replica.engine]
     finally:
         for each in [*supervisor.children(recursive=True), supervisor]:
             each.kill()
         supervisor.wait(10)
+
+
+def test_the_other_parts_of_a_run_are_found_by_their_command_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor over a reward worker, controller and queue; torchrun's agent over a rank and another child."""
+    parts = " ".join(f"(exec -a 'python -m {title}.x' sleep 600) &" for title in TITLES.values())
+    rank = "TORCHELASTIC_RESTART_COUNT=3 bash -c 'exec -a train_rl.py sleep 600'"
+    supervisor = psutil.Popen(["bash", "-c", f"{parts} wait"])
+    agent = psutil.Popen(["bash", "-c", f"{rank} & sleep 600 & wait", "torch.distributed.run"])
+    other = psutil.Popen(["sleep", "600"], stdout=(tmp_path / "guardian.log").open("w"))
+    monkeypatch.setattr(soak_processes, "STARTED_S", 0.0)
+    pids = {"process": {"pid": supervisor.pid}, "agent": {"pid": agent.pid}}
+    try:
+        assert find_processes(tmp_path, "job") == [] and find_agent(tmp_path) is None
+        (tmp_path / "supervisor.json").write_text(json.dumps(pids))
+        for target in (*TITLES, "rank"):
+            wait_until(lambda target=target: len(find_processes(tmp_path, target)) == 1, 30, f"the {target}")  # type: ignore[misc]
+        assert find_processes(tmp_path, "agent") == [agent] == [find_agent(tmp_path)]
+        wait_until(lambda: restarts_of(tmp_path) == 3, 30, "the environment of the rank")
+        monkeypatch.setattr(soak_processes, "STARTED_S", 600.0)
+        assert find_processes(tmp_path, "reward") == [], "it is being started"
+        job = find_processes(tmp_path, "job")
+        expected = {supervisor.pid, agent.pid, other.pid, *(p.pid for p in supervisor.children() + agent.children())}
+        assert {each.pid for each in job} == expected and not ended(job)
+        for each in job:
+            each.kill()
+        wait_until(lambda: ended(job), 30, "the end of the job")
+        assert find_agent(tmp_path) is None and find_processes(tmp_path, "rank") == []
+        assert restarts_of(tmp_path) is None
+    finally:
+        for each in (supervisor, agent, other):
+            for child in (*each.children(recursive=True), each):
+                child.kill()
+            each.wait(10)
 
 
 def test_processes_that_a_run_has_left_are_found_by_their_logs(tmp_path: Path) -> None:
@@ -179,7 +226,11 @@ class Run:
         self.directory = directory
         self.replicas = {index: self.start() for index in range(2)}
         monkeypatch.setattr(soak_faults, "find_replicas", self.find)
+        for name in ("find_processes", "find_agent", "restarts_of"):
+            monkeypatch.setattr(soak_faults, name, getattr(self, name))
         monkeypatch.setattr(soak_faults, "POLL_S", 0.02)
+        self.workers = [self.start().engine for _ in range(2)]
+        self.agent, self.restarts = psutil.Process(), 0
         self.steps = 0
 
     def start(self) -> Replica:
@@ -188,6 +239,16 @@ class Run:
 
     def find(self, run_dir: Path) -> dict[int, Replica]:
         return {index: each for index, each in self.replicas.items() if self.alive(each.engine)}
+
+    def find_processes(self, run_dir: Path, target: str) -> list[psutil.Process]:
+        """The processes of every part but the replicas: `workers`."""
+        return [each for each in self.workers if self.alive(each)]
+
+    def find_agent(self, run_dir: Path) -> psutil.Process:
+        return self.agent
+
+    def restarts_of(self, run_dir: Path) -> int:
+        return self.restarts
 
     @staticmethod
     def alive(process: psutil.Process) -> bool:
@@ -199,10 +260,11 @@ class Run:
             file.write(json.dumps({"step": self.steps, "time/step": 1.0, **metrics}) + "\n")
 
     def close(self) -> None:
-        for each in self.replicas.values():
-            os.kill(each.engine.pid, signal.SIGCONT)
-            each.engine.kill()
-            each.engine.wait(10)
+        for each in (*(replica.engine for replica in self.replicas.values()), *self.workers):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.send_signal(signal.SIGCONT)
+                each.kill()
+                each.wait(10)
 
 
 @pytest.fixture
@@ -215,7 +277,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 def test_a_killed_engine_is_over_when_a_publication_has_replaced_it(run: Run) -> None:
     said: list[str] = []
     old = run.replicas[1]
-    injector = Injector(run.directory, [Fault("kill", "engine", 1, 1, 0.0, 0.0)], replicas=2, say=said.append)
+    injector = Injector(run.directory, [fault_of("kill-engine", 1)], replicas=2, say=said.append)
     time.sleep(0.2)
     assert not injector.happened, "it came before its step"
     run.step()
@@ -234,7 +296,7 @@ def test_a_killed_engine_is_over_when_a_publication_has_replaced_it(run: Run) ->
 def test_a_pause_is_over_when_the_same_engine_goes_on(run: Run) -> None:
     run.step()
     injector = Injector(
-        run.directory, [Fault("pause", "engine", 0, 1, 0.0, 0.5)], replicas=2, say=lambda text: None
+        run.directory, [fault_of("pause-engine", seconds=0.5)], replicas=2, say=lambda text: None
     )  # fmt: skip
     wait_until(lambda: is_stopped([run.replicas[0].engine]), 30, "the pause")
     wait_until(lambda: not is_stopped([run.replicas[0].engine]), 30, "its end")
@@ -251,7 +313,7 @@ def test_a_pause_is_over_when_the_same_engine_goes_on(run: Run) -> None:
 def test_a_pause_that_costs_a_replica_is_not_over(run: Run) -> None:
     run.step()
     injector = Injector(
-        run.directory, [Fault("pause", "engine", 0, 1, 0.0, 0.2)], replicas=2, say=lambda text: None
+        run.directory, [fault_of("pause-engine", seconds=0.2)], replicas=2, say=lambda text: None
     )  # fmt: skip
     wait_until(lambda: bool(injector.happened), 30, "the pause")
     time.sleep(0.5)
@@ -263,16 +325,105 @@ def test_a_pause_that_costs_a_replica_is_not_over(run: Run) -> None:
     assert not injector.happened[0].over and "NOT OVER" in str(injector.happened[0])
 
 
+def survive(run: Run, name: str, recover: Callable[[], None], *, index: int = 1) -> Happened:
+    """Kill a worker, `recover` from that, take steps, and return what the injector makes of it."""
+    run.step()
+    old = run.workers[index]
+    injector = Injector(run.directory, [fault_of(name, index)], replicas=2, say=lambda text: None)
+    wait_until(lambda: not run.alive(old), 30, "the kill")
+    wait_until(lambda: bool(injector.happened), 10, "the note of the fault")
+    recover()
+    time.sleep(0.2)
+    assert not injector.happened[0].over, "no step was done"
+    for _ in range(4):
+        run.step()
+        time.sleep(0.1)
+    wait_until(lambda: "two more steps" in str(injector.happened[0]), 10, "the end of the fault")
+    assert injector.stop() == ""
+    return injector.happened[0]
+
+
+def test_a_killed_part_is_over_when_it_is_there_again_and_the_run_goes_on(run: Run) -> None:
+    event = survive(run, "kill-reward", lambda: None)
+    assert event.over and "one of 2" in event.notes and "restarted 0 times (0 are allowed), the job 0" in str(event)
+
+
+@pytest.mark.parametrize(("name", "restarts", "over"), [
+    ("kill-reward", 1, False), ("kill-rank", 1, True), ("kill-rank", 2, False), ("kill-queue", 0, True),
+    ("kill-controller", 1, True), ("kill-job", 1, False),
+])  # fmt: skip
+def test_a_fault_may_cost_as_many_restarts_of_the_ranks_as_its_kind_allows(
+    run: Run, name: str, restarts: int, over: bool
+) -> None:
+    def recover() -> None:
+        run.restarts = 4 + restarts
+        run.workers.append(run.start().engine)
+
+    run.restarts = 4
+    assert survive(run, name, recover).over == over
+
+
+@pytest.mark.parametrize(("name", "over"), [("kill-agent", True), ("kill-job", True), ("kill-rank", False)])
+def test_a_fault_may_cost_as_many_starts_of_the_job_as_its_kind_allows(run: Run, name: str, over: bool) -> None:
+    def recover() -> None:
+        run.agent, run.restarts = psutil.Process(os.getppid()), 0
+        run.workers.append(run.start().engine)
+        (run.directory / "metrics.jsonl").write_text("")  # a resume goes back
+
+    run.restarts = 3
+    event = survive(run, name, recover)
+    assert event.over == over and "from step 0 on" in str(event)
+
+
+def test_a_part_that_does_not_come_back_is_not_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_faults, "RECOVER_S", 0.3)
+    run.step()
+    injector = Injector(run.directory, [fault_of("kill-job")], replicas=2, say=lambda text: None)
+    wait_until(lambda: "not there again" in str(injector.happened), 30, "the end of the fault")
+    assert injector.stop() == "" and not injector.happened[0].over and "all of it" in injector.happened[0].notes
+    assert ended(run.workers)
+
+
+def test_a_process_that_is_not_found_at_once_is_looked_for_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's engine has no title for a moment."""
+    looks: list[int] = []
+
+    def find(run_dir: Path) -> dict[int, Replica]:
+        looks.append(len(looks))
+        return {} if len(looks) in (2, 3) else run.find(run_dir)
+
+    monkeypatch.setattr(soak_faults, "find_replicas", find)
+    run.step()
+    injector = Injector(run.directory, [fault_of("kill-engine", 1)], replicas=2, say=lambda text: None)
+    wait_until(lambda: bool(injector.happened), 30, "the fault")
+    assert injector.stop() == "" and len(looks) > 3
+
+
+def test_the_disk_is_filled_for_its_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[float] = []
+    monkeypatch.setattr(soak_faults, "fill", lambda run_dir, seconds, until: filled.append(seconds) or seconds)
+    run.step()
+    injector = Injector(run.directory, [fault_of("fill-disk", seconds=7.0)], replicas=2, say=lambda text: None)
+    wait_until(lambda: bool(filled), 30, "the fault")
+    run.step()
+    time.sleep(0.2)
+    assert not injector.happened[0].over
+    for _ in range(2):
+        run.step()
+    wait_until(lambda: injector.happened[0].over, 10, "the end of the fault")
+    assert injector.stop() == "" and filled == [7.0] and "full for 7.0 s" in injector.happened[0].notes
+
+
 def test_the_end_of_the_run_ends_the_faults_and_lets_stopped_processes_go_on(run: Run) -> None:
     run.step()
-    faults = [Fault("hang", "replica", 0, 1, 0.0, 600.0), Fault("kill", "engine", 1, 1, 0.0, 0.0)]
+    faults = [fault_of("hang-replica", seconds=600.0), fault_of("kill-engine", 1)]
     injector = Injector(run.directory, faults, replicas=2, say=lambda text: None)
     wait_until(lambda: is_stopped([run.replicas[0].engine]), 30, "the hang")
     assert injector.stop() == ""
     wait_until(lambda: not is_stopped([run.replicas[0].engine]), 10, "the process to go on")
     assert [each.over for each in injector.happened] == [False]
     assert run.alive(run.replicas[1].engine)
-    assert missing(faults, injector.happened) == ["hang replica", "kill engine"]
+    assert missing(faults, []) == ["hang-replica", "kill-engine"]
 
 
 def test_what_goes_wrong_in_the_thread_of_the_faults_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +432,7 @@ def test_what_goes_wrong_in_the_thread_of_the_faults_is_told(run: Run, monkeypat
 
     run.step()
     monkeypatch.setattr(soak_faults, "find_replicas", broken)
-    injector = Injector(run.directory, [Fault("kill", "engine", 0, 1, 0.0, 0.0)], replicas=2, say=lambda text: None)
+    injector = Injector(run.directory, [fault_of("kill-engine")], replicas=2, say=lambda text: None)
     wait_until(lambda: injector._error is not None, 30, "the error")
     assert "the faults: psutil.AccessDenied(pid=7" in injector.stop()
 
@@ -290,7 +441,7 @@ def test_a_thread_of_the_faults_that_does_not_end_is_told(run: Run, monkeypatch:
     go = threading.Event()
     monkeypatch.setattr(soak_faults, "STOP_S", 0.1)
     injector = Injector(
-        run.directory, [Fault("kill", "engine", 0, 0, 0.0, 0.0)], replicas=2, say=lambda text: bool(go.wait(60))
+        run.directory, [fault_of("kill-engine", after_step=0)], replicas=2, say=lambda text: bool(go.wait(60))
     )  # fmt: skip
     wait_until(lambda: bool(injector.happened), 30, "the fault")
     assert injector.stop() == "the faults: waited 0 s for their thread to end"
@@ -298,7 +449,7 @@ def test_a_thread_of_the_faults_that_does_not_end_is_told(run: Run, monkeypatch:
 
 
 def test_missing_and_lethal() -> None:
-    faults = [Fault(kind, target, 0, 1, 0.0, 1.0) for kind, target in WANTED]  # type: ignore[arg-type]
-    happened = [Happened(fault, pid=1, step=1, at_s=0.0, over=fault.kind != "slow") for fault in faults]
-    assert missing(faults, happened) == ["slow replica"]
-    assert [each.fault.kind for each in lethal(happened)] == ["kill", "hang"]
+    faults = [fault_of(name) for name in WANTED]
+    happened = [Happened(fault, pid=1, step=1, at_s=0.0, over=fault.kind.action != "slow") for fault in faults]
+    assert missing(faults, [each.fault for each in happened if each.over]) == ["slow-engine"]
+    assert [each.fault.kind.name for each in lethal(happened)] == ["kill-engine", "hang-replica"]

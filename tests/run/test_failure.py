@@ -14,7 +14,7 @@ from megarl.common import run_files
 from megarl.common.claim import Holder, claim
 from megarl.common.processes import ProcessId
 from megarl.common.run_files import ExitRecord
-from megarl.run.failure import FailureReport
+from megarl.run.failure import FailureReport, set_aside
 from tests.support.tree import tree_of
 
 
@@ -96,3 +96,13 @@ def test_the_error_of_an_earlier_run_silences_nobody_and_one_of_this_run_does(tm
     assert reports[0].claim(ValueError("now"), first, tmp_path / "log")
     assert not reports[1].claim(ValueError("a consequence"), second, tmp_path / "log")
     assert "now" in first.getvalue() and second.getvalue() == ""
+
+
+def test_all_parts_of_earlier_samples_are_set_aside(tmp_path: Path) -> None:
+    names = ["samples.000000000000000.jsonl", "samples.000000000000040.jsonl", "samples.jsonl"]
+    for name in (*names, "samples.txt"):
+        (tmp_path / name).write_text(name)
+    assert set_aside(tmp_path) == tmp_path / "previous" / "1"
+    assert sorted(path.name for path in (tmp_path / "previous" / "1").iterdir()) == names
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["samples.txt"]
+    assert set_aside(tmp_path) is None

@@ -328,7 +328,12 @@ def test_the_summary_has_the_evaluations_before_between_and_after(
     summary = json.loads((config.run_dir / "summary.json").read_text())
     found = [summary[name] and summary[name]["greedy"] for name in ("eval_before", "eval_latest", "eval_after")]
     assert found == [0.0, 0.25, 0.5] and summary["exit"] == "finished"
-    assert json.loads((config.run_dir / "exit.json").read_text()) == {"status": "finished", "step": 4, "reason": ""}
+    assert json.loads((config.run_dir / "exit.json").read_text()) == {
+        "status": "finished",
+        "step": 4,
+        "reason": "",
+        "unsaved_steps": 0,
+    }
 
 
 def test_samples_that_an_earlier_step_had_are_not_shown_again(

@@ -135,13 +135,14 @@ def test_a_stop_whose_save_fails_reports_where_the_next_run_resumes(
     assert session.steps_done == resumes_at
     session.finish()
     assert f"step={resumes_at}" in run.journal[-2] and session.lost_its_stop
+    assert f"unsaved_steps={2 - resumes_at}" in run.journal[-2]
 
 
 @pytest.mark.parametrize(
     ("stopped", "end", "export_s"),
     [
-        (None, "end: ExitRecord(status='finished', step=5, reason='')", 90),
-        ("SIGTERM", "end: ExitRecord(status='preempted', step=5, reason='SIGTERM')", 0),
+        (None, "end: ExitRecord(status='finished', step=5, reason='', unsaved_steps=0)", 90),
+        ("SIGTERM", "end: ExitRecord(status='preempted', step=5, reason='SIGTERM', unsaved_steps=0)", 0),
     ],
 )
 def test_the_end_of_a_run(run: FakeRun, stopped: str | None, end: str, export_s: int) -> None:
@@ -166,7 +167,7 @@ def test_a_run_whose_last_save_failed_is_a_failure(run: FakeRun) -> None:
     ):
         session.finish()
     told = "all 5 steps are trained, but the checkpoint of step 5 could not be saved"
-    end = f"end: ExitRecord(status='failed', step=0, reason='{told}')"
+    end = f"end: ExitRecord(status='failed', step=0, reason='{told}', unsaved_steps=0)"
     assert run.journal == ["complete the save", end, "finish the export in 90 s"]
     assert session.recorder.summary.failed_saves == 2
 

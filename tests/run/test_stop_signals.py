@@ -18,31 +18,54 @@ from megarl.common.run_files import ExitRecord, read_exit
 from megarl.run import stop_signals
 from megarl.run.stop_signals import StopSignals
 from tests.support.checkout import environment
+from tests.support.waiting import wait_until
 
-# A rank whose main thread waits in C, as in a collective.
+# A rank whose main thread does something in a phase: it waits in C as in a collective, for a lock as for another
+# thread, for a child process, in a file that does not answer as on a file server, or computes in Python.
 RANK = """
-import sys, threading
+import ctypes, os, subprocess, sys, threading
 from pathlib import Path
-from megarl.run.stop_signals import StopSignals
-run_dir, begins = Path(sys.argv[1]), sys.argv[2] == "running"
-signals = StopSignals(run_dir, run_dir / "checkpoints", sys.stderr, speaks=True)
-signals.install()
-if begins:
+from megarl.common.output import redirect_output
+from megarl.run.stop_signals import StopSignals, end_before_start
+run_dir, phase, what = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+def compute():
+    while True:
+        pass
+
+def wait_for_file():
+    os.mkfifo(run_dir / "fifo")
+    open(run_dir / "fifo", "rb")
+
+waits = {
+    "collective": lambda: ctypes.CDLL(None).usleep(30_000_000),
+    "lock": lambda: threading.Lock().acquire() and threading.Event().wait(),
+    "child": lambda: subprocess.run(["sleep", "60"]),
+    "file": wait_for_file,
+    "python": compute,
+}
+end_before_start(speaks=True)
+terminal = sys.stderr
+if phase != "configured":
+    terminal = redirect_output(run_dir / "log")
+if phase not in ("configured", "redirected"):
+    signals = StopSignals(run_dir, run_dir / "checkpoints", terminal, speaks=True)
+    signals.install()
+if phase == "running":
     signals.run_has_begun()
-print("up", flush=True)
-import ctypes
-ctypes.CDLL(None).usleep(30_000_000)
-ctypes.CDLL(None).usleep(30_000_000)
-ctypes.CDLL(None).usleep(30_000_000)
+(run_dir / "up").touch()
+for _ in range(3):
+    waits[what]()
 """
+WAITS = ("collective", "lock", "child", "file", "python")
 
 
-def start(run_dir: Path, phase: str) -> subprocess.Popen[str]:
+def start(run_dir: Path, phase: str, what: str = "collective") -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", RANK, str(run_dir), phase], env=environment(), text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None and process.stdout.readline() == "up\n"
+        [sys.executable, "-c", RANK, str(run_dir), phase, what], env=environment(), text=True, stderr=subprocess.PIPE
+    )
+    wait_until((run_dir / "up").exists, 60, "the rank")
+    time.sleep(0.2)  # it waits by then
     return process
 
 
@@ -52,8 +75,9 @@ def save(run_dir: Path, step: int) -> None:
     (directory / "manifest.json").write_text(json.dumps({}))
 
 
-def test_ctrl_c_twice_in_a_running_rank(tmp_path: Path) -> None:
-    process = start(tmp_path, "running")
+@pytest.mark.parametrize("what", WAITS)
+def test_ctrl_c_twice_in_a_running_rank(tmp_path: Path, what: str) -> None:
+    process = start(tmp_path, "running", what)
     try:
         process.send_signal(signal.SIGINT)
         time.sleep(stop_signals.SAME_REQUEST_S + 0.5)
@@ -67,6 +91,26 @@ def test_ctrl_c_twice_in_a_running_rank(tmp_path: Path) -> None:
     assert asked == "megarl: finishing the step, saving; again to abort"
     assert ended == ("megarl: aborted by a second stop signal (SIGINT); the same command begins anew: nothing is saved")
     assert read_exit(tmp_path) == ExitRecord("failed", 0, "aborted by a second stop signal (SIGINT)")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("phase", "what"), [
+    ("configured", "lock"), ("configured", "python"), ("redirected", "child"), ("redirected", "file"),
+    ("starting", "collective"), ("starting", "python"),
+])  # fmt: skip
+def test_a_rank_that_has_not_begun_ends_with_the_first_signal_and_says_one_thing(
+    tmp_path: Path, phase: str, what: str, number: signal.Signals
+) -> None:
+    process = start(tmp_path, phase, what)
+    try:
+        process.send_signal(number)
+        process.send_signal(number)  # the same Ctrl-C, through torchrun
+        assert process.wait(timeout=10) == 1
+    finally:
+        process.kill()
+    assert process.stderr is not None
+    [said] = process.stderr.read().splitlines()
+    assert said.startswith(f"megarl: {number.name} ") and "the same command " in said
 
 
 @pytest.fixture

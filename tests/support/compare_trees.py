@@ -25,6 +25,7 @@ from typing import Any
 import pandas
 import yaml
 
+from megarl.common.line_parts import read_lines
 from tests.support.checkout import ROOT, environment, torchrun
 from tests.support.run import tiny_config
 from tests.support.whole_runs import contents_of, repeatable
@@ -116,7 +117,7 @@ def compare_runs(name: str, before: Path, after: Path) -> None:
     columns = set.intersection(*({name for row in table.values() for name in row} for table in tables))
     _same(f"{name}: recorded batches", *(_texts(table, columns) for table in tables))
     _same(f"{name}: answers of evaluations", *(_files(run, "eval_*.jsonl") for run in (before, after)))
-    _same(f"{name}: samples", *(_lines(run / "samples.jsonl") for run in (before, after)))
+    _same(f"{name}: samples", *(_samples(run) for run in (before, after)))
     _same(f"{name}: metrics", *_metrics(before / "metrics.jsonl", after / "metrics.jsonl"))
 
 
@@ -124,8 +125,8 @@ def _files(directory: Path, pattern: str = "*") -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.glob(pattern))}
 
 
-def _lines(path: Path) -> dict[str, str]:
-    return {str(number): line for number, line in enumerate(path.read_text().splitlines())}
+def _samples(run_dir: Path) -> dict[str, str]:
+    return {str(number): line for number, line in enumerate(read_lines(run_dir / "samples.jsonl"))}
 
 
 def _metrics(before: Path, after: Path) -> list[dict[str, Any]]:

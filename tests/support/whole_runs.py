@@ -14,6 +14,7 @@ import psutil
 import yaml
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
+from megarl.common.line_parts import read_lines
 from megarl.queue.dump import read_batch
 from megarl.telemetry.declarations import REGISTRY
 from tests.support.checkout import ROOT, environment, torchrun
@@ -113,7 +114,7 @@ def history(run: Run) -> dict[str, Any]:
 
 
 def samples(run: Run) -> list[str]:
-    return (run.directory / "samples.jsonl").read_text().splitlines()
+    return list(read_lines(run.directory / "samples.jsonl"))
 
 
 def repeatable(line: dict[str, Any]) -> dict[str, Any]:

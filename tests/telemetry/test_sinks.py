@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from megarl.common.line_parts import older_parts, read_lines
 from megarl.telemetry import sinks
 from megarl.telemetry.metrics import UndeclaredMetricError
 from megarl.telemetry.progress import COLUMNS, Progress, compact, duration
@@ -316,6 +317,33 @@ def test_memory_for_lines_that_wait_is_bounded(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(OSError, match=r"No space left|this line is lost"):
             sink.write(step, VALUES)
     assert sink.waiting_bytes < 400
+
+
+def test_samples_have_a_bound_that_the_config_sets(tmp_path: Path) -> None:
+    for number, gib in enumerate((800 / 2**30, 0.0)):
+        chosen = config("model", run__dir=str(tmp_path / f"{number}"), telemetry={"samples_gib": gib})
+        with MetricsWriter.open(chosen, io.StringIO()) as writer:
+            for step in range(200):
+                writer.sample(step, {"prompt": "1+1="})
+    kept = list(read_lines(tmp_path / "0" / "samples.jsonl"))
+    assert 500 < sum(len(line) + 1 for line in kept) <= 800 and json.loads(kept[-1])["step"] == 199
+    assert len(lines(tmp_path / "1" / "samples.jsonl")) == 200 and len(list((tmp_path / "1").glob("samples*"))) == 1
+
+
+def test_a_part_that_cannot_be_begun_is_reported_and_no_line_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = JsonlSink(tmp_path / "samples.jsonl", 96)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "read-only")))
+        for step in range(3):
+            with pytest.raises(OSError, match="read-only"):
+                sink.write_object({"step": step})
+    for step in range(3, 6):
+        sink.write_object({"step": step})
+    sink.close()
+    assert [json.loads(line)["step"] for line in read_lines(sink.path)] == list(range(6))
+    assert len(older_parts(sink.path)) == 3
 
 
 @pytest.mark.parametrize("cut", [b"", b'{"step": 1}\n', b'{"step": 1}\n{"st', b'{"st'])

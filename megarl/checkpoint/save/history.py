@@ -7,13 +7,15 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from megarl.common import line_parts
+
 FILES = ("metrics.jsonl", "samples.jsonl")
 ROLLED_BACK = "rolled_back.jsonl"
 
 
 def positions(run_dir: Path) -> dict[str, int]:
-    """Return the size of each result file in bytes. Every writer must have flushed."""
-    return {name: (run_dir / name).stat().st_size for name in FILES if (run_dir / name).is_file()}
+    """Return the end of each result file in bytes, its older parts included. Every writer must have flushed."""
+    return {name: line_parts.end(run_dir / name) for name in FILES if line_parts.parts(run_dir / name)}
 
 
 def roll_back(run_dir: Path, committed: Mapping[str, int]) -> int:
@@ -25,13 +27,10 @@ def roll_back(run_dir: Path, committed: Mapping[str, int]) -> int:
     moved = 0
     for name in FILES:
         path, position = run_dir / name, committed.get(name, 0)
-        if not path.is_file() or path.stat().st_size <= position:
+        if line_parts.end(path) <= position:
             continue
-        with path.open("rb") as file:
-            file.seek(position)
-            tail = file.read().splitlines()
         with (run_dir / ROLLED_BACK).open("a", encoding="utf-8") as file:
-            for line in tail:
+            for line in line_parts.read_lines(path, position):
                 try:
                     record = json.loads(line)
                 except ValueError:
@@ -40,5 +39,5 @@ def roll_back(run_dir: Path, committed: Mapping[str, int]) -> int:
                 moved += 1
             file.flush()
             os.fsync(file.fileno())
-        os.truncate(path, position)
+        line_parts.cut(path, position)
     return moved

@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, ValueError, FileNotFoundError) as error:
         sys.stderr.write(f"megarl: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("megarl: interrupted before anything was started; the same command starts the run\n")
+        return 130
     return code
 
 
@@ -44,7 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     before.add_argument("--signal-s", type=int, help="seconds before the time limit at which SLURM signals the script")
     before.add_argument("--entry", default=ENTRY, help=argparse.SUPPRESS)
     before.set_defaults(run=_prepare)
-    after = commands.add_parser("status", help="print finished, preempted or failed; the reason goes to stderr")
+    after = commands.add_parser(
+        "status", help="print finished, preempted, unsaved or failed; the reason goes to stderr"
+    )
     after.add_argument("launch", type=Path)
     after.set_defaults(run=_status)
     failed = commands.add_parser("fail", help="end the job, naming a node that the script could not start")

@@ -41,11 +41,11 @@ agents=$!
 while kill -0 "$agents" 2>/dev/null; do wait "$agents" || true; done
 
 status=$("$PYTHON" -m megarl.cluster.nodes status "$launch")
-if [ "$status" = preempted ] && [ "$requeue" = yes ]; then
+if { [ "$status" = preempted ] || [ "$status" = unsaved ]; } && [ "$requeue" = yes ]; then
   echo "megarl: queued again as job $SLURM_JOB_ID"
   scontrol requeue "$SLURM_JOB_ID"
 fi
-[ "$status" != failed ]
+[ "$status" = finished ] || [ "$status" = preempted ]
 """
 
 LOCAL_BODY = """\
@@ -75,7 +75,7 @@ agent=$!
 while kill -0 "$agent" 2>/dev/null; do wait "$agent" || true; done
 
 status=$("$PYTHON" -m megarl.cluster.nodes status "$launch")
-[ "$status" != failed ]
+[ "$status" = finished ] || [ "$status" = preempted ]
 """
 
 GENERIC_USAGE = """\

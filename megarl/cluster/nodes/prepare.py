@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 from megarl.cluster.nodes.agent import BEAT_S
 from megarl.cluster.nodes.allocation import Allocation, check_allocation
@@ -27,6 +28,8 @@ from megarl.config.plan import make_plan
 from megarl.config.schema import Config
 
 CURRENT_FILE = "current"
+
+LaunchEnd = Literal["finished", "preempted", "unsaved", "failed"]
 
 
 def prepare(config: Config, allocation: Allocation, launch_id: str, *, entry: str = ENTRY) -> LaunchSpec:
@@ -90,10 +93,10 @@ def refuse_running(run_dir: Path, pause_s: float = 2 * BEAT_S) -> None:
             ])  # fmt: skip
 
 
-def status(spec: LaunchSpec) -> tuple[run_files.Status, str]:
+def status(spec: LaunchSpec) -> tuple[LaunchEnd, str]:
     """Return how the launch ended, and one line for the user; give up its claim on the run directory.
 
-    Writes exit.json if no process of the run could.
+    Writes exit.json if no process of the run could. "unsaved": it was stopped, and its last steps could not be saved.
 
     A launch that was stopped before it saved a step of its own counts as failed: requeued, it would never get further.
     """
@@ -103,7 +106,7 @@ def status(spec: LaunchSpec) -> tuple[run_files.Status, str]:
         RunClaim(spec.run_dir, Holder.here("megarl launch", ProcessId.own(), spec.launch_id)).release()
 
 
-def _status(spec: LaunchSpec) -> tuple[run_files.Status, str]:
+def _status(spec: LaunchSpec) -> tuple[LaunchEnd, str]:
     failure = NodeBoard(Path(spec.directory)).failure()
     other = other_holder(spec.run_dir, Holder.here("megarl launch", ProcessId.own(), spec.launch_id))
     if other is not None:  # exit.json is that run's
@@ -115,6 +118,9 @@ def _status(spec: LaunchSpec) -> tuple[run_files.Status, str]:
         why = f": {record.reason}" if record.reason else ""
         if record.status == "preempted" and record.step <= spec.steps_before:
             return "failed", f"stopped {after}{why}; no step of this launch is saved, so it is not started again"
+        if record.unsaved_steps:
+            lost = f"{record.unsaved_steps} more were trained and are lost{why}"
+            return "unsaved", f"stopped {after}; {lost}; the same command resumes after step {record.step}"
         return record.status, f"{record.status} {after}{why}"
     reason = f"the job was killed before it could report a reason; see {spec.run_dir / 'logs'}"
     if failure is not None:

@@ -178,6 +178,13 @@ def test_a_job_that_is_not_to_be_queued_again(shell: Shell) -> None:
     assert code == 0 and not any("requeue" in call for call in calls)
 
 
+def test_a_job_that_could_not_save_its_stop_is_queued_again_and_does_not_end_well(shell: Shell) -> None:
+    code, _, calls = shell.run(four_nodes(), status="unsaved")
+    assert code == 1 and calls[-1] == "scontrol requeue 77"
+    code, _, calls = shell.run(four_nodes(requeue=False), status="unsaved")
+    assert code == 1 and not any("requeue" in call for call in calls)
+
+
 def test_a_job_that_fails(shell: Shell) -> None:
     code, error, calls = shell.run(four_nodes(), status="failed", node="exit 1")
     assert code == 1 and "megarl: failed" in error and not any("requeue" in call for call in calls)
@@ -187,7 +194,8 @@ def test_local_scripts(shell: Shell) -> None:
     code, _, calls = shell.run(generic_local_script(), "my.yaml", "run.steps=9", status="finished")
     assert code == 0 and calls[0].endswith("prepare --scheduler local --config my.yaml run.steps=9")
     assert calls[1].endswith("launch.json 0")
-    assert shell.run(generic_local_script(), "x", status="failed")[0] == 1
+    for status, ends in (("preempted", 0), ("unsaved", 1), ("failed", 1)):
+        assert shell.run(generic_local_script(), "x", status=status)[0] == ends
     chosen = local_script(config("model"), Path("c.yaml"), cuda=False)
     assert shell.run(chosen, status="finished")[2][0].endswith("--config c.yaml")
 

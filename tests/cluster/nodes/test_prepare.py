@@ -83,6 +83,14 @@ def test_every_end_is_told(chosen: Config) -> None:
     assert status(spec) == ("finished", "finished after 4 of 4 steps")
     stopping.write_exit(run_dir, ExitRecord("preempted", 3, "time limit"))
     assert status(spec) == ("preempted", "preempted after 3 of 4 steps: time limit")
+    stopping.write_exit(
+        run_dir, ExitRecord("preempted", 3, "time limit; the checkpoint of step 5 could not be saved", 2)
+    )
+    assert status(spec) == (
+        "unsaved",
+        "stopped after 3 of 4 steps; 2 more were trained and are lost: time limit; the checkpoint of step 5 could not "
+        "be saved; the same command resumes after step 3",
+    )
     stopping.write_exit(run_dir, ExitRecord("failed", 3, "loss is NaN"))
     assert status(spec) == ("failed", "loss is NaN")
     NodeBoard(Path(spec.directory)).claim_failure(NodeFailure("n7", "GPU fell off"))

@@ -1,0 +1,65 @@
+"""A job under torchrun that is started again by the same command after a fault has ended it, as a user would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+if str(HERE) not in sys.path:
+    sys.path.insert(0, str(HERE))
+
+from soak_processes import processes_left  # noqa: E402
+from whole_run import ROOT, SCRIPT, environment, step_records  # noqa: E402
+
+LEAVE_S = 60.0  # for the processes of a job that has ended, before it is started again
+
+
+def run_job(
+    config: dict[str, Any], *, ranks: int, restarts: int, starts: int, timeout_s: float, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Run a config to its end and return its steps; torchrun may restart the ranks, and this function the job.
+
+    `starts`: the most starts after the first one. Raises SystemExit with the end of the output if that is not enough,
+    if a job that has ended leaves processes behind, or after `timeout_s`.
+    """
+    directory, until = Path(config["run"]["dir"]), time.monotonic() + timeout_s
+    path, log = directory.with_suffix(".yaml"), directory.with_suffix(".log")
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += [str(SCRIPT), "--config", str(path)]
+    for start in range(starts + 1):
+        code = _run_once(command, log, until, timeout_s)
+        if code == 0:
+            return step_records(directory)
+        tail = log.read_text(errors="replace")[-3000:]
+        if left := processes_left(directory, min(LEAVE_S, max(0.0, until - time.monotonic()))):
+            raise SystemExit(f"{directory.name} ended with code {code} and left {', '.join(left)}:\n{tail}")
+        if start < starts:
+            say(f"the job has ended with code {code}, left no process, and is started again")
+    raise SystemExit(f"{directory.name} failed:\n{tail}")
+
+
+def _run_once(command: list[str], log: Path, until: float, timeout_s: float) -> int:
+    """Start the command and return its exit code. Raises SystemExit at `until`, and then kills its group."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        return process.wait(max(0.0, until - time.monotonic()))
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)  # the supervisor notices, and ends the pool
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise SystemExit(f"{log.stem} did not end within {timeout_s:.0f} s; see {log}") from None

@@ -1,0 +1,131 @@
+"""The kinds of faults of the soak, what a run must do about each, and the schedule in which they happen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["replaced", "same", "survived"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault: what happens (`action`) to which part of the run (`target`), and what the run must do.
+
+    `outcome`: "replaced": a publication replaces the replica; "same": the same engine works on; "survived": the part is
+    there again and two more steps are done, after `restarts` restarts of the ranks and `starts` starts of the job at
+    most. `room`: the share of the run's steps that a fault needs, relative to the others. `cost_s`: how long it takes
+    by experience. `seconds`: how long it lasts at least and at most, 0 if it is over at once.
+    """
+
+    action: str
+    target: str
+    outcome: Outcome
+    room: float
+    cost_s: float
+    seconds: tuple[float, float] = (0.0, 0.0)
+    restarts: int = 0
+    starts: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name by which `--faults` selects it."""
+        return f"{self.action}-{self.target}"
+
+    @property
+    def loses(self) -> bool:
+        """True if the fault costs a replica."""
+        return self.outcome == "replaced"
+
+    @property
+    def ends(self) -> bool:
+        """True if the fault may end the ranks or the whole job."""
+        return bool(self.restarts or self.starts)
+
+
+LONG_S = (90.0, 90.0)  # or until the run has ended the process
+ANY_NUMBER = 99  # of restarts: torchrun has a limit of its own
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("kill", "engine", "replaced", room=3.0, cost_s=60.0),
+        Kind("kill", "replica", "replaced", room=3.0, cost_s=60.0),
+        Kind("hang", "engine", "replaced", room=6.0, cost_s=100.0, seconds=LONG_S),
+        Kind("hang", "replica", "replaced", room=6.0, cost_s=100.0, seconds=LONG_S),
+        Kind("pause", "engine", "same", room=1.0, cost_s=15.0, seconds=(2.0, 5.0)),
+        Kind("pause", "replica", "same", room=1.0, cost_s=15.0, seconds=(2.0, 5.0)),
+        Kind("slow", "engine", "same", room=2.0, cost_s=25.0, seconds=(8.0, 15.0)),
+        Kind("kill", "reward", "survived", room=1.0, cost_s=10.0),
+        Kind("hang", "reward", "survived", room=1.0, cost_s=15.0, seconds=(60.0, 60.0)),
+        Kind("kill", "controller", "survived", room=1.0, cost_s=100.0, restarts=1),
+        Kind("kill", "queue", "survived", room=1.0, cost_s=100.0, restarts=1),
+        Kind("kill", "rank", "survived", room=1.0, cost_s=40.0, restarts=1),
+        Kind("hang", "rank", "survived", room=1.0, cost_s=180.0, seconds=(240.0, 240.0), restarts=1),
+        Kind("kill", "agent", "survived", room=1.0, cost_s=120.0, starts=1),
+        Kind("kill", "job", "survived", room=1.0, cost_s=120.0, starts=1),
+        Kind("fill", "disk", "survived", room=1.0, cost_s=120.0, seconds=(20.0, 20.0), restarts=ANY_NUMBER, starts=1),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of the schedule: `delay_s` after step `after_step` it hits a process of its target for `seconds`.
+
+    `index`: the replica, or the number of the process among those of the target, counted modulo how many there are.
+    """
+
+    kind: Kind
+    index: int
+    after_step: int
+    delay_s: float
+    seconds: float
+
+    def __str__(self) -> str:
+        lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
+        where = {"engine": f"the engine of replica {self.index}", "replica": f"replica {self.index}"}
+        return f"{self.kind.action} {where.get(self.kind.target, f'the {self.kind.target}')}{lasting}"
+
+
+def draw(seed: int, seconds: float, without: Sequence[str] = ()) -> list[str]:
+    """Return names of kinds in a random order, each once, that take `seconds` together at most by experience.
+
+    `without`: kinds that cannot happen here.
+    """
+    order = [name for name in KINDS if name not in without]
+    random.Random(f"soak-draw-{seed}").shuffle(order)
+    chosen = []
+    for name in order:
+        if KINDS[name].cost_s <= seconds:
+            chosen.append(name)
+            seconds -= KINDS[name].cost_s
+    return chosen
+
+
+def schedule(seed: int, wanted: Sequence[str], *, replicas: int, first: int, last: int) -> list[Fault]:
+    """Return the wanted faults in a random order, spread over the steps from `first` to `last` by the room they need.
+
+    Raises ValueError for an unknown kind, and if there are no steps.
+    """
+    if unknown := set(wanted) - KINDS.keys():
+        raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}; known are {', '.join(sorted(KINDS))}")
+    if not 0 <= first < last:
+        raise ValueError(f"faults need steps to happen in, not {first} to {last}")
+    rng = random.Random(f"soak-{seed}")
+    order = [KINDS[name] for name in wanted]
+    rng.shuffle(order)
+    total, before = sum(kind.room for kind in order), 0.0
+    faults = []
+    for kind in order:
+        step = first + int((last - first) * before / total)
+        seconds = round(rng.uniform(*kind.seconds), 1)
+        faults.append(Fault(kind, rng.randrange(replicas), step, round(rng.uniform(0.0, 1.0), 2), seconds))
+        before += kind.room
+    return faults
+
+
+def missing(faults: Sequence[Fault], over: Sequence[Fault]) -> list[str]:
+    """Return the kinds of the schedule of which no fault has come to its end; `over`: the faults that have."""
+    return sorted({fault.kind.name for fault in faults} - {fault.kind.name for fault in over})

@@ -1,0 +1,211 @@
+"""Finds the processes of a living run by what they are, and stops, continues or kills them by signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+POLL_S = 0.2
+STARTED_S = 12.0  # after which a reward worker scores
+DUTY = (0.15, 0.05)  # seconds of SIGSTOP and SIGCONT of a slow process, in turn
+_LOG = re.compile(r"replica-(\d+)\.log")
+# How the command line of each part that is one process below the supervisor begins, or what it contains.
+TITLES = {"reward": "megarl.rewards.worker", "controller": "ray::RolloutController", "queue": "ray::SimpleStorageUnit"}
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The processes of one replica: its Ray actor and the engine that the actor has started."""
+
+    actor: psutil.Process
+    engine: psutil.Process
+
+
+def find_replicas(run_dir: Path) -> dict[int, Replica]:
+    """Return the replicas of a living run that have an engine, by index: that of the log which they write to.
+
+    A process that is just changing its title is not found: look again.
+    """
+    actors: dict[int, psutil.Process] = {}
+    engines: dict[int, psutil.Process] = {}  # by the pid of the actor
+    for process in below_supervisor(run_dir):
+        try:
+            title = "".join(process.cmdline()[:1])
+            if "EngineCore" in title:
+                engines[process.ppid()] = process
+            elif title.startswith("ray::EngineReplica") and (index := _index_of(process.pid)) is not None:
+                actors[index] = process
+        except (psutil.Error, OSError):
+            continue  # it has ended
+    return {index: Replica(actor, engines[actor.pid]) for index, actor in actors.items() if actor.pid in engines}
+
+
+def find_processes(run_dir: Path, target: str) -> list[psutil.Process]:
+    """Return the processes of a part of a living run that is no replica, in the order of their pids.
+
+    `target`: of TITLES; "rank": the trainer's ranks; "agent": torchrun; "job": all processes of the run.
+    """
+    agent = find_agent(run_dir)
+    if target == "agent":
+        return [agent] if agent is not None else []
+    if target == "rank":
+        return [] if agent is None else _with_title(_children(agent, recursive=False), "train_rl.py")
+    if target == "reward":  # one that is being started is noticed only after timeouts.engine_start_s
+        return [each for each in _with_title(below_supervisor(run_dir), TITLES[target]) if age(each) > STARTED_S]
+    if target == "job":
+        ranks = [] if agent is None else [agent, *_children(agent, recursive=True)]
+        found = {*ranks, *below_supervisor(run_dir, itself=True), *printing_to(run_dir)} - {psutil.Process()}
+        return sorted(found, key=lambda process: process.pid) if agent is not None else []
+    return _with_title(below_supervisor(run_dir), TITLES[target])
+
+
+def age(process: psutil.Process) -> float:
+    """Return the seconds since the start of a process; 0 if it has ended."""
+    try:
+        return time.time() - float(process.create_time())
+    except psutil.Error:
+        return 0.0
+
+
+def find_agent(run_dir: Path) -> psutil.Process | None:
+    """Return torchrun's process, None if it does not run."""
+    with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
+        process = psutil.Process(int(_state(run_dir)["agent"]["pid"]))
+        return process if "torch.distributed.run" in " ".join(process.cmdline()) else None
+    return None
+
+
+def restarts_of(run_dir: Path) -> int | None:
+    """Return how often torchrun has restarted the ranks since its start; None if no rank runs."""
+    for rank in find_processes(run_dir, "rank"):
+        with contextlib.suppress(psutil.Error, KeyError):
+            return int(rank.environ()["TORCHELASTIC_RESTART_COUNT"])
+    return None
+
+
+def below_supervisor(run_dir: Path, *, itself: bool = False) -> list[psutil.Process]:
+    """Return all processes that the supervisor of a run has started; with `itself` the supervisor too."""
+    try:
+        supervisor = psutil.Process(int(_state(run_dir)["process"]["pid"]))
+        return [*([supervisor] if itself else []), *supervisor.children(recursive=True)]
+    except (OSError, ValueError, KeyError, psutil.Error):
+        return []
+
+
+def _state(run_dir: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((run_dir / "supervisor.json").read_text(encoding="utf-8"))
+    return state
+
+
+def _children(process: psutil.Process, *, recursive: bool) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=recursive)
+    except psutil.Error:
+        return []
+
+
+def _with_title(processes: Sequence[psutil.Process], text: str) -> list[psutil.Process]:
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            if text in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return sorted(found, key=lambda process: process.pid)
+
+
+def _index_of(pid: int) -> int | None:
+    """Return the number of the replica's log to which a process prints."""
+    match = _LOG.fullmatch(Path(os.readlink(f"/proc/{pid}/fd/1")).name)
+    return int(match[1]) if match else None
+
+
+def processes_left(run_dir: Path, within_s: float) -> list[str]:
+    """Return the processes that still print to a log of a run that has ended, `within_s` seconds later at the latest.
+
+    Every process of a run prints to a file in its directory, or to the log beside it.
+    """
+    deadline = time.monotonic() + within_s
+    while (left := printing_to(run_dir)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return [f"{process.info['name']} (pid {process.pid})" for process in left]
+
+
+def printing_to(run_dir: Path) -> list[psutil.Process]:
+    """Return the processes whose standard output is a file of the run, or the log beside its directory."""
+    places, found = (f"{run_dir}/", f"{run_dir}.log"), []
+    for process in psutil.process_iter(["name"]):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if os.readlink(f"/proc/{process.pid}/fd/1").startswith(places):
+                found.append(process)
+    return found
+
+
+def ended(processes: Sequence[psutil.Process]) -> bool:
+    """Tell whether all processes have ended."""
+    return not any(is_running(process) for process in processes)
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Tell whether a process runs, or is stopped; one that has ended and is not yet waited for does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def send(processes: Sequence[psutil.Process], number: int) -> None:
+    """Send a signal to each process that still runs; psutil never signals another one that has got its pid."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def is_stopped(processes: Sequence[psutil.Process]) -> bool:
+    """Tell whether all processes are stopped by a signal."""
+    try:
+        return all(process.status() == psutil.STATUS_STOPPED for process in processes)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the processor time that a process has used; 0 if it has ended."""
+    try:
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def hold(processes: Sequence[psutil.Process], seconds: float, until: Callable[[], bool]) -> float:
+    """Stop processes for `seconds`, or until `until()`; return how long they were stopped, 0.0 if they were not."""
+    send(processes, signal.SIGSTOP)
+    begun = time.monotonic()
+    try:
+        time.sleep(min(POLL_S, seconds))
+        if not is_stopped(processes):
+            return 0.0
+        while time.monotonic() - begun < seconds and not until():
+            time.sleep(min(POLL_S, seconds))
+    finally:
+        send(processes, signal.SIGCONT)
+    return time.monotonic() - begun
+
+
+def throttle(processes: Sequence[psutil.Process], seconds: float, until: Callable[[], bool]) -> float:
+    """Stop and continue processes in turn for `seconds`, or until `until()`; return the seconds they were stopped."""
+    begun, stopped = time.monotonic(), 0.0
+    while time.monotonic() - begun < seconds and not until():
+        stopped += hold(processes, DUTY[0], lambda: False)
+        time.sleep(DUTY[1])
+    return stopped
