@@ -119,8 +119,11 @@ def check_files(directory: Path, files: Mapping[str, FileEntry], names: Iterable
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write `path` so that a crash leaves either the old or the new file: fsync, rename, fsync of the directory."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write `path` so that a crash leaves either the old or the new file: fsync, rename, fsync of the directory.
+
+    Only one process at a time may write it. What a killed one has left is replaced by the next.
+    """
+    temporary = path.with_name(f".{path.name}.new")
     try:
         with temporary.open("wb") as file:
             file.write(content)

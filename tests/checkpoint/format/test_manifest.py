@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.checkpoint.format.manifest import MANIFEST, DamagedCheckpointError, FileEntry, Manifest
+from megarl.checkpoint.format.manifest import MANIFEST, DamagedCheckpointError, FileEntry, Manifest, write_durably
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from tests.support.sample_checkpoints import make_checkpoint, verify
 
@@ -47,3 +48,13 @@ def test_unreadable_manifest_of_another_version(directory: CheckpointDirectory) 
     with pytest.raises(DamagedCheckpointError, match="format 99"):
         Manifest.read(path)
     assert os.path.isdir(path)
+
+
+def test_what_a_killed_writer_has_left_is_replaced_by_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    if (child := os.fork()) == 0:
+        os.replace = lambda *paths: os._exit(9)  # type: ignore[assignment]
+        write_durably(path, b"cut off")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9 and not path.exists() and any(tmp_path.iterdir())
+    write_durably(path, b"whole")
+    assert [each.name for each in tmp_path.iterdir()] == ["manifest.json"] and path.read_bytes() == b"whole"
