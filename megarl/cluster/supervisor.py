@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.handle import STATE_FILE, STOP_FILE, SupervisorSpec, read_state, write_state
 from megarl.cluster.nodes.network import one_node_environment
+from megarl.cluster.pool_commands import PoolCommands
 from megarl.cluster.ray_head import RayHead, access_environment, ray_environment, rollout_share
 from megarl.common.errors import RolloutError
 from megarl.common.output import redirect_output
@@ -43,7 +44,8 @@ from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
 from megarl.models.read_config import load_info
 from megarl.rollout.devices import refuse_split_replica, visible_devices
-from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE, ReplicaSpec, create_replica
+from megarl.rollout.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
+from megarl.rollout.replica import ReplicaSpec, create_replica
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -135,14 +137,20 @@ class Supervisor:
     def _serve(self) -> None:
         """Call the controller at intervals until asked to stop, and count the answers in the state.
 
-        Raises RolloutError if the controller, Ray or a process of the queue does not answer, and if the controller
+        Commands of `megarl pool` are read meanwhile. Raises RolloutError if the controller, Ray or a process of the queue does not answer, and if the controller
         cannot be reached for `timeouts.rpc_s`.
         """
         import ray
 
         heartbeat, answers, bound = self._actors[-1].heartbeat, 0, self.config.timeouts.rpc_s
+        commands = PoolCommands(self.run_dir, self.spec.launch_id, self._actors[-1])
         asked_at: float | None = None  # since when there is no answer
-        while not self._stop.wait(HEARTBEAT_S):
+        next_beat = time.monotonic() + HEARTBEAT_S
+        while not self._stop.wait(WATCH_S):
+            commands.look()
+            if time.monotonic() < next_beat:
+                continue
+            next_beat = time.monotonic() + HEARTBEAT_S
             asked_at = asked_at or time.monotonic()
             try:
                 ray.get(heartbeat.remote(), timeout=max(0.0, asked_at + bound - time.monotonic()))
