@@ -44,7 +44,7 @@ from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
 from megarl.models.read_config import load_info
 from megarl.rollout.devices import refuse_split_replica, visible_devices
-from megarl.rollout.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
+from megarl.rollout.placement import ENGINE_RESOURCE, HEAD_RESOURCE, HEAD_SHARE, ROLLOUT_RESOURCE
 from megarl.rollout.replica import ReplicaSpec, create_replica
 
 if TYPE_CHECKING:
@@ -137,17 +137,16 @@ class Supervisor:
     def _serve(self) -> None:
         """Call the controller at intervals until asked to stop, and count the answers in the state.
 
-        Commands of `megarl pool` are read meanwhile. Raises RolloutError if the controller, Ray or a process of the queue does not answer, and if the controller
-        cannot be reached for `timeouts.rpc_s`.
+        Commands of `megarl pool` are read meanwhile. Raises RolloutError if the controller, Ray or a process of the
+        queue does not answer, and if the controller cannot be reached for `timeouts.rpc_s`.
         """
         import ray
 
         heartbeat, answers, bound = self._actors[-1].heartbeat, 0, self.config.timeouts.rpc_s
-        commands = PoolCommands(self.run_dir, self.spec.launch_id, self._actors[-1])
         asked_at: float | None = None  # since when there is no answer
         next_beat = time.monotonic() + HEARTBEAT_S
         while not self._stop.wait(WATCH_S):
-            commands.look()
+            self._commands.look()
             if time.monotonic() < next_beat:
                 continue
             next_beat = time.monotonic() + HEARTBEAT_S
@@ -334,7 +333,8 @@ class Supervisor:
         replicas = [create_replica(replica_spec, index) for index in range(config.rollout.replicas)]
         for index, replica in enumerate(replicas):
             pending[replica.start.remote()] = f"engine replica {index}"
-        options = {"resources": {ROLLOUT_RESOURCE: 1}, "num_cpus": 1, "max_concurrency": 1000}
+        head = {HEAD_RESOURCE: HEAD_SHARE} if self._head is not None else {}
+        options = {"resources": {ROLLOUT_RESOURCE: 1, **head}, "num_cpus": 1, "max_concurrency": 1000}
         controller = (
             ray.remote(RolloutController)
             .options(name=CONTROLLER, namespace=spec.namespace, **options)
@@ -343,6 +343,8 @@ class Supervisor:
         self._actors = [*replicas, controller]
         pending[controller.start.remote()] = "the rollout controller"
         self._await_actors(pending, config.timeouts.engine_start_s)
+        self._commands = PoolCommands(self.run_dir, spec.launch_id, controller)
+        self._commands.look()  # makes their directory, before the pool is ready for them
 
     def _await_actors(self, pending: dict[ObjectRef, str], timeout_s: float) -> None:
         """Wait for every start call in `pending` (reference -> name of the part). Raises RolloutError."""

@@ -7,7 +7,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megarl.cluster.pool_commands import Action
 
 COLUMNS = ("replica", "node", "state", "devices", "version", "running", "waiting")
 
@@ -70,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     """Do one action and print its outcome. Raises ConfigError with the fix if it cannot be done."""
     from megarl.cluster.pool_commands import ask_pool
 
-    action = "undrain" if getattr(options, "undo", False) else options.action
+    action: Action = "undrain" if getattr(options, "undo", False) else options.action
     number = options.count if action == "add" else getattr(options, "replica", 0)
     answer = ask_pool(
         options.run_dir, action, number, timeout_s=options.timeout,

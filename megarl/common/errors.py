@@ -67,7 +67,7 @@ class ReplicaFailed(RolloutError):  # noqa: N818
         return type(self), (self.replica, str(self))
 
 
-class NoPlace(ReplicaFailed):  # noqa: N818
+class NoPlace(ReplicaFailed):
     """No node has room for the engine of a replica."""
 
 

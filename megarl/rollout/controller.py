@@ -43,10 +43,10 @@ from megarl.rollout.evaluator import Evaluator, FinishedEvaluation
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.journal import RolloutJournal
+from megarl.rollout.placement import HEAD_RESOURCE, ROLLOUT_RESOURCE, engine_needs, free_places
 from megarl.rollout.prompt_groups import PromptGroups
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import BatchReady, PublicationNeeded, ReadyBatches
-from megarl.rollout.placement import ROLLOUT_RESOURCE, engine_needs, free_places
 from megarl.rollout.replica import ReplicaSpec, create_replica, start_replica
 from megarl.rollout.retention import History
 
@@ -157,11 +157,14 @@ class RolloutController:
 
     def _start_queue(self) -> QueueServer:
         """Start the queue's actors, which this actor owns because its process imports the library in any case."""
+        units = self.config.queue.storage_units
+        own_head = self.spec.supervisor is not None
         return start_queue(
             self.partition,
             namespace=self.spec.namespace,
-            storage_units=self.config.queue.storage_units,
-            node_resource=ROLLOUT_RESOURCE,
+            storage_units=units,
+            # Several are spread over the rollout nodes, and the run ends if one of these is lost.
+            node_resource=HEAD_RESOURCE if own_head and units == 1 else ROLLOUT_RESOURCE,
             timeout_s=self.config.timeouts.engine_start_s,
         )
 

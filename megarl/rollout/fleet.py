@@ -448,11 +448,11 @@ class Fleet:
         ends = await asyncio.gather(*(restart_one(index) for index in wanted), return_exceptions=True)
         failures = {index: end for index, end in zip(wanted, ends, strict=True) if end is not None}
         left = set(self.members) - self.membership.drained - failures.keys()
-        for index, error in failures.items():
+        for error in failures.values():
             if not (isinstance(error, NoPlace) and left):
                 raise error
-        for index in failures:
-            logger.warning("the pool goes on without replica %d: %s", index, failures[index])
+        for index, error in failures.items():
+            logger.warning("the pool goes on without replica %d: %s", index, error)
             self.ended(index)
             self.membership.missing += 1
 

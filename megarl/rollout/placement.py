@@ -10,6 +10,10 @@ from megarl.config.schema import Config
 # Custom Ray resources of rollout nodes: the first marks such a node, the second counts the engines that it can hold.
 ROLLOUT_RESOURCE = "megarl_rollout"
 ENGINE_RESOURCE = "megarl_engine"
+# Ray's own resource of the node that runs its head. What the run cannot lose is placed there, so that it can lose any
+# other rollout node.
+HEAD_RESOURCE = "node:__internal_head__"
+HEAD_SHARE = 0.001
 
 
 def engine_needs(config: Config, *, cuda: bool) -> dict[str, float]:
