@@ -78,9 +78,8 @@ _COMMAND = TypeAdapter(PoolCommand)
 class PoolCommands:
     """The supervisor's side: `look` at intervals reads new commands, has the controller do them, and answers."""
 
-    def __init__(self, run_dir: Path, launch_id: str, controller: ActorHandle) -> None:
-        """`controller`: the actor that does what is asked."""
-        self._directory, self._launch_id, self._controller = run_dir / DIRECTORY, launch_id, controller
+    def __init__(self, run_dir: Path, launch_id: str) -> None:
+        self._directory, self._launch_id = run_dir / DIRECTORY, launch_id
         self._running: dict[ObjectRef, str] = {}  # the commands' ids
         self._has_directory = False
         self._complaints = RateLimit(COMPLAIN_S)
@@ -92,20 +91,23 @@ class PoolCommands:
         self._remove_older_than(0.0)
         self._has_directory = True
 
-    def look(self) -> None:
-        """Begin what is new, and answer what is done. It does not wait, and a disk that fails ends nothing."""
+    def look(self, controller: ActorHandle) -> None:
+        """Have the controller begin what is new, and answer what is done.
+
+        It does not wait, and a disk that fails ends nothing.
+        """
         try:
             if not self._has_directory:
                 self._make_directory()
             for path in sorted(self._directory.iterdir()):
                 if (name := _NAME.fullmatch(path.name)) is not None:
-                    self._begin(name[1], path)
+                    self._begin(name[1], path, controller)
             self._answer_done()
         except OSError as error:
             if self._complaints.allows():
                 logger.warning("the commands to the pool cannot be read now: %s", error)
 
-    def _begin(self, name: str, path: Path) -> None:
+    def _begin(self, name: str, path: Path, controller: ActorHandle) -> None:
         try:
             command = read_command(path)
             if command.launch_id != self._launch_id:
@@ -117,7 +119,7 @@ class PoolCommands:
             return
         path.unlink()  # before it is done: nothing is done twice
         logger.info("command %s: %s %d", name, command.action, command.number)
-        method = getattr(self._controller, METHODS[command.action])
+        method = getattr(controller, METHODS[command.action])
         arguments = () if command.action == "list" else (command.number,)
         self._running[method.remote(*arguments)] = name
 

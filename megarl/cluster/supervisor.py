@@ -95,6 +95,7 @@ class Supervisor:
         self._state["private_directory"] = str(private)
         self._head: RayHead | None = None
         self._actors: list[ActorHandle] = []  # the controller last
+        self._commands = PoolCommands(self.run_dir, spec.launch_id)
         self._ending_since: float | None = None
         # Half of the time that the launcher waits, so that an orderly and a forced tear-down both fit.
         self._orderly_s = self.config.timeouts.shutdown_s / 2
@@ -146,7 +147,7 @@ class Supervisor:
         asked_at: float | None = None  # since when there is no answer
         next_beat = time.monotonic() + HEARTBEAT_S
         while not self._stop.wait(WATCH_S):
-            self._commands.look()
+            self._commands.look(self._actors[-1])
             if time.monotonic() < next_beat:
                 continue
             next_beat = time.monotonic() + HEARTBEAT_S
@@ -343,8 +344,7 @@ class Supervisor:
         self._actors = [*replicas, controller]
         pending[controller.start.remote()] = "the rollout controller"
         self._await_actors(pending, config.timeouts.engine_start_s)
-        self._commands = PoolCommands(self.run_dir, spec.launch_id, controller)
-        self._commands.look()  # makes their directory, before the pool is ready for them
+        self._commands.look(controller)  # makes their directory, before the pool is ready for them
 
     def _await_actors(self, pending: dict[ObjectRef, str], timeout_s: float) -> None:
         """Wait for every start call in `pending` (reference -> name of the part). Raises RolloutError."""

@@ -80,12 +80,12 @@ def write_state(run_dir: Path, process: ProcessId | None = None, **changes: obje
 @contextmanager
 def served(run_dir: Path, controller: Controller) -> Iterator[PoolCommands]:
     """A supervisor that looks for commands, in a thread."""
-    commands, ended = PoolCommands(run_dir, LAUNCH, controller), threading.Event()  # type: ignore[arg-type]
-    commands.look()
+    commands, ended = PoolCommands(run_dir, LAUNCH), threading.Event()
+    commands.look(controller)  # type: ignore[arg-type]
 
     def look() -> None:
         while not ended.wait(0.01):
-            commands.look()
+            commands.look(controller)  # type: ignore[arg-type]
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -120,11 +120,11 @@ def test_what_is_left_of_an_earlier_launch_is_never_done(tmp_path: Path, control
     name = "0" * 32
     command = {"launch_id": LAUNCH, "action": "remove", "number": 0}
     (directory / f"{name}.command").write_text(json.dumps(command))
-    commands = PoolCommands(tmp_path, LAUNCH, controller)  # type: ignore[arg-type]
-    commands.look()
+    commands = PoolCommands(tmp_path, LAUNCH)
+    commands.look(controller)  # type: ignore[arg-type]
     assert list(directory.iterdir()) == []
     (directory / f"{name}.command").write_text(json.dumps({**command, "launch_id": "another"}))
-    commands.look()
+    commands.look(controller)  # type: ignore[arg-type]
     assert "for launch another" in json.loads((directory / f"{name}.answer").read_text())["error"]
     assert controller.asked == []
 
@@ -141,12 +141,12 @@ def test_what_is_left_of_an_earlier_launch_is_never_done(tmp_path: Path, control
     ],
 )
 def test_anything_else_is_refused_and_answered(tmp_path: Path, controller: Controller, content: str, told: str) -> None:
-    commands = PoolCommands(tmp_path, LAUNCH, controller)  # type: ignore[arg-type]
-    commands.look()
+    commands = PoolCommands(tmp_path, LAUNCH)
+    commands.look(controller)  # type: ignore[arg-type]
     directory = tmp_path / DIRECTORY
     (directory / f"{'a' * 32}.command").write_text(content)
     (directory / "notes.txt").write_text("not a command")
-    commands.look()
+    commands.look(controller)  # type: ignore[arg-type]
     assert told in json.loads((directory / f"{'a' * 32}.answer").read_text())["error"]
     assert controller.asked == [] and not list(directory.glob("*.command"))
 

@@ -225,7 +225,7 @@ def test_an_engine_that_does_not_start_is_named_and_the_others_join() -> None:
 
 
 def test_a_replica_without_a_place_leaves_the_pool_and_comes_back_under_a_new_number() -> None:
-    """As after the loss of its node. With no other one it would be the end of the run."""
+    """The loss of its node is such a case. With no other replica it would be the end of the run."""
 
     async def nowhere(index: int, old: Any) -> Any:
         raise NoPlace(index, f"no node has room for replica {index}")

@@ -1,4 +1,4 @@
-"""How many engines fit into what nodes have free."""
+"""The number of engines that fit into what nodes have free."""
 
 from __future__ import annotations
 
