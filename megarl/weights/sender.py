@@ -271,7 +271,11 @@ class WeightSender:
         assert self._store is not None and self._group is not None
         key = f"g{self._generation}/s{self._sync}/members"
         if self._engines is None:
-            answer = self._store.wait(key, 2 * self.settings.rpc_s, "trainer rank 0 to ask which replicas there are")
+            wait_s = 2 * self.settings.rpc_s
+            answer = self._store.block(key, wait_s)
+            if answer is None:
+                waited = f"trainer rank {self._rank} waited {wait_s:.0f} s"
+                raise PeerTimeout(f"{waited} for trainer rank 0 to ask which replicas there are")
         else:
             answer = self._ask_for_members(self._engines, self._group.members)
             if self._world > 1:
