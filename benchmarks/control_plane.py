@@ -262,7 +262,7 @@ def rows_of(results: Sequence[Measured], machine: str) -> list[Ratio]:
 def start_ray(directory: Path) -> RayHead:
     """Start a Ray cluster as a run's supervisor does; return its head."""
     from megarl.cluster.ray_head import RayHead, RayShare, access_environment
-    from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE
+    from megarl.rollout.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
 
     directory.mkdir()
     os.environ.update(access_environment(directory, create=True))

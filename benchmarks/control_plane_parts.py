@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.controller import RolloutController
-from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE, ReplicaSpec, replica_name
+from megarl.rollout.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
+from megarl.rollout.replica import ReplicaSpec, replica_name
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import EngineReport, ResponsePart
 

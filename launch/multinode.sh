@@ -49,13 +49,16 @@ for host in ${hosts//,/ }; do
   index=$((index + 1))
 done
 
-# The connection to a lost host may hang for ever: once the job has failed, wait this many seconds and end it.
+# The connection to a lost host may hang for ever: once the job has ended, wait this many seconds and end it.
 failed_wait_s=90
+ended() {
+  [ -e "$(dirname "$launch")/failed.json" ] || grep -Eqs '"status": "(finished|preempted)"' "$run_dir/exit.json"
+}
 living() { for agent in "${agents[@]}"; do kill -0 "$agent" 2>/dev/null && return; done; return 1; }
 while living; do
   sleep 1 &
   wait "$!" || true # a trapped signal interrupts `wait`
-  if [ -e "$(dirname "$launch")/failed.json" ]; then
+  if ended; then
     failed_wait_s=$((failed_wait_s - 1))
     [ "$failed_wait_s" -gt 0 ] || kill "${agents[@]}" 2>/dev/null || true
   fi

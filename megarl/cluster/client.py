@@ -204,6 +204,10 @@ class PoolHandles:
             for index in self._client.members()
         ]
 
+    def names(self) -> Sequence[str]:
+        """Return the names of the replicas that take part in the next sync."""
+        return [f"replica {index}" for index in self._client.members()]
+
     def _actor(self, index: int) -> ActorHandle | None:
         """Return the replica's actor; None if it has ended, because Ray then forgets its name."""
         import ray
@@ -214,7 +218,10 @@ class PoolHandles:
             return None
 
     def restart(self, names: Sequence[str], timeout_s: float) -> None:
-        """Replace the named replicas by new ones. Raises RolloutError if one does not start."""
+        """Replace the named replicas by new ones, or leave out those that cannot be.
+
+        Raises RolloutError if one does not start.
+        """
         indices = [int(name.removeprefix("replica ")) for name in names]
         self._client.call("restart_replicas", indices, timeout_s=timeout_s)
 
@@ -279,7 +286,7 @@ class PoolClient:
         return Path(self.handle.run_dir) / "logs"
 
     def members(self) -> list[int]:
-        """Return the indices of all replicas, lost and joining ones included."""
+        """Return the indices of the replicas that take part in the publication that is being made, or in the next."""
         return self.call("members", timeout_s=self.config.timeouts.rpc_s)
 
     def devices(self) -> list[HeldDevices]:

@@ -26,7 +26,7 @@ from megarl.common.private_directory import make_private_directory, remove_priva
 from megarl.common.processes import descendants, sweep
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
-from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE
+from megarl.rollout.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
 
 if TYPE_CHECKING:
     from ray._private.node import Node

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.handle import STATE_FILE, STOP_FILE, SupervisorSpec, read_state, write_state
 from megarl.cluster.nodes.network import one_node_environment
+from megarl.cluster.pool_commands import PoolCommands
 from megarl.cluster.ray_head import RayHead, access_environment, ray_environment, rollout_share
 from megarl.common.errors import RolloutError
 from megarl.common.output import redirect_output
@@ -43,7 +44,8 @@ from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
 from megarl.models.read_config import load_info
 from megarl.rollout.devices import refuse_split_replica, visible_devices
-from megarl.rollout.replica import ENGINE_RESOURCE, ROLLOUT_RESOURCE, ReplicaSpec, create_replica
+from megarl.rollout.placement import ENGINE_RESOURCE, HEAD_RESOURCE, HEAD_SHARE, ROLLOUT_RESOURCE
+from megarl.rollout.replica import ReplicaSpec, create_replica
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -93,6 +95,7 @@ class Supervisor:
         self._state["private_directory"] = str(private)
         self._head: RayHead | None = None
         self._actors: list[ActorHandle] = []  # the controller last
+        self._commands = PoolCommands(self.run_dir, spec.launch_id)
         self._ending_since: float | None = None
         # Half of the time that the launcher waits, so that an orderly and a forced tear-down both fit.
         self._orderly_s = self.config.timeouts.shutdown_s / 2
@@ -135,14 +138,19 @@ class Supervisor:
     def _serve(self) -> None:
         """Call the controller at intervals until asked to stop, and count the answers in the state.
 
-        Raises RolloutError if the controller, Ray or a process of the queue does not answer, and if the controller
-        cannot be reached for `timeouts.rpc_s`.
+        Commands of `megarl pool` are read meanwhile. Raises RolloutError if the controller, Ray or a process of the
+        queue does not answer, and if the controller cannot be reached for `timeouts.rpc_s`.
         """
         import ray
 
         heartbeat, answers, bound = self._actors[-1].heartbeat, 0, self.config.timeouts.rpc_s
         asked_at: float | None = None  # since when there is no answer
-        while not self._stop.wait(HEARTBEAT_S):
+        next_beat = time.monotonic() + HEARTBEAT_S
+        while not self._stop.wait(WATCH_S):
+            self._commands.look(self._actors[-1])
+            if time.monotonic() < next_beat:
+                continue
+            next_beat = time.monotonic() + HEARTBEAT_S
             asked_at = asked_at or time.monotonic()
             try:
                 # The last look gets some time as well: that it could not be reached, and not that it was late, is the
@@ -328,7 +336,8 @@ class Supervisor:
         replicas = [create_replica(replica_spec, index) for index in range(config.rollout.replicas)]
         for index, replica in enumerate(replicas):
             pending[replica.start.remote()] = f"engine replica {index}"
-        options = {"resources": {ROLLOUT_RESOURCE: 1}, "num_cpus": 1, "max_concurrency": 1000}
+        head = {HEAD_RESOURCE: HEAD_SHARE} if self._head is not None else {}
+        options = {"resources": {ROLLOUT_RESOURCE: 1, **head}, "num_cpus": 1, "max_concurrency": 1000}
         controller = (
             ray.remote(RolloutController)
             .options(name=CONTROLLER, namespace=spec.namespace, **options)
@@ -337,6 +346,7 @@ class Supervisor:
         self._actors = [*replicas, controller]
         pending[controller.start.remote()] = "the rollout controller"
         self._await_actors(pending, config.timeouts.engine_start_s)
+        self._commands.look(controller)  # makes their directory, before the pool is ready for them
 
     def _await_actors(self, pending: dict[ObjectRef, str], timeout_s: float) -> None:
         """Wait for every start call in `pending` (reference -> name of the part). Raises RolloutError."""

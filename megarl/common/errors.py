@@ -67,6 +67,10 @@ class ReplicaFailed(RolloutError):  # noqa: N818
         return type(self), (self.replica, str(self))
 
 
+class NoPlace(ReplicaFailed):
+    """No node has room for the engine of a replica."""
+
+
 class NoReplicaLeft(ReplicaFailed):
     """The last working replica has failed."""
 

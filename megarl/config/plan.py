@@ -17,7 +17,7 @@ from megarl.config.hardware import local_gpus
 from megarl.config.memory import EngineMemory, Memory, engine_memory, trainer_memory
 from megarl.config.pace import pace_notes
 from megarl.config.parameters import model_parameters
-from megarl.config.pools import Pools, resolve_pools
+from megarl.config.pools import Pools, most_replicas, resolve_pools
 from megarl.config.schema import Config
 from megarl.config.trainer_layout import trainer_layout
 from megarl.models.info import ModelInfo
@@ -53,6 +53,7 @@ class RunPlan:
     layout: Layout
     pools: Pools
     replicas: int
+    most_replicas: int
     engine_gpus: int
     parameters: int
     active_parameters: int
@@ -99,6 +100,7 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
         layout=layout,
         pools=resolve_pools(config),
         replicas=config.rollout.replicas,
+        most_replicas=most_replicas(config),
         engine_gpus=config.rollout.tensor_parallel,
         parameters=total,
         active_parameters=active,

@@ -68,7 +68,9 @@ def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
     yield "model", f"{info.family}, {info.num_layers} layers, {count} parameters{moe}"
     yield "trainer", f"{_count(plan.ranks, 'rank')}: {' · '.join(parts)}"
     engines = _count(plan.replicas, "engine")
-    yield "rollout", f"{engines} of {_count(plan.engine_gpus, _unit(plan))}{'' if plan.replicas == 1 else ' each'}"
+    more = f", places for {plan.most_replicas}" if plan.most_replicas > plan.replicas else ""
+    width = f"{_count(plan.engine_gpus, _unit(plan))}{'' if plan.replicas == 1 else ' each'}"
+    yield "rollout", f"{engines} of {width}{more}"
     if plan.device == "cuda":
         where = "same nodes" if plan.pools.shared else "nodes of its own"
         yield "trainer devices", _devices(plan.pools.trainer)

@@ -38,14 +38,24 @@ class Pools:
 
 
 def rollout_gpus(config: Config) -> int:
-    """Return the number of GPUs (on CPU: engine workers) of the rollout pool."""
-    return config.rollout.replicas * config.rollout.tensor_parallel
+    """Return the number of GPUs (on CPU: engine workers) of the rollout pool, those kept for later engines included."""
+    return most_replicas(config) * config.rollout.tensor_parallel
+
+
+def most_replicas(config: Config) -> int:
+    """Return the number of engines for which the rollout nodes have places."""
+    return config.rollout.max_replicas or config.rollout.replicas
 
 
 def resolve_pools(config: Config) -> Pools:
     """Return the devices of both pools; raises ConfigError for sizes and devices that do not fit together."""
     trainer, rollout = config.trainer, config.rollout
     problems: list[str] = []
+    if most_replicas(config) < rollout.replicas:
+        problems.append(
+            f"rollout.max_replicas: {rollout.max_replicas} is less than rollout.replicas={rollout.replicas}; raise it, "
+            "or remove it"
+        )
     t_per_node = _per_node("trainer", trainer.gpus, trainer.gpus_per_node, trainer.devices, problems)
     r_total = rollout_gpus(config)
     r_per_node = _per_node("rollout", r_total, rollout.gpus_per_node, rollout.devices, problems)
@@ -97,7 +107,7 @@ def _per_node(name: str, total: int, per_node: int | None, devices: list[int] | 
             problems.append(f"{name}.devices: {per_node} devices for {total} GPUs; list only {total} devices")
     size = min(per_node or total, total)
     if total % size:
-        fix = "trainer.gpus" if name == "trainer" else "rollout.replicas x rollout.tensor_parallel"
+        fix = "trainer.gpus" if name == "trainer" else "rollout.replicas (or max_replicas) x rollout.tensor_parallel"
         problems.append(f"{name}.gpus_per_node: {fix} = {total} is not a multiple of {size}; nodes are filled evenly")
     return size
 

@@ -239,7 +239,13 @@ class SamplingConfig(Section):
 class RolloutConfig(Section):
     """The pool of vLLM engines."""
 
-    replicas: int = Field(1, ge=1, description="Number of engines.")
+    replicas: int = Field(1, ge=1, description="Number of engines at the start.")
+    max_replicas: int | None = Field(
+        None,
+        ge=1,
+        description="Engines for which the rollout nodes keep places, GPUs included, so that `megarl pool add` can "
+        "start more than `replicas`; default: `replicas`.",
+    )
     tensor_parallel: int = Field(1, ge=1, description="GPUs per engine, all on one node.")
     gpus_per_node: int | None = Field(None, ge=1, description="Rollout GPUs on each node; default: all on one node.")
     devices: list[int] | None = Field(None, description="GPU indices of the pool on each node.")

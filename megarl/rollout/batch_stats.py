@@ -71,7 +71,9 @@ class BatchStats:
         self.replaced_rewards.append(sum(rewards) / len(rewards))
         self.replaced_tokens += sum(len(row.response_ids) for row in rows)
 
-    def metrics(self, *, replicas_serving: int, replicas_lost: int, load: EngineLoad) -> dict[str, float]:
+    def metrics(
+        self, *, replicas_serving: int, replicas_lost: int, replicas_idle: int = 0, load: EngineLoad
+    ) -> dict[str, float]:
         """Return the declared `rollout/*` and `reward/*` metrics that only the rollout side can measure."""
         values: dict[str, float] = {
             "rollout/skipped_prompts": self.skipped_prompts,
@@ -81,6 +83,7 @@ class BatchStats:
             "rollout/engine_seconds": self.engine_seconds,
             "rollout/replicas_alive": replicas_serving,
             "rollout/replicas_lost": replicas_lost,
+            "rollout/replicas_idle": replicas_idle,
             "rollout/kv_usage_max": load.kv_usage,
             "rollout/running_max": load.running,
             "rollout/waiting_max": load.waiting,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import BatchNotReady, RolloutError
 from megarl.common.garbage import collect_rarely, exempt_present_objects
@@ -38,15 +38,20 @@ from megarl.rollout.batch_stats import BatchStats, BusyClock
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
+from megarl.rollout.elastic_pool import ElasticPool, ReplicaReport
 from megarl.rollout.evaluator import Evaluator, FinishedEvaluation
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.journal import RolloutJournal
+from megarl.rollout.placement import HEAD_RESOURCE, ROLLOUT_RESOURCE, engine_needs, free_places
 from megarl.rollout.prompt_groups import PromptGroups
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import BatchReady, PublicationNeeded, ReadyBatches
-from megarl.rollout.replica import ROLLOUT_RESOURCE, ReplicaSpec
+from megarl.rollout.replica import ReplicaSpec, create_replica, start_replica
 from megarl.rollout.retention import History
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +107,7 @@ class RolloutController:
             Fleet.attach(self.spec, config),
             self._rewards.start(),
         )
+        self.elastic = self._elastic_pool()
         self._batcher = Batcher(self._fleet, clock=self._engine_time)
         self._runner = GroupRunner(
             config, SingleTurn(), self._source, self._batcher, self._rewards, partition=self.partition
@@ -115,6 +121,17 @@ class RolloutController:
         exempt_present_objects()
         collect_rarely()
         return {"start_s": time.monotonic() - started}
+
+    def _elastic_pool(self) -> ElasticPool:
+        import ray
+
+        timeouts, needs = self.config.timeouts, engine_needs(self.config, cuda=self.spec.cuda)
+
+        async def start(index: int) -> ActorHandle:
+            return await start_replica(create_replica(self.spec, index), index, timeouts)
+
+        notify = partial(write_notice, self.run_dir)
+        return ElasticPool(self._fleet, timeouts, start, ray.kill, partial(free_places, needs), notify)
 
     def _prompt_groups(self) -> PromptGroups:
         return PromptGroups(
@@ -135,11 +152,14 @@ class RolloutController:
 
     def _start_queue(self) -> QueueServer:
         """Start the queue's actors, which this actor owns because its process imports the library in any case."""
+        units = self.config.queue.storage_units
+        own_head = self.spec.supervisor is not None
         return start_queue(
             self.partition,
             namespace=self.spec.namespace,
-            storage_units=self.config.queue.storage_units,
-            node_resource=ROLLOUT_RESOURCE,
+            storage_units=units,
+            # Several are spread over the rollout nodes, and the run ends if one of these is lost.
+            node_resource=HEAD_RESOURCE if own_head and units == 1 else ROLLOUT_RESOURCE,
             timeout_s=self.config.timeouts.engine_start_s,
         )
 
@@ -244,8 +264,9 @@ class RolloutController:
         stats.interval, self._taken_at = now - self._taken_at if self._taken_at is not None else None, now
         fleet = self._fleet
         metrics = stats.metrics(
-            replicas_serving=len(fleet.serving), replicas_lost=len(fleet.lost), load=fleet.take_load()
-        )
+            replicas_serving=len(fleet.serving), replicas_lost=len(fleet.lost),
+            replicas_idle=len(fleet.idle), load=fleet.take_load(),
+        )  # fmt: skip
         return self._batches.take(step, self._admission, metrics)
 
     async def upcoming(self, step: int) -> list[int]:
@@ -288,7 +309,11 @@ class RolloutController:
         return self._admission.counters
 
     async def heartbeat(self) -> None:
-        """Raise RolloutError if a process of the queue has died or hangs. The supervisor calls it at intervals."""
+        """Raise RolloutError if a process of the queue has died or hangs. The supervisor calls it at intervals.
+
+        Replicas that were lost with their node are started again if there is room for them.
+        """
+        await self.elastic.tend()
         await self._queue.check(self.config.timeouts.rpc_s / 2)  # its error comes before the supervisor's
 
     async def counters(self) -> Counters:
@@ -382,8 +407,28 @@ class RolloutController:
         self._runner.stats, self._taken_at, self._needed = BatchStats(), None, -1
 
     async def members(self) -> list[int]:
-        """Return the indices of all replicas, lost and joining ones included."""
+        """Return the indices of the replicas that take part in the publication that is being made, or in the next."""
         return self._fleet.members
+
+    async def list_replicas(self) -> tuple[list[ReplicaReport], int]:
+        """Return the state of every replica, and how many are missing because there is no room for them."""
+        return await self.elastic.reports(), self._fleet.membership.missing
+
+    async def drain_replica(self, index: int) -> str:
+        """Give a replica no more work. Raises RolloutError if that cannot be."""
+        return await self.elastic.drain(index)
+
+    async def undrain_replica(self, index: int) -> str:
+        """Let a drained replica serve again after the next publication. Raises RolloutError if it is not drained."""
+        return await self.elastic.undrain(index)
+
+    async def remove_replica(self, index: int) -> str:
+        """Drain a replica and end its engine. Raises RolloutError if that cannot be."""
+        return await self.elastic.remove(index)
+
+    async def add_replicas(self, count: int) -> str:
+        """Start further engines, which join with the next publication. Raises RolloutError if that cannot be."""
+        return await self.elastic.add(count)
 
     async def devices(self) -> list[HeldDevices]:
         """Return the devices that each serving replica holds."""

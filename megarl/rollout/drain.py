@@ -116,6 +116,10 @@ class RunningCalls:
         """Let `end` look again, because a call that a replica has left may not be running any more."""
         self._changed.set()
 
+    def on(self, replica: int) -> int:
+        """Return the number of unfinished responses on which a replica works."""
+        return sum(len(call.responses.unfinished) for call in self._calls if call.replica == replica)
+
     async def end(self, timeout_s: float, among: Callable[[Call], bool]) -> None:
         """Wait until no call of those that `among` accepts is running.
 

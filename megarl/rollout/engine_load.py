@@ -40,6 +40,7 @@ class EngineMonitor:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
+        self.latest = EngineLoad()  # of the last step
         self._peak = EngineLoad()
         self._heard = now()
         self._held: set[str] = set()
@@ -48,9 +49,10 @@ class EngineMonitor:
         """Take note of a step."""
         self._heard = self._now()
         if scheduler_stats is not None:
-            self._peak |= EngineLoad(
+            self.latest = EngineLoad(
                 scheduler_stats.kv_cache_usage, scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
             )
+            self._peak |= self.latest
 
     def log_engine_initialized(self) -> None:
         """Do nothing: vLLM calls this once."""

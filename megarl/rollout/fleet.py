@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RequestFailed, RolloutError
+from megarl.common.errors import NoPlace, NoReplicaLeft, ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.actor_errors import as_rollout_error
 from megarl.rollout.devices import HeldDevices
@@ -23,6 +23,7 @@ from megarl.rollout.dispatcher import Dispatcher
 from megarl.rollout.drain import Call, Hold, RunningCalls
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.membership import Membership
 from megarl.rollout.progress_rates import ProgressRates
 from megarl.rollout.replacements import Replacements
 from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
@@ -81,6 +82,7 @@ class Fleet:
         whether requests are held back from replicas whose KV cache is full. `sync_restarts`: see `Replacements`.
         """
         self._replicas = dict(replicas)
+        self.membership = Membership(replicas)
         self._timeouts, self._restart, self._describe = timeouts, restart, describe
         self._report_interval_s = report_interval_s
         self._replacements = Replacements(timeouts, sync_restarts)
@@ -118,7 +120,7 @@ class Fleet:
         return cls(
             replicas,
             timeouts,
-            lambda index, old: restart_replica(spec, index, old, timeouts.engine_start_s),
+            lambda index, old: restart_replica(spec, index, old, timeouts),
             lambda index: f"see {logs / f'replica-{index}.log'}",
             report_interval_s=config.rollout.report_interval_s,
             back_pressure=config.rollout.back_pressure,
@@ -127,13 +129,18 @@ class Fleet:
 
     @property
     def members(self) -> list[int]:
-        """Indices of all replicas, sorted."""
-        return sorted(self._replicas)
+        """Indices of the replicas that take part in the publication that is being made, or else in the next one."""
+        return self.membership.members
 
     @property
     def serving(self) -> list[int]:
         """Indices of the replicas that serve, sorted."""
         return sorted(self._dispatcher.load)
+
+    @property
+    def idle(self) -> list[int]:
+        """Indices of the replicas that are started, wait for their first weights, or are drained, sorted."""
+        return sorted(self.membership.idle - self.lost.keys())
 
     @property
     def needs_publication(self) -> str:
@@ -238,7 +245,8 @@ class Fleet:
             await self._replacements.wait(wake)
 
     def _none_left(self, waited: str) -> NoReplicaLeft:
-        index, reason = next(reversed(self.lost.items()))
+        none = ReplicaFailed(-1, "all replicas have left the pool")
+        index, reason = next(reversed(self.lost.items()), (-1, none))
         error = NoReplicaLeft(index, f"{waited}{reason}")
         error.__cause__ = reason
         return error
@@ -248,7 +256,7 @@ class Fleet:
     ) -> None:
         """Have a replica work on the unfinished responses, which are placed on it, until all have ended.
 
-        At the deadline the replica stops the others, which stay unfinished.
+        At the deadline, or when it is drained, the replica stops the others, which stay unfinished.
 
         Raises ReplicaFailed if the replica is lost or replaced, if a report does not come within `timeouts.rpc_s` of
         the time when it is due, or after `timeout_s` in all.
@@ -264,7 +272,11 @@ class Fleet:
         try:
             while left:
                 if (reason := self._ended(index, service)) is not None:
-                    raise reason
+                    if not (self._is_drained(index) and self._replicas.get(index) is service.replica):
+                        raise reason
+                    left -= await self._end(prefix, index, responses, holder)
+                    responses.move()
+                    return
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise self._late(index, "generate", timeout_s)
@@ -276,14 +288,18 @@ class Fleet:
                 self._dispatcher.reported(prefix, holder(), ended, report.load)
                 left -= ended
                 if left and deadline is not None and time.monotonic() >= deadline.at:
-                    report = await self.call(index, "end", responses.reported, timeout_s=self._timeouts.rpc_s)
-                    ended = responses.add_last(report.parts)
-                    self._dispatcher.reported(prefix, holder(), ended, report.load)
-                    left -= ended
+                    left -= await self._end(prefix, index, responses, holder)
                     return
                 call = ("report", responses.reported)
         finally:
             self._dispatcher.release(prefix, holder(), left)
+
+    async def _end(self, prefix: Hashable, index: int, responses: ResponsesSoFar, holder: Callable[[], int]) -> int:
+        """Have a replica stop its unfinished responses; add their last tokens. Return how many ended with them."""
+        report = await self.call(index, "end", responses.reported, timeout_s=self._timeouts.rpc_s)
+        ended = responses.add_last(report.parts)
+        self._dispatcher.reported(prefix, holder(), ended, report.load)
+        return ended
 
     def _note_progress(self, index: int, service: _Service, progress: tuple[int, float]) -> None:
         """Lose a replica that is much slower than the others.
@@ -300,10 +316,12 @@ class Fleet:
 
     def _ended(self, index: int, service: _Service) -> ReplicaFailed | None:
         """Return why a replica does not work on what was placed on it any more; None if it does."""
-        if self._replicas[index] is not service.replica:
+        if self._replicas.get(index) is not service.replica:
             return ReplicaFailed(index, f"replica {index} has been replaced")
         if index in self.lost:
             return self.lost[index]
+        if self._is_drained(index):
+            return ReplicaFailed(index, f"replica {index} is drained")
         if self._losses[index] != service.losses:
             return ReplicaFailed(index, f"replica {index} was lost, and serves again without its requests of before")
         return None
@@ -330,13 +348,83 @@ class Fleet:
         """Send nothing more to a replica; its unfinished responses go on elsewhere after its next report."""
         if index not in self.lost:
             self.lost[index] = reason
-            self._losses[index] += 1
-            self._rates.forget(index)
-            self._dispatcher.remove(index)
+            self._withdraw(index)
+
+    def _withdraw(self, index: int) -> None:
+        """Place nothing more on a replica, and count nothing more of what it works on."""
+        self._losses[index] += 1
+        self._rates.forget(index)
+        self._dispatcher.remove(index)
+
+    def _is_drained(self, index: int) -> bool:
+        return index in self.membership.drained | self.membership.leaving
+
+    def state_of(self, index: int) -> str:
+        """Return what a replica does, in one word."""
+        members, pins = self.membership, self._dispatcher.pins
+        states = {
+            "starting": index in members.starting,
+            "leaving": index in members.leaving,
+            "joining": index in members.new or self._replacements.comes(index),
+            "lost": index in self.lost,
+            "drained": index in members.drained,
+            "evaluating": index in pins.pinned,
+            "outdated": index in pins.reserved,
+        }
+        return next((state for state, is_so in states.items() if is_so), "serving")
+
+    @property
+    def report_bound_s(self) -> float:
+        """The longest time until a replica has reported, or is lost."""
+        return self._report_interval_s + 2 * self._timeouts.rpc_s
+
+    def serves_without(self, index: int) -> bool:
+        """Tell whether another replica serves training."""
+        return bool(self._dispatcher.open_to(background=False) - {index})
+
+    def outstanding(self, index: int) -> int:
+        """Return the number of responses on which a replica works, those that a drained one gives up included."""
+        return self._calls.on(index)
+
+    def can_end(self, index: int) -> bool:
+        """Tell whether the engine of a replica that leaves can end: nothing works on it, with it or for it."""
+        return not (self._calls.on(index) or self.membership.needed(index) or self._replacements.comes(index))
+
+    def drain_replica(self, index: int) -> None:
+        """Send nothing more to a replica, which stays in the pool; its responses go on elsewhere after its next report.
+
+        It goes on taking part in publications.
+        """
+        self.membership.drained.add(index)
+        self._withdraw(index)
+
+    def admit_drained(self, index: int) -> None:
+        """End what `drain_replica` began: the replica serves again after the next publication."""
+        self.membership.drained.discard(index)
+        if index not in self.lost:
+            self.membership.new.add(index)
+
+    def add(self, index: int, replica: ActorHandle) -> None:
+        """Add a started replica, whose index `membership.reserve` gave: it serves after the next publication."""
+        self._replicas[index] = replica
+        self.membership.started(index)
+
+    def leave(self, index: int) -> None:
+        """Remove a replica; its responses go on elsewhere. Its engine can be ended as soon as `can_end` is true."""
+        self.membership.leaving.add(index)
+        self.lost.pop(index, None)
+        self._withdraw(index)
+
+    def ended(self, index: int) -> ActorHandle:
+        """Forget a replica that has left; return its actor, which is to be ended."""
+        self.lost.pop(index, None)
+        self.membership.forget(index)
+        return self._replicas.pop(index)
 
     async def restart(self, indices: Sequence[int]) -> None:
         """Replace replicas by new ones under the same names; they serve after `admit_joining`, and not before.
 
+        One for which no node has room, as after the loss of its node, leaves the pool, unless it would be the last.
         Raises RolloutError if one does not come up. The controller owns them: the actors of a rank would end with the
         rank.
         """
@@ -344,16 +432,29 @@ class Fleet:
         async def restart_one(index: int) -> None:
             self.lose(index, ReplicaFailed(index, f"replica {index} is being replaced"))
             self._replaced_next.discard(index)
+            self.membership.new.discard(index)
             with self._replacements.starting(index):
                 try:
                     self._replicas[index] = await self._restart(index, self._replicas[index])
                 except Exception as error:
-                    self.lost.pop(index)
+                    self.lost.pop(index, None)  # so that it is the last one again
                     reason = as_rollout_error(index, "restart", error, self._describe(index))
                     self.lose(index, ReplicaFailed(index, str(reason)))
                     raise
 
-        await asyncio.gather(*(restart_one(index) for index in indices))
+        for index in self.membership.leaving:
+            self.membership.excuse(index)
+        wanted = [index for index in indices if index in self._replicas and index not in self.membership.leaving]
+        ends = await asyncio.gather(*(restart_one(index) for index in wanted), return_exceptions=True)
+        failures = {index: end for index, end in zip(wanted, ends, strict=True) if end is not None}
+        left = set(self.members) - self.membership.drained - failures.keys()
+        for error in failures.values():
+            if not (isinstance(error, NoPlace) and left):
+                raise error
+        for index, error in failures.items():
+            logger.warning("the pool goes on without replica %d: %s", index, error)
+            self.ended(index)
+            self.membership.missing += 1
 
     async def begin_sync(self) -> None:
         """Record that a weight sync is about to begin, which replaces the replicas that its failure leaves unusable.
@@ -363,6 +464,8 @@ class Fleet:
         run (`weight_sync.restarts` is 0): it then takes part, and serves no more.
         """
         replaces = self._replacements.begin_sync()
+        for index in self.membership.begin_sync():
+            self._replacements.join(index)
         lost = [index for index in self.lost if not self._replacements.comes(index)]
         await asyncio.gather(*(self._readmit(index, replaces) for index in lost))
 
@@ -406,14 +509,16 @@ class Fleet:
         await self._hold.wait("a prompt group")
 
     def admit_joining(self) -> None:
-        """Let all replicas serve training, replaced ones too. Call it when a sync is complete.
+        """Let all replicas serve training, replaced and new ones too. Call it when a sync is complete.
 
-        Those that the publication has left out (`leave_out`) do not.
+        Those that the publication has left out (`leave_out`), and drained ones, do not.
         """
         for index in self._replacements.take_joining():
-            self.lost.pop(index)
-            self._dispatcher.add(index)
+            self.lost.pop(index, None)
+            if index in self._replicas and index not in self._dispatcher.load and not self._is_drained(index):
+                self._dispatcher.add(index)
         self._replacements.end_sync()
+        self.membership.end_sync()
         self._dispatcher.pins.published()
         self._let_go()
 
@@ -439,6 +544,7 @@ class Fleet:
         Lost ones serve again after `admit_joining`.
         """
         self._replacements.end_sync()
+        self.membership.end_sync()
         self._let_go()
         broken = []
 

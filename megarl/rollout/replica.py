@@ -18,17 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.common.errors import ReplicaFailed, RequestFailed
+from megarl.common.errors import NoPlace, ReplicaFailed, RequestFailed
 from megarl.common.garbage import collect_rarely, exempt_present_objects
 from megarl.common.output import redirect_output
 from megarl.common.private_directory import name_shared_memory
 from megarl.common.processes import ProcessId, die_with
-from megarl.config.schema import Config
+from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.answered_calls import AnsweredCalls
 from megarl.rollout.devices import HeldDevices, held_devices
 from megarl.rollout.engine_args import engine_args, engine_environment, reads_weights
 from megarl.rollout.engine_load import EngineMonitor, build_monitored
 from megarl.rollout.engine_requests import EngineRequests
+from megarl.rollout.placement import engine_needs
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import EngineReport, ResponsePart
 
@@ -39,10 +40,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-# Custom Ray resources of rollout nodes: the first marks such a node, the second counts the engines that it can hold.
-ROLLOUT_RESOURCE = "megarl_rollout"
-ENGINE_RESOURCE = "megarl_engine"
 
 
 @dataclass(frozen=True)
@@ -66,6 +63,16 @@ class ReplicaSpec:
             die_with(self.supervisor, "supervisor")
 
 
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """Holds where a replica is, the version that it serves (None: none yet), and the numbers of its requests."""
+
+    held: HeldDevices
+    version: str | None
+    running: int
+    waiting: int
+
+
 def replica_name(index: int) -> str:
     """Return the Ray name of a replica inside the run's namespace."""
     return f"replica-{index}"
@@ -79,20 +86,23 @@ def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
     """
     import ray
 
-    tensor_parallel = Config.model_validate_json(spec.config_json).rollout.tensor_parallel
-    options = {"num_gpus": tensor_parallel if spec.cuda else 0, "num_cpus": 1, "max_concurrency": 1000}
+    needs = engine_needs(Config.model_validate_json(spec.config_json), cuda=spec.cuda)
+    options = {"num_gpus": needs.pop("GPU", 0), "num_cpus": needs.pop("CPU"), "max_concurrency": 1000}
     return (
         ray.remote(EngineReplica)
-        .options(name=replica_name(index), namespace=spec.namespace, resources={ENGINE_RESOURCE: 1}, **options)
+        .options(name=replica_name(index), namespace=spec.namespace, resources=needs, **options)
         .remote(spec, index)
     )
 
 
-async def restart_replica(spec: ReplicaSpec, index: int, old: ActorHandle, timeout_s: float) -> ActorHandle:
-    """Kill `old` and start a new replica under its name. Raises ReplicaFailed if it is not up in `timeout_s`."""
+async def restart_replica(spec: ReplicaSpec, index: int, old: ActorHandle, timeouts: TimeoutsConfig) -> ActorHandle:
+    """Kill `old` and start a new replica under its name. Raises as `start_replica`.
+
+    It has no place either if `old` has not died within `timeouts.node_s`: its node cannot be reached.
+    """
     import ray
 
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     ray.kill(old)
     while True:
         try:
@@ -100,18 +110,46 @@ async def restart_replica(spec: ReplicaSpec, index: int, old: ActorHandle, timeo
             handle = create_replica(spec, index)
             break
         except ValueError:
-            if time.monotonic() > deadline:
-                raise ReplicaFailed(index, f"replica {index} did not die within {timeout_s:.0f} s") from None
+            if time.monotonic() > began + timeouts.node_s:
+                reason = f"replica {index} did not die within {timeouts.node_s:.0f} s (timeouts.node_s)"
+                raise NoPlace(index, reason) from None
             await asyncio.sleep(0.1)
+    return await start_replica(handle, index, timeouts, began)
+
+
+async def start_replica(
+    handle: ActorHandle, index: int, timeouts: TimeoutsConfig, began: float | None = None
+) -> ActorHandle:
+    """Wait until a created replica is placed and its engine is up; end it if that fails.
+
+    Raises NoPlace if Ray has not placed it within `timeouts.node_s`, ReplicaFailed if it is not up within
+    `timeouts.engine_start_s`. Both count from the time `began` (`time.monotonic`), by default now.
+    """
+    import ray
+
+    began = time.monotonic() if began is None else began
     try:
-        async with asyncio.timeout(deadline - time.monotonic()):
-            await handle.start.remote()
-    except BaseException as error:
+        await _placed(handle, index, timeouts.node_s)
+        try:
+            async with asyncio.timeout(timeouts.engine_start_s - (time.monotonic() - began)):
+                await handle.start.remote()
+        except TimeoutError:
+            waited = f"waited {timeouts.engine_start_s:.0f} s for replica {index} to start"
+            raise ReplicaFailed(index, waited) from None
+    except BaseException:
         ray.kill(handle)  # it holds the name, and on GPUs the memory, of the next attempt
-        if isinstance(error, TimeoutError):
-            raise ReplicaFailed(index, f"waited {timeout_s:.0f} s for replica {index} to restart") from None
         raise
     return handle
+
+
+async def _placed(handle: ActorHandle, index: int, timeout_s: float) -> None:
+    """Wait until a replica's actor runs. Raises NoPlace after `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await handle.__ray_ready__.remote()
+    except TimeoutError:
+        waited = f"waited {timeout_s:.0f} s (timeouts.node_s) for Ray to place replica {index}"
+        raise NoPlace(index, f"{waited}: no node has room for its engine") from None
 
 
 class EngineReplica:
@@ -132,6 +170,7 @@ class EngineReplica:
         self._requests: EngineRequests
         self._failed: str | None = None
         self._has_weights = reads_weights(self.config)
+        self._version: str | None = None  # the label of what is generated now
         self._in_sync = False  # between the start of a weight sync (or of joining its group) and its end
         self._log_file = Path(spec.run_dir) / "logs" / f"replica-{index}.log"
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
@@ -272,11 +311,13 @@ class EngineReplica:
         await self._guard(engine.finish_weight_update(version), "finish_weight_update")
         self._in_sync = False
         self._has_weights |= version is not None
+        self._version = version or self._version
 
     async def set_weight_version(self, version: str) -> None:
         """Label what is generated from then on with `version`, without a change of the weights."""
         engine = self._check()
         await self._guard(engine.update_weight_version(version), "set_weight_version")
+        self._version = version
 
     async def world_size(self) -> int:
         """Return the number of engine workers of this replica (its TP size)."""
@@ -285,6 +326,11 @@ class EngineReplica:
     async def devices(self) -> HeldDevices:
         """Return the devices that this replica holds."""
         return held_devices(f"replica {self.index}", self.cuda)
+
+    async def status(self) -> ReplicaStatus:
+        """Return what this replica knows about itself. It answers also if its engine has failed."""
+        now = self._monitor.latest
+        return ReplicaStatus(await self.devices(), self._version, now.running, now.waiting)
 
     async def fail(self, reason: str) -> None:
         """Refuse every later call, for example after a failed weight sync."""

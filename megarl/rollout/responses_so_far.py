@@ -28,7 +28,7 @@ class _Response:
 class ResponsesSoFar:
     """Collects the parts that replicas report, in whatever order the replicas follow each other.
 
-    For each replica: `send`, any number of `add`, and `interrupt` if the replica does not finish them all.
+    For each replica: `send`, any number of `add`, and if the replica does not finish them all, `interrupt` or `move`.
     """
 
     def __init__(
@@ -128,6 +128,13 @@ class ResponsesSoFar:
                 end = "abort"
                 response.failure = f"{response.attempts} replicas in a row were lost before they made a token of it"
             self._tokens[name] = replace(tokens, finish_reason=end, seconds=0.0)
+
+    def move(self) -> None:
+        """Record that another replica goes on with the unfinished responses, because theirs is drained."""
+        for name in self.unfinished:
+            tokens = self._tokens[name]
+            self._responses[name].lost_seconds += tokens.seconds
+            self._tokens[name] = replace(tokens, seconds=0.0)
 
     def results(self) -> list[GenerateResult]:
         """Return the responses in the order of the requests. Raises ValueError if one has not ended."""

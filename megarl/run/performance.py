@@ -59,8 +59,9 @@ class Performance:
         tokens = values["batch/trained_tokens"]
         seconds = values["time/logprobs"] + values["time/update"]
         step, engine = values["time/step"], values.get("rollout/engine_seconds", 0.0)
-        replicas = values.get("rollout/replicas_alive", 0.0) + values.get("rollout/replicas_lost", 0.0)
-        rollout_gpus = max(1.0, replicas) * self._engine_gpus  # lost ones hold their GPUs until they are replaced
+        # Lost ones hold their GPUs until they are replaced.
+        replicas = sum(values.get(f"rollout/replicas_{state}", 0.0) for state in ("alive", "lost", "idle"))
+        rollout_gpus = max(1.0, replicas) * self._engine_gpus
         result = {"perf/host_memory_gib": psutil.Process().memory_info().rss / GIB}
         if tokens and seconds:
             rate = tokens / seconds

@@ -182,10 +182,14 @@ class PoolLink:
         return self._read(self._main, lambda queue: queue.fetch(keys), ROWS)
 
     def record(self, batch: StepBatch) -> None:
-        """Write the batch, which is about to be trained, to RUN_DIR/batches if `telemetry.dump_batches` is set."""
+        """Write the batch, which is about to be trained, to RUN_DIR/batches if `telemetry.dump_batches` is set.
+
+        No rank goes on before all have written: rank 0's commit frees the rows, at once if nothing is trained.
+        """
         if self._config.telemetry.dump_batches:
             with self._recorder.phase("queue"):
                 self._dump(self._config.run_dir / "batches", batch)
+                self._peers.any(False)
 
     @contextmanager
     def keep_batch_on_failure(self, batch: StepBatch) -> Iterator[None]:

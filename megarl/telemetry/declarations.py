@@ -178,6 +178,13 @@ _ROLLOUT = [
     ),
     Metric("rollout/replicas_alive", "replicas", "last", "Replicas that work.", True),
     Metric("rollout/replicas_lost", "replicas", "last", "Replicas that the next publication replaces.", True),
+    Metric(
+        "rollout/replicas_idle",
+        "replicas",
+        "last",
+        "Replicas that are started, wait for their first weights, or are drained (`megarl pool`).",
+        True,
+    ),
 ]
 
 _POLICY = [

@@ -33,12 +33,17 @@ class EngineHandles(Protocol):
     """The methods of the rollout pool that a weight sync uses. Only the leader has the pool."""
 
     def replicas(self) -> Sequence[ReplicaHandle]:
-        """Return all replicas, in a fixed order."""
+        """Return all replicas that take part in the next sync, in a fixed order."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """Return the names of the replicas that take part in the next sync, in the order of `replicas`."""
         ...
 
     def restart(self, names: Sequence[str], timeout_s: float) -> None:
-        """Replace the named replicas by new ones. Afterwards `replicas()` returns as many as before.
+        """Replace the named replicas by new ones. `replicas()` returns the others as before.
 
+        A replica for which there is no room any more, or that was removed meanwhile, may be left out from then on.
         Raises an exception if they cannot be restarted; the run then ends with the error of the sync.
         """
         ...

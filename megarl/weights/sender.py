@@ -140,19 +140,14 @@ class WeightSender:
             settings = self.settings
             own = self._store.connection()
             self._engines = EngineCalls(pool, own, self._world, settings.rpc_s, settings.recompute_kv)
-        try:
-            self._form_group()
-        except WeightSyncError as error:
-            if not error.needs_restart or self.settings.restarts == 0:
-                raise
-            logger.warning("restarting %s: %s", ", ".join(error.needs_restart), error)
-            self._form_group(restart=error.needs_restart)
+        self._form_whole_group()
 
     def publish(self, version: int, keep: Collection[str] = ()) -> SyncReport:
         """Make every replica serve `version`, with weights bit-identical to those that the exporter yields. Collective.
 
         `keep`: the names of replicas that are left out, and keep their weights and their version; read on rank 0 only.
-        One that has to be restarted gets the weights.
+        One that has to be restarted gets the weights. If replicas have joined or left the pool since the last sync, the
+        group is formed anew first.
 
         Replicas that a failed sync left between start and finish are restarted, and the sync is repeated, at most
         `settings.restarts` times.
@@ -162,6 +157,9 @@ class WeightSender:
         """
         if not self._formed:  # the last publish raised; its caller is responsible for the replicas that failed
             self._form_group()
+        elif self._members_differ():
+            self.close()
+            self._form_whole_group()
         restarted: tuple[str, ...] = ()
         for attempt in range(self.settings.restarts + 1):
             outcome = self._attempt(version, set(keep) - set(restarted), may_repeat=attempt < self.settings.restarts)
@@ -254,6 +252,44 @@ class WeightSender:
             self._leave_group()
             raise error
         self._lay_out_buckets(None if in_place else RELOAD_LAYER_SPAN)
+
+    def _form_whole_group(self) -> None:
+        """Form the next generation's group; if replicas fail to join, restart them and try once more. Collective."""
+        try:
+            self._form_group()
+        except WeightSyncError as error:
+            if not error.needs_restart or self.settings.restarts == 0:
+                raise
+            logger.warning("restarting %s: %s", ", ".join(error.needs_restart), error)
+            self._form_group(restart=error.needs_restart)
+
+    def _members_differ(self) -> bool:
+        """Tell whether the replicas of the pool are others than those of the group. Collective; rank 0 asks the pool.
+
+        Raises WeightSyncError on every rank if the pool does not answer.
+        """
+        assert self._store is not None and self._group is not None
+        key = f"g{self._generation}/s{self._sync}/members"
+        if self._engines is None:
+            wait_s = 2 * self.settings.rpc_s
+            answer = self._store.block(key, wait_s)
+            if answer is None:
+                waited = f"trainer rank {self._rank} waited {wait_s:.0f} s"
+                raise PeerTimeout(f"{waited} for trainer rank 0 to ask which replicas there are")
+        else:
+            answer = self._ask_for_members(self._engines, self._group.members)
+            if self._world > 1:
+                self._store.put(key, answer)
+                self._store.drop(f"g{self._generation}/s{self._sync - 3}/members")  # every rank has read that one
+        if answer["error"] is not None:
+            raise WeightSyncError(f"the replicas of the pool are not known: {answer['error']}")
+        return bool(answer["differ"])
+
+    def _ask_for_members(self, engines: EngineCalls, members: GroupMembers) -> dict[str, Any]:
+        try:
+            return {"differ": tuple(engines.handles.names()) != members.replicas, "error": None}
+        except Exception as error:
+            return {"differ": False, "error": f"{error}"}
 
     def _agree_on_members(self, restart: Sequence[str]) -> GroupMembers:
         """Return the members of the next generation, which rank 0 finds out and sends to the other ranks."""

@@ -231,6 +231,7 @@ def looks(
     made._actors = [controller]
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.001)
+    monkeypatch.setattr(module, "WATCH_S", 0.001)
     return asked
 
 

@@ -52,6 +52,16 @@ def test_several_nodes_each_split() -> None:
     assert found.shared and found.nodes == 2
 
 
+def test_places_are_kept_for_engines_that_are_added_later() -> None:
+    found = pools(
+        trainer={"gpus": 4, "gpus_per_node": 4}, rollout={"replicas": 2, "max_replicas": 8, "gpus_per_node": 4}
+    )
+    assert (found.rollout.gpus, found.rollout.nodes, found.nodes) == (8, 2, 3)
+    assert "rollout.max_replicas: 1 is less than rollout.replicas=2" in refusal(
+        rollout={"replicas": 2, "max_replicas": 1}
+    )
+
+
 def test_overlap_is_refused_unless_the_nodes_differ() -> None:
     same: dict[str, Any] = {"trainer": {"gpus": 2, "devices": [0, 1]}, "rollout": {"replicas": 2, "devices": [1, 2]}}
     assert "rollout.devices: overlaps trainer.devices in [1]" in refusal(**same)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def test_a_job_runs_to_its_end(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(hosts: Hosts, tmp_path: Path) -> None:
-    """First a trainer rank is killed: the ranks of both hosts restart. Then a rollout host loses its power."""
+    """First a trainer rank is killed: the ranks of both hosts restart. Then a trainer host loses its power."""
     config = write_job(
         tmp_path, steps=100_000, timeouts={"node_s": 20, "shutdown_s": 20, "collective_s": 60, "save_s": 60},
         checkpoint={"every": 2}, launch={"max_restarts": 1}, **FOUR_HOSTS,
@@ -92,14 +93,64 @@ def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(h
         )
         assert process.poll() is None, log.read_text()[-4000:]
         assert engine_pids(hosts) == engines
-        hosts.lose(3)
+        hosts.lose(1)
         assert process.wait(timeout=240) == 1, log.read_text()[-4000:]
     finally:
         process.kill()
-    lost = hosts.addresses[3]
+    lost = hosts.addresses[1]
     last = log.read_text().strip().splitlines()[-1]
-    assert last == f"megarl: node {lost} failed: lost, silent for 20 s", log.read_text()[-4000:]
+    assert last.startswith(f"megarl: node {lost} failed: lost, silent for 20 s"), log.read_text()[-4000:]
     assert exit_record(run_dir)["status"] == "failed" and lost in exit_record(run_dir)["reason"]
+    assert not any(hosts.processes(index) for index in range(4))
+
+
+def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_back(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """The ranks are not restarted, and every group of every step is accounted for."""
+    timeouts = {"node_s": 15, "rpc_s": 20, "shutdown_s": 20, "save_s": 60}
+    config = write_job(tmp_path, steps=100_000, timeouts=timeouts, **FOUR_HOSTS)
+    run_dir = tmp_path / "run"
+    process, log = start(hosts, config)
+
+    def alive() -> float:
+        """The number of engines in the last step."""
+        return step_records(run_dir)[-1]["rollout/replicas_alive"]
+
+    def engines(count: int, timeout_s: float, what: str) -> None:
+        """Wait for three steps with so many engines."""
+        wait_for(lambda: alive() == count or process.poll() is not None, timeout_s, what, log)
+        before = len(step_records(run_dir))
+        wait_for(
+            lambda: len(step_records(run_dir)) > before + 2 or process.poll() is not None, 100, "further steps", log
+        )
+        assert process.poll() is None and alive() == count, log.read_text()[-4000:]
+
+    try:
+        wait_for(lambda: len(step_records(run_dir)) > 2 or process.poll() is not None, 400, "some steps", log)
+        check_places(hosts)
+        engines(2, 10, "both engines")
+        hosts.lose(3)
+        wait_for(lambda: "there is no room for 1" in log.read_text(), 240, "the pool to shrink", log)
+        engines(1, 60, "steps with one engine")
+        assert f"node {hosts.addresses[3]} is lost, silent for 15 s" in log.read_text()
+        hosts.revive(3)
+        (launch,) = (run_dir / "launch").glob("*/launch.json")
+        back = f"cd {ROOT} && exec {sys.executable} -m megarl.cluster.nodes.agent {launch} 3"
+        agent = subprocess.Popen(
+            [hosts.rsh, hosts.addresses[3], back], env=environment(), stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        wait_for(lambda: "1 engines that were lost are up again" in log.read_text(), 200, "the pool to grow", log)
+        engines(2, 100, "steps with both engines")
+        (run_dir / "stop").touch()
+        assert process.wait(timeout=150) == 0, log.read_text()[-4000:]
+        assert agent.wait(timeout=60) == 0
+    finally:
+        process.kill()
+    assert f"node {hosts.addresses[3]} is back" in log.read_text()
+    assert log.read_text().count("engines are up") == 1, "the ranks were restarted"
+    check_steps(run_dir, len(step_records(run_dir)))
+    assert exit_record(run_dir)["status"] == "preempted"
     assert not any(hosts.processes(index) for index in range(4))
 
 

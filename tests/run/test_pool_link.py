@@ -340,6 +340,18 @@ def test_recorded_batches_are_whole(links: Links) -> None:
     assert recorded.version == VERSION and recorded.trajectories == list(ROWS.values())
 
 
+def test_rank_0_does_not_go_on_before_another_rank_has_recorded_its_share(links: Links) -> None:
+    """Its commit frees the rows. A step in which nothing is trained has no collective between the two."""
+    links.config = config_of("model", run__dir=str(links.config.run_dir), telemetry__dump_batches=True)
+    links.slow_reader = 2
+
+    def record(link: PoolLink) -> int:
+        link.record(batch_of())
+        return len(read_batch(links.config.run_dir / "batches", 0).trajectories)
+
+    assert links.run(record) == [len(ROWS)] * 4
+
+
 def test_rank_0_reads_the_samples_that_are_shown(links: Links) -> None:
     own, *others = links.run(lambda link: link.read_samples(batch_of()))
     assert own == [(ROWS[f"{group}:0"], f"answer {group}") for group in range(4)]

@@ -171,6 +171,18 @@ class FakePool:
     def replicas(self) -> list[FakeReplica]:
         return self._replicas
 
+    def names(self) -> list[str]:
+        return [replica.name for replica in self.replicas()]
+
+    def add(self, name: str, workers: int = 1) -> FakeReplica:
+        """A further replica, which takes part from the next sync on."""
+        self._replicas.append(FakeReplica(name, workers))
+        return self._replicas[-1]
+
+    def remove(self, name: str) -> FakeReplica:
+        """The replica, which takes part no more."""
+        return self._replicas.pop(self.names().index(name))
+
     def restart(self, names: Sequence[str], timeout_s: float) -> None:
         if not self.can_restart:
             raise RuntimeError("no GPU is free")

@@ -158,6 +158,7 @@ class FakeFleet:
     reports: int = 0
     sent: dict[Any, list[GenerateRequest]] = field(default_factory=dict)
     serving: list[int] = field(default_factory=lambda: [0])
+    idle: list[int] = field(default_factory=list)
     lost: dict[int, Exception] = field(default_factory=dict)
     resets: int = 0
     joined: int = 0
@@ -247,6 +248,13 @@ class FakeQueue:
     def close(self) -> None: ...
 
 
+class FakeElasticPool:
+    """A pool that nothing is missing from."""
+
+    async def tend(self) -> None:
+        pass
+
+
 @dataclass
 class LocalController:
     """A controller with its fake parts."""
@@ -271,5 +279,6 @@ def local_controller(
     made._batcher = batcher
     made._runner = GroupRunner(config, loop or SingleTurn(), source, batcher, rewards, partition="run.0")  # type: ignore[arg-type]
     made._groups = made._prompt_groups()
+    made.elastic = FakeElasticPool()  # type: ignore[assignment]
     made._evaluations = Evaluator(config, directory, source, fleet, rewards.score, made._tasks)  # type: ignore[arg-type]
     return LocalController(made, fleet, queue, rewards)

@@ -76,6 +76,11 @@ class Hosts:
         _ip(f"link set {self.bridge}{index + 1} down")
         self._kill(index)
 
+    def revive(self, index: int) -> None:
+        """Power on, with the cable: nothing runs there."""
+        (self.directory / f"lost-{index + 1}").unlink()
+        _ip(f"link set {self.bridge}{index + 1} up")
+
     def cut(self, index: int) -> None:
         """Pull the cable at the switch: packets to and from the host are lost, and neither side is told."""
         _ip(f"link set {self.bridge}{index + 1} nomaster")

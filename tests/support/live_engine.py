@@ -156,6 +156,9 @@ class LivePool:
     def replicas(self) -> tuple[LiveReplica, ...]:
         return self._replicas
 
+    def names(self) -> list[str]:
+        return [replica.name for replica in self._replicas]
+
     def restart(self, names: Any, timeout_s: float) -> None:
         raise RuntimeError("this test's engines are not restarted")
 

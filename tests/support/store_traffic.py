@@ -152,6 +152,9 @@ class _NoEngines:
     def replicas(self) -> list[object]:
         return []
 
+    def names(self) -> list[str]:
+        return []
+
     def restart(self, names: object, timeout_s: float) -> None:
         raise NotImplementedError
 

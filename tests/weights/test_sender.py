@@ -86,6 +86,53 @@ def test_a_replica_that_keeps_its_version_takes_part_and_gets_a_later_one() -> N
     assert_received(pool, exporter.tensors)
 
 
+def test_replicas_that_join_and_leave_change_the_group_at_the_next_sync_only() -> None:
+    """A new one gets every bit; one that was removed is not called any more, and may be dead."""
+    pool = FakePool(1, 1)
+    sender, exporter = make_sender(pool)
+    sender.publish(0)
+    formed = sender._generation
+    sender.publish(1)
+    assert sender._generation == formed, "the group was formed anew although nothing had changed"
+    new = pool.add("replica 2", workers=2)
+    exporter.tensors = random_tensors(seed=1)
+    sender.publish(2, keep=["replica 1"])
+    assert [replica.version for replica in pool.replicas()] == ["2", "1", "2"]
+    assert all(torch.equal(loader.tensors["head"], exporter.tensors["head"]) for loader in new.loaders)
+    gone = pool.remove("replica 0")
+    gone.failed, calls = "its engine has ended", len(gone.calls)
+    pool.remove("replica 2")
+    sender.publish(3)
+    assert_received(pool, exporter.tensors)
+    assert len(gone.calls) == calls and [replica.version for replica in pool.replicas()] == ["3"]
+    assert sender._generation == formed + 2 and pool.restarted == []
+
+
+def test_a_new_replica_that_fails_to_join_the_group_is_restarted_and_a_second_failure_is_an_error() -> None:
+    pool = FakePool(1)
+    sender, exporter = make_sender(pool, with_settings(restarts=1))
+    sender.publish(0)
+    pool.add("replica 1").failed = "it has died since it was started"
+    sender.publish(1)
+    assert pool.restarted == ["replica 1"] and [replica.version for replica in pool.replicas()] == ["1", "1"]
+    assert_received(pool, exporter.tensors)
+    pool.add("replica 2").failed, pool.can_restart = "it has died since it was started", False
+    with pytest.raises(WeightSyncError, match="no GPU is free"):
+        sender.publish(2)
+
+
+def test_a_pool_that_does_not_answer_before_a_sync_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = FakePool(1)
+    sender, _ = make_sender(pool)
+
+    def names() -> list[str]:
+        raise RuntimeError("the rollout controller died")
+
+    monkeypatch.setattr(pool, "names", names)
+    with pytest.raises(WeightSyncError, match="replicas of the pool are not known: the rollout controller died"):
+        sender.publish(0)
+
+
 def test_a_failure_of_the_sender_itself_is_raised_even_if_the_version_is_published(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,9 +16,11 @@ from megarl.cluster.nodes.allocation import local_allocation, slurm_allocation
 from megarl.cluster.nodes.batch_script import shipped_scripts
 from megarl.cluster.nodes.board import NodeBoard, NodeFailure
 from megarl.cluster.nodes.launch_spec import LaunchSpec
+from megarl.cluster.nodes.lost_nodes import can_lose
 from megarl.cluster.nodes.node_commands import ENTRY, exports
 from megarl.cluster.nodes.prepare import prepare, status
 from megarl.common.errors import ConfigError
+from megarl.common.notices import write_notice
 from megarl.config.arguments import add_config_arguments
 from megarl.config.load import load_config
 
@@ -86,6 +88,10 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _fail(options: argparse.Namespace) -> int:
+    launch = LaunchSpec.load(options.launch)
+    if options.host in launch.hosts and can_lose(launch, launch.hosts.index(options.host)):
+        write_notice(launch.run_dir, f"node {options.host} is lost: {options.reason}; the run goes on")
+        return 0
     NodeBoard(options.launch.parent).claim_failure(NodeFailure(options.host, options.reason))
     return 0
 

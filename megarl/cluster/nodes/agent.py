@@ -4,6 +4,9 @@
 a local shell; INDEX defaults to SLURM_PROCID. Everything that the node runs is a child of this process and ends with
 it. Exit code 0: the run has ended and recorded how in RUN_DIR/exit.json. Exit code 1: something failed, here or on
 another node, and RUN_DIR/launch/ID/failed.json names the node and the reason.
+
+Once the pool is ready, the loss of a node with engines only does not end the job: the pool shrinks. It grows again when
+the node's raylet, which its agent starts again, has joined; if the agent has ended too, the same command starts it.
 """
 
 from __future__ import annotations
@@ -26,12 +29,14 @@ from megarl.cluster.handle import read_state, start_supervisor
 from megarl.cluster.nodes import node_commands as commands
 from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord, State, Watch
 from megarl.cluster.nodes.launch_spec import LaunchSpec
+from megarl.cluster.nodes.lost_nodes import can_lose
 from megarl.cluster.nodes.network import interface_of, own_address
 from megarl.cluster.ray_head import free_ports
 from megarl.common import run_files
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.claim import Holder, RunClaim, claim, other_holder
 from megarl.common.errors import ConfigError
+from megarl.common.notices import write_notice
 from megarl.common.processes import ProcessId, descendants, die_with_parent, is_alive, sweep
 from megarl.common.rate_limit import RateLimit
 from megarl.config.hardware import local_gpus
@@ -44,10 +49,15 @@ BEAT_S = 2.0
 COMPLAIN_S = 30.0  # between two log lines about the same trouble
 SAME_REQUEST_S = 1.0
 TERMINATE_S = 3.0  # between SIGTERM and SIGKILL
+REJOIN_S = 10.0  # between the end of a raylet and the start of the next one
 
 
 class NodeFailed(Exception):  # noqa: N818
     """This node cannot continue; the message is the reason why the job ends."""
+
+
+class AskedAgain(NodeFailed):
+    """The user has asked a second time to end the job, which is then ended at once."""
 
 
 class DirectoryLost(Exception):  # noqa: N818
@@ -81,6 +91,9 @@ class NodeAgent:
         self._torchrun: subprocess.Popen[bytes] | None = None
         self._raylet: subprocess.Popen[bytes] | None = None
         self._supervisor: subprocess.Popen[bytes] | None = None
+        self._raylet_ended_at: float | None = None
+        self._raylet_children: set[ProcessId] = set()
+        self._lost: set[int] = set()  # nodes without which the job goes on
         self._ended_at: float | None = None
         self._pool_ended_at: float | None = None
         # The first node watches all others and they watch the first, which keeps reads of the shared file system few.
@@ -112,7 +125,8 @@ class NodeAgent:
             self._ending = True
             logger.exception("node %d (%s) failed", self.node.index, self.host)
             try:
-                self._report(error)
+                if isinstance(error, AskedAgain) or not can_lose(self.launch, self.node.index):
+                    self._report(error)
             except OSError as failure:
                 logger.error("the failure could not be recorded in %s: %s", self.launch.run_dir, failure)
             self._end_all()
@@ -132,7 +146,7 @@ class NodeAgent:
             logger.info("%s while ending: everything is ended already", name)
             return
         if self._signals > 1:
-            raise NodeFailed(
+            raise AskedAgain(
                 f"received a second stop signal ({name}); the same command resumes from the newest checkpoint, if "
                 "there is one"
             )
@@ -167,10 +181,14 @@ class NodeAgent:
                 self.launch.config_json, self.launch.run_dir, os.getpid(), self.launch.launch_id, cuda=self.launch.cuda
             )
         else:
-            raylet = commands.raylet_command(str(self.launch.path), self.node.index, os.getpid())
-            log = self.launch.run_dir / "logs" / f"raylet-node-{self.node.index}.log"
-            with log.open("ab") as output:
-                self._raylet = self._spawn(raylet, dict(os.environ), output)
+            self._start_raylet()
+
+    def _start_raylet(self) -> None:
+        raylet = commands.raylet_command(str(self.launch.path), self.node.index, os.getpid())
+        log = self.launch.run_dir / "logs" / f"raylet-node-{self.node.index}.log"
+        with log.open("ab") as output:
+            self._raylet = self._spawn(raylet, dict(os.environ), output)
+        self._raylet_ended_at = None
 
     def _check_devices(self) -> None:
         have = len(local_gpus())
@@ -288,14 +306,45 @@ class NodeAgent:
         return False
 
     def _check_raylet(self, ending: bool) -> None:
-        if self._raylet is not None and self._raylet.poll() is not None and not ending:
+        """Raise NodeFailed if the raylet has ended; on a node that the run can lose, start it again after a while.
+
+        Ray ends a raylet that its head has given up, for example because the network was cut.
+        """
+        if self._raylet is None or ending:
+            return
+        if self._raylet.poll() is None:
+            self._raylet_children |= descendants(self._raylet.pid)
+            return
+        if not can_lose(self.launch, self.node.index):
             raise NodeFailed(f"Ray's raylet ended with code {self._raylet.returncode}")
+        now = time.monotonic()
+        if self._raylet_ended_at is None:
+            self._raylet_ended_at = now
+            logger.warning(
+                "Ray's raylet ended with code %d; starting another one in %.0f s", self._raylet.returncode, REJOIN_S
+            )
+            sweep(self._raylet_children, grace_s=TERMINATE_S)  # engines that would keep their GPUs
+            self._raylet_children = set()
+        elif now > self._raylet_ended_at + REJOIN_S:
+            self._start_raylet()
 
     def _check_peers(self) -> None:
-        """End the job, naming the node, if a watched node has not started or is silent for `timeouts.node_s`."""
-        for index, record in self._watch.lost():
+        """End the job, naming the node, if a watched node has not started or is silent for `timeouts.node_s`.
+
+        A node with engines only is told as lost, and as back when it is heard of again.
+        """
+        silent = f"{self.config.timeouts.node_s:.0f} s"
+        lost = dict(self._watch.lost())
+        for index in sorted(self._lost - lost.keys()):
+            self._lost.discard(index)
+            write_notice(self.launch.run_dir, f"node {self._host_of(index)} is back")
+        for index, record in lost.items():
             name = record.host if record is not None else self._host_of(index)
-            silent = f"{self.config.timeouts.node_s:.0f} s"
+            if record is not None and can_lose(self.launch, index):
+                if index not in self._lost:
+                    self._lost.add(index)
+                    write_notice(self.launch.run_dir, f"node {name} is lost, silent for {silent}; the run goes on")
+                continue
             self._fail_job(name, f"not started within {silent}" if record is None else f"lost, silent for {silent}")
 
     def _check_end_in_time(self) -> None:

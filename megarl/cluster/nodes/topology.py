@@ -30,6 +30,11 @@ class NodePlan:
         return max((*self.trainer_devices, *self.rollout_devices))
 
     @property
+    def only_engines(self) -> bool:
+        """True if nothing but engines runs there, so that the run can go on without it."""
+        return self.trainer_rank is None and not self.supervisor
+
+    @property
     def role(self) -> str:
         """The node's parts in words, for example `trainer + rollout + supervisor`."""
         parts = ["trainer"] * bool(self.trainer_devices) + ["rollout"] * bool(self.rollout_devices)

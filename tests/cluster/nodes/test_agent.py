@@ -17,12 +17,15 @@ from unittest import mock
 import pytest
 
 from megarl.cluster.nodes import agent as module
+from megarl.cluster.nodes.__main__ import main as nodes_main
 from megarl.cluster.nodes.agent import NodeAgent
 from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord
 from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
+from megarl.cluster.nodes.lost_nodes import can_lose
 from megarl.common import run_files as stopping
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.claim import CLAIM_FILE, Holder
+from megarl.common.notices import notices_file
 from megarl.common.processes import ProcessId, descendants
 from megarl.common.run_files import ExitRecord
 from tests.support.checkout import ROOT, environment
@@ -171,8 +174,103 @@ def test_a_silent_node_is_named(tmp_path: Path) -> None:
     assert json.loads((job.run_dir / "exit.json").read_text())["reason"] == "node n2: not started within 1 s"
 
 
-def agent_of(job: Job) -> NodeAgent:
-    return NodeAgent(job.spec, 0)
+def agent_of(job: Job, index: int = 0) -> NodeAgent:
+    return NodeAgent(job.spec, index)
+
+
+def write_pool_state(job: Job, state: str) -> None:
+    (job.run_dir / "supervisor.json").write_text(json.dumps({"launch_id": "1", "state": state, "error": None}))
+
+
+@pytest.mark.parametrize(
+    ("index", "state", "ended", "spared"),
+    [
+        (3, "ready", False, True),
+        (3, "starting", False, False),  # the plan does not fit
+        (3, "ready", True, False),  # its processes have to end well
+        (2, "ready", False, False),  # the supervisor's
+        (1, "ready", False, False),  # the trainer's
+    ],
+)
+def test_only_a_node_with_engines_only_can_be_lost_and_only_while_the_run_goes_on(
+    tmp_path: Path, index: int, state: str, ended: bool, spared: bool
+) -> None:
+    job = Job(tmp_path, **FOUR)
+    write_pool_state(job, state)
+    if ended:
+        stopping.write_exit(job.run_dir, ExitRecord("finished", 4, ""))
+    assert can_lose(job.spec, index) is spared
+    assert nodes_main(["fail", str(job.spec.path), f"n{index}", "no connection"]) == 0
+    assert job.board.failure() == (None if spared else NodeFailure(f"n{index}", "no connection"))
+
+
+def test_a_lost_node_with_engines_only_is_told_once_and_again_when_it_is_back(tmp_path: Path) -> None:
+    job = Job(tmp_path, **FOUR)
+    write_pool_state(job, "ready")
+    agent, silent = agent_of(job), list[tuple[int, NodeRecord | None]]()
+    agent._watch.lost = lambda: silent  # type: ignore[method-assign]
+    silent.append((3, NodeRecord(3, "n3", "10.0.0.3", "running", 7)))
+    for _ in range(3):
+        agent._check_peers()
+    silent.clear()
+    for _ in range(3):
+        agent._check_peers()
+    notices = [json.loads(line)["text"] for line in notices_file(job.run_dir).read_text().splitlines()]
+    assert notices == ["node n3 is lost, silent for 1 s; the run goes on", "node n3 is back"]
+    assert job.board.failure() is None
+    silent.append((1, NodeRecord(1, "n1", "10.0.0.1", "running", 7)))
+    agent._check_peers()
+    assert job.board.failure() == NodeFailure("n1", "lost, silent for 1 s")
+
+
+def test_a_raylet_that_was_given_up_is_started_again_where_nothing_but_engines_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, now, started = Job(tmp_path, **FOUR), [100.0], list[int]()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+
+    def ended(index: int) -> NodeAgent:
+        agent = agent_of(job, index)
+        agent._raylet = subprocess.Popen(["false"])
+        agent._raylet.wait()
+        monkeypatch.setattr(agent, "_start_raylet", lambda: started.append(index))
+        return agent
+
+    write_pool_state(job, "ready")
+    agent = ended(3)
+    for _ in range(4):
+        agent._check_raylet(ending=False)
+        now[0] += module.REJOIN_S / 3
+    assert started == []
+    now[0] += 1
+    agent._check_raylet(ending=False)
+    assert started == [3]
+    with pytest.raises(module.NodeFailed, match="Ray's raylet ended with code 1"):
+        ended(1)._check_raylet(ending=False)
+    write_pool_state(job, "starting")
+    with pytest.raises(module.NodeFailed, match="Ray's raylet ended with code 1"):
+        ended(3)._check_raylet(ending=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "spared"),
+    [(OSError("its disk is gone"), True), (module.AskedAgain("received a second stop signal"), False)],
+)
+def test_a_failure_of_a_node_with_engines_only_ends_that_node_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, spared: bool
+) -> None:
+    job = Job(tmp_path, **FOUR)
+    write_pool_state(job, "ready")
+    agent = agent_of(job, 3)
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(module.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(agent, "_start", fail)
+    monkeypatch.setattr(agent, "_end_all", lambda: None)
+    assert agent.run() == 1
+    assert (job.board.failure() is None) is spared
 
 
 @pytest.mark.parametrize("index", [0, 3])

@@ -1,0 +1,291 @@
+"""Draining, removing and adding replicas without processes, with responses under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+import tests.support.ray_token  # noqa: F401  # isort: skip  # before Ray is imported
+
+from megarl.common.errors import NoPlace, ReplicaFailed, RolloutError
+from megarl.config.schema import TimeoutsConfig
+from megarl.rollout import elastic_pool
+from megarl.rollout.devices import HeldDevices
+from megarl.rollout.elastic_pool import ElasticPool
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.replica import ReplicaStatus
+from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
+from tests.support.fake_replicas import FakeReplica, Method, ScriptedReplica, answered, fleet_of, requests
+
+LONG = GenerateRequest("x", [1, 2], SamplingSpec(10**6, 1.0, (9,)), seed=7)
+
+
+class Pool:
+    """An elastic pool whose engines start at once, or fail with the errors of `failing`, one after the other."""
+
+    def __init__(self, fleet: Fleet, room: int = 9) -> None:
+        self.room, self.failing = room, list[Exception]()
+        self.ended: list[Any] = []
+        self.told: list[str] = []
+        self.elastic = ElasticPool(
+            fleet, TimeoutsConfig(), self._start, self.ended.append, lambda: self.room, self.told.append
+        )
+
+    async def _start(self, index: int) -> Any:
+        await asyncio.sleep(0)
+        if self.failing:
+            raise self.failing.pop(0)
+        self.room -= 1
+        return FakeReplica(index)
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(10):
+            await work()
+
+    asyncio.run(bounded())
+
+
+async def publish(fleet: Fleet) -> list[int]:
+    """A publication of the weights; return the replicas that got them."""
+    await fleet.begin_sync()
+    members = fleet.members
+    fleet.admit_joining()
+    return members
+
+
+async def begun(fleet: Fleet, replica: ScriptedReplica) -> asyncio.Task[list[GenerateResult]]:
+    """A response that `replica` has made tokens of."""
+    task = asyncio.create_task(fleet.generate("g", [LONG], home=0))
+    while len(replica.reported) < 4:
+        await asyncio.sleep(0)
+    return task
+
+
+@pytest.mark.parametrize("how", ["drain", "remove"])
+def test_a_response_goes_on_elsewhere_from_its_last_token_and_does_not_count_as_lost(how: str) -> None:
+    first, second = ScriptedReplica(5, 10**6, None), ScriptedReplica(6, 1, "stop")
+
+    async def work() -> None:
+        fleet = fleet_of({5: first, 6: second}, interval_s=0.01)
+        pool = Pool(fleet)
+        response = await begun(fleet, first)
+        done = await (pool.elastic.drain(5) if how == "drain" else pool.elastic.remove(5))
+        assert "1 responses went on elsewhere" in done
+        [result] = await response
+        moved = len(result.response_ids) - 2
+        assert result.response_ids == [5] * (moved - 2) + [7, 7, 6, 6] and result.finish_reason == "stop"
+        assert [len(request.prompt_ids) for request in second.asked] == [2 + moved]
+        assert result.replica == 6 and result.lost_replicas == 0
+        assert len(first.ended) == 1, "the last tokens were not asked for"
+        assert fleet.lost == {} and fleet.serving == [6]
+        assert await publish(fleet) == ([5, 6] if how == "drain" else [6])
+        assert fleet.serving == [6] and pool.ended == ([] if how == "drain" else [first])
+
+    run(work)
+
+
+def test_a_drained_replica_serves_again_after_a_publication() -> None:
+    async def work() -> None:
+        fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
+        pool = Pool(fleet)
+        await pool.elastic.drain(1)
+        assert fleet.idle == [1] and await publish(fleet) == [0, 1] and fleet.serving == [0]
+        await pool.elastic.undrain(1)
+        assert fleet.serving == [0] and fleet.state_of(1) == "joining"
+        await publish(fleet)
+        assert fleet.serving == [0, 1] and fleet.idle == []
+        await publish(fleet)
+
+    run(work)
+
+
+def test_a_drained_replica_that_is_replaced_stays_drained() -> None:
+    old = {0: FakeReplica(0), 1: FakeReplica(1)}
+
+    async def work() -> None:
+        fleet = fleet_of(old, FakeReplica(1))
+        await Pool(fleet).elastic.drain(1)
+        await fleet.begin_sync()
+        await fleet.restart([1])
+        fleet.admit_joining()
+        assert fleet.serving == [0] and fleet.state_of(1) == "drained" and fleet.lost == {}
+
+    run(work)
+
+
+def test_a_removed_replica_ends_after_the_publication_that_is_being_made() -> None:
+    replicas = {0: FakeReplica(0), 1: FakeReplica(1)}
+
+    async def work() -> None:
+        fleet = fleet_of(replicas)
+        pool = Pool(fleet)
+        await fleet.begin_sync()
+        assert "ends with the publication" in await pool.elastic.remove(1)
+        await asyncio.sleep(2 * elastic_pool.LOOK_S)
+        assert fleet.members == [0, 1] and pool.ended == []
+        fleet.admit_joining()
+        await asyncio.sleep(2 * elastic_pool.LOOK_S)
+        assert pool.ended == [replicas[1]] and fleet.members == fleet.serving == [0]
+        with pytest.raises(RolloutError, match="there is no replica 1; there are 0"):
+            await pool.elastic.drain(1)
+
+    run(work)
+
+
+def test_a_removed_replica_is_not_restarted_when_its_publication_fails() -> None:
+    replicas = {0: FakeReplica(0), 1: FakeReplica(1)}
+
+    async def work() -> None:
+        fleet = fleet_of(replicas, FakeReplica(0))
+        pool = Pool(fleet)
+        await fleet.begin_sync()
+        await pool.elastic.remove(1)
+        await fleet.restart([0, 1])
+        assert fleet.members == [0], "the repeated sync would wait for it"
+        fleet.admit_joining()
+        await asyncio.sleep(2 * elastic_pool.LOOK_S)
+        assert pool.ended == [replicas[1]] and fleet.serving == [0]
+
+    run(work)
+
+
+def test_added_replicas_serve_after_the_next_publication_and_not_before() -> None:
+    async def work() -> None:
+        fleet = fleet_of({0: FakeReplica(0)})
+        pool = Pool(fleet)
+        await fleet.begin_sync()
+        assert "replicas 1, 2 joins the pool with the next publication" in await pool.elastic.add(2)
+        fleet.admit_joining()
+        assert fleet.serving == [0] and fleet.idle == [1, 2], "they took no part in that publication"
+        assert await publish(fleet) == fleet.serving == [0, 1, 2] and fleet.idle == []
+        answers = await asyncio.gather(*(fleet.generate(group, requests(group)) for group in range(3)))
+        assert {answered(each)[0][0] for each in answers} == {"0", "1", "2"}
+
+    run(work)
+
+
+def test_all_others_lost_while_a_new_one_waits_for_its_weights_asks_for_a_publication() -> None:
+    async def work() -> None:
+        fleet = fleet_of({0: FakeReplica(0)})
+        fleet.expect_publication(True)
+        await Pool(fleet).elastic.add(1)
+        fleet.lose(0, ReplicaFailed(0, "replica 0 died"))
+        assert fleet.needs_publication == "replica 0 died"
+        await fleet.begin_sync()
+        fleet.admit_joining()
+        assert fleet.serving == [0, 1]
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (lambda elastic: elastic.drain(7), "there is no replica 7; there are 0, 1"),
+        (lambda elastic: elastic.remove(-1), "there is no replica -1; there are 0, 1"),
+        (lambda elastic: elastic.undrain(0), "replica 0 is not drained; it is serving"),
+        (lambda elastic: elastic.drain(1), "replica 1 is drained already"),
+        (lambda elastic: elastic.drain(0), "replica 0 cannot be drained: no other replica serves training now"),
+        (lambda elastic: elastic.remove(0), "replica 0 cannot be removed: no other replica serves training now"),
+        (lambda elastic: elastic.add(0), "0 engines cannot be added: give a number of at least 1"),
+        (lambda elastic: elastic.add(3), "3 engines cannot be added: Ray has room for 2. Remove others"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_changes_nothing(
+    ask: Callable[[ElasticPool], Awaitable[str]], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic_pool, "ROOM_S", 0.0)
+
+    async def work() -> None:
+        fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
+        pool = Pool(fleet, room=2)
+        await pool.elastic.drain(1)
+        with pytest.raises(RolloutError, match=told):
+            await ask(pool.elastic)
+        assert fleet.serving == [0] and fleet.members == [0, 1] and not fleet.membership.starting
+
+    run(work)
+
+
+def test_an_engine_that_does_not_start_is_named_and_the_others_join() -> None:
+    async def work() -> None:
+        fleet = fleet_of({0: FakeReplica(0)})
+        pool = Pool(fleet)
+        pool.failing = [ReplicaFailed(1, "replica 1 failed to start: out of memory")]
+        with pytest.raises(RolloutError, match=r"1 of 2 engines did not start: .*out of memory; replica 2 joins"):
+            await pool.elastic.add(2)
+        assert await publish(fleet) == [0, 2] and fleet.membership.idle == set()
+
+    run(work)
+
+
+def test_a_replica_without_a_place_leaves_the_pool_and_comes_back_under_a_new_number() -> None:
+    """The loss of its node is such a case. With no other replica it would be the end of the run."""
+
+    async def nowhere(index: int, old: Any) -> Any:
+        raise NoPlace(index, f"no node has room for replica {index}")
+
+    async def work() -> None:
+        fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
+        fleet._restart = nowhere  # type: ignore[assignment]
+        pool = Pool(fleet, room=0)
+        await fleet.begin_sync()
+        await fleet.restart([1])
+        assert fleet.members == [0] and fleet.lost == {} and fleet.membership.missing == 1
+        fleet.admit_joining()
+        await pool.elastic.tend()
+        await pool.elastic.tend()
+        [told] = pool.told
+        assert "goes on with 1 engines: there is no room for 1" in told
+        pool.room = 4
+        pool.elastic._look_at = 0.0
+        await asyncio.sleep(0.05)  # in which the look that found no place ends
+        await pool.elastic.tend()
+        while fleet.membership.missing:
+            await asyncio.sleep(0.01)
+        assert pool.room == 3 and "1 engines that were lost are up again" in pool.told[-1]
+        assert await publish(fleet) == fleet.serving == [0, 2]
+        with pytest.raises(NoPlace, match="no node has room for replica 0"):
+            await fleet.restart([0, 2])
+
+    run(work)
+
+
+def test_the_list_names_each_state_and_does_not_wait_for_a_replica_that_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(elastic_pool, "STATUS_S", 0.05)
+
+    async def status() -> ReplicaStatus:
+        return ReplicaStatus(HeldDevices("replica", "node-a", ("GPU-1",)), "4", 3, 2)
+
+    async def silent() -> ReplicaStatus:
+        await asyncio.sleep(9)
+        raise AssertionError
+
+    async def work() -> None:
+        replicas = {index: FakeReplica(index) for index in range(5)}
+        for index, replica in replicas.items():
+            replica.status = Method(silent if index == 2 else status)  # type: ignore[attr-defined]
+        fleet = fleet_of(replicas)
+        pool = Pool(fleet)
+        assert fleet.pin(1) == {4}
+        fleet.lose(2, ReplicaFailed(2, "it hangs"))
+        await pool.elastic.drain(1)
+        fleet.membership.reserve(1)
+        reports = await pool.elastic.reports()
+        assert [(each.replica, each.state) for each in reports] == [
+            (0, "serving"), (1, "drained"), (2, "lost"), (3, "serving"), (4, "evaluating"), (5, "starting"),
+        ]  # fmt: skip
+        known = reports[0]
+        assert (known.host, known.devices, known.version, known.running, known.waiting) == (
+            "node-a", ("GPU-1",), "4", 3, 2,
+        )  # fmt: skip
+        assert (reports[2].host, reports[5].version) == ("", "")
+
+    run(work)
