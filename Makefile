@@ -93,7 +93,7 @@ test-slow-system: setup-test  ## Slow whole runs: random kills, learning and its
 
 test-all: test test-system test-slow-models test-slow-trainer test-slow-pool test-slow-system  ## All of the targets above but test-cluster.
 
-soak: setup  ## A run under kills, stops and late rewards against one without, and its groups counted again, up to 20 minutes.
+soak: setup  ## A run under faults drawn from a table against one without, and its groups counted again, up to 20 minutes.
 	$(PY) benchmarks/soak.py
 
 lint: setup-test  ## ruff, mypy and the layers (import-linter).

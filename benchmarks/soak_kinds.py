@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Outcome = Literal["replaced", "same", "survived"]
+Consequence = Literal["replaced", "same", "survived"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Kind:
 
     action: str
     target: str
-    outcome: Outcome
+    outcome: Consequence
     room: float
     cost_s: float
     seconds: tuple[float, float] = (0.0, 0.0)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 POLL_S = 0.2
-STARTED_S = 12.0  # after which a reward worker scores
+STARTED_S = 6.0  # after which a reward worker scores; late rewards replace workers every few seconds
 DUTY = (0.15, 0.05)  # seconds of SIGSTOP and SIGCONT of a slow process, in turn
 _LOG = re.compile(r"replica-(\d+)\.log")
 # How the command line of each part that is one process below the supervisor begins, or what it contains.

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.soak_accounting import AccountingReport, Rules, UnreadableRun, check_run, main
 from benchmarks.soak_batches import judge
 from benchmarks.soak_problems import CHECKS
+from benchmarks.soak_schedule import RolloutSide
 from tests.support.soak_runs import edit_lines, edit_rows, write_run
 
 Change = Callable[[dict[str, Any]], dict[str, Any] | None]
@@ -294,3 +295,52 @@ def test_a_report_with_a_problem_is_not_ok() -> None:
     assert report.ok
     report.expect("epochs", "prompts", 2, 1)
     assert not report.ok and "    prompts: 2, but 1" in list(report.lines())
+
+
+# --- attempts that a fault has ended
+
+
+def begin(attempts: int, steps: int = 0) -> dict[str, Any]:
+    state = {"steps": steps, "next_group": 0, "unsettled": [], "attempts": 0}
+    return {"event": "begin", "state": state, "pace": {"updates_per_step": 1}, "attempts": attempts}
+
+
+@pytest.mark.parametrize(("known", "sound"), [(7, True), (4, True), (5, False), (3, False), (8, False)])
+def test_an_attempt_knows_all_groups_that_were_started_but_those_admitted_last(known: int, sound: bool) -> None:
+    """The count is on the disk before the groups start: after a crash in between they are admitted, and not started."""
+    report = AccountingReport()
+    side = RolloutSide(report)
+    side.follow([begin(0), {"event": "admit", "groups": [0, 1, 2, 3]}, {"event": "admit", "groups": [4, 5, 6]}])
+    side.follow([begin(known)])
+    assert side.starts == known and side.begins == 2
+    assert report.problems["groups"] == (
+        [] if sound else [f"schedule: 7 groups were started, and the next attempt knows of {known}"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("engines", "attempts", "pools", "sound"),
+    [(2, 1, 1, True), (4, 1, 1, False), (4, 2, 1, True), (5, 2, 1, False), (4, 2, 2, True), (7, 2, 2, False)],
+)
+def test_each_pool_starts_all_engines_and_an_attempt_that_was_cut_short_may_have_restarted_some(
+    tmp_path: Path, engines: int, attempts: int, pools: int, sound: bool
+) -> None:
+    run_dir = write_run(tmp_path)
+    schedule = run_dir / "schedule.jsonl"
+    first, rest = schedule.read_text().split("\n", 1)
+    schedule.write_text("\n".join([first] * attempts) + "\n" + rest)
+    log = "".join(f"(EngineCore pid={10 + number}) a line\n" for number in range(engines))
+    (run_dir / "logs" / "replica-0.log").write_text(log)
+    (run_dir / "logs" / "replica-1.log").write_text("")
+    told = 'now INFO __main__: supervisor of /run: {"attempt": 0, "launch": "1"}\n'
+    (run_dir / "logs" / "supervisor.log").write_text(told * pools)
+    assert bool(found(run_dir)) != sound
+
+
+def test_restarts_of_steps_that_were_rolled_back_count(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    (run_dir / "logs" / "replica-0.log").write_text("(EngineCore pid=7)\n(EngineCore pid=9)\n")
+    assert set(found(run_dir)) == {"engines"}
+    line = {"file": "metrics.jsonl", "step": 3, "time/step": 1.0, "sync/restarted_replicas": 1}
+    (run_dir / "rolled_back.jsonl").write_text(json.dumps(line) + "\n" + '{"file": "samples.jsonl", "step": 3}\n')
+    assert found(run_dir) == {}
