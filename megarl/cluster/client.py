@@ -446,7 +446,7 @@ class PoolClient:
 
         `reused`: how many groups were trained again; `ended`: the ids of the others, by the name of their number.
         """
-        ends = {
+        ends: dict[str, object] = {
             "trained": trained, "filtered": filtered, "dropped_stale": dropped_stale, "failed": failed,
             "reused": reused, "trained_groups": None if ended is None else ended["trained"], "ended": ended,
         }  # fmt: skip
