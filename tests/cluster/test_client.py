@@ -8,7 +8,7 @@ import platform
 import signal
 import subprocess
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,11 +112,14 @@ class CutOff:
         return answer
 
 
+def ok() -> None: ...
+
+
 def cut_off(monkeypatch: pytest.MonkeyPatch, lost: int) -> tuple[CutOff, PoolClient]:
     actor = CutOff(lost)
     monkeypatch.setattr(ray, "get", actor.get)
     monkeypatch.setattr(client_module, "RETRY_S", 0.01)
-    handle: Any = SimpleNamespace(check=lambda: None, host="pool-0", run_dir="run")
+    handle: Any = SimpleNamespace(check=ok, check_parts=ok, host="pool-0", run_dir="run", rebuilds=0)
     return actor, PoolClient(handle, BOUNDS, actor)  # type: ignore[arg-type]
 
 
@@ -148,7 +151,8 @@ def test_a_cut_that_is_the_end_of_the_pool_is_told_as_that(monkeypatch: pytest.M
         if actor.sent > 2:
             raise PoolEnded("the rollout pool has ended: SIGTERM")
 
-    client.handle = SimpleNamespace(check=ended, host="", run_dir="")  # type: ignore[assignment]
+    handle: Any = SimpleNamespace(check=ended, check_parts=ended, host="", run_dir="")
+    client._connection = replace(client._connection, handle=handle)
     with pytest.raises(PoolEnded, match="SIGTERM"):
         client.call("commit", 7, timeout_s=60)
 
