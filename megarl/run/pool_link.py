@@ -374,10 +374,10 @@ class PoolLink:
             own = self._queue.use(lambda queue: queue.read(rebuilds, question))
         except Exception as error:
             failure = error
-        if via.in_replica(LOST if isinstance(failure, PartsLost) else "", TEXT):
-            raise PartsLost("the queue has died") from failure
         text = None if failure is None else sendable(f"{type(failure).__name__}: {failure}")
-        problem = via.in_replica(text, _PROBLEM)
+        problem = via.in_replica(LOST if isinstance(failure, PartsLost) else text, _PROBLEM)
+        if problem == LOST:
+            raise PartsLost("the queue has died") from failure
         if failure is not None:
             raise failure
         if problem is not None:

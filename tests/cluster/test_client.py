@@ -326,6 +326,6 @@ def test_engines_are_left_alone_in_the_middle_of_a_weight_sync(monkeypatch: pyte
 
 def test_without_a_trainer_a_dead_controller_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Mortals(monkeypatch, Mortal("old", {"evaluate": False}), Mortal("new"))
-    with pytest.raises(RolloutError, match="the rollout controller died; see .*controller.log"):
+    with pytest.raises(RolloutError, match=r"the rollout controller died; see .*controller.log"):
         pool.client.evaluate(0)
     assert pool.started == 1

@@ -276,9 +276,7 @@ def test_a_new_controller_goes_on_after_the_last_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, journal: bool
 ) -> None:
     """Step 1 is in training and step 2 was prepared, when the controller dies; step 3 was taken, but not read."""
-    chosen = settings_of(telemetry__dump_batches=True)
-    if not journal:
-        chosen.rollout.journal_s = 0.0
+    chosen = settings_of(telemetry__dump_batches=True, **({} if journal else {"rollout__journal_s": 0}))
 
     async def scenario() -> None:
         trainer = Trainer(local_controller(chosen, tmp_path, monkeypatch))
