@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.cluster.handle import SupervisorHandle, await_rebuilt, stop_supervisor, wait_ready
+from megarl.cluster.handle import NOTICED_S, SupervisorHandle, await_rebuilt, stop_supervisor, wait_ready
 from megarl.cluster.ray_head import PATIENCE, access_environment, loopback_kept
 from megarl.cluster.supervisor import CONTROLLER
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
@@ -314,8 +314,10 @@ class PoolClient:
                 error.seconds,
             ) from error
         except ray.exceptions.GetTimeoutError:
-            waited = f"trainer rank 0 waited {timeout_s:.0f} s for the rollout controller"
-            raise RolloutError(f"{waited} to {method}") from None
+            waited = f"trainer rank 0 waited {timeout_s:.0f} s for the rollout controller to {method}"
+            if self._record.now is not None and handle.has_lost_parts(NOTICED_S):  # it hangs
+                raise PartsLost(waited) from None
+            raise RolloutError(waited) from None
         except ray.exceptions.RayActorError as error:
             handle.check()
             raise PartsLost("the rollout controller died") from error

@@ -6,15 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from megarl.cluster.handle import SupervisorHandle, await_rebuilt
+from megarl.cluster.handle import NOTICED_S, SupervisorHandle, await_rebuilt
 from megarl.common.errors import PartsLost
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.transfer import QueueReader
 
 T = TypeVar("T")
-
-# In which the supervisor has noticed that a process of the queue has died, and says so; it looks every 2 s.
-NOTICED_S = 10.0
 
 
 class QueueLink:

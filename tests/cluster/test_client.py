@@ -324,6 +324,22 @@ def test_engines_are_left_alone_in_the_middle_of_a_weight_sync(monkeypatch: pyte
     assert (handover.version, handover.announced) == (0, 1)
 
 
+def test_a_controller_that_hangs_is_lost_as_soon_as_the_supervisor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's bound may pass just before the supervisor's."""
+    old, new = Mortal("old"), Mortal("new")
+    pool = Mortals(monkeypatch, old, new)
+    client = pool.trains()
+    waited: list[float] = []
+    client.handle.has_lost_parts = lambda timeout_s: waited.append(timeout_s) or True  # type: ignore[method-assign]
+
+    def hang(method: str) -> None:
+        raise ray.exceptions.GetTimeoutError
+
+    old.during = hang
+    monkeypatch.setattr(client.config.timeouts, "rpc_s", 0.0)
+    assert client.upcoming(1) == ([4], 1) and waited == [client_module.NOTICED_S]
+
+
 def test_without_a_trainer_a_dead_controller_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Mortals(monkeypatch, Mortal("old", {"evaluate": False}), Mortal("new"))
     with pytest.raises(RolloutError, match=r"the rollout controller died; see .*controller.log"):

@@ -46,16 +46,17 @@ def rebuilds(run_dir: Path) -> int:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(tmp_path: Path, mode: str) -> None:
     """No restart of the ranks is allowed. The supervisor, the engine and all ranks are those of the start."""
-    config = config_of(tmp_path, steps=400, checkpoint={"every": 2})
+    config = config_of(tmp_path, steps=400, checkpoint={"every": 2}, timeouts={"rpc_s": 15})
     config["evaluation"], config["admission"] = {}, {"mode": mode}
     config["run"]["deterministic"] = mode == "sync"
     run_dir, process = tmp_path / "run", start_run(config)
     try:
         wait_for(lambda: metric_steps(run_dir) >= 2, process)
         [engine], ranks = actors(run_dir, "EngineReplica"), ranks_of(process)
-        for number, victim in enumerate(("SimpleStorageUnit", "RolloutController"), start=1):
+        deaths = (("SimpleStorageUnit", "kill"), ("RolloutController", "kill"), ("RolloutController", "suspend"))
+        for number, (victim, death) in enumerate(deaths, start=1):
             [found, *_] = actors(run_dir, victim)
-            found.kill()
+            getattr(found, death)()
             wait_for(lambda number=number: rebuilds(run_dir) == number, process)  # type: ignore[misc]
             done = metric_steps(run_dir)
             wait_for(lambda done=done: metric_steps(run_dir) > done + 2, process)  # type: ignore[misc]
@@ -71,11 +72,12 @@ def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(t
     check_every_group_once(run, steps)
     if mode == "sync":
         check_counters(run, steps)
-    assert attempt(run_dir) == 0 and run.metrics[-1]["rollout/rebuilds"] == 2
+    assert attempt(run_dir) == 0 and run.metrics[-1]["rollout/rebuilds"] == 3
     replayed = replay_schedule(read_schedule(run_dir / SCHEDULE_FILE))
     assert sorted(replayed)[:steps] == list(range(steps)), "a new controller goes on with the batches in hand"
     for reason in ("of the trajectory queue has died", "the rollout controller does not answer"):
         assert f"{reason}" in output, "the user is told"
+    assert not found.is_running(), "a controller that hangs must not wake up beside the new one"
     assert_nothing_left(run_dir)
 
 
