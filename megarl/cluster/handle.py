@@ -29,7 +29,7 @@ STATE_FILE = "supervisor.json"
 STOP_FILE = "supervisor.stop"
 SPEC_FILE = "supervisor_spec.json"
 REBUILDING = "rebuilding"  # the state of a pool whose engines live, while controller and queue are started anew
-# In which the supervisor, which looks every 2 s, says that a part has died or hangs, once its bound for that has passed.
+# In which the supervisor, which looks every 2 s, says that a part has died, or hangs for longer than its bound.
 NOTICED_S = 10.0
 _ENDED = {"failed": "failed", "stopping": "is stopping", "stopped": "stopped"}  # states after which none is "ready"
 

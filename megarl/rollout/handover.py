@@ -1,4 +1,4 @@
-"""What a new rollout controller must be told when the one before it has died under a living trainer. Pure.
+"""The record from which a new rollout controller goes on when one has died under a living trainer. Pure.
 
 The trainer's client keeps it beside its calls (`TrainerRecord`): the history of the last commit, the batches that are
 being trained, and what the engines serve. Everything else is lost with the controller and the queue, and is taken from

@@ -267,7 +267,7 @@ LIMITS: Any = SimpleNamespace(
 def test_a_commit_at_which_the_controller_dies_is_made_by_the_new_one(
     monkeypatch: pytest.MonkeyPatch, has_run: bool
 ) -> None:
-    """Whether the old one has made it, is not known; the new one begins before it."""
+    """Nobody knows whether the old one has made it; the new one begins before it."""
     old, new = Mortal("old", {"commit_and_tell": has_run}), Mortal("new")
     client = Mortals(monkeypatch, old, new).trains()
     assert client.commit(0, trained=1, filtered=0, dropped_stale=0, failed=0).trained == 1

@@ -41,7 +41,7 @@ class Noting(RecordedAdmission):
 
 
 class RebuildMachine(AdmissionMachine):
-    """As in the other runs, but now and then a new admission takes over, with a step in the trainer's hands or not."""
+    """Now and then a new admission takes over, with a step in the trainer's hands or without one."""
 
     def make(self, groups: int, pace: Pace, refill: int, capacity: int | None) -> Admission:
         self.events: list[Any] = getattr(self, "events", [])

@@ -38,7 +38,7 @@ def attempt(run_dir: Path) -> int:
 
 
 def rebuilds(run_dir: Path) -> int:
-    """How often the pool has started controller and queue anew and is ready again."""
+    """The number of times that the pool has started controller and queue anew; -1 while it does."""
     state = read_state(run_dir) or {}
     return int(state.get("rebuilds", 0)) if state.get("state") == "ready" else -1
 
