@@ -58,6 +58,7 @@ def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(t
             [found, *_] = actors(run_dir, victim)
             getattr(found, death)()
             wait_for(lambda number=number: rebuilds(run_dir) == number, process)  # type: ignore[misc]
+            assert not found.is_running(), "a controller that hangs must not wake up beside the new one"
             done = metric_steps(run_dir)
             wait_for(lambda done=done: metric_steps(run_dir) > done + 2, process)  # type: ignore[misc]
         assert engine.is_running() and all(rank.is_running() for rank in ranks)
@@ -77,7 +78,6 @@ def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(t
     assert sorted(replayed)[:steps] == list(range(steps)), "a new controller goes on with the batches in hand"
     for reason in ("of the trajectory queue has died", "the rollout controller does not answer"):
         assert f"{reason}" in output, "the user is told"
-    assert not found.is_running(), "a controller that hangs must not wake up beside the new one"
     assert_nothing_left(run_dir)
 
 
