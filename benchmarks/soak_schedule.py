@@ -83,6 +83,12 @@ class RolloutSide:
         self.in_flight |= set(event["started"])
         self.kept |= set(event["started"])
 
+    def _hold(self, event: Mapping[str, Any]) -> None:
+        """Go on with steps that were taken before `begin`: a new controller was told of them by the trainer."""
+        for each in event["taken"]:
+            self.taken[each["step"]] = {name: list(each[name]) for name in ("ok", "failed", "replaced")}
+            self.admitted |= set(self.groups_of(each["step"]))
+
     def _land(self, event: Mapping[str, Any]) -> int:
         """Take a group out of flight and note the versions of its tokens."""
         group = int(event["group"])

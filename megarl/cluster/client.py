@@ -14,20 +14,22 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.cluster.handle import SupervisorHandle, stop_supervisor, wait_ready
+from megarl.cluster.handle import NOTICED_S, SupervisorHandle, await_rebuilt, stop_supervisor, wait_ready
 from megarl.cluster.ray_head import PATIENCE, access_environment, loopback_kept
 from megarl.cluster.supervisor import CONTROLLER
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
-from megarl.common.errors import PoolEnded, ReplicaFailed, RolloutError
+from megarl.common.errors import PartsLost, PoolEnded, ReplicaFailed, RolloutError
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.rollout.actor_errors import as_rollout_error
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.evaluator import FinishedEvaluation
+from megarl.rollout.handover import Committed, TrainerRecord
 from megarl.rollout.ready_batches import BatchReady, PublicationNeeded
 from megarl.rollout.replica import replica_name
 
@@ -226,13 +228,30 @@ class PoolHandles:
         self._client.call("restart_replicas", indices, timeout_s=timeout_s)
 
 
+@dataclass(frozen=True)
+class _Connection:
+    handle: SupervisorHandle
+    controller: ActorHandle
+
+
 class PoolClient:
-    """Offers the controller's methods as blocking calls. Each ends within its bound from `config.timeouts`."""
+    """Offers the controller's methods as blocking calls. Each ends within its bound from `config.timeouts`.
+
+    If the controller or its queue dies after `begin`, a call waits for the new ones that the supervisor starts, tells
+    the new controller how far the trainer has come, and is sent again. Any thread may call.
+    """
 
     def __init__(self, handle: SupervisorHandle, config: Config, controller: ActorHandle) -> None:
-        self.handle = handle
         self.config = config
-        self._controller = controller
+        self._connection = _Connection(handle, controller)
+        self._record = TrainerRecord()
+        self._syncing: int | None = None  # the thread that publishes weights
+        self._changed = threading.Condition()  # guards what is above
+
+    @property
+    def handle(self) -> SupervisorHandle:
+        """The pool's handle, with its present queue."""
+        return self._connection.handle
 
     @classmethod
     def connect(cls, handle: SupervisorHandle, config: Config) -> PoolClient:
@@ -240,7 +259,7 @@ class PoolClient:
 
         Raises SupervisorFailed naming the part that did not start.
         """
-        wait_ready(handle, config.timeouts.engine_start_s + config.timeouts.ray_start_s)
+        handle = wait_ready(handle, config.timeouts.engine_start_s + config.timeouts.ray_start_s)
         connect_ray(handle, config.timeouts.ray_start_s)
         import ray
 
@@ -252,34 +271,102 @@ class PoolClient:
         Raises RolloutError with the controller's own cause, if it does not answer within `timeout_s`, and if the
         network is cut for `timeouts.rpc_s`.
         """
-        return self._call(method, args, kwargs, timeout_s, self.handle.check)
+        return self._call(method, args, kwargs, timeout_s)[0]
 
     def _call(
         self, method: str, args: Sequence[object], kwargs: dict[str, object], timeout_s: float,
-        check: Callable[[], None],
+        check: Callable[[], None] = lambda: None, note: Callable[[Any], None] = lambda answer: None,
+    ) -> tuple[Any, int]:  # fmt: skip
+        """Call as `call`; return the answer, and how often controller and queue had been started anew by then.
+
+        `check` raises what else ends the wait. `note` takes note of the answer of the controller that is there.
+        """
+        while True:
+            connection = self._connection
+            try:
+                answer = self._send(connection, method, args, kwargs, timeout_s, check)
+            except PartsLost as lost:
+                if self._record.now is None:
+                    raise RolloutError(f"{lost}; see {self._logs / 'controller.log'}") from lost
+                self._recover(connection, lost)
+                continue
+            with self._changed:
+                # Else the answer is of a controller that has died since, and the new one does not know of it.
+                if self._connection is connection:
+                    note(answer)
+                    return answer, connection.handle.rebuilds
+
+    def _send(
+        self, connection: _Connection, method: str, args: Sequence[object], kwargs: dict[str, object],
+        timeout_s: float, check: Callable[[], None],
     ) -> Any:  # noqa: ANN401  # as `call`  # fmt: skip
-        """Call as `call`; `check` raises what else ends the wait."""
+        """Call a method of one controller. Raises PartsLost if it has died, and otherwise as `call`."""
         import ray
+
+        handle = connection.handle
+
+        def look() -> None:
+            handle.check_parts()
+            check()
 
         try:
             return _answer(
-                self._controller, method, args, kwargs, timeout_s=timeout_s,
-                reach_s=self.config.timeouts.rpc_s, check=check,
+                connection.controller, method, args, kwargs, timeout_s=timeout_s,
+                reach_s=self.config.timeouts.rpc_s, check=look,
             )  # fmt: skip
         except ConnectionCut as error:
             raise ConnectionCut(
                 f"trainer rank 0 could not reach the rollout controller for {error.seconds:.0f} s, in which it asked "
-                f"it to {method}: is the network between the trainer and {self.handle.host} cut? {error}",
+                f"it to {method}: is the network between the trainer and {handle.host} cut? {error}",
                 error.seconds,
             ) from error
         except ray.exceptions.GetTimeoutError:
-            waited = f"trainer rank 0 waited {timeout_s:.0f} s for the rollout controller"
-            raise RolloutError(f"{waited} to {method}") from None
+            waited = f"trainer rank 0 waited {timeout_s:.0f} s for the rollout controller to {method}"
+            if self._record.now is not None and handle.has_lost_parts(NOTICED_S):  # it hangs
+                raise PartsLost(waited) from None
+            raise RolloutError(waited) from None
         except ray.exceptions.RayActorError as error:
-            self.handle.check()
-            raise RolloutError(f"the rollout controller died; see {self._logs / 'controller.log'}") from error
+            handle.check()
+            raise PartsLost("the rollout controller died") from error
         except ray.exceptions.RayTaskError as error:
             raise _own_error(error) from error
+
+    def _recover(self, lost: _Connection, reason: PartsLost) -> None:
+        """Connect to the new controller and tell it how far the trainer has come, unless another thread has done it.
+
+        A thread that does not publish waits for the end of a publication first: engines must not be told to drop their
+        requests in the middle of a weight sync. Raises RolloutError if there is no new controller in time.
+        """
+        import ray
+
+        timeouts, own = self.config.timeouts, threading.get_ident()
+        with self._changed:
+            bound = self._most_sync_s()
+            if not self._changed.wait_for(
+                lambda: self._connection is not lost or self._syncing in (None, own), timeout=bound
+            ):
+                raise RolloutError(f"{reason}; the weight sync that was under way did not end within {bound:.0f} s")
+            if self._connection is not lost:
+                return
+            logger.warning("%s; waiting for new ones", reason)
+            handle = lost.handle
+            while True:
+                # To be noticed, to end, and to be started again.
+                handle = await_rebuilt(handle, 3 * timeouts.rpc_s + timeouts.engine_start_s)
+                new = _Connection(handle, ray.get_actor(CONTROLLER, namespace=handle.namespace))
+                try:
+                    self._send(new, "take_over", (self._record.now,), {}, 3 * timeouts.rpc_s, lambda: None)
+                    break
+                except PartsLost as error:
+                    logger.warning("%s once more", error)
+            self._record.lost()
+            self._connection = new
+            self._changed.notify_all()
+
+    def _most_sync_s(self) -> float:
+        """Return the time that all attempts at a publication may take, with its calls to the controller."""
+        timeouts, restarts = self.config.timeouts, self.config.weight_sync.restarts
+        return (restarts + 1) * timeouts.weight_sync_s + restarts * timeouts.engine_start_s + 10 * timeouts.rpc_s
 
     @property
     def _logs(self) -> Path:
@@ -299,30 +386,66 @@ class PoolClient:
 
     def drain(self) -> None:
         """Wait until all running responses have ended; what has not begun is held back until `set_version`."""
-        self.call("drain", timeout_s=self.config.timeouts.generate_s + CALL_MARGIN_S)
+        bound = self.config.timeouts.generate_s + CALL_MARGIN_S
+        self._call("drain", (), {}, bound, note=lambda _: self._record.drained())
 
     def announce(self, version: int) -> None:
         """Report that engines are about to be given `version`, which their tokens may carry from now on."""
-        self.call("announce", version, timeout_s=self.config.timeouts.rpc_s)
+
+        def note(answer: None) -> None:
+            self._record.announced(version)
+            self._syncing = threading.get_ident()
+
+        self._call("announce", (version,), {}, self.config.timeouts.rpc_s, note=note)
 
     def set_version(self, version: int, admit: bool = True) -> Counters:
         """Report that the engines serve `version`; with `admit`, also start the groups that it allows."""
-        return self.call("set_version", version, admit, timeout_s=self.config.timeouts.rpc_s)
+
+        def note(answer: Counters) -> None:
+            self._record.published(version, admit)
+            self._syncing = None
+            self._changed.notify_all()
+
+        counters: Counters = self._call("set_version", (version, admit), {}, self.config.timeouts.rpc_s, note=note)[0]
+        return counters
 
     def admit(self, needed: int) -> Counters:
         """Start every group that the published version allows. `needed`: the step for whose batch the trainer waits."""
-        return self.call("admit", needed, timeout_s=self.config.timeouts.rpc_s)
+        note = lambda _: self._record.admitted(needed)  # noqa: E731
+        counters: Counters = self._call("admit", (needed,), {}, self.config.timeouts.rpc_s, note=note)[0]
+        return counters
 
     def wait_batch(self, step: int, timeout_s: float | None = None) -> BatchReady | PublicationNeeded:
         """Wait until all groups of `step` are in the queue and return its batch, or until no replica is left."""
         bound = timeout_s or self.config.timeouts.generate_s
         # A wait in slices must outlive a short cut of the network, too.
         margin_s = max(CALL_MARGIN_S, self.config.timeouts.rpc_s)
-        return self.call("wait_batch", step, bound, timeout_s=bound + margin_s)
 
-    def upcoming(self, step: int) -> list[int]:
-        """Return the finished groups that `step` would take now; [] once it has taken its batch."""
-        return self.call("upcoming", step, timeout_s=self.config.timeouts.rpc_s)
+        def note(answer: BatchReady | PublicationNeeded) -> None:
+            if isinstance(answer, BatchReady):
+                self._record.taken(answer)
+
+        answer, rebuilds = self._call("wait_batch", (step, bound), {}, bound + margin_s, note=note)
+        return replace(answer, rebuilds=rebuilds) if isinstance(answer, BatchReady) else answer
+
+    def keep(self, step: int, rebuilds: int) -> bool:
+        """Note that all ranks have read the batch of `step`, which the trainer now holds.
+
+        False if the controller that gave it has died since (`rebuilds`: that of the batch): the new one does not know
+        of it, and will draw its groups again.
+        """
+        with self._changed:
+            if self.handle.rebuilds != rebuilds:
+                return False
+            self._record.keep(step)
+            return True
+
+    def upcoming(self, step: int) -> tuple[list[int], int]:
+        """Return the finished groups that `step` would take now; [] once it has taken its batch.
+
+        Also return how often the queue that has them had been started anew.
+        """
+        return self._call("upcoming", (step,), {}, self.config.timeouts.rpc_s)
 
     def commit(
         self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
@@ -332,11 +455,16 @@ class PoolClient:
 
         `reused`: how many groups were trained again; `ended`: the ids of the others, by the name of their number.
         """
-        return self.call(
-            "commit", step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed,
-            reused=reused, trained_groups=None if ended is None else ended["trained"], ended=ended,
-            timeout_s=self.config.timeouts.rpc_s,
-        )  # fmt: skip
+        ends: dict[str, object] = {
+            "trained": trained, "filtered": filtered, "dropped_stale": dropped_stale, "failed": failed,
+            "reused": reused, "trained_groups": None if ended is None else ended["trained"], "ended": ended,
+        }  # fmt: skip
+
+        def note(answer: Committed) -> None:
+            self._record.committed(step, answer.history)
+
+        answer: Committed = self._call("commit_and_tell", (step,), ends, self.config.timeouts.rpc_s, note=note)[0]
+        return answer.counters
 
     def evaluate(self, version: int, label: str = "") -> list[SetReport] | PublicationNeeded:
         """Evaluate every held-out set, greedy and sampled; with `label`, also write RUN_DIR/eval_{label}.jsonl.
@@ -353,7 +481,6 @@ class PoolClient:
         """Evaluate as `evaluate`, but return None soon after `stopped()` has become true; the pool goes on alone."""
 
         def check() -> None:
-            self.handle.check()
             if stopped():
                 raise _Stopped
 
@@ -361,14 +488,15 @@ class PoolClient:
         try:
             reports: list[SetReport] | PublicationNeeded = self._call(
                 "evaluate", (version, label), {}, timeout_s, check
-            )
+            )[0]
         except _Stopped:
             return None
         return reports
 
     def start_evaluation(self, version: int, label: str) -> None:
         """Begin to evaluate every held-out set beside training. Every replica serves `version` now."""
-        self.call("start_evaluation", version, label, timeout_s=self.config.timeouts.rpc_s)
+        note = lambda _: self._record.evaluating(label)  # noqa: E731
+        self._call("start_evaluation", (version, label), {}, self.config.timeouts.rpc_s, note=note)
 
     def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation] | PublicationNeeded:
         """Return the evaluations beside training that have ended; with `wait_s`, wait for the one that is running.
@@ -376,11 +504,17 @@ class PoolClient:
         Or, if it waits, until no replica is left.
         """
         bound = wait_s + CALL_MARGIN_S if wait_s else self.config.timeouts.rpc_s
-        return self.call("take_evaluations", wait_s, timeout_s=bound)
+
+        def note(answer: list[FinishedEvaluation]) -> None:
+            self._record.evaluated([each.label for each in answer])
+
+        finished: list[FinishedEvaluation] = self._call("take_evaluations", (wait_s,), {}, bound, note=note)[0]
+        return finished
 
     def leave_out(self) -> list[str]:
         """Return the names of the replicas that the publication which now begins leaves out."""
-        return [f"replica {index}" for index in self.call("leave_out", timeout_s=self.config.timeouts.rpc_s)]
+        found: list[int] = self._call("leave_out", (), {}, self.config.timeouts.rpc_s, note=self._record.left_out)[0]
+        return [f"replica {index}" for index in found]
 
     def references(self, group_ids: Sequence[int]) -> dict[int, str]:
         """Return the reference answers of groups, by group id."""
@@ -397,7 +531,9 @@ class PoolClient:
     def begin(self, state: dict[str, Any] | None) -> Counters:
         """Go back to a committed history (None: to its beginning). Every trainer calls this first."""
         timeouts = self.config.timeouts
-        return self.call("begin", state, timeout_s=timeouts.engine_start_s + 3 * timeouts.rpc_s)
+        bound = timeouts.engine_start_s + 3 * timeouts.rpc_s
+        counters: Counters = self._call("begin", (state,), {}, bound, note=lambda _: self._record.begun(state))[0]
+        return counters
 
     def close(self) -> None:
         """End the pool: supervisor, Ray, engines. Bounded by `timeouts.shutdown_s`."""

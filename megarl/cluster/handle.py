@@ -14,12 +14,12 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.common.errors import PoolEnded, SupervisorFailed
+from megarl.common.errors import PartsLost, PoolEnded, SupervisorFailed
 from megarl.common.processes import ProcessId, is_alive, kill, sweep
 from megarl.config.schema import Config
 
@@ -28,12 +28,18 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "supervisor.json"
 STOP_FILE = "supervisor.stop"
 SPEC_FILE = "supervisor_spec.json"
+REBUILDING = "rebuilding"  # the state of a pool whose engines live, while controller and queue are started anew
+# In which the supervisor, which looks every 2 s, says that a part has died, or hangs for longer than its bound.
+NOTICED_S = 10.0
 _ENDED = {"failed": "failed", "stopping": "is stopping", "stopped": "stopped"}  # states after which none is "ready"
 
 
 @dataclass(frozen=True)
 class SupervisorHandle:
-    """Holds everything that a rank needs to connect; plain data that can be broadcast."""
+    """Holds everything that a rank needs to connect; plain data that can be broadcast.
+
+    `rebuilds`: how often the pool has started controller and queue anew; `partition` is that of the present queue.
+    """
 
     run_dir: str
     address: str
@@ -43,6 +49,15 @@ class SupervisorHandle:
     launch_id: str
     process: ProcessId
     host: str
+    rebuilds: int = 0
+
+    @classmethod
+    def of(cls, run_dir: Path, state: Mapping[str, Any]) -> SupervisorHandle:
+        """Return the handle that a supervisor's state describes."""
+        names = ("address", "namespace", "partition", "attempt", "launch_id", "host")
+        chosen = {name: state[name] for name in names}
+        process, rebuilds = ProcessId(**state["process"]), state.get("rebuilds", 0)
+        return cls(run_dir=str(run_dir), process=process, rebuilds=rebuilds, **chosen)
 
     def is_alive(self) -> bool:
         """Return False once the supervisor is known to be gone.
@@ -56,19 +71,44 @@ class SupervisorHandle:
 
         A state file that cannot be read now says nothing: a shared file system may fail for a moment.
         """
+        self._checked_state()
+
+    def check_parts(self) -> None:
+        """Raise as `check`, and PartsLost if controller and queue are not those of this handle any more."""
+        state = self._checked_state()
+        if state.get("rebuilds", self.rebuilds) != self.rebuilds:
+            raise PartsLost(f"the rollout controller and its queue have ended: {state.get('rebuilt_because')}")
+
+    def has_lost_parts(self, timeout_s: float) -> bool:
+        """Wait until the supervisor has noticed that controller and queue have ended; False if it has not in time.
+
+        Raises as `check`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.check_parts()
+            except PartsLost:
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+
+    def _checked_state(self) -> dict[str, Any]:
+        """Return the supervisor's state; {} if it cannot be read now. Raises as `check`."""
         run_dir = Path(self.run_dir)
         try:
             state = read_state(run_dir) or {}
         except OSError as error:
             if self.is_alive():
                 logger.warning("the state of the rollout pool is not known now: %s", error)
-                return
+                return {}
             state = {}
         launch_id = state.get("launch_id", self.launch_id)
         if launch_id != self.launch_id:
             reason: str | None = f"another launch ({launch_id}) has begun in {run_dir}"
-        elif self.is_alive() and state.get("state") == "ready":
-            return
+        elif self.is_alive() and state.get("state") in {"ready", REBUILDING}:
+            return state
         else:
             reason = state.get("error")
         raise PoolEnded(f"the rollout pool has ended: {reason or 'its supervisor was killed'}; see {run_dir / 'logs'}")
@@ -221,16 +261,8 @@ def attach_supervisor(run_dir: Path | str, launch_id: str, timeout_s: float) -> 
     Raises SupervisorFailed if it is not up within `timeout_s`.
     """
     run_dir = Path(run_dir).resolve()
-    state = _await_state(run_dir, launch_id, lambda state: bool(state["address"]), timeout_s)
-    return SupervisorHandle(
-        run_dir=str(run_dir),
-        address=state["address"],
-        namespace=state["namespace"],
-        partition=state["partition"],
-        attempt=state["attempt"],
-        launch_id=launch_id,
-        process=ProcessId(**state["process"]),
-        host=state["host"],
+    return SupervisorHandle.of(
+        run_dir, _await_state(run_dir, launch_id, lambda state: bool(state["address"]), timeout_s)
     )
 
 
@@ -266,9 +298,28 @@ def _retire_previous(run_dir: Path, agent_pid: int) -> int:
     return int(state["attempt"])
 
 
-def wait_ready(handle: SupervisorHandle, timeout_s: float) -> None:
-    """Wait until engines, controller and queue are up. Raises SupervisorFailed with the cause if one of them fails."""
-    _await_state(Path(handle.run_dir), handle.launch_id, lambda state: state["state"] == "ready", timeout_s)
+def wait_ready(handle: SupervisorHandle, timeout_s: float) -> SupervisorHandle:
+    """Wait until engines, controller and queue are up; return the handle of those that are.
+
+    Raises SupervisorFailed with the cause if one of them fails.
+    """
+    run_dir = Path(handle.run_dir)
+    return SupervisorHandle.of(
+        run_dir, _await_state(run_dir, handle.launch_id, lambda state: state["state"] == "ready", timeout_s)
+    )
+
+
+def await_rebuilt(handle: SupervisorHandle, timeout_s: float) -> SupervisorHandle:
+    """Wait until controller and queue have been started anew since those of `handle`; return the new handle.
+
+    Raises SupervisorFailed if the pool ends instead, or after `timeout_s`.
+    """
+
+    def is_rebuilt(state: dict[str, Any]) -> bool:
+        return state["state"] == "ready" and state.get("rebuilds", 0) > handle.rebuilds
+
+    run_dir = Path(handle.run_dir)
+    return SupervisorHandle.of(run_dir, _await_state(run_dir, handle.launch_id, is_rebuilt, timeout_s))
 
 
 def _await_state(

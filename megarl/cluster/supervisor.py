@@ -24,11 +24,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.cluster.handle import STATE_FILE, STOP_FILE, SupervisorSpec, read_state, write_state
+from megarl.cluster.handle import REBUILDING, STATE_FILE, STOP_FILE, SupervisorSpec, read_state, write_state
 from megarl.cluster.nodes.network import one_node_environment
 from megarl.cluster.pool_commands import PoolCommands
 from megarl.cluster.ray_head import RayHead, access_environment, ray_environment, rollout_share
 from megarl.common.errors import RolloutError
+from megarl.common.notices import write_notice
 from megarl.common.output import redirect_output
 from megarl.common.private_directory import (
     make_private_directory,
@@ -56,11 +57,14 @@ logger = logging.getLogger(__name__)
 CONTROLLER = "controller"
 HEARTBEAT_S = 2.0
 WATCH_S = 0.5
+MOST_REBUILDS, REBUILD_PERIOD_S = 3, 3600.0  # new controllers and queues that are started in so long a time
 COMPLAIN_S = 30.0  # between two log lines about the same trouble
 
 
 class Supervisor:
     """Runs one pool from its start to its end; writes its state to RUN_DIR/supervisor.json.
+
+    If the controller or a process of the queue dies, it starts both anew, for the engines that live.
 
     It leaves the file alone, and ends, once the supervisor of another launch has written there: that of a run that has
     taken the directory.
@@ -85,6 +89,7 @@ class Supervisor:
             "address": "",
             "namespace": spec.namespace,
             "partition": spec.partition,
+            "rebuilds": 0,
             "attempt": spec.attempt,
             "launch_id": spec.launch_id,
             "process": asdict(ProcessId.own()),
@@ -96,6 +101,8 @@ class Supervisor:
         self._head: RayHead | None = None
         self._actors: list[ActorHandle] = []  # the controller last
         self._commands = PoolCommands(self.run_dir, spec.launch_id)
+        self._rebuilt_at: list[float] = []  # when controller and queue were started anew (`time.monotonic`)
+        self._heartbeats = 0
         self._ending_since: float | None = None
         # Half of the time that the launcher waits, so that an orderly and a forced tear-down both fit.
         self._orderly_s = self.config.timeouts.shutdown_s / 2
@@ -112,7 +119,7 @@ class Supervisor:
             self._start_actors()
             self._publish(state="ready")
             logger.info("pool ready")
-            self._serve()
+            self._keep_serving()
         except Exception as error:
             failure = error
             if not self._stop.is_set():
@@ -135,6 +142,42 @@ class Supervisor:
         """Return all descendants except the guardian, which ends by itself after this process."""
         return descendants(os.getpid()) - {self._guardian}
 
+    def _keep_serving(self) -> None:
+        """Serve until asked to stop. If controller or queue fail, start both anew, as often as is allowed.
+
+        Raises RolloutError with the last reason otherwise.
+        """
+        while True:
+            try:
+                return self._serve()
+            except RolloutError as error:
+                if self._stop.is_set() or not self._may_rebuild(time.monotonic()):
+                    raise
+                self._rebuild(str(error))
+
+    def _may_rebuild(self, now: float) -> bool:
+        """Tell whether controller and queue may be started anew: not too often in a short time."""
+        return sum(now - each < REBUILD_PERIOD_S for each in self._rebuilt_at) < MOST_REBUILDS
+
+    def _rebuild(self, reason: str) -> None:
+        """Kill the controller, and with it the queue that it owns, and start both anew.
+
+        The trainer then tells the new controller how far it has come. Raises RolloutError if they do not start.
+        """
+        import ray
+
+        self._rebuilt_at.append(time.monotonic())
+        count, timeouts = len(self._rebuilt_at), self.config.timeouts
+        self._publish(state=REBUILDING, rebuilds=count, rebuilt_because=reason)
+        write_notice(self.run_dir, f"{reason}; the rollout controller and the queue are started anew")
+        ray.kill(self._actors.pop())
+        partition = f"{self.spec.partition}.{count}"
+        controller = self._create_controller(partition, timeouts.rpc_s, replaces=True)
+        self._actors.append(controller)
+        self._await_actors({controller.start.remote(): "the new rollout controller"}, timeouts.engine_start_s)
+        self._publish(state="ready", partition=partition)
+        logger.info("the pool has a new controller and a new queue (%d so far)", count)
+
     def _serve(self) -> None:
         """Call the controller at intervals until asked to stop, and count the answers in the state.
 
@@ -143,7 +186,7 @@ class Supervisor:
         """
         import ray
 
-        heartbeat, answers, bound = self._actors[-1].heartbeat, 0, self.config.timeouts.rpc_s
+        heartbeat, bound = self._actors[-1].heartbeat, self.config.timeouts.rpc_s
         asked_at: float | None = None  # since when there is no answer
         next_beat = time.monotonic() + HEARTBEAT_S
         while not self._stop.wait(WATCH_S):
@@ -171,8 +214,8 @@ class Supervisor:
             except Exception as error:
                 raise RolloutError(f"the rollout controller does not answer: {_cause(error)}") from error
             asked_at = None
-            answers += 1
-            self._publish(heartbeats=answers)
+            self._heartbeats += 1
+            self._publish(heartbeats=self._heartbeats)
 
     def request_stop(self, reason: str) -> None:
         """Make `run` tear down the pool and end. The first reason is kept."""
@@ -318,12 +361,22 @@ class Supervisor:
 
         Raises RolloutError naming the first that failed.
         """
-        import ray
-
-        from megarl.rollout.controller import RolloutController
-
         spec, config = self.spec, self.config
-        replica_spec = ReplicaSpec(
+        replica_spec = self._replica_spec()
+        pending: dict[ObjectRef, str] = {}
+        replicas = [create_replica(replica_spec, index) for index in range(config.rollout.replicas)]
+        for index, replica in enumerate(replicas):
+            pending[replica.start.remote()] = f"engine replica {index}"
+        controller = self._create_controller(spec.partition, config.timeouts.rpc_s)
+        self._actors = [*replicas, controller]
+        pending[controller.start.remote()] = "the rollout controller"
+        self._await_actors(pending, config.timeouts.engine_start_s)
+        self._commands.look(controller)  # makes their directory, before the pool is ready for them
+
+    def _replica_spec(self) -> ReplicaSpec:
+        """Return what replicas and controller are made from."""
+        spec, config = self.spec, self.config
+        return ReplicaSpec(
             config_json=spec.config_json,
             run_dir=spec.run_dir,
             namespace=spec.namespace,
@@ -332,21 +385,28 @@ class Supervisor:
             supervisor=ProcessId.own() if self._head is not None else None,
             host=platform.node(),
         )
-        pending: dict[ObjectRef, str] = {}
-        replicas = [create_replica(replica_spec, index) for index in range(config.rollout.replicas)]
-        for index, replica in enumerate(replicas):
-            pending[replica.start.remote()] = f"engine replica {index}"
+
+    def _create_controller(self, partition: str, timeout_s: float, *, replaces: bool = False) -> ActorHandle:
+        """Create the controller's actor, not started. `replaces`: another one has had its name until now.
+
+        Raises RolloutError if the name is not free within `timeout_s`.
+        """
+        import ray
+
+        from megarl.rollout.controller import RolloutController
+
+        spec, deadline = self.spec, time.monotonic() + timeout_s
         head = {HEAD_RESOURCE: HEAD_SHARE} if self._head is not None else {}
         options = {"resources": {ROLLOUT_RESOURCE: 1, **head}, "num_cpus": 1, "max_concurrency": 1000}
-        controller = (
-            ray.remote(RolloutController)
-            .options(name=CONTROLLER, namespace=spec.namespace, **options)
-            .remote(replica_spec, spec.partition, cwd=spec.cwd)
-        )
-        self._actors = [*replicas, controller]
-        pending[controller.start.remote()] = "the rollout controller"
-        self._await_actors(pending, config.timeouts.engine_start_s)
-        self._commands.look(controller)  # makes their directory, before the pool is ready for them
+        named = ray.remote(RolloutController).options(name=CONTROLLER, namespace=spec.namespace, **options)
+        while True:
+            try:
+                return named.remote(self._replica_spec(), partition, cwd=spec.cwd, replaces=replaces)
+            except ValueError:  # the name becomes free only when Ray has noticed the death of the old actor
+                if not replaces or self._stop.is_set() or time.monotonic() > deadline:
+                    waited = f"the supervisor waited {timeout_s:.0f} s for the end of the old rollout controller"
+                    raise RolloutError(self.stop_reason or waited) from None
+                time.sleep(0.1)
 
     def _await_actors(self, pending: dict[ObjectRef, str], timeout_s: float) -> None:
         """Wait for every start call in `pending` (reference -> name of the part). Raises RolloutError."""

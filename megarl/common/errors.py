@@ -56,6 +56,10 @@ class PoolEnded(RolloutError):  # noqa: N818
     """The supervisor has ended, and Ray with all actors ends with it."""
 
 
+class PartsLost(RolloutError):  # noqa: N818
+    """The rollout controller and the queue have ended; the supervisor starts others, while the engines live on."""
+
+
 class ReplicaFailed(RolloutError):  # noqa: N818
     """One replica died or refused to work; `replica` is its index."""
 

@@ -69,6 +69,10 @@ class Curriculum:
         """Note the rewards of the usable samples of a finished group of the set `name`."""
         self._open[group] = (name, sum(rewards) / len(rewards) if rewards else None)
 
+    def reward(self, group: int) -> float | None:
+        """Return the mean reward of a finished group that is not committed; None without usable samples."""
+        return self._open[group][1]
+
     def commit(self, groups: Iterable[int]) -> None:
         """Count groups whose end is committed, in the order of their ids."""
         for group in sorted(groups):

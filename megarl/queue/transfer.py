@@ -123,6 +123,7 @@ def start_queue(
 ) -> QueueServer:
     """Start the controller and the storage units of a run; the calling process owns them.
 
+    Those of an earlier queue, whose owner has died, may still be ending: their names and CPUs are waited for.
     `node_resource` is a Ray resource that only the pool's nodes have; None means every node (single-host runs). Needs
     1 + storage_units logical CPUs. Raises TimeoutError that names the missing resource (the library would wait without
     end), and ValueError if no node has `node_resource`.
@@ -143,11 +144,27 @@ def start_queue(
                 f"{available:g} logical CPUs were free in Ray; raise ray.num_cpus or timeouts.engine_start_s"
             )
         time.sleep(0.1)
+    _await_names([f"TransferQueueStorageUnit#{unit}" for unit in range(storage_units)], namespace, deadline)
     return bounded(
         lambda: _start(partition, namespace, storage_units, node_resource),
         max(deadline - time.monotonic(), 1.0),
         f"TransferQueue's start ({needed} actors of 1 CPU each; raise timeouts.engine_start_s)",
     )
+
+
+def _await_names(names: Sequence[str], namespace: str, deadline: float) -> None:
+    """Wait until no actor has one of `names`. Raises TimeoutError naming the first that has at the deadline."""
+    import ray
+
+    for name in names:
+        while True:
+            try:
+                ray.get_actor(name, namespace=namespace)
+            except ValueError:
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the new trajectory queue waited for the end of {name} of an earlier one")
+            time.sleep(0.1)
 
 
 def _start(partition: str, namespace: str, storage_units: int, node_resource: str | None) -> QueueServer:

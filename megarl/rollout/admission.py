@@ -85,6 +85,7 @@ class Admission:
         self._attempts = 0  # groups ever started, those that a resume has discarded included
         # (version, steps done) from which the bound counts: at the first version that is set in this history.
         self._base: tuple[int, int] | None = None
+        self._held: set[int] = set()  # steps of an earlier controller, whose rows are not in the queue
 
     def announce(self, version: int) -> None:
         """Record that engines are about to serve `version`: from now on, tokens may carry it."""
@@ -200,7 +201,7 @@ class Admission:
         Raises ValueError before the first version is set, after the first group has started, and for a version that is
         not yet set.
         """
-        if self._base is None or self._in_flight or self._ready or self._taken:
+        if self._base is None or self._in_flight or self._ready or self._taken.keys() - self._held:
             raise ValueError("groups are kept after the first version is set and before any group starts")
         oldest = {group: min(versions) for group, versions in kept.items() if versions}
         if late := [group for group, version in oldest.items() if version > self.version]:
@@ -212,13 +213,34 @@ class Admission:
                 self._in_flight[group] = oldest[group]
                 self._started[oldest[group]] += 1
                 self._kept[group] = frozenset(kept[group])
-        # The groups before a kept one that were not admitted in this history are its next ones.
-        end = max(self._next_group, 1 + max(self._in_flight, default=-1))
+        self._leave_redraw(self._in_flight.keys())
+        return list(self._in_flight)
+
+    def hold(self, base: tuple[int, int], held: Mapping[int, Taken]) -> None:
+        """Go on with `held`, the steps that the trainer has taken from a controller that has ended and not committed.
+
+        `base`: the first version that was set in this history, and the steps that were done by then. Groups of these
+        steps are used by no later one. Raises ValueError after a version is set or a group has started, and for steps
+        or groups that cannot follow the history.
+        """
+        if self._base is not None or self._in_flight or self._taken:
+            raise ValueError("steps are held before the first version is set and before any group starts")
+        groups = [group for taken in held.values() for group in (*taken.ok, *taken.failed, *taken.replaced)]
+        settled = [group for group in groups if group < self._next_group and group not in self._redraw]
+        if settled or len(set(groups)) != len(groups):
+            raise ValueError(f"groups of the steps {sorted(held)} are settled or in two of them: {sorted(groups)}")
+        if sorted(held) != list(range(self._committed_steps, self._committed_steps + len(held))):
+            raise ValueError(f"steps {sorted(held)} are held after {self._committed_steps} committed ones")
+        self._taken, self._held, self._base = dict(sorted(held.items())), set(held), base
+        self._leave_redraw(set(groups))
+
+    def _leave_redraw(self, groups: Set[int]) -> None:
+        """Count `groups` as admitted; those before them that were not admitted in this history are its next ones."""
+        end = max(self._next_group, 1 + max(groups, default=-1))
         self._redraw += range(self._next_group, end)
-        self._redraw = [group for group in self._redraw if group not in self._in_flight]
+        self._redraw = [group for group in self._redraw if group not in groups]
         self._next_group = end
         self._attempts = max(self._attempts, end - len(self._redraw))
-        return list(self._in_flight)
 
     def finish(self, group: int, ok: bool, versions: Iterable[int] = ()) -> None:
         """Record that `group` has been sampled, scored and queued. `ok` is False if it cannot be trained on.
@@ -308,6 +330,10 @@ class Admission:
         released, self._released = sorted(self._released), []
         return released
 
+    def taken(self, step: int) -> Taken:
+        """Return what `step` has taken. Raises KeyError as `replaced` does."""
+        return self._taken[step]
+
     def replaced(self, step: int) -> list[int]:
         """Return the groups, sorted, that were replaced before `step` was taken; its commit settles them as filtered.
 
@@ -379,8 +405,11 @@ class Admission:
         for name, number in numbers.items():
             self._done[name] += number
         self._reused += reused
-        uses = {group: Use(taken.oldest[group]) for group in ids}
-        uses |= {group: use.again for group, use in taken.reused.items()}
+        uses: dict[int, Use] = {}
+        if step not in self._held:  # the rows of those are gone
+            uses = {group: Use(taken.oldest[group]) for group in ids}
+            uses |= {group: use.again for group, use in taken.reused.items()}
+        self._held.discard(step)
         kept = {group for group, use in uses.items() if self._reusable.keep(group, use)}
         self._released += {*taken.ok, *taken.failed, *taken.reused} - kept
         self._released += self._reusable.drop(self._usable)
@@ -463,7 +492,7 @@ class Admission:
         self._replaced, self._published, self._kept = [], set(), {}
         self._reusable, self._released = ReusableGroups(self.max_uses), []
         self._attempts = max(attempts, self._attempts, int(state["attempts"]))
-        self._base = None
+        self._base, self._held = None, set()
 
 
 def _check_ends(step: int, taken: Taken, numbers: Mapping[str, int], ended: Mapping[str, Sequence[int]]) -> None:

@@ -4,7 +4,8 @@ It joins its parts: the prompt groups (which may start, and how each ends), the 
 runner (how a group becomes trajectories), the batches that are ready, the queue, and evaluation. A trainer
 that starts or restarts calls `begin` with the history that it resumes and `set_version` with the version that the
 engines serve; then, for each step, `wait_batch` and `commit`. After a failure that ends the run, every waiting and
-every later call raises it.
+every later call raises it. A controller that the supervisor starts in place of one that has died is told by `take_over`
+how far the trainer has come.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from megarl.rollout.elastic_pool import ElasticPool, ReplicaReport
 from megarl.rollout.evaluator import Evaluator, FinishedEvaluation
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_runner import GroupRunner
+from megarl.rollout.handover import Committed, Handover
 from megarl.rollout.journal import RolloutJournal
 from megarl.rollout.placement import HEAD_RESOURCE, ROLLOUT_RESOURCE, engine_needs, free_places
 from megarl.rollout.prompt_groups import PromptGroups
@@ -61,9 +63,12 @@ _LOOK_S = 0.5  # between two looks at failures and lost replicas while a drain o
 class RolloutController:
     """The actor that the supervisor creates; see the module's docstring."""
 
-    def __init__(self, spec: ReplicaSpec, partition: str, *, cwd: str = "") -> None:
-        """`cwd`: the launcher's working directory, to which the config's paths and the user's modules are relative."""
-        self.spec, self.partition = spec, partition
+    def __init__(self, spec: ReplicaSpec, partition: str, *, cwd: str = "", replaces: bool = False) -> None:
+        """`cwd`: the launcher's working directory, to which the config's paths and the user's modules are relative.
+
+        `replaces`: it is started in place of another one, for engines that live.
+        """
+        self.spec, self.partition, self._replaces = spec, partition, replaces
         self.config = Config.model_validate_json(spec.config_json)
         self.run_dir = Path(spec.run_dir)
         redirect_output(self.run_dir / "logs" / "controller.log")
@@ -104,7 +109,7 @@ class RolloutController:
         self._queue, self._source, self._fleet, _ = await asyncio.gather(
             asyncio.to_thread(self._start_queue),
             asyncio.to_thread(PromptSource, config),
-            Fleet.attach(self.spec, config),
+            Fleet.attach(self.spec, config, wait=not self._replaces),
             self._rewards.start(),
         )
         self.elastic = self._elastic_pool()
@@ -267,7 +272,7 @@ class RolloutController:
             replicas_serving=len(fleet.serving), replicas_lost=len(fleet.lost),
             replicas_idle=len(fleet.idle), load=fleet.take_load(),
         )  # fmt: skip
-        return self._batches.take(step, self._admission, metrics)
+        return self._batches.take(step, self._admission, metrics, self._source.rewards)
 
     async def upcoming(self, step: int) -> list[int]:
         """Return the groups in the queue that `step` would take now; [] once it has taken its batch.
@@ -307,6 +312,11 @@ class RolloutController:
             raise RolloutError(f"group counters do not add up after step {step}: {counters}")
         self._groups.start()  # in the places of the queue that the step had
         return self._admission.counters
+
+    async def commit_and_tell(self, step: int, **ends: Any) -> Committed:  # noqa: ANN401  # those of `commit`
+        """Commit as `commit` does, and return also the history of which that is the end."""
+        counters = await self.commit(step, **ends)
+        return Committed(counters, self._committed_history())
 
     async def heartbeat(self) -> None:
         """Raise RolloutError if a process of the queue has died or hangs. The supervisor calls it at intervals.
@@ -367,8 +377,12 @@ class RolloutController:
 
     async def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the committed history and what the order of the prompts depends on."""
+        state = self._committed_history()
+        self._journal.saving(state["admission"]["steps"], History.of(state["admission"]))
+        return state
+
+    def _committed_history(self) -> dict[str, Any]:
         admission = self._admission.state_dict()
-        self._journal.saving(admission["steps"], History.of(admission))
         return {"admission": admission, "source": self._source.state_dict(), **self._journal.state_dict()}
 
     async def saved(self, step: int) -> None:
@@ -385,6 +399,43 @@ class RolloutController:
         """
         self._journal.note_unfinished(self._runner.progress, self._source)
         await self._drop_everything()
+        await self._go_back(state)
+        await self._fleet.reset()
+        self._expect_publications()
+        return self._admission.counters
+
+    async def take_over(self, handover: Handover) -> Counters:
+        """Go on in place of a controller that has died, with the trainer and the engines that it had.
+
+        The batches that the trainer trains are those of `handover`. All other groups are open: those that the journal
+        has are used again, as after a restart of the trainer, and the others are drawn again. Engines drop the requests
+        of the controller before; one that cannot is lost until the next publication.
+        """
+        await self._go_back(handover.history)
+        for batch in handover.held:
+            self._batches.hold(batch)
+            for group, reward in batch.rewards.items():
+                self._source.finish(group, [] if reward is None else [reward])
+        if handover.base is not None:
+            self._admission.hold(handover.base, {batch.step: batch.taken for batch in handover.held})
+        if handover.history is not None or handover.held:
+            self._runner.stats.skipped_prompts = 0
+        await self._fleet.take_over(handover.behind, in_sync=handover.announced is not None)
+        self._expect_publications()
+        self._needed = handover.needed
+        if handover.version is not None:
+            self._admission.set_version(handover.version)
+            await self._groups.use_again(handover.version)
+            if handover.evaluation is not None:
+                self._evaluations.start(handover.version, handover.evaluation)
+        if handover.announced is not None:
+            self._admission.announce(handover.announced)
+        elif handover.admits:
+            self._groups.start()
+        return self._admission.counters
+
+    async def _go_back(self, state: dict[str, Any] | None) -> None:
+        """Begin with a committed history, and with what the journal has besides it."""
         self._source.reset()
         if state is not None:
             self._source.load_state_dict(state["source"], int(state["admission"]["next_group"]))
@@ -392,11 +443,12 @@ class RolloutController:
         # Prompts are skipped once per history: the number belongs to its first batch.
         self._runner.stats.skipped_prompts = 0 if state else self._source.skipped
         await self._journal.begin(state, self._groups.history())
-        await self._fleet.reset()
+
+    def _expect_publications(self) -> None:
+        """Let responses wait for engines that the trainer brings by a publication, if it may make one at any time."""
         at_once = self.config.rollout.partial_rollout or not pace_of(self.config).runs_ahead
         self._publishes = at_once and self.config.weight_sync.restarts > 0
         self._fleet.expect_publication(self._publishes)
-        return self._admission.counters
 
     async def _drop_everything(self) -> None:
         await self._tasks.drop()

@@ -44,10 +44,14 @@ class Score(Protocol):
 
 @dataclass(frozen=True)
 class FinishedEvaluation:
-    """An evaluation that went on beside training: one report per set, in the order of the config."""
+    """An evaluation that went on beside training: one report per set, in the order of the config.
+
+    `version`: that of the weights with which it began. None: as the trainer knows it.
+    """
 
     label: str
     reports: list[SetReport]
+    version: int | None = None
 
 
 class Evaluator:
@@ -125,7 +129,7 @@ class Evaluator:
         finally:
             self._running = None
             self._fleet.release()
-        self._finished.append(FinishedEvaluation(label, reports))
+        self._finished.append(FinishedEvaluation(label, reports, version))
 
     async def _evaluate(self, version: int, label: str, share: Share | None) -> list[SetReport]:
         eval_sets = await asyncio.to_thread(self._source.eval_sets)

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.membership import Membership
 from megarl.rollout.progress_rates import ProgressRates
 from megarl.rollout.replacements import Replacements
-from megarl.rollout.replica import ReplicaSpec, replica_name, restart_replica
+from megarl.rollout.replica import EndedReplica, ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.response_parts import ResponsePart
 from megarl.rollout.responses_so_far import ResponsesSoFar
@@ -96,21 +96,24 @@ class Fleet:
         self._replaced_next: set[int] = set()  # lost ones that answer, but must not serve again
 
     @classmethod
-    async def attach(cls, spec: ReplicaSpec, config: Config) -> Fleet:
-        """Wait until the replicas of the run's start exist.
+    async def attach(cls, spec: ReplicaSpec, config: Config, *, wait: bool = True) -> Fleet:
+        """Wait until the replicas of the run's start exist; without `wait`, one that does not exist has ended.
 
         Raises RolloutError naming the first that does not within `timeouts.engine_start_s`.
         """
         import ray
 
         timeouts, count = config.timeouts, config.rollout.replicas
-        replicas: dict[int, ActorHandle] = {}
+        replicas: dict[int, Any] = {}
         deadline = time.monotonic() + timeouts.engine_start_s
         while len(replicas) < count:
             index = len(replicas)
             try:
                 replicas[index] = ray.get_actor(replica_name(index), namespace=spec.namespace)
             except ValueError:
+                if not wait:
+                    replicas[index] = EndedReplica(index)
+                    continue
                 if time.monotonic() > deadline:
                     raise RolloutError(
                         f"the controller waited {timeouts.engine_start_s:.0f} s for replica {index}"
@@ -563,6 +566,27 @@ class Fleet:
 
         await asyncio.gather(*(reset_one(index) for index in self.members))
         await self.restart(sorted(broken))
+
+    async def take_over(self, behind: Collection[int], *, in_sync: bool) -> None:
+        """Make every engine drop the requests of a controller that has died. Those that cannot are lost.
+
+        So are those of `behind`, which do not hold the current weights. They serve again, or are replaced, after the
+        next sync. `in_sync`: the trainer is in the middle of one.
+        """
+
+        async def take(index: int) -> None:
+            try:
+                await self.call(index, "reset", timeout_s=self._timeouts.rpc_s)
+            except ReplicaFailed as error:
+                self.lose(index, error)
+            if index in behind:
+                self.lose(index, ReplicaFailed(index, f"replica {index} has kept earlier weights for an evaluation"))
+
+        if in_sync:
+            self._replacements.begin_sync()
+        await asyncio.gather(*(take(index) for index in self.members))
+        for index, reason in self.lost.items():
+            logger.warning("replica %d does not serve until the next publication: %s", index, reason)
 
     async def devices(self) -> list[HeldDevices]:
         """Return the devices that each serving replica holds."""

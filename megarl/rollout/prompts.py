@@ -168,6 +168,13 @@ class PromptSource:
         if self._curriculum is not None:
             self._curriculum.finish(group_id, self.dataset(group_id), rewards)
 
+    def rewards(self, groups: Iterable[int]) -> dict[int, float | None]:
+        """Return the mean rewards of finished groups, of which the curriculum learns at their commit; {} without one.
+
+        After `finish` with these, a source goes on where this one was.
+        """
+        return {} if self._curriculum is None else {group: self._curriculum.reward(group) for group in groups}
+
     async def commit(
         self, groups: Iterable[int], steps: int, next_group: Callable[[], int], first_open: Callable[[], int]
     ) -> None:

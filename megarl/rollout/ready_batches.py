@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.queue.trajectory import sample_key
 from megarl.rollout.admission import Admission
-from megarl.rollout.counters import Counters
+from megarl.rollout.counters import Counters, Taken
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,10 @@ class BatchReady:
     `timings`: declared `rollout/*` and `reward/errors` metrics of this batch. `replaced`: ids of the groups without
     signal that were replaced before it, which the step counts as filtered. `reused`: ids of the batch's other groups,
     which earlier steps have trained.
+
+    A new controller goes on with the batch from `taken`, what admission has recorded of it, and from `rewards`, the
+    mean reward of each group for the curriculum (empty without one). `rebuilds`: how often controller and queue had
+    been started anew when it was taken; the trainer's client fills it in.
     """
 
     step: int
@@ -26,6 +30,9 @@ class BatchReady:
     groups: list[int]
     replaced: list[int] = field(default_factory=list)
     reused: list[int] = field(default_factory=list)
+    taken: Taken = field(default_factory=lambda: Taken([], [], []))
+    rewards: dict[int, float | None] = field(default_factory=dict)
+    rebuilds: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,18 @@ class ReadyBatches:
         """Return the batch of a step if it has been taken."""
         return self._batches.get(step)
 
-    def take(self, step: int, admission: Admission, metrics: Mapping[str, float]) -> BatchReady:
-        """Take the batch of a step, whose groups must be ready. `metrics`: what was measured of it."""
+    def hold(self, batch: BatchReady) -> None:
+        """Go on with a batch that the trainer has taken from another controller."""
+        self._batches[batch.step] = batch
+
+    def take(
+        self, step: int, admission: Admission, metrics: Mapping[str, float],
+        rewards: Callable[[Sequence[int]], dict[int, float | None]] = lambda groups: {},
+    ) -> BatchReady:  # fmt: skip
+        """Take the batch of a step, whose groups must be ready. `metrics`: what was measured of it.
+
+        `rewards`: returns those of groups, for the curriculum.
+        """
         taken = admission.batch(step)
         if taken is None:
             raise ValueError(f"the groups of step {step} are not ready")
@@ -75,6 +92,8 @@ class ReadyBatches:
             groups=groups,
             replaced=replaced,
             reused=reused,
+            taken=admission.taken(step),
+            rewards=rewards([*groups, *replaced]),
         )
         self._batches[step] = batch
         return batch

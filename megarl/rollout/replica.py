@@ -95,7 +95,30 @@ def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
     )
 
 
-async def restart_replica(spec: ReplicaSpec, index: int, old: ActorHandle, timeouts: TimeoutsConfig) -> ActorHandle:
+class EndedReplica:
+    """Stands for the actor of a replica that has ended, so that no handle of it exists; every call of it fails."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    async def remote(self, *args: object) -> None:
+        """Raise ReplicaFailed; stands for the call of each method."""
+        raise ReplicaFailed(self._index, f"replica {self._index} has ended with the controller that had started it")
+
+    @property
+    def reset(self) -> EndedReplica:
+        """The method that drops all requests."""
+        return self
+
+    @property
+    def fail(self) -> EndedReplica:
+        """The method that makes a replica refuse every call."""
+        return self
+
+
+async def restart_replica(
+    spec: ReplicaSpec, index: int, old: ActorHandle | EndedReplica, timeouts: TimeoutsConfig
+) -> ActorHandle:
     """Kill `old` and start a new replica under its name. Raises as `start_replica`.
 
     It has no place either if `old` has not died within `timeouts.node_s`: its node cannot be reached.
@@ -103,7 +126,8 @@ async def restart_replica(spec: ReplicaSpec, index: int, old: ActorHandle, timeo
     import ray
 
     began = time.monotonic()
-    ray.kill(old)
+    if not isinstance(old, EndedReplica):
+        ray.kill(old)
     while True:
         try:
             # The name becomes free only when Ray has noticed the death of the old actor.

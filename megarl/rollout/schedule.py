@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from megarl.config.pace import Pace
 from megarl.rollout.admission import Admission
+from megarl.rollout.counters import Taken
 
 SCHEDULE_FILE = "schedule.jsonl"
 
@@ -68,6 +69,15 @@ class RecordedAdmission(Admission):
         found = [[group, sorted(versions)] for group, versions in kept.items()]
         self._record({"event": "keep", "kept": found, "started": started})
         return started
+
+    def hold(self, base: tuple[int, int], held: Mapping[int, Taken]) -> None:
+        """See `Admission.hold`."""
+        super().hold(base, held)
+        taken = [{"step": step, **asdict(each)} for step, each in sorted(held.items())]
+        for each in taken:  # JSON has no numbers as keys
+            each["oldest"] = sorted(each["oldest"].items())
+            each["reused"] = sorted((group, use["oldest"], use["uses"]) for group, use in each["reused"].items())
+        self._record({"event": "hold", "base": list(base), "taken": taken})
 
     def finish(self, group: int, ok: bool, versions: Iterable[int] = ()) -> None:
         """See `Admission.finish`."""

@@ -14,6 +14,8 @@ from pathlib import Path
 from megarl.config.pace import Pace
 from megarl.queue.dump import DumpedBatch
 from megarl.rollout.admission import Admission
+from megarl.rollout.counters import Taken
+from megarl.rollout.reusable_groups import Use
 from megarl.rollout.schedule import Event
 
 
@@ -122,6 +124,14 @@ class _Replay:
         started = self.admission.keep({group: frozenset(versions) for group, versions in event["kept"]})
         _same("groups that are used again", event["started"], started)
 
+    def hold(self, event: Event) -> None:
+        held = {each["step"]: _taken(each) for each in event["taken"]}
+        self.admission.hold((event["base"][0], event["base"][1]), held)
+        pace = self.admission.pace
+        for step, taken in held.items():
+            reused = sorted(taken.reused)
+            self.batches[step] = ScheduledBatch(step, taken.ok, taken.failed, taken.replaced, pace, reused=reused)
+
     def finish(self, event: Event) -> None:
         self.admission.finish(event["group"], event["ok"], event["versions"])
 
@@ -153,11 +163,18 @@ _EVENTS = {
     "set_version": _Replay.set_version,
     "admit": _Replay.admit,
     "keep": _Replay.keep,
+    "hold": _Replay.hold,
     "finish": _Replay.finish,
     "replace": _Replay.replace,
     "batch": _Replay.batch,
     "commit": _Replay.commit,
 }
+
+
+def _taken(content: Event) -> Taken:
+    """Return what a step had taken, from the content of an event `hold`."""
+    reused = {group: Use(oldest, uses) for group, oldest, uses in content["reused"]}
+    return Taken(content["ok"], content["failed"], content["replaced"], dict(content["oldest"]), reused)
 
 
 def _same(what: str, recorded: object, replayed: object) -> None:

@@ -14,6 +14,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+from megarl.common.errors import PartsLost
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
@@ -37,6 +38,7 @@ class PreparedBatch:
 
     `rows`: this replica's trajectories by key. `samples`: on rank 0, those that are shown in samples.jsonl, with their
     reference answers. `early`: log-probs of this replica's samples that were computed while the trainer waited.
+    `share`: on leaders, a part of all rows, if batches are written to the disk.
     """
 
     batch: StepBatch
@@ -44,6 +46,7 @@ class PreparedBatch:
     rows: dict[str, Trajectory]
     samples: list[tuple[Trajectory, str | None]]
     early: EarlyLogprobs = field(default_factory=EarlyLogprobs)
+    share: list[Trajectory] = field(default_factory=list)
 
 
 class BatchSource:
@@ -71,7 +74,7 @@ class BatchSource:
         if isinstance(prepared, PublicationNeeded):
             return prepared
         self._recorder.status(f"{name}: training")
-        self._pool.record(prepared.batch)
+        self._pool.record(prepared.batch, prepared.share)
         return prepared
 
     def _from_thread(
@@ -110,23 +113,34 @@ class BatchSource:
     def _prepare(
         self, step: int, version: int, channel: BackgroundChannel | None = None
     ) -> PreparedBatch | PublicationNeeded:
-        batch = self._pool.take_batch(step, version, channel)
-        if isinstance(batch, PublicationNeeded):
-            return batch
+        while True:
+            batch = self._pool.take_batch(step, version, channel)
+            if isinstance(batch, PublicationNeeded):
+                return batch
+            prepared = self._read(batch, channel)
+            if self._pool.keep(batch, lost=prepared is None, channel=channel) and prepared is not None:
+                return prepared
+            logger.warning("the queue has died before the batch of step %d was read; it is taken again", step)
+
+    def _read(self, batch: StepBatch, channel: BackgroundChannel | None) -> PreparedBatch | None:
+        """Plan a batch and read what this rank needs of it; None if the queue has died meanwhile."""
         started = time.perf_counter()
         plan = plan_step(
             batch.tags,
             self._config,
             dp_size=parallel.dp_size(),
-            version=version,
+            version=batch.version,
             replaced=batch.replaced,
             reused=batch.reused,
         )
-        rows = self._pool.fetch(batch, plan, channel)
-        samples = self._pool.read_samples(batch)
+        try:
+            rows = self._pool.fetch(batch, plan, channel)
+            samples, share = self._pool.read_samples(batch), self._pool.read_whole(batch)
+        except PartsLost:
+            return None
         if channel is not None:
             batch.timings["rollout/prefetch_seconds"] = time.perf_counter() - started
-        return PreparedBatch(batch, plan, rows, samples)
+        return PreparedBatch(batch, plan, rows, samples, share=share)
 
     def finish(self) -> None:
         """End a preparation that is running. Bounded by `timeouts.shutdown_s`; one that goes on is logged."""

@@ -76,6 +76,7 @@ class EarlyLedger:
     def __init__(self, streams: Sequence[str]) -> None:
         self.streams = tuple(streams)
         self.version = -1
+        self.rebuilds = 0  # of the pool: a group that another queue had may have other samples under the same keys
         self.upcoming: list[int] = []
         self._tags: dict[int, list[SampleTag]] = {}
         self._holders: dict[str, dict[str, int]] = {stream: {} for stream in streams}
@@ -85,6 +86,11 @@ class EarlyLedger:
         if version != self.version and OLD_LOGPROBS in self._holders:
             self._holders[OLD_LOGPROBS] = {}
         self.version, self.upcoming = version, []
+
+    def forget(self, rebuilds: int) -> None:
+        """Forget all samples and their log-probs: from now on they are those of the queue after `rebuilds` new ones."""
+        self.rebuilds, self.upcoming, self._tags = rebuilds, [], {}
+        self._holders = {stream: {} for stream in self.streams}
 
     def unknown(self, groups: Iterable[int]) -> list[int]:
         """Return those of `groups` whose tags are not known."""

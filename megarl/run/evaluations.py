@@ -106,6 +106,8 @@ class Evaluations:
     def _record(self, finished: Sequence[FinishedEvaluation], steps_done: int) -> None:
         for each in finished:
             began_at, version = self._running.pop(each.label)
+            if each.version is not None:  # later than asked for, if a new controller has begun it again
+                version = each.version
             self._recorder.evaluation(began_at, version, each.label, each.reports, written_at=steps_done)
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ that prepares the batch waits over process groups of its own (`batches.py`).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -15,12 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
+from megarl.common.errors import PartsLost
 from megarl.common.object_collectives import Codec, codec_of
 from megarl.config.datasets import own_temperatures
 from megarl.config.old_logprobs import logprob_passes
 from megarl.config.schema import Config
 from megarl.queue.streams import REFERENCE_LOGPROBS
-from megarl.queue.trajectory import SampleTag
+from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.run.channel import SLICE_S
 from megarl.run.early_logprobs import EarlyLedger, EarlyLogprobs, Portion, packed, size_of, unpacked
 from megarl.run.failure import PeerFailedError
@@ -33,16 +35,22 @@ from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
 
+logger = logging.getLogger(__name__)
+
 # Between two questions for groups that have finished. The end of the wait itself is noticed at once.
 POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The answer of rank 0 to all ranks: the groups that the batch would have now, and the tags of new ones."""
+    """The answer of rank 0 to all ranks: the groups that the batch would have now, and the tags of new ones.
+
+    `rebuilds`: how often the pool had started another queue before the one that has them.
+    """
 
     groups: list[int]
     tags: list[SampleTag]
+    rebuilds: int
 
 
 _FOUND: Codec[_Found | None] = codec_of(_Found | None)
@@ -73,6 +81,8 @@ class IdleLogprobs:
             found = self._peers.on_first_rank(lambda: self._look(ready, step), _FOUND)
             if found is None:
                 return
+            if found.rebuilds != self._ledger.rebuilds:
+                self._forget(found.rebuilds)
             if found.groups != self._ledger.upcoming:
                 self._wanted = self._trainable(self._ledger.note_upcoming(found.groups, found.tags))
             portion = self._next_portion()
@@ -82,12 +92,25 @@ class IdleLogprobs:
     def _look(self, ready: Future[Any], step: int) -> _Found | None:
         """Wait until there is work, the batch is ready (None), or `SLICE_S` is over; the other ranks wait meanwhile."""
         until = time.monotonic() + SLICE_S
+        ledger = self._ledger
         while not ready.done():
-            groups = self._pool.upcoming(step)
-            if groups != self._ledger.upcoming or self._next_portion() is not None or time.monotonic() > until:
-                return _Found(groups, self._pool.tags_of(self._ledger.unknown(groups)))
+            groups, rebuilds = self._pool.upcoming(step)
+            same = rebuilds == ledger.rebuilds
+            if not same or groups != ledger.upcoming or self._next_portion() is not None or time.monotonic() > until:
+                try:
+                    return _Found(
+                        groups, self._pool.tags_of(ledger.unknown(groups) if same else groups, rebuilds), rebuilds
+                    )
+                except PartsLost:  # the thread that waits for the batch brings the new queue
+                    wait([ready], timeout=POLL_S)
+                    return _Found([], [], ledger.rebuilds)
             wait([ready], timeout=POLL_S)
         return None
+
+    def _forget(self, rebuilds: int) -> None:
+        """Forget what was computed of samples of a queue that has died; `rebuilds` tells which one comes next."""
+        self._ledger.forget(rebuilds)
+        self._wanted, self._values = [], {stream: {} for stream in self._ledger.streams}
 
     def _trainable(self, tags: Sequence[SampleTag]) -> list[SampleTag]:
         """Return those samples that the step would train: not failed, not too old, of groups with signal."""
@@ -106,10 +129,15 @@ class IdleLogprobs:
     def _compute(self, portion: Portion) -> None:
         """Fetch the samples of a portion and compute their log-probs, each replica those of its part."""
         mine = parallel.dp_rank()
-        samples = {
-            row.key: TrainSample.of(row, temperature=self._temperatures.get(row.dataset))
-            for row in self._pool.rows_of(portion.parts[mine])
-        }
+        rows: list[Trajectory] | None = None
+        try:
+            rows = self._pool.rows_of(portion.parts[mine], self._ledger.rebuilds)
+        except PartsLost:
+            logger.warning("the queue has died: log-probs that were computed early of its samples are dropped")
+        if self._peers.any(rows is None) or rows is None:
+            self._forget(self._ledger.rebuilds)
+            return
+        samples = {row.key: TrainSample.of(row, temperature=self._temperatures.get(row.dataset)) for row in rows}
         started = time.perf_counter()
         with self._recorder.phase("logprobs"):
             for stream in filter(portion.needs, self._ledger.streams):
@@ -127,6 +155,8 @@ class IdleLogprobs:
         """
         if plan.version != self._ledger.version:
             raise ValueError(f"log-probs of version {self._ledger.version} were computed for one of {plan.version}")
+        if batch.rebuilds != self._ledger.rebuilds:  # they are those of other samples
+            self._forget(batch.rebuilds)
         owners = {key: replica for replica in range(parallel.dp_size()) for key in plan.keys_of(replica)}
         held = {stream: self._ledger.held(stream, owners) for stream in self._ledger.streams}
         with self._recorder.phase("logprobs"):

@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar, cast
 
 from megarl.cluster.client import PoolClient, connect_ray
 from megarl.cluster.handle import SupervisorHandle
-from megarl.common.object_collectives import Codec, codec_of, sendable
+from megarl.common.errors import PartsLost
+from megarl.common.object_collectives import TEXT, Codec, codec_of, sendable
 from megarl.common.timeouts import GRACE_S
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
@@ -31,6 +32,7 @@ from megarl.rollout.ready_batches import BatchReady, PublicationNeeded
 from megarl.run.channel import Channel, MainChannel
 from megarl.run.failure import PeerFailedError
 from megarl.run.peers import Peers
+from megarl.run.queue_link import QueueLink
 from megarl.run.recorder import Recorder
 from megarl.run.row_codec import ROWS
 from megarl.run.step import StepPlan
@@ -51,8 +53,12 @@ _READY: Codec[BatchReady | str | None] = codec_of(BatchReady | str | None)
 _TAGS: Codec[list[SampleTag]] = codec_of(list[SampleTag])
 _REPORTS: Codec[list[SetReport] | str | None] = codec_of(list[SetReport] | str | None)
 _EVALUATIONS: Codec[list[FinishedEvaluation] | str] = codec_of(list[FinishedEvaluation] | str)
+_KEPT: Codec[bool | None] = codec_of(bool | None)
 _NOTHING: Codec[None] = codec_of(None)
 _PROBLEM: Codec[str | None] = codec_of(str | None)
+
+
+LOST = "lost"  # what a leader says of the queue, if it has died
 
 
 class _Held(Generic[H]):
@@ -64,6 +70,10 @@ class _Held(Generic[H]):
     def hold(self, it: H) -> H:
         self._it = it
         return it
+
+    @property
+    def is_here(self) -> bool:
+        return self._it is not None
 
     def use(self, function: Callable[[H], T]) -> T | None:
         return None if self._it is None else function(self._it)
@@ -82,7 +92,7 @@ class PoolLink:
         self._config, self._peers, self._recorder = config, peers, recorder
         self._main = MainChannel(peers, recorder)
         self._client: _Held[PoolClient] = _Held()  # on rank 0
-        self._reader: _Held[QueueReader] = _Held()  # on leaders
+        self._queue: _Held[QueueLink] = _Held()  # on leaders
         self._history: dict[str, Any] | None = None
         self._saved: int | None = None
 
@@ -100,17 +110,13 @@ class PoolLink:
             self._recorder.load_tokenizer()  # while the engines start
             client = self._client.hold(PoolClient.connect(handle, self._config))
             client.begin(self._history)
-            return handle, client.devices()
+            return client.handle, client.devices()
 
         handle, held = self._peers.on_first_rank(connect, _CONNECTED)
         refuse_overlap(self._peers.gather(own_device(self._peers.rank), _DEVICES), held)
         if parallel.is_leader():
             connect_ray(handle, timeouts.ray_start_s)
-            self._reader.hold(
-                QueueReader.attach(
-                    handle.partition, namespace=handle.namespace, timeout_s=timeouts.queue_s, check=handle.check
-                )
-            )
+            self._queue.hold(QueueLink(handle, timeouts))
 
     def engine_handles(self) -> EngineHandles | None:
         """Return the handles that the weight sync calls the engines by, on rank 0; None elsewhere. Not collective."""
@@ -145,51 +151,96 @@ class PoolLink:
         Or on every rank that the weights must be published first, because no replica is left.
         """
         via = channel or self._main
-        with via.phase("generate", f"step {step + 1}/{self._config.run.steps}: generating"):
-            ready = via.wait(lambda bound_s: self._wait_batch(step, bound_s), _READY)
-        if isinstance(ready, str):
-            return PublicationNeeded(ready)
-        with via.phase("queue"):
-            tags = self._read(via, lambda queue: queue.read_tags(ready.keys), _TAGS)
-        return StepBatch(step, version, ready.keys, tags, ready.timings, ready.replaced, ready.reused)
+        while True:
+            with via.phase("generate", f"step {step + 1}/{self._config.run.steps}: generating"):
+                ready = via.wait(lambda bound_s: self._wait_batch(step, bound_s), _READY)
+            if isinstance(ready, str):
+                return PublicationNeeded(ready)
+            with via.phase("queue"):
+                tags = self._tags(via, ready)
+                if any(via.of_replicas(LOST if tags is None else "")) or tags is None:
+                    continue
+            timings = {**ready.timings, "rollout/rebuilds": ready.rebuilds}
+            return StepBatch(
+                step, version, ready.keys, tags, timings, ready.replaced, ready.reused, rebuilds=ready.rebuilds
+            )
+
+    def _tags(self, via: Channel, ready: BatchReady) -> list[SampleTag] | None:
+        """Return the tags of a batch on every rank of the replica; None if the queue was lost meanwhile."""
+        try:
+            return self._read(via, ready.rebuilds, lambda queue: queue.read_tags(ready.keys), _TAGS)
+        except PartsLost:
+            return None
 
     def _wait_batch(self, step: int, bound_s: float | None) -> BatchReady | str:
         ready = self._client.use(lambda client: client.wait_batch(step, bound_s))
         return ready.reason if isinstance(ready, PublicationNeeded) else cast(BatchReady, ready)
 
     def fetch(self, batch: StepBatch, plan: StepPlan, channel: Channel | None = None) -> dict[str, Trajectory]:
-        """Return this replica's rows by key. Raises DisagreementError if the replicas' plans differ."""
+        """Return this replica's rows by key.
+
+        Raises DisagreementError if the replicas' plans differ, and PartsLost on all ranks of a replica that has lost
+        the queue; call `keep` in any case.
+        """
         via = channel or self._main
         with via.phase("queue"):
             hashes = set(via.of_replicas(plan.hash))
             if len(hashes) != 1:
                 raise DisagreementError(f"step {batch.step}: DP ranks planned differently: {sorted(hashes)}")
-            rows = self._read(via, lambda queue: queue.fetch(plan.keys_of(parallel.dp_rank())), ROWS)
+            keys = plan.keys_of(parallel.dp_rank())
+            rows = self._read(via, batch.rebuilds, lambda queue: queue.fetch(keys), ROWS)
             return {row.key: row for row in rows}
 
-    def upcoming(self, step: int) -> list[int]:
-        """Return the finished groups that `step` would take now; [] but on rank 0. Not collective."""
-        return self._client.use(lambda pool: pool.upcoming(step)) or []
+    def keep(self, batch: StepBatch, *, lost: bool, channel: Channel | None = None) -> bool:
+        """Tell on every rank whether all have read what they need of the batch, which is then held until its commit.
 
-    def tags_of(self, groups: Sequence[int]) -> list[SampleTag]:
-        """Return the tags of all samples of groups in the queue; [] but on leaders. Not collective."""
+        `lost`: this rank has not. False also if the controller that gave the batch has died meanwhile: the new one does
+        not know of it. Such a batch must be dropped by all ranks, and taken again.
+        """
+        via = channel or self._main
+        if any(via.of_replicas(via.in_replica(LOST if lost else "", TEXT))):
+            return False
+        return via.wait(
+            lambda bound_s: bool(self._client.use(lambda pool: pool.keep(batch.step, batch.rebuilds))), _KEPT
+        )
+
+    def upcoming(self, step: int) -> tuple[list[int], int]:
+        """Return the finished groups that `step` would take now, and the number of the queue. On rank 0 only.
+
+        Not collective.
+        """
+        return self._client.use(lambda pool: pool.upcoming(step)) or ([], 0)
+
+    def tags_of(self, groups: Sequence[int], rebuilds: int) -> list[SampleTag]:
+        """Return the tags of all samples of groups in the queue; [] but on leaders. Not collective.
+
+        Raises PartsLost if the queue that `rebuilds` tells has died.
+        """
         samples = range(self._config.batch.samples_per_group)
         keys = [sample_key(group, index) for group in groups for index in samples]
-        return (self._reader.use(lambda queue: queue.read_tags(keys)) if keys else None) or []
+        if not keys:
+            return []
+        return self._queue.use(lambda queue: queue.read(rebuilds, lambda reader: reader.read_tags(keys))) or []
 
-    def rows_of(self, keys: Sequence[str]) -> list[Trajectory]:
-        """Return rows that are in the queue, on every rank of the replica that asks. Collective over each replica."""
-        return self._read(self._main, lambda queue: queue.fetch(keys), ROWS)
+    def rows_of(self, keys: Sequence[str], rebuilds: int) -> list[Trajectory]:
+        """Return rows that are in the queue, on every rank of the replica that asks. Collective over each replica.
 
-    def record(self, batch: StepBatch) -> None:
-        """Write the batch, which is about to be trained, to RUN_DIR/batches if `telemetry.dump_batches` is set.
-
-        No rank goes on before all have written: rank 0's commit frees the rows, at once if nothing is trained.
+        Raises PartsLost on every rank of the replica if the queue that `rebuilds` tells has died.
         """
-        if self._config.telemetry.dump_batches:
+        return self._read(self._main, rebuilds, lambda queue: queue.fetch(keys), ROWS)
+
+    def read_whole(self, batch: StepBatch) -> list[Trajectory]:
+        """Return this leader's share of all rows of the batch for `record`; [] unless that writes them.
+
+        Not collective; [] but on leaders. Raises PartsLost if the queue has died.
+        """
+        return self._share(batch) or [] if self._config.telemetry.dump_batches else []
+
+    def record(self, batch: StepBatch, share: Sequence[Trajectory]) -> None:
+        """Write the batch, which is about to be trained, to RUN_DIR/batches if `telemetry.dump_batches` is set."""
+        if self._config.telemetry.dump_batches and self._queue.is_here:
             with self._recorder.phase("queue"):
-                self._dump(self._config.run_dir / "batches", batch)
-                self._peers.any(False)
+                self._dump(self._config.run_dir / "batches", batch, share)
 
     @contextmanager
     def keep_batch_on_failure(self, batch: StepBatch) -> Iterator[None]:
@@ -201,10 +252,11 @@ class PoolLink:
             yield
         except NonFiniteError as error:
             directory = self._config.run_dir / "failed_batch"
-            problem: OSError | None = None
+            problem: OSError | PartsLost | None = None
             try:
-                self._dump(directory, batch)
-            except OSError as failure:  # a full disk, for example: the step may still be skipped
+                if (share := self._share(batch)) is not None:
+                    self._dump(directory, batch, share)
+            except (OSError, PartsLost) as failure:  # a full disk, for example: the step may still be skipped
                 logger.exception("the batch of step %d could not be kept", batch.step)
                 problem = failure
             # All ranks get here. torchrun ends the others when the first one exits, so wait until all have written.
@@ -237,11 +289,12 @@ class PoolLink:
     def read_samples(self, batch: StepBatch) -> list[tuple[Trajectory, str | None]]:
         """Return the trajectories that are shown in samples.jsonl, with their reference answers; [] but on rank 0.
 
-        Not collective. Call it before `commit`, which frees the rows.
+        Not collective. Call it before `commit`, which frees the rows. Raises PartsLost if the queue has died.
         """
 
         def read(pool: PoolClient) -> list[tuple[Trajectory, str | None]]:
-            rows = self._reader.use(lambda queue: queue.fetch(self._recorder.sample_keys(batch))) or []
+            keys = self._recorder.sample_keys(batch)
+            rows = self._queue.use(lambda queue: queue.read(batch.rebuilds, lambda reader: reader.fetch(keys))) or []
             references = pool.references([row.group_id for row in rows]) if rows else {}
             return [(row, references.get(row.group_id)) for row in rows]
 
@@ -311,7 +364,7 @@ class PoolLink:
     def close(self, *, keep_pool: bool) -> None:
         """Disconnect from the queue and end the pool (unless kept); bounded, and safe after a failure."""
         try:
-            self._reader.use(lambda queue: queue.close())
+            self._queue.use(lambda queue: queue.close())
         finally:
             if not keep_pool:
                 self._client.use(lambda pool: pool.close())
@@ -320,28 +373,34 @@ class PoolLink:
         """Call the controller on rank 0 and return its answer on every rank."""
         return self._peers.on_first_rank(lambda: cast(T, self._client.use(question)), codec)
 
-    def _read(self, via: Channel, question: Callable[[QueueReader], T], codec: Codec[T]) -> T:
+    def _read(self, via: Channel, rebuilds: int, question: Callable[[QueueReader], T], codec: Codec[T]) -> T:
         """Read the queue on the leader and return the result on every rank of its replica.
 
-        Raises what `question` raised on the leader, and PeerFailedError on the other ranks of its replica.
+        `rebuilds` tells which queue. Raises PartsLost on all ranks of the replica if that one has died; else what
+        `question` raised on the leader, and PeerFailedError on the other ranks of its replica.
         """
         own: T | None = None
         failure: Exception | None = None
         try:
-            own = self._reader.use(question)
+            own = self._queue.use(lambda queue: queue.read(rebuilds, question))
         except Exception as error:
             failure = error
         text = None if failure is None else sendable(f"{type(failure).__name__}: {failure}")
-        problem = via.in_replica(text, _PROBLEM)
+        problem = via.in_replica(LOST if isinstance(failure, PartsLost) else text, _PROBLEM)
+        if problem == LOST:
+            raise PartsLost("the queue has died") from failure
         if failure is not None:
             raise failure
         if problem is not None:
             raise PeerFailedError(f"the first trainer rank of this replica could not read the queue: {problem}")
         return via.in_replica(own, codec)
 
-    def _dump(self, directory: Path, batch: StepBatch) -> None:
-        """Write the whole batch, filtered groups included; each leader writes its share."""
+    def _share(self, batch: StepBatch) -> list[Trajectory] | None:
+        """Read this leader's share of all rows of a batch; None on other ranks. Raises PartsLost."""
+        keys = batch.keys[parallel.dp_rank() :: parallel.dp_size()]
+        return self._queue.use(lambda queue: queue.read(batch.rebuilds, lambda reader: reader.fetch(keys)))
+
+    def _dump(self, directory: Path, batch: StepBatch, share: Sequence[Trajectory]) -> None:
+        """Write a leader's share of the whole batch, filtered groups included."""
         rank, replicas = parallel.dp_rank(), parallel.dp_size()
-        rows = self._reader.use(lambda queue: queue.fetch(batch.keys[rank::replicas]))
-        if rows is not None:
-            write_batch(directory, batch.step, batch.version, rows, part=rank, parts=replicas)
+        write_batch(directory, batch.step, batch.version, share, part=rank, parts=replicas)

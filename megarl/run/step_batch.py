@@ -13,7 +13,8 @@ class StepBatch:
 
     `version`: the version of the weights that the step updates; `timings`: the controller's declared metrics of the
     batch; `replaced`: ids of the groups without signal that rollout replaced before it; `reused`: ids of the groups of
-    the batch that an earlier step has trained.
+    the batch that an earlier step has trained; `rebuilds`: how often the pool had started another queue before the one
+    that has its rows.
     """
 
     step: int
@@ -23,6 +24,7 @@ class StepBatch:
     timings: dict[str, float]
     replaced: list[int] = field(default_factory=list)
     reused: list[int] = field(default_factory=list)
+    rebuilds: int = 0
 
     @property
     def new_keys(self) -> list[str]:

@@ -177,6 +177,13 @@ _ROLLOUT = [
         True,
     ),
     Metric("rollout/replicas_alive", "replicas", "last", "Replicas that work.", True),
+    Metric(
+        "rollout/rebuilds",
+        "times",
+        "last",
+        "How often the pool has started controller and queue anew, because one of them had died.",
+        True,
+    ),
     Metric("rollout/replicas_lost", "replicas", "last", "Replicas that the next publication replaces.", True),
     Metric(
         "rollout/replicas_idle",

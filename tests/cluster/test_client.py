@@ -8,8 +8,11 @@ import os
 import platform
 import signal
 import subprocess
+import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +28,9 @@ from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.errors import PoolEnded, ReplicaFailed, RolloutError
 from megarl.common.processes import ProcessId
 from megarl.rollout.answered_calls import AnsweredCalls
+from megarl.rollout.counters import Counters
+from megarl.rollout.handover import Committed
+from megarl.rollout.ready_batches import BatchReady
 
 
 def test_a_replica_whose_actor_has_ended_fails_its_calls_by_name(
@@ -132,11 +138,14 @@ class CutOff:
         return answer
 
 
+def ok() -> None: ...
+
+
 def cut_off(monkeypatch: pytest.MonkeyPatch, lost: int) -> tuple[CutOff, PoolClient]:
     actor = CutOff(lost)
     monkeypatch.setattr(ray, "get", actor.get)
     monkeypatch.setattr(client_module, "RETRY_S", 0.01)
-    handle: Any = SimpleNamespace(check=lambda: None, host="pool-0", run_dir="run")
+    handle: Any = SimpleNamespace(check=ok, check_parts=ok, host="pool-0", run_dir="run", rebuilds=0)
     return actor, PoolClient(handle, BOUNDS, actor)  # type: ignore[arg-type]
 
 
@@ -168,7 +177,8 @@ def test_a_cut_that_is_the_end_of_the_pool_is_told_as_that(monkeypatch: pytest.M
         if actor.sent > 2:
             raise PoolEnded("the rollout pool has ended: SIGTERM")
 
-    client.handle = SimpleNamespace(check=ended, host="", run_dir="")  # type: ignore[assignment]
+    handle: Any = SimpleNamespace(check=ended, check_parts=ended, host="", run_dir="")
+    client._connection = replace(client._connection, handle=handle)
     with pytest.raises(PoolEnded, match="SIGTERM"):
         client.call("commit", 7, timeout_s=60)
 
@@ -202,3 +212,156 @@ def test_a_rank_that_has_left_ray_survives_sigterm_until_it_has_reported(
         assert not handled()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# --- controllers that die
+
+
+@dataclass
+class Mortal:
+    """A controller that keeps what it is asked; `dies` tells at which calls, and whether these have run."""
+
+    name: str
+    dies: dict[str, bool] = field(default_factory=dict)
+    asked: list[Any] = field(default_factory=list)
+    during: Callable[[str], None] = lambda method: None
+    dead: bool = False
+
+    @property
+    def answer(self) -> Any:
+        return SimpleNamespace(remote=lambda key, method, args, kwargs: (self, method, args, kwargs))
+
+    def run(self, method: str, args: Any, kwargs: Any) -> Any:
+        self.during(method)
+        if self.dead or method in self.dies:
+            if not self.dead and self.dies[method]:
+                self.asked.append((method, args))
+            self.dead = True
+            raise ray.exceptions.ActorDiedError
+        self.asked.append((method, args))
+        steps = args[0] + 1 if method == "commit_and_tell" else 0
+        answers = {
+            "commit_and_tell": Committed(Counters(trained=steps), {"admission": {"steps": steps}}),
+            "wait_batch": BatchReady(args[0] if args else 0, ["0:0"], Counters(), {}, [0]),
+            "upcoming": [4],
+        }
+        return answers.get(method, Counters())
+
+
+class Mortals:
+    """Controllers one after the other, and a client of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *controllers: Mortal) -> None:
+        self.controllers, self.started = list(controllers), 1
+        monkeypatch.setattr(ray, "get", lambda call, timeout: call[0].run(*call[1:]))
+        monkeypatch.setattr(ray, "get_actor", lambda name, namespace: self.controllers[self.started - 1])
+        monkeypatch.setattr(client_module, "await_rebuilt", self.rebuilt)
+        self.client = PoolClient(self.handle(0), LIMITS, controllers[0])  # type: ignore[arg-type]
+
+    def handle(self, rebuilds: int) -> Any:
+        names = {"host": "pool-0", "run_dir": "run", "namespace": "n", "rebuilds": rebuilds}
+        return SimpleNamespace(check=ok, check_parts=ok, **names)
+
+    def rebuilt(self, handle: Any, timeout_s: float) -> Any:
+        assert handle.rebuilds == self.started - 1, "each death is followed by one new controller"
+        self.started += 1
+        return self.handle(handle.rebuilds + 1)
+
+    def trains(self) -> PoolClient:
+        """Begin, publish version 0, and take the batch of step 0."""
+        self.client.begin(None)
+        self.client.announce(0)
+        self.client.set_version(0)
+        ready = self.client.wait_batch(0)
+        assert isinstance(ready, BatchReady) and self.client.keep(0, ready.rebuilds)
+        return self.client
+
+
+LIMITS: Any = SimpleNamespace(
+    timeouts=SimpleNamespace(rpc_s=60.0, engine_start_s=60.0, weight_sync_s=60.0, generate_s=60.0),
+    weight_sync=SimpleNamespace(restarts=1),
+)
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_commit_at_which_the_controller_dies_is_made_by_the_new_one(
+    monkeypatch: pytest.MonkeyPatch, has_run: bool
+) -> None:
+    """Nobody knows whether the old one has made it; the new one begins before it."""
+    old, new = Mortal("old", {"commit_and_tell": has_run}), Mortal("new")
+    client = Mortals(monkeypatch, old, new).trains()
+    assert client.commit(0, trained=1, filtered=0, dropped_stale=0, failed=0).trained == 1
+    [(first, (handover,)), (second, args)] = new.asked
+    assert (first, second, args) == ("take_over", "commit_and_tell", (0,))
+    assert handover.history is None and [batch.step for batch in handover.held] == [0] and handover.base == (0, 0)
+    assert client._record.now is not None and not client._record.now.held
+    assert client.handle.rebuilds == 1
+
+
+def test_a_controller_that_dies_while_it_takes_over_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, next_one, last = Mortal("old", {"upcoming": False}), Mortal("next", {"take_over": False}), Mortal("last")
+    client = Mortals(monkeypatch, old, next_one, last).trains()
+    assert client.upcoming(0) == ([4], 2) and [method for method, _ in last.asked] == ["take_over", "upcoming"]
+
+
+def test_a_batch_of_a_dead_controller_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks read it, while rank 0 has already told the new controller that it has no such batch."""
+    old, new = Mortal("old", {"upcoming": False}), Mortal("new")
+    client = Mortals(monkeypatch, old, new).trains()
+    ready = client.wait_batch(1)
+    assert isinstance(ready, BatchReady) and ready.rebuilds == 0
+    client.upcoming(1)
+    assert not client.keep(1, ready.rebuilds)
+    [(_, (handover,)), *_] = new.asked
+    assert [batch.step for batch in handover.held] == [0]
+    again = client.wait_batch(1)
+    assert isinstance(again, BatchReady) and again.rebuilds == 1 and client.keep(1, 1)
+
+
+def test_several_threads_tell_the_new_controller_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = Mortal("old", {"upcoming": False, "admit": False}), Mortal("new")
+    both = threading.Barrier(2)
+    old.during = lambda method: both.wait(20) and None if method in old.dies else None
+    client = Mortals(monkeypatch, old, new).trains()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda call: call(), [lambda: client.upcoming(1), lambda: client.admit(1)]))
+    assert sorted(method for method, _ in new.asked) == ["admit", "take_over", "upcoming"]
+
+
+def test_engines_are_left_alone_in_the_middle_of_a_weight_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread finds the controller dead; the one that publishes ends its sync first, and tells the new one."""
+    old, new = Mortal("old", {"upcoming": False}), Mortal("new")
+    client = Mortals(monkeypatch, old, new).trains()
+    client.announce(1)
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(client.upcoming, 1)
+        time.sleep(0.2)
+        assert not new.asked and not asking.done()
+        client.set_version(1)
+        assert asking.result(20) == ([4], 1)
+    [(first, (handover,)), (second, _), (third, _)] = new.asked
+    assert (first, second, third) == ("take_over", "set_version", "upcoming")
+    assert (handover.version, handover.announced) == (0, 1)
+
+
+def test_a_controller_that_hangs_is_lost_as_soon_as_the_supervisor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's bound may pass just before the supervisor's."""
+    old, new = Mortal("old"), Mortal("new")
+    pool = Mortals(monkeypatch, old, new)
+    client = pool.trains()
+    waited: list[float] = []
+    client.handle.has_lost_parts = lambda timeout_s: waited.append(timeout_s) or True  # type: ignore[method-assign]
+
+    def hang(method: str) -> None:
+        raise ray.exceptions.GetTimeoutError
+
+    old.during = hang
+    monkeypatch.setattr(client.config.timeouts, "rpc_s", 0.0)
+    assert client.upcoming(1) == ([4], 1) and waited == [client_module.NOTICED_S]
+
+
+def test_without_a_trainer_a_dead_controller_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Mortals(monkeypatch, Mortal("old", {"evaluate": False}), Mortal("new"))
+    with pytest.raises(RolloutError, match=r"the rollout controller died; see .*controller.log"):
+        pool.client.evaluate(0)
+    assert pool.started == 1

@@ -19,9 +19,18 @@ import pytest
 import ray
 
 from megarl.cluster import supervisor as module
-from megarl.cluster.handle import STATE_FILE, STOP_FILE, SupervisorHandle, SupervisorSpec, read_state, write_state
+from megarl.cluster.handle import (
+    STATE_FILE,
+    STOP_FILE,
+    SupervisorHandle,
+    SupervisorSpec,
+    attach_supervisor,
+    await_rebuilt,
+    read_state,
+    write_state,
+)
 from megarl.cluster.supervisor import Supervisor
-from megarl.common.errors import PoolEnded, RolloutError
+from megarl.common.errors import PartsLost, PoolEnded, RolloutError, SupervisorFailed
 from megarl.common.processes import ProcessId
 from tests.support.configs import config
 
@@ -301,3 +310,92 @@ def test_a_controller_that_has_died_or_hangs_ends_the_pool_at_once(
     with pytest.raises(RolloutError, match=message):
         made._serve()
     assert asked == [0, 1]
+
+
+DIED = RolloutError("the rollout controller does not answer: The actor died")
+
+
+def failing(made: Supervisor, failures: list[RolloutError], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the supervisor serve until it is asked to stop, after each of `failures`; return the reasons of rebuilds."""
+    rebuilt: list[str] = []
+
+    def serve() -> None:
+        if failures:
+            raise failures.pop(0)
+
+    def rebuild(reason: str) -> None:
+        made._rebuilt_at.append(time.monotonic())
+        rebuilt.append(reason)
+
+    monkeypatch.setattr(made, "_serve", serve)
+    monkeypatch.setattr(made, "_rebuild", rebuild)
+    return rebuilt
+
+
+def test_a_dead_controller_and_a_dead_queue_are_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = supervisor_in(tmp_path)
+    rebuilt = failing(made, [DIED] * module.MOST_REBUILDS, monkeypatch)
+    made._keep_serving()
+    assert rebuilt == [str(DIED)] * module.MOST_REBUILDS
+
+
+def test_parts_that_die_again_and_again_end_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = supervisor_in(tmp_path)
+    rebuilt = failing(made, [*[DIED] * module.MOST_REBUILDS, RolloutError("the last one")], monkeypatch)
+    with pytest.raises(RolloutError, match="the last one"):
+        made._keep_serving()
+    assert len(rebuilt) == module.MOST_REBUILDS
+
+
+def test_deaths_that_are_far_apart_do_not_add_up(tmp_path: Path) -> None:
+    made, period = supervisor_in(tmp_path), module.REBUILD_PERIOD_S
+    made._rebuilt_at = [number * period for number in range(50)]
+    assert made._may_rebuild(50 * period)
+    made._rebuilt_at += [50 * period] * (module.MOST_REBUILDS - 1)
+    assert made._may_rebuild(50 * period + 1)
+    made._rebuilt_at.append(50 * period + 1)
+    assert not made._may_rebuild(50 * period + 2)
+
+
+def test_nothing_is_started_anew_for_a_pool_that_is_asked_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = supervisor_in(tmp_path)
+    rebuilt = failing(made, [DIED], monkeypatch)
+    made.request_stop("SIGTERM")
+    with pytest.raises(RolloutError):
+        made._keep_serving()
+    assert not rebuilt
+
+
+def test_the_ranks_learn_of_the_new_queue_when_it_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handle of the old one says at once that it is lost, and the engines are no part of that."""
+    made, killed, seen = supervisor_in(tmp_path), [], []
+    (tmp_path / "logs").mkdir()
+    made._publish(state="ready", address="a:1")
+    old = attach_supervisor(tmp_path, "abc", 1.0)
+    new: Any = SimpleNamespace(start=SimpleNamespace(remote=lambda: "start"))
+    engine: Any = "engine"
+    made._actors = [engine, "old controller"]  # type: ignore[list-item]
+
+    def create(partition: str, timeout_s: float, *, replaces: bool) -> Any:
+        assert replaces
+        old.check()
+        with pytest.raises(PartsLost, match="does not answer: The actor died"):
+            old.check_parts()
+        with pytest.raises(SupervisorFailed, match="still in state 'rebuilding'"):
+            await_rebuilt(old, 0.0)
+        seen.append(partition)
+        return new
+
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(made, "_create_controller", create)
+    monkeypatch.setattr(made, "_await_actors", lambda pending, timeout_s: seen.extend(pending.values()))
+    made._rebuild(str(DIED))
+    rebuilt = await_rebuilt(old, 1.0)
+    assert killed == ["old controller"] and made._actors == [engine, new]
+    assert seen == [rebuilt.partition, "the new rollout controller"]
+    assert rebuilt.partition != old.partition and rebuilt.rebuilds == 1
+    rebuilt.check_parts()
+    assert old.has_lost_parts(1.0) and not rebuilt.has_lost_parts(0.0)
+    assert "started anew" in (tmp_path / "logs" / "notices.jsonl").read_text()

@@ -14,7 +14,7 @@ from megarl.config.pace import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, sample_key
 from megarl.rollout.admission import Admission, usable_samples
-from megarl.rollout.counters import Counters
+from megarl.rollout.handover import Committed
 from megarl.run.batch_metrics import record_batch
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Totals
@@ -44,10 +44,10 @@ class LocalClient(PoolClient):
     def __init__(self, admission: Admission, config: Config) -> None:
         self.admission, self.config = admission, config
 
-    def call(self, method: str, step: int, *, timeout_s: float, **numbers: Any) -> Counters:  # type: ignore[override]
-        assert method == "commit"
-        self.admission.commit(step, **numbers)
-        return self.admission.counters
+    def _call(self, method: str, args: Any, numbers: Any, timeout_s: float, **_: Any) -> tuple[Any, int]:  # type: ignore[override]
+        assert method == "commit_and_tell"
+        self.admission.commit(*args, **numbers)
+        return Committed(self.admission.counters, {}), 0
 
 
 class Accounts:

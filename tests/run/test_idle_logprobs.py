@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.common.errors import RolloutError
+from megarl.common.errors import PartsLost, RolloutError
 from megarl.common.object_collectives import Codec
 from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan, sample_key
@@ -149,17 +149,21 @@ class FakePool:
     groups: list[int] = field(default_factory=list)
     failure: Exception | None = None
     asked: int = 0
+    rebuilds: int = 0  # of the queue; reading another one raises PartsLost
 
-    def upcoming(self, step: int) -> list[int]:
+    def upcoming(self, step: int) -> tuple[list[int], int]:
         self.asked += 1
         if self.failure is not None:
             raise self.failure
-        return self.groups
+        return self.groups, self.rebuilds
 
-    def tags_of(self, groups: Sequence[int]) -> list[SampleTag]:
-        return [row.tag for row in self.rows_of(keys_of(*groups))]
+    def tags_of(self, groups: Sequence[int], rebuilds: int | None = None) -> list[SampleTag]:
+        chosen = self.rebuilds if rebuilds is None else rebuilds
+        return [row.tag for row in self.rows_of(keys_of(*groups), chosen)]
 
-    def rows_of(self, keys: Sequence[str]) -> list[Trajectory]:
+    def rows_of(self, keys: Sequence[str], rebuilds: int) -> list[Trajectory]:
+        if rebuilds != self.rebuilds:
+            raise PartsLost("the queue has died")
         places = [tuple(map(int, key.split(":"))) for key in keys]
         spans = (VersionSpan(0, 0, 1),)
         return [Trajectory(group, index, [1], [5], [-0.1], spans, "stop", float(index)) for group, index in places]
@@ -217,8 +221,9 @@ def test_a_reference_model_is_not_uploaded_for_a_few_samples(
     """One group is a quarter of a portion. Half of one is worth a pass; a resident model computes what there is."""
 
     class SlowPool(FakePool):
-        def upcoming(self, step: int) -> list[int]:
-            return super().upcoming(step) if self.asked > 5 else super().upcoming(step)[:1]
+        def upcoming(self, step: int) -> tuple[list[int], int]:
+            groups, rebuilds = super().upcoming(step)
+            return (groups if self.asked > 6 else groups[:1]), rebuilds
 
     ready: Future[None] = Future()
     policy = FakePolicy(lambda: ready.done() or ready.set_result(None), uploads)
@@ -258,6 +263,66 @@ def test_log_probs_of_other_weights_are_not_given_away(make_idle: Callable[..., 
     plan = plan_step(tags, idle._config, dp_size=1, version=1)
     with pytest.raises(ValueError, match="of version 0 were computed for one of 1"):
         idle.collect(StepBatch(0, 1, keys_of(0), tags, {}), plan)
+
+
+def test_log_probs_of_a_queue_that_has_died_are_not_given_away(make_idle: Callable[..., IdleLogprobs]) -> None:
+    """Group 0 is drawn again and has other samples, under the same keys."""
+    ready: Future[None] = Future()
+    pool, policy = FakePool([0]), FakePolicy(lambda: ready.done() or ready.set_result(None))
+    idle = make_idle(alone(), pool, policy, one_rank())
+    idle.work_until(ready, 0, 0)
+    tags = pool.tags_of([0])
+    plan = plan_step(tags, idle._config, dp_size=1, version=0)
+    assert idle._values[OLD_LOGPROBS].keys() == set(keys_of(0))
+    early = idle.collect(StepBatch(0, 0, keys_of(0), tags, {}, rebuilds=1), plan)
+    assert not early.values and not early.complete
+
+
+def test_log_probs_of_the_new_queue_are_computed_anew(make_idle: Callable[..., IdleLogprobs]) -> None:
+    ready: Future[None] = Future()
+    pool, policy = FakePool([0]), FakePolicy()
+
+    def during() -> None:
+        pool.rebuilds = 1
+        if len(policy.passes) == 4:
+            ready.set_result(None)
+
+    policy.during = during
+    idle = make_idle(alone(), pool, policy, one_rank())
+    idle.work_until(ready, 0, 0)
+    assert [keys for _, keys, _ in policy.passes] == [keys_of(0)] * 4
+    tags = pool.tags_of([0])
+    plan = plan_step(tags, idle._config, dp_size=1, version=0)
+    early = idle.collect(StepBatch(0, 0, keys_of(0), tags, {}, rebuilds=1), plan)
+    assert early.complete == {OLD_LOGPROBS, REFERENCE_LOGPROBS}
+
+
+def test_a_portion_whose_rows_one_replica_cannot_read_is_dropped_by_all(make_idle: Callable[..., IdleLogprobs]) -> None:
+    """Else the other replica would wait for it in a pass."""
+    ranks, ready = ThreadRanks(replicas=2), [Future[None](), Future[None]()]
+    policies = [FakePolicy(), FakePolicy()]
+
+    class DyingPool(FakePool):
+        def rows_of(self, keys: Sequence[str], rebuilds: int) -> list[Trajectory]:
+            if threading.current_thread() is not reads_tags[0]:
+                raise PartsLost("the queue has died")
+            return super().rows_of(keys, rebuilds)
+
+        def upcoming(self, step: int) -> tuple[list[int], int]:
+            if self.asked == 4:
+                ready[0].set_result(None)
+            return super().upcoming(step)
+
+    reads_tags: list[threading.Thread] = [threading.current_thread()]
+
+    def work(peers: ThreadPeers) -> None:
+        if peers.is_first:
+            reads_tags[0] = threading.current_thread()
+        idle = make_idle(peers, DyingPool([0, 1]), policies[peers.rank], ranks)
+        idle.work_until(ready[peers.rank], 0, 0)
+
+    assert ranks.run(work) == [None, None]
+    assert policies[0].passes == policies[1].passes == []
 
 
 def test_no_rank_waits_longer_for_rank_0_than_a_slice(make_idle: Callable[..., IdleLogprobs]) -> None:
@@ -320,7 +385,7 @@ def test_a_failed_question_is_raised_on_every_rank(make_idle: Callable[..., Idle
 
 
 def alone() -> Any:
-    return SimpleNamespace(on_first_rank=lambda function, codec: function())
+    return SimpleNamespace(on_first_rank=lambda function, codec: function(), any=lambda mine: mine)
 
 
 def one_rank() -> Any:

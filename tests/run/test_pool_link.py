@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import pytest
 
 from megarl.cluster.handle import SupervisorHandle
-from megarl.common.errors import RolloutError
+from megarl.common.errors import PartsLost, RolloutError
 from megarl.common.processes import ProcessId
 from megarl.config.schema import AdmissionConfig, Config
 from megarl.evaluation.accuracy import ScoredResponse, evaluate_responses
@@ -30,7 +30,7 @@ from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.evaluator import FinishedEvaluation
 from megarl.rollout.ready_batches import BatchReady, PublicationNeeded
-from megarl.run import channel, pool_link
+from megarl.run import channel, pool_link, queue_link
 from megarl.run.failure import PeerFailedError
 from megarl.run.pool_link import DisagreementError, PoolLink
 from megarl.run.step import StepPlan, plan_step
@@ -74,6 +74,10 @@ def evaluation_after(wait_s: float) -> FinishedEvaluation:
 class FakeClient:
     """The controller: one batch of recorded trajectories."""
 
+    keeps = True
+    handle: SupervisorHandle
+    rebuilds: list[int]
+
     def __init__(self, journal: Journal, rank: int, failure: Exception | None = None) -> None:
         self._journal, self._rank, self._failure = journal, rank, failure
 
@@ -90,11 +94,17 @@ class FakeClient:
         self._note(f"wait_batch {step}")
         if self._failure is not None:
             raise self._failure
-        return BatchReady(step, list(ROWS), Counters(), {"rollout/replicas_alive": 2.0}, [0, 1, 2, 3], [41, 44])
+        rebuilds = self.rebuilds.pop(0) if self.rebuilds else 0
+        metrics = {"rollout/replicas_alive": 2.0}
+        return BatchReady(step, list(ROWS), Counters(), metrics, [0, 1, 2, 3], [41, 44], rebuilds=rebuilds)
 
-    def upcoming(self, step: int) -> list[int]:
+    def keep(self, step: int, rebuilds: int) -> bool:
+        self._note(f"keep {step} of queue {rebuilds}")
+        return self.keeps
+
+    def upcoming(self, step: int) -> tuple[list[int], int]:
         self._note(f"upcoming {step}")
-        return [2, 0]
+        return [2, 0], 0
 
     def drain(self) -> None:
         self._note("drain")
@@ -144,13 +154,21 @@ class FakeReader:
     def __init__(self, journal: Journal, rank: int, fetch_s: float = 0.0) -> None:
         self._journal, self._rank, self._fetch_s = journal, rank, fetch_s
 
+    dead = ""
+
+    def _fail(self, call: str) -> None:
+        if call == self.dead:
+            raise PartsLost("a process of the queue has died")
+
     def read_tags(self, keys: Sequence[str]) -> list[SampleTag]:
         self._journal.note(self._rank, "read_tags")
+        self._fail("read_tags")
         return [ROWS[key].tag for key in keys]
 
     def fetch(self, keys: Sequence[str]) -> list[Trajectory]:
         self._journal.note(self._rank, f"fetch {len(keys)}")
         time.sleep(self._fetch_s)
+        self._fail("fetch")
         return [ROWS[key] for key in keys]
 
     def close(self) -> None:
@@ -186,13 +204,22 @@ class Links:
         self.failure: Exception | None = None
         self.held_by_ranks: tuple[str, ...] = ()
         self.slow_reader: int | None = None
+        self.keeps = True  # whether the controller that gave a batch lives when all ranks have read it
+        self.rebuilds: list[int] = []  # of the batches of the controllers, one after the other
+        self.dead, self.dead_for = "", {0, 2}  # which calls of the first queue fail, and for which leaders
         self.checks: list[Any] = []  # methods that the readers got
         here = self.ranks._here
         monkeypatch.setattr(pool_link, "parallel", self.ranks)
         monkeypatch.setattr(channel, "parallel", self.ranks)
-        connect = lambda handle, config: FakeClient(self.journal, here.rank, self.failure)  # noqa: E731
+
+        def connect(handle: SupervisorHandle, config: Config) -> FakeClient:
+            client = FakeClient(self.journal, here.rank, self.failure)
+            client.handle, client.keeps, client.rebuilds = handle, self.keeps, self.rebuilds
+            return client
+
         monkeypatch.setattr(pool_link, "PoolClient", SimpleNamespace(connect=connect))
-        monkeypatch.setattr(pool_link, "QueueReader", SimpleNamespace(attach=self._reader))
+        monkeypatch.setattr(queue_link, "QueueReader", SimpleNamespace(attach=self._reader))
+        monkeypatch.setattr(queue_link, "await_rebuilt", lambda handle, timeout_s: REBUILT)
         ray = lambda handle, timeout_s: self.journal.note(here.rank, f"connect {handle.partition}")  # noqa: E731
         monkeypatch.setattr(pool_link, "connect_ray", ray)
         own = lambda rank: HeldDevices(f"trainer rank {rank}", "host", self.held_by_ranks)  # noqa: E731
@@ -201,7 +228,9 @@ class Links:
     def _reader(self, partition: str, *, check: Callable[[], None], **_: Any) -> FakeReader:
         self.checks.append(check)
         rank = self.ranks._here.rank
-        return FakeReader(self.journal, rank, fetch_s=0.3 if rank == self.slow_reader else 0.0)
+        reader = FakeReader(self.journal, rank, fetch_s=0.3 if rank == self.slow_reader else 0.0)
+        reader.dead = self.dead if partition == HANDLE.partition and rank in self.dead_for else ""
+        return reader
 
     def run(self, function: Callable[[PoolLink], T], *, attached: bool = True) -> list[T | Exception]:
         def on_rank(peers: ThreadPeers) -> T:
@@ -214,6 +243,9 @@ class Links:
 
 
 HANDLE = SupervisorHandle("run", "127.0.0.1:1", "run", "run.0", 0, "0", ProcessId(1, 2), "host")
+
+
+REBUILT = replace(HANDLE, partition="run.0.1", rebuilds=1)
 
 
 def launched() -> Future[Any]:
@@ -245,7 +277,7 @@ def test_rank_0_connects_to_the_controller_and_leaders_to_the_queue(links: Links
 
 def test_a_leader_that_waits_for_the_queue_looks_if_the_pool_has_ended(links: Links) -> None:
     links.run(lambda link: None)
-    assert [check.__func__ for check in links.checks] == [SupervisorHandle.check] * 2
+    assert [check.__func__ for check in links.checks] == [SupervisorHandle.check_parts] * 2
     assert [check.__self__ for check in links.checks] == [HANDLE] * 2
 
 
@@ -267,7 +299,8 @@ def test_a_gpu_of_both_sides_is_an_error_on_every_rank(links: Links) -> None:
 
 def test_every_rank_gets_the_batch_and_one_rank_of_each_replica_reads_it(links: Links) -> None:
     first, *others = links.run(lambda link: link.take_batch(0, VERSION))
-    assert first == StepBatch(0, VERSION, list(ROWS), batch_of().tags, {"rollout/replicas_alive": 2.0}, [41, 44])
+    timings = {"rollout/replicas_alive": 2.0, "rollout/rebuilds": 0}
+    assert first == StepBatch(0, VERSION, list(ROWS), batch_of().tags, timings, [41, 44])
     assert others == [first] * 3
     assert links.journal.of(0)[3:] == ["wait_batch 0", "read_tags"] and links.journal.of(2)[1:] == ["read_tags"]
     assert links.journal.of(1) == links.journal.of(3) == []
@@ -316,9 +349,9 @@ def test_rank_0_learns_which_groups_have_finished_and_each_replica_can_read_them
     links.config = config_of("model", run__dir=str(links.config.run_dir), batch__samples_per_group=3)
 
     def look(link: PoolLink) -> tuple[list[int], list[SampleTag], list[Trajectory]]:
-        groups = link.upcoming(0)
+        groups, rebuilds = link.upcoming(0)
         keys = ["0:1", "2:0"] if link._peers.rank < 2 else []
-        return groups, link.tags_of(groups), link.rows_of(keys)
+        return groups, link.tags_of(groups, rebuilds), link.rows_of(keys, rebuilds)
 
     first, *others = links.run(look)
     rows = [ROWS["0:1"], ROWS["2:0"]]
@@ -329,27 +362,15 @@ def test_rank_0_learns_which_groups_have_finished_and_each_replica_can_read_them
 
 
 def test_no_batch_is_recorded_unless_that_is_configured(links: Links) -> None:
-    assert links.run(lambda link: link.record(batch_of())) == [None] * 4
+    assert links.run(lambda link: link.record(batch_of(), link.read_whole(batch_of()))) == [None] * 4
     assert not links.config.run_dir.exists()
 
 
 def test_recorded_batches_are_whole(links: Links) -> None:
     links.config = config_of("model", run__dir=str(links.config.run_dir), telemetry__dump_batches=True)
-    links.run(lambda link: link.record(batch_of()))
+    links.run(lambda link: link.record(batch_of(), link.read_whole(batch_of())))
     recorded = read_batch(links.config.run_dir / "batches", 0)
     assert recorded.version == VERSION and recorded.trajectories == list(ROWS.values())
-
-
-def test_rank_0_does_not_go_on_before_another_rank_has_recorded_its_share(links: Links) -> None:
-    """Its commit frees the rows. A step in which nothing is trained has no collective between the two."""
-    links.config = config_of("model", run__dir=str(links.config.run_dir), telemetry__dump_batches=True)
-    links.slow_reader = 2
-
-    def record(link: PoolLink) -> int:
-        link.record(batch_of())
-        return len(read_batch(links.config.run_dir / "batches", 0).trajectories)
-
-    assert links.run(record) == [len(ROWS)] * 4
 
 
 def test_rank_0_reads_the_samples_that_are_shown(links: Links) -> None:
@@ -520,3 +541,58 @@ def test_a_leader_that_cannot_read_the_queue_says_so_to_its_replica(
     outcomes = links.run(lambda link: link.take_batch(0, VERSION))
     assert [type(each) for each in outcomes] == [KeyError, PeerFailedError] * 2
     assert all("row 7 is lost" in str(each) for each in outcomes)
+
+
+@pytest.mark.parametrize("dead_for", [{0}, {2}, {0, 2}])
+def test_a_batch_whose_tags_died_with_the_queue_is_taken_again_by_all_ranks(links: Links, dead_for: set[int]) -> None:
+    links.dead, links.dead_for, links.rebuilds = "read_tags", dead_for, [0, 1]
+    first, *others = links.run(lambda link: link.take_batch(0, VERSION))
+    assert isinstance(first, StepBatch) and first.rebuilds == 1 and first.timings["rollout/rebuilds"] == 1
+    assert others == [first] * 3
+    assert [what for what in links.journal.of(0) if what.startswith("wait")] == ["wait_batch 0"] * 2
+    assert links.journal.of(2).count("read_tags") == 2
+
+
+@pytest.mark.parametrize("dead_for", [{0}, {2}])
+def test_rows_that_died_with_the_queue_are_kept_by_no_rank(links: Links, dead_for: set[int]) -> None:
+    """One replica has read all of its rows, and must not train what the other one has not."""
+    links.dead, links.dead_for = "fetch", dead_for
+
+    def take(link: PoolLink) -> tuple[bool, bool]:
+        try:
+            link.fetch(batch_of(), plan_of(link))
+            lost = False
+        except PartsLost:
+            lost = True
+        return lost, link.keep(batch_of(), lost=lost)
+
+    assert links.run(take) == [(rank // 2 * 2 in dead_for, False) for rank in range(4)]
+    assert not any("keep" in what for what in links.journal.of(0))
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_batch_is_kept_on_all_ranks_or_on_none(links: Links, lives: bool) -> None:
+    """Rank 0 alone knows that the controller which gave it has died since."""
+    links.keeps = lives
+    assert links.run(lambda link: link.keep(batch_of(), lost=False)) == [lives] * 4
+    assert links.journal.of(0)[3:] == ["keep 0 of queue 0"]
+
+
+def test_samples_that_only_rank_0_could_not_read_are_lost_for_all(links: Links) -> None:
+    assert links.run(lambda link: link.keep(batch_of(), lost=link._peers.rank == 0)) == [False] * 4
+
+
+def test_a_leader_reads_no_row_of_another_queue(links: Links) -> None:
+    """The same keys may be of other samples there."""
+
+    def look(link: PoolLink) -> list[str]:
+        found = []
+        for rebuilds in (0, 1, 0):
+            try:
+                found.append(f"{len(link.rows_of(['0:1'], rebuilds))} rows of queue {rebuilds}")
+            except PartsLost:
+                found.append(f"queue {rebuilds} is lost")
+        return found
+
+    assert links.run(look) == [["1 rows of queue 0", "1 rows of queue 1", "queue 0 is lost"]] * 4
+    assert links.journal.of(0).count("close the reader") == 1

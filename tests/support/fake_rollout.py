@@ -90,6 +90,10 @@ class FakeSource:
     def finish(self, group_id: int, rewards: Sequence[float]) -> None:
         self.finished[group_id] = list(rewards)
 
+    def rewards(self, groups: Iterable[int]) -> dict[int, float | None]:
+        """The last reward of each group, which stands for their mean."""
+        return {group: self.finished[group][-1] for group in groups if self.finished.get(group)}
+
     async def commit(
         self, groups: Iterable[int], steps: int, next_group: Callable[[], int], first_open: Callable[[], int]
     ) -> None:
@@ -167,6 +171,7 @@ class FakeFleet:
     needs_publication: str = ""
     publishes: list[bool] = field(default_factory=list)  # whether a trainer does, as it was told
     drained: list[float] = field(default_factory=list)  # the bounds of all calls
+    taken_over: list[tuple[set[int], bool]] = field(default_factory=list)
 
     async def generate(
         self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None, deadline: Any = None,
@@ -218,6 +223,9 @@ class FakeFleet:
 
     async def reset(self) -> None:
         self.resets += 1
+
+    async def take_over(self, behind: Iterable[int], *, in_sync: bool) -> None:
+        self.taken_over.append((set(behind), in_sync))
 
 
 @dataclass

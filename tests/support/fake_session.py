@@ -126,7 +126,13 @@ class FakePool(Part):
         self._note(f"fetch {plan}")
         return {}
 
-    def record(self, batch: StepBatch) -> None: ...
+    def read_whole(self, batch: StepBatch) -> list[Any]:
+        return []
+
+    def keep(self, batch: StepBatch, *, lost: bool, channel: object = None) -> bool:
+        return not lost
+
+    def record(self, batch: StepBatch, share: Sequence[Any]) -> None: ...
 
     def read_samples(self, batch: StepBatch) -> list[str]:
         return [f"a sample of batch {batch.step}"]

@@ -26,6 +26,8 @@ class ThreadRanks:
         self._here = threading.local()
         self._barrier = threading.Barrier(self.world)
         self._slots: list[Any] = [None] * self.world
+        self._replica_barriers = [threading.Barrier(size) for _ in range(replicas)]
+        self._leaders: list[Any] = [None] * replicas
 
     def run(self, function: Callable[[ThreadPeers], T]) -> list[T | Exception]:
         """Return what `function` returned or raised on each rank, in rank order."""
@@ -58,7 +60,13 @@ class ThreadRanks:
         return self._here.rank % self.size == 0
 
     def model_parallel_broadcast_object(self, obj: T | None, codec: Codec[T]) -> T:
-        return codec.decode(codec.encode(self.exchange(obj)[self.dp_rank() * self.size]))
+        replica = self.dp_rank()
+        if self.is_leader():
+            self._leaders[replica] = codec.encode(obj)  # type: ignore[arg-type]
+        self._replica_barriers[replica].wait(WAIT_S)
+        content = self._leaders[replica]
+        self._replica_barriers[replica].wait(WAIT_S)
+        return codec.decode(content)
 
     def dp_all_gather_object(self, obj: T, codec: Codec[T]) -> list[T]:
         return [

@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.cluster.handle import read_state
+from megarl.rollout.schedule import SCHEDULE_FILE
+from megarl.rollout.schedule_replay import read_schedule, replay_schedule
 from tests.support.leftovers import assert_nothing_left
 from tests.support.run import Run, step_records
 from tests.support.whole_runs import (
@@ -18,6 +19,7 @@ from tests.support.whole_runs import (
     config_of,
     kill_everything,
     metric_steps,
+    ranks_of,
     start_run,
     wait_for,
 )
@@ -35,21 +37,31 @@ def attempt(run_dir: Path) -> int:
     return int((read_state(run_dir) or {"attempt": -1})["attempt"])
 
 
-def test_a_dead_queue_and_a_dead_controller_cost_one_restart_of_the_ranks_each(tmp_path: Path) -> None:
-    """The ranks restart at once, and must not attach to the pool that is about to end."""
-    config = config_of(tmp_path, steps=400, checkpoint={"every": 2})
-    config["evaluation"] = {}
-    run_dir, process = tmp_path / "run", start_run(config, restarts=2)
-    saved = CheckpointDirectory(run_dir / "checkpoints")
+def rebuilds(run_dir: Path) -> int:
+    """The number of times that the pool has started controller and queue anew; -1 while it does."""
+    state = read_state(run_dir) or {}
+    return int(state.get("rebuilds", 0)) if state.get("state") == "ready" else -1
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(tmp_path: Path, mode: str) -> None:
+    """No restart of the ranks is allowed. The supervisor, the engine and all ranks are those of the start."""
+    config = config_of(tmp_path, steps=400, checkpoint={"every": 2}, timeouts={"rpc_s": 15})
+    config["evaluation"], config["admission"] = {}, {"mode": mode}
+    config["run"]["deterministic"] = mode == "sync"
+    run_dir, process = tmp_path / "run", start_run(config)
     try:
-        for number, victim in enumerate(("SimpleStorageUnit", "RolloutController")):
-            before = max(saved.steps(), default=0)
-            wait_for(lambda before=before: max(saved.steps(), default=0) > before, process)  # type: ignore[misc]
+        wait_for(lambda: metric_steps(run_dir) >= 2, process)
+        [engine], ranks = actors(run_dir, "EngineReplica"), ranks_of(process)
+        deaths = (("SimpleStorageUnit", "kill"), ("RolloutController", "kill"), ("RolloutController", "suspend"))
+        for number, (victim, death) in enumerate(deaths, start=1):
             [found, *_] = actors(run_dir, victim)
-            found.kill()
-            wait_for(lambda number=number: attempt(run_dir) == number + 1, process)  # type: ignore[misc]
-        before = max(saved.steps(), default=0)
-        wait_for(lambda: max(saved.steps(), default=0) > before, process)
+            getattr(found, death)()
+            wait_for(lambda number=number: rebuilds(run_dir) == number, process)  # type: ignore[misc]
+            assert not found.is_running(), "a controller that hangs must not wake up beside the new one"
+            done = metric_steps(run_dir)
+            wait_for(lambda done=done: metric_steps(run_dir) > done + 2, process)  # type: ignore[misc]
+        assert engine.is_running() and all(rank.is_running() for rank in ranks)
         (run_dir / "stop").touch()
         output, _ = process.communicate(timeout=120)
     finally:
@@ -57,9 +69,15 @@ def test_a_dead_queue_and_a_dead_controller_cost_one_restart_of_the_ranks_each(t
             kill_everything(process, run_dir)
     run = Run(process.returncode, output, run_dir)
     assert run.code == 0 and run.summary["exit"] == "preempted", output[-4000:]
-    check_counters(run, metric_steps(run_dir))
-    reasons = "".join(path.read_text() for path in (run_dir / "logs").glob("supervisor.log"))
-    assert "of the trajectory queue has died" in reasons and "the rollout controller does not answer" in reasons
+    steps = metric_steps(run_dir)
+    check_every_group_once(run, steps)
+    if mode == "sync":
+        check_counters(run, steps)
+    assert attempt(run_dir) == 0 and run.metrics[-1]["rollout/rebuilds"] == 3
+    replayed = replay_schedule(read_schedule(run_dir / SCHEDULE_FILE))
+    assert sorted(replayed)[:steps] == list(range(steps)), "a new controller goes on with the batches in hand"
+    for reason in ("of the trajectory queue has died", "the rollout controller does not answer"):
+        assert f"{reason}" in output, "the user is told"
     assert_nothing_left(run_dir)
 
 

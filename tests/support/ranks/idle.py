@@ -41,16 +41,16 @@ class ScriptedPool:
         if torch.distributed.get_rank() or not answers:
             self.ready.set_result(None)  # the other ranks go on until rank 0 tells them
 
-    def upcoming(self, step: int) -> list[int]:
+    def upcoming(self, step: int) -> tuple[list[int], int]:
         answer = self._answers.pop(0)
         if not self._answers:
             self.ready.set_result(None)
-        return answer
+        return answer, 0
 
-    def tags_of(self, groups: Sequence[int]) -> list[SampleTag]:
+    def tags_of(self, groups: Sequence[int], rebuilds: int) -> list[SampleTag]:
         return [row.tag for row in self._rows.values() if row.group_id in groups]
 
-    def rows_of(self, keys: Sequence[str]) -> list[Trajectory]:
+    def rows_of(self, keys: Sequence[str], rebuilds: int) -> list[Trajectory]:
         return [self._rows[key] for key in keys]
 
 
