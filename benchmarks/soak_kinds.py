@@ -41,8 +41,8 @@ class Kind:
 
     @property
     def ends(self) -> bool:
-        """True if the fault may end the ranks or the whole job."""
-        return bool(self.restarts or self.starts)
+        """True if the fault may end the ranks, the whole job, or the controller and its queue."""
+        return bool(self.restarts or self.starts) or self.target in {"controller", "queue"}
 
 
 LONG_S = (90.0, 90.0)  # or until the run has ended the process

@@ -350,7 +350,7 @@ def test_a_killed_part_is_over_when_it_is_there_again_and_the_run_goes_on(run: R
 
 @pytest.mark.parametrize(("name", "restarts", "over"), [
     ("kill-reward", 1, False), ("kill-rank", 1, True), ("kill-rank", 2, False), ("kill-queue", 0, True),
-    ("kill-controller", 1, True), ("kill-job", 1, False),
+    ("kill-controller", 1, False), ("kill-job", 1, False),
 ])  # fmt: skip
 def test_a_fault_may_cost_as_many_restarts_of_the_ranks_as_its_kind_allows(
     run: Run, name: str, restarts: int, over: bool
