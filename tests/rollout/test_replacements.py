@@ -614,10 +614,38 @@ def test_the_last_engine_is_kept_however_slow_it_is() -> None:
     async def scenario() -> None:
         fleet = fleet_of({0: Paced(0, 0.01), 1: Paced(1, 9.0)})
         fleet._rates = ProgressRates(patience_s=0.0)
-        fleet._rates.note(0, 100, 1.0, 0.0)
+        fleet._rates.note(0, 100, 1.0, time.monotonic())
+        assert "times slower" in fleet._rates.note(1, 1, 9.0, time.monotonic())
         fleet._dispatcher.remove(0)
         fleet.lost[0] = ReplicaFailed(0, "gone")
         [result] = await fleet.generate("g", [GenerateRequest("x", [1], SamplingSpec(50, 1.0, (2,)))])
         assert fleet.serving == [1] and result.response_ids == [1] * 50
+
+    run(scenario)
+
+
+def test_a_replica_that_was_lost_and_serves_again_does_not_go_on_with_its_former_work() -> None:
+    """It has dropped that work, which is sent anew, to it or to another one."""
+
+    async def scenario() -> None:
+        gate, replicas = asyncio.Event(), {0: Paced(0, 0.01), 1: Paced(1, 0.01)}
+        report = replicas[0]._report
+
+        async def held(reported: dict[str, int], wait_s: float) -> EngineReport:
+            await gate.wait()
+            return await report(reported, wait_s)
+
+        replicas[0].report = Method(held)
+        fleet = fleet_of(replicas)
+        request = GenerateRequest("x", [1], SamplingSpec(50, 1.0, (2,)))
+        task = asyncio.create_task(fleet.generate("g", [request], home=0))
+        await asyncio.sleep(0.05)
+        fleet.lose(0, ReplicaFailed(0, "its report was late"))
+        await fleet.reset()
+        fleet.admit_joining()
+        assert fleet.serving == [0, 1] and fleet._replicas[0] is replicas[0]
+        gate.set()
+        [result] = await task
+        assert result.lost_replicas == 1 and len(result.response_ids) == 50
 
     run(scenario)
