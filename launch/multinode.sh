@@ -15,10 +15,17 @@ shift 2
 launch=$("$PYTHON" -m megarl.cluster.nodes prepare --scheduler local --hosts "$hosts" --config "$config" "$@")
 run_dir=$(dirname "$(dirname "$(dirname "$launch")")")
 
-# The ranks see the file at their next step boundary, save and exit.
+# The ranks see the file at their next step boundary, save and exit. A second SIGINT or SIGTERM ends the job at once.
+asked=0
 stop() {
-  [ -e "$run_dir/stop" ] || echo "megarl: finishing the step, saving" >&2
-  [ -e "$run_dir/stop" ] || echo "$1" >"$run_dir/stop"
+  if [ ! -e "$run_dir/stop" ]; then
+    echo "megarl: finishing the step, saving; again to abort" >&2
+    echo "$1" >"$run_dir/stop"
+  fi
+  [ "$1" = SIGUSR1 ] || asked=$((asked + 1))
+  if [ "$asked" -eq 2 ]; then
+    "$PYTHON" -m megarl.cluster.nodes fail "$launch" "$(hostname)" "received a second stop signal" || true
+  fi
 }
 trap 'stop SIGUSR1' USR1
 trap 'stop SIGTERM' TERM
@@ -49,11 +56,10 @@ for host in ${hosts//,/ }; do
   index=$((index + 1))
 done
 
-# The connection to a lost host may hang for ever: once the job has ended, wait this many seconds and end it.
+# The connection to a lost host may hang for ever: this many seconds after the job has failed, or the first node's agent
+# has ended, which is after the end of the run, all connections are ended.
 failed_wait_s=90
-ended() {
-  [ -e "$(dirname "$launch")/failed.json" ] || grep -Eqs '"status": "(finished|preempted)"' "$run_dir/exit.json"
-}
+ended() { [ -e "$(dirname "$launch")/failed.json" ] || ! kill -0 "${agents[0]}" 2>/dev/null; }
 living() { for agent in "${agents[@]}"; do kill -0 "$agent" 2>/dev/null && return; done; return 1; }
 while living; do
   sleep 1 &

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from megarl.cluster.handle import SPEC_FILE, SupervisorSpec, read_state
+from megarl.cluster.handle import REBUILDING, SPEC_FILE, SupervisorSpec, read_state
 from megarl.common.errors import ConfigError, clear_text
 from megarl.common.processes import ProcessId, is_alive
 from megarl.common.rate_limit import RateLimit
@@ -201,7 +201,7 @@ def _await_answer(run_dir: Path, command: Path, answer: Path, bound_s: float, wh
             if given.error is not None:
                 raise ConfigError([given.error])
             return given.result
-        _living_state(run_dir)
+        _living_state(run_dir, waits=True)
         if time.monotonic() > deadline:
             if command.exists():
                 raise ConfigError([f"waited {bound_s:.0f} s for {what}, which has not read the command: is it alive?"])
@@ -210,8 +210,11 @@ def _await_answer(run_dir: Path, command: Path, answer: Path, bound_s: float, wh
         time.sleep(POLL_S)
 
 
-def _living_state(run_dir: Path) -> dict[str, Any]:
-    """Return the state of the supervisor of a living run, whose engines are up. Raises ConfigError if there is none."""
+def _living_state(run_dir: Path, *, waits: bool = False) -> dict[str, Any]:
+    """Return the state of the supervisor of a living run, whose engines are up. Raises ConfigError if there is none.
+
+    Whoever `waits` for an answer gets it also after the controller has been started anew meanwhile.
+    """
     state = read_state(run_dir)
     if state is None:
         raise ConfigError([f"{run_dir} has no supervisor.json: no run has started there, or it is not a run directory"])
@@ -219,6 +222,10 @@ def _living_state(run_dir: Path) -> dict[str, Any]:
         raise ConfigError([f"no run lives in {run_dir}: its supervisor (pid {state['process']['pid']}) has ended"])
     if state["state"] == "starting":
         raise ConfigError([f"the engines of {run_dir} are still being started: try again when they are up"])
+    if state["state"] == REBUILDING:
+        if waits:
+            return state
+        raise ConfigError([f"the rollout controller of {run_dir} is being started anew: try again in a minute"])
     if state["state"] != "ready":
         reason = f": {state['error']}" if state.get("error") else ""
         raise ConfigError([f"no run lives in {run_dir}: its pool is {state['state']}{reason}"])

@@ -49,7 +49,7 @@ from megarl.rollout.placement import HEAD_RESOURCE, ROLLOUT_RESOURCE, engine_nee
 from megarl.rollout.prompt_groups import PromptGroups
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import BatchReady, PublicationNeeded, ReadyBatches
-from megarl.rollout.replica import ReplicaSpec, create_replica, start_replica
+from megarl.rollout.replica import EndedReplica, ReplicaSpec, create_replica, start_replica
 from megarl.rollout.retention import History
 
 if TYPE_CHECKING:
@@ -135,8 +135,12 @@ class RolloutController:
         async def start(index: int) -> ActorHandle:
             return await start_replica(create_replica(self.spec, index), index, timeouts)
 
+        def end(replica: ActorHandle | EndedReplica) -> None:
+            if not isinstance(replica, EndedReplica):
+                ray.kill(replica)
+
         notify = partial(write_notice, self.run_dir)
-        return ElasticPool(self._fleet, timeouts, start, ray.kill, partial(free_places, needs), notify)
+        return ElasticPool(self._fleet, timeouts, start, end, partial(free_places, needs), notify)
 
     def _prompt_groups(self) -> PromptGroups:
         return PromptGroups(
@@ -402,6 +406,7 @@ class RolloutController:
         await self._go_back(state)
         await self._fleet.reset()
         self._expect_publications()
+        self.elastic.open()
         return self._admission.counters
 
     async def take_over(self, handover: Handover) -> Counters:
@@ -421,6 +426,7 @@ class RolloutController:
         if handover.history is not None or handover.held:
             self._runner.stats.skipped_prompts = 0
         await self._fleet.take_over(handover.behind, in_sync=handover.announced is not None)
+        self.elastic.open()
         self._expect_publications()
         self._needed = handover.needed
         if handover.version is not None:

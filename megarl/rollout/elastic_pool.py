@@ -66,6 +66,11 @@ class ElasticPool:
         self._told_missing = 0
         self._failures = 0  # in a row, of engines in the place of missing ones
         self._look_at = 0.0  # when places for missing ones are looked for again
+        self._has_trainer = False
+
+    def open(self) -> None:
+        """Accept changes: the trainer has said which history it goes on with, and which replicas serve is known."""
+        self._has_trainer = True
 
     async def reports(self) -> list[ReplicaReport]:
         """Return the state of all replicas, those that are started or end included, in their order."""
@@ -90,6 +95,7 @@ class ElasticPool:
 
     async def drain(self, index: int) -> str:
         """Give a replica no more work, and wait until its responses have left it. Return what was done."""
+        self._refuse_closed()
         self._refuse_unknown(index)
         drained = self._fleet.membership.drained
         if index in drained:
@@ -103,6 +109,7 @@ class ElasticPool:
 
     async def undrain(self, index: int) -> str:
         """Let a drained replica serve again after the next publication. Return what was done."""
+        self._refuse_closed()
         self._refuse_unknown(index)
         if index not in self._fleet.membership.drained:
             raise RolloutError(f"replica {index} is not drained; it is {self._fleet.state_of(index)}")
@@ -112,6 +119,7 @@ class ElasticPool:
 
     async def remove(self, index: int) -> str:
         """Drain a replica and end its engine. Return what was done, or is still to be done."""
+        self._refuse_closed()
         self._refuse_unknown(index)
         self._refuse_last(index, "removed")
         moved, busy = self._fleet.outstanding(index), self._fleet.membership.needed(index)
@@ -132,6 +140,7 @@ class ElasticPool:
         """
         if count < 1:
             raise RolloutError(f"{count} engines cannot be added: give a number of at least 1")
+        self._refuse_closed()
         await self._refuse_without_room(count)
         indices = self._fleet.membership.reserve(count)
         logger.info("starting replicas %s", indices)
@@ -213,6 +222,10 @@ class ElasticPool:
                     "cluster, or start the run with a larger rollout.max_replicas, which keeps places free"
                 )
             await asyncio.sleep(LOOK_S)
+
+    def _refuse_closed(self) -> None:
+        if not self._has_trainer:
+            raise RolloutError("the trainer has not begun to use the pool, or its new controller, yet; try again later")
 
     def _refuse_unknown(self, index: int) -> None:
         members = self._fleet.membership

@@ -120,7 +120,7 @@ class Fleet:
                     ) from None
                 await asyncio.sleep(0.05)
         logs = Path(spec.run_dir) / "logs"
-        return cls(
+        fleet = cls(
             replicas,
             timeouts,
             lambda index, old: restart_replica(spec, index, old, timeouts),
@@ -129,6 +129,9 @@ class Fleet:
             back_pressure=config.rollout.back_pressure,
             sync_restarts=config.weight_sync.restarts,
         )
+        if not wait:
+            fleet.membership.leave_out(int(path.stem.removeprefix("replica-")) for path in logs.glob("replica-*.log"))
+        return fleet
 
     @property
     def members(self) -> list[int]:
@@ -349,7 +352,7 @@ class Fleet:
 
     def lose(self, index: int, reason: ReplicaFailed) -> None:
         """Send nothing more to a replica; its unfinished responses go on elsewhere after its next report."""
-        if index not in self.lost:
+        if index in self._replicas and index not in self.lost:
             self.lost[index] = reason
             self._withdraw(index)
 
@@ -474,6 +477,7 @@ class Fleet:
 
     async def _readmit(self, index: int, replaces: bool) -> None:
         """Let a lost replica join if it is sound; else, if the sync `replaces` those that refuse it, have it refuse."""
+        reason = self.lost.get(index)
         try:
             if index not in self._replaced_next:
                 await self.call(index, "reset", timeout_s=_RESET_S)
@@ -481,10 +485,10 @@ class Fleet:
                 return
         except RolloutError as error:
             logger.info("replica %d stays lost: %s", index, error)
-        if not replaces:
+        if not replaces or index not in self.lost:  # it may have been removed meanwhile
             return
         try:
-            await self.call(index, "fail", f"was lost: {self.lost[index]}", timeout_s=_RETIRE_S)
+            await self.call(index, "fail", f"was lost: {reason}", timeout_s=_RETIRE_S)
         except RolloutError as error:
             logger.info("replica %d, which is lost, was not told so: %s", index, error)
 
@@ -584,6 +588,7 @@ class Fleet:
 
         if in_sync:
             self._replacements.begin_sync()
+            self.membership.begin_sync()
         await asyncio.gather(*(take(index) for index in self.members))
         for index, reason in self.lost.items():
             logger.warning("replica %d does not serve until the next publication: %s", index, reason)

@@ -23,6 +23,10 @@ class Membership:
         self.leaving: set[int] = set()  # removed ones whose engines have not ended
         self.missing = 0  # were lost with their node and found no other place
 
+    def leave_out(self, used: Iterable[int]) -> None:
+        """Give none of these indices to a new replica: engines that have ended had them."""
+        self._next = max([self._next, *(index + 1 for index in used)])
+
     @property
     def all(self) -> set[int]:
         """All replicas whose engine is up or was up: lost, new, drained and leaving ones included."""

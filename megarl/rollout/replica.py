@@ -105,14 +105,10 @@ class EndedReplica:
         """Raise ReplicaFailed; stands for the call of each method."""
         raise ReplicaFailed(self._index, f"replica {self._index} has ended with the controller that had started it")
 
-    @property
-    def reset(self) -> EndedReplica:
-        """The method that drops all requests."""
-        return self
-
-    @property
-    def fail(self) -> EndedReplica:
-        """The method that makes a replica refuse every call."""
+    def __getattr__(self, method: str) -> EndedReplica:
+        """Return what stands for a method of the actor."""
+        if method.startswith("_"):
+            raise AttributeError(method)
         return self
 
 

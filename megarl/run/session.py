@@ -156,7 +156,7 @@ class Session:
         self.recorder.say(f"stopping after {step} of {self.config.run.steps} steps: {self.stopped}")
         # Before the first step of this start there is nothing to save.
         if step > self.first_step and not self.save(step, wait=True):
-            self.steps_done = self.checkpointer.newest or 0
+            self.steps_done = max(self.checkpointer.newest or 0, self.first_step)
             self.unsaved_steps = step - self.steps_done
             self.stopped = f"{self.stopped}; {self.checkpointer.failure}"
 
@@ -212,8 +212,9 @@ class Session:
             self.checkpointer.finish(export_s=self.config.timeouts.save_s)
             raise LastSaveFailed(reason)
         status: Status = "finished" if self.stopped is None else "preempted"
-        self.recorder.finish(ExitRecord(status, self.steps_done, self.stopped or "", self.unsaved_steps))
+        # Before the record: from then on a node's agent expects its processes to end within twice `shutdown_s`.
         self.checkpointer.finish(export_s=self.config.timeouts.save_s if self.stopped is None else 0.0)
+        self.recorder.finish(ExitRecord(status, self.steps_done, self.stopped or "", self.unsaved_steps))
 
     @property
     def lost_its_stop(self) -> bool:

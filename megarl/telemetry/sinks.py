@@ -68,7 +68,11 @@ class JsonlSink:
         self.write_object({"step": step, "wall_time": round(time.time(), 3), **values})
 
     def roll_back(self, step: int) -> None:
-        """Do nothing: `checkpoint/save/history.py` has already cut the file."""
+        """Remove a line of which `checkpoint/save/history.py` has left a part.
+
+        It cuts at a position in bytes, which is inside a line if the file had ended before it at an earlier resume.
+        """
+        _remove_cut_line(self.path)
 
     def write_object(self, content: Mapping[str, Any]) -> None:
         """Append one line."""
@@ -202,8 +206,8 @@ class MetricsWriter:
             self.progress.step(step, values)
 
     def roll_back(self, step: int) -> None:
-        """Discard the metrics after `step` in every sink, because the run resumes there."""
-        for sink in self._sinks:
+        """Discard what was written after `step` in every sink, because the run resumes there."""
+        for sink in (*self._sinks, *([self._samples] if self._samples is not None else [])):
             self._attempt(sink, partial(sink.roll_back, step))
 
     def sample(self, step: int, content: Mapping[str, Any]) -> None:

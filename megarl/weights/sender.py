@@ -263,6 +263,11 @@ class WeightSender:
             logger.warning("restarting %s: %s", ", ".join(error.needs_restart), error)
             self._form_group(restart=error.needs_restart)
 
+    @property
+    def _controller_s(self) -> float:
+        """Seconds that rank 0 may take to reach the controller, which may have to be found dead and started anew first."""
+        return 8 * self.settings.rpc_s + self.settings.restart_s
+
     def _members_differ(self) -> bool:
         """Tell whether the replicas of the pool are others than those of the group. Collective; rank 0 asks the pool.
 
@@ -271,7 +276,7 @@ class WeightSender:
         assert self._store is not None and self._group is not None
         key = f"g{self._generation}/s{self._sync}/members"
         if self._engines is None:
-            wait_s = 2 * self.settings.rpc_s
+            wait_s = self._controller_s
             answer = self._store.block(key, wait_s)
             if answer is None:
                 waited = f"trainer rank {self._rank} waited {wait_s:.0f} s"
@@ -296,7 +301,7 @@ class WeightSender:
         assert self._store is not None
         key = f"g{self._generation}/members"
         if self._engines is None:
-            wait_s = 2 * self.settings.rpc_s + (self.settings.restart_s if restart else 0.0)
+            wait_s = self._controller_s + (self.settings.restart_s if restart else 0.0)
             answer = self._store.wait(key, wait_s, "trainer rank 0 to reach all engine replicas")
             if "error" in answer:
                 raise WeightSyncError(answer["error"])

@@ -225,3 +225,18 @@ def test_the_list_is_a_table_or_json(
 def test_what_is_not_known_of_a_replica_is_left_out_of_the_table() -> None:
     lines = render([asdict(ReplicaReport(3, "", "lost", (), "", 0, 0))], 0).splitlines()
     assert lines[1].split() == ["3", "?", "lost", "-", "-", "0", "0"]
+
+
+def test_while_the_controller_is_started_anew_commands_are_refused_and_answers_still_come(
+    tmp_path: Path, controller: Controller
+) -> None:
+    run_dir = write_state(tmp_path, state="rebuilding")
+    with pytest.raises(ConfigError, match="is being started anew: try again in a minute"):
+        ask_pool(run_dir, "list", say=said)
+    write_state(tmp_path)
+
+    def rebuild(text: str) -> None:
+        write_state(tmp_path, state="rebuilding")
+
+    with served(run_dir, controller):
+        assert ask_pool(run_dir, "drain", 1, say=rebuild) == "drain_replica 1"

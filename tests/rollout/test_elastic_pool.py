@@ -16,7 +16,7 @@ from megarl.rollout import elastic_pool
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.elastic_pool import ElasticPool
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.replica import ReplicaStatus
+from megarl.rollout.replica import EndedReplica, ReplicaStatus
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from tests.support.fake_replicas import FakeReplica, Method, ScriptedReplica, answered, fleet_of, requests
 
@@ -33,6 +33,7 @@ class Pool:
         self.elastic = ElasticPool(
             fleet, TimeoutsConfig(), self._start, self.ended.append, lambda: self.room, self.told.append
         )
+        self.elastic.open()
 
     async def _start(self, index: int) -> Any:
         await asyncio.sleep(0)
@@ -48,6 +49,11 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
             await work()
 
     asyncio.run(bounded())
+
+
+async def status() -> ReplicaStatus:
+    """The answer of a replica of version 4 with three running requests and two that wait."""
+    return ReplicaStatus(HeldDevices("replica", "node-a", ("GPU-1",)), "4", 3, 2)
 
 
 async def publish(fleet: Fleet) -> list[int]:
@@ -261,9 +267,6 @@ def test_the_list_names_each_state_and_does_not_wait_for_a_replica_that_is_silen
 ) -> None:
     monkeypatch.setattr(elastic_pool, "STATUS_S", 0.05)
 
-    async def status() -> ReplicaStatus:
-        return ReplicaStatus(HeldDevices("replica", "node-a", ("GPU-1",)), "4", 3, 2)
-
     async def silent() -> ReplicaStatus:
         await asyncio.sleep(9)
         raise AssertionError
@@ -287,5 +290,74 @@ def test_the_list_names_each_state_and_does_not_wait_for_a_replica_that_is_silen
             "node-a", ("GPU-1",), "4", 3, 2,
         )  # fmt: skip
         assert (reports[2].host, reports[5].version) == ("", "")
+
+    run(work)
+
+
+def test_before_the_trainer_has_begun_nothing_is_changed() -> None:
+    """A new controller does not know yet which replicas serve."""
+
+    async def work() -> None:
+        fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
+        pool = Pool(fleet)
+        pool.elastic._has_trainer = False
+        for change in (pool.elastic.drain, pool.elastic.undrain, pool.elastic.remove, pool.elastic.add):
+            with pytest.raises(RolloutError, match="the trainer has not begun to use the pool"):
+                await change(1)
+        assert fleet.serving == [0, 1] and not pool.ended
+
+    run(work)
+
+
+def test_a_replica_that_ended_with_the_old_controller_is_lost_listed_and_can_be_removed() -> None:
+    async def work() -> None:
+        sound: Any = FakeReplica(0)
+        sound.status = Method(status)
+        fleet = fleet_of({0: sound, 1: EndedReplica(1)})
+        await fleet.take_over((), in_sync=False)
+        assert fleet.serving == [0] and "has ended with the controller" in str(fleet.lost[1])
+        pool = Pool(fleet)
+        assert [report.state for report in await pool.elastic.reports()] == ["serving", "lost"]
+        assert "its engine has ended" in await pool.elastic.remove(1)
+        assert fleet.members == [0] and isinstance(pool.ended[0], EndedReplica)
+
+    run(work)
+
+
+def test_a_replica_of_the_publication_in_which_the_old_controller_died_ends_after_it() -> None:
+    async def work() -> None:
+        fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
+        await fleet.take_over((), in_sync=True)
+        pool = Pool(fleet)
+        assert "its engine ends with the publication" in await pool.elastic.remove(1)
+        await asyncio.sleep(0.05)
+        assert fleet.members == [0, 1] and not pool.ended
+        fleet.admit_joining()
+        while not pool.ended:
+            await asyncio.sleep(0.01)
+        assert fleet.members == [0]
+
+    run(work)
+
+
+def test_a_lost_replica_is_removed_while_a_publication_asks_whether_it_is_sound() -> None:
+    async def work() -> None:
+        hung, asked = FakeReplica(1), asyncio.Event()
+
+        async def reset() -> None:
+            asked.set()
+            await asyncio.sleep(0.1)
+            raise ReplicaFailed(1, "gone")
+
+        hung.reset = Method(reset)
+        fleet = fleet_of({0: FakeReplica(0), 1: hung})
+        fleet.lose(1, ReplicaFailed(1, "hangs"))
+        publication = asyncio.create_task(fleet.begin_sync())
+        await asked.wait()
+        fleet.leave(1)
+        fleet.lose(1, ReplicaFailed(1, "gone"))
+        await publication
+        fleet.admit_joining()
+        assert fleet.serving == [0]
 
     run(work)

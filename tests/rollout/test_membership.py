@@ -100,3 +100,10 @@ class Changes(RuleBasedStateMachine):
 
 TestChanges = Changes.TestCase
 TestChanges.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+def test_the_numbers_of_engines_that_have_ended_are_left_out() -> None:
+    members = Membership([0, 1])
+    members.leave_out([0, 1, 4, 2])
+    members.leave_out([])
+    assert members.reserve(2) == [5, 6]

@@ -134,8 +134,17 @@ def test_a_stop_whose_save_fails_reports_where_the_next_run_resumes(
     assert session.stopped == "SIGTERM; the checkpoint of step 2 could not be saved"
     assert session.steps_done == resumes_at
     session.finish()
-    assert f"step={resumes_at}" in run.journal[-2] and session.lost_its_stop
-    assert f"unsaved_steps={2 - resumes_at}" in run.journal[-2]
+    assert f"step={resumes_at}" in run.journal[-1] and session.lost_its_stop
+    assert f"unsaved_steps={2 - resumes_at}" in run.journal[-1]
+
+
+def test_steps_that_another_run_has_saved_are_not_lost(run: FakeRun) -> None:
+    run.record = OLD_RECORD
+    run.stop_after, run.failing_saves = {4: "SIGTERM"}, {4}
+    session = run.build()
+    session.checkpointer.newest = None  # it resumes from a checkpoint of another directory
+    assert list(session.steps()) == list(range(session.first_step, 4)) and session.first_step > 0
+    assert (session.steps_done, session.unsaved_steps) == (session.first_step, 4 - session.first_step)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +160,8 @@ def test_the_end_of_a_run(run: FakeRun, stopped: str | None, end: str, export_s:
     session.steps_done, session.stopped = 5, stopped
     run.journal.clear()
     session.finish()
-    assert run.journal == ["complete the save", end, f"finish the export in {export_s} s"]
+    # A node's agent that has read the record expects the rank to end soon, so an export must not come after it.
+    assert run.journal == ["complete the save", f"finish the export in {export_s} s", end]
 
 
 def test_a_run_whose_last_save_failed_is_a_failure(run: FakeRun) -> None:

@@ -259,6 +259,11 @@ class FakeQueue:
 class FakeElasticPool:
     """A pool that nothing is missing from."""
 
+    is_open = False
+
+    def open(self) -> None:
+        self.is_open = True
+
     async def tend(self) -> None:
         pass
 

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import math
+import os
 import struct
 import sys
 import tempfile
@@ -355,6 +356,17 @@ def test_an_incomplete_line_is_cut_off_before_the_next_one(tmp_path: Path, cut: 
     sink.close()
     assert [line["step"] for line in lines(path)][-1] == 7
     assert len(lines(path)) == cut.count(b"\n") + 1
+
+
+def test_a_part_of_a_line_that_a_resume_has_left_is_removed_before_the_next_one(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write(1, {})
+    sink.write(2, {})
+    os.truncate(sink.path, sink.path.stat().st_size - 5)
+    sink.roll_back(1)
+    sink.write(3, {})
+    sink.close()
+    assert [line["step"] for line in lines(sink.path)] == [1, 3]
 
 
 def test_tensorboard_begins_a_new_file_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
@@ -34,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"megarl: {error}\n")
         return 2
     except KeyboardInterrupt:
-        sys.stderr.write("megarl: interrupted before anything was started; the same command starts the run\n")
+        if options.run is _prepare:
+            sys.stderr.write("megarl: interrupted before anything was started; the same command starts the run\n")
         return 130
     return code
 
@@ -81,6 +83,7 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run has ended: its status is the script's exit code
     word, text = status(LaunchSpec.load(options.launch))
     sys.stderr.write(f"megarl: {text}\n")
     sys.stdout.write(f"{word}\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.cluster.handle import read_state
+from megarl.cluster.handle import REBUILDING, read_state
 from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.common import run_files
 
@@ -15,5 +15,5 @@ def can_lose(launch: LaunchSpec, index: int) -> bool:
     record = run_files.read_exit(launch.run_dir)
     ended = record is not None and record.status != "failed"
     state = read_state(launch.run_dir) or {}
-    ready = state.get("launch_id") == launch.launch_id and state.get("state") == "ready"
+    ready = state.get("launch_id") == launch.launch_id and state.get("state") in {"ready", REBUILDING}
     return launch.topology.nodes[index].only_engines and ready and not ended

@@ -186,6 +186,7 @@ def write_pool_state(job: Job, state: str) -> None:
     ("index", "state", "ended", "spared"),
     [
         (3, "ready", False, True),
+        (3, "rebuilding", False, True),  # the controller and the queue; all engines were up before
         (3, "starting", False, False),  # the plan does not fit
         (3, "ready", True, False),  # its processes have to end well
         (2, "ready", False, False),  # the supervisor's

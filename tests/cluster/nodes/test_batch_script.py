@@ -225,7 +225,9 @@ def multinode(shell: Shell, status: str, rsh: str) -> tuple[int, str, list[str]]
     (shell.directory / "rsh").write_text(f"#!/bin/sh\n{rsh}\n")
     (shell.directory / "rsh").chmod(0o755)
     script = (ROOT / "launch/multinode.sh").read_text().replace("failed_wait_s=90", "failed_wait_s=2")
-    script = script.replace(': "${PYTHON:=python}"', f'MEGARL_RSH={shell.directory / "rsh"}\n: "${{PYTHON:=python}}"')
+    script = script.replace(
+        ': "${PYTHON:=python}"', f'export SCRIPT=$$ MEGARL_RSH={shell.directory / "rsh"}\n: "${{PYTHON:=python}}"'
+    )
     return shell.run(script, "a,b", "my.yaml", "run.steps=9", status=status)
 
 
@@ -242,3 +244,14 @@ def test_a_host_that_cannot_be_reached_is_named_and_one_that_hangs_is_left(shell
     code, _, calls = multinode(shell, "failed", f'[ "$1" = a ] && exit 255; touch {failed}; exec sleep 60')
     assert code == 1
     assert any("fail" in call and " a its agent ended with code 255" in call for call in calls), calls
+
+
+def test_a_second_signal_ends_the_job_on_all_hosts(shell: Shell) -> None:
+    """Both come while the agents run; the first host's connection ends when the job is named as failed."""
+    failed = shell.run_dir / "launch/1/failed.json"
+    twice = "for _ in 1 2; do sleep 0.5; kill -TERM $SCRIPT; done; sleep 0.5"
+    signals = f'[ "$1" = b ] || {{ {twice}; touch {failed}; }}'
+    code, error, calls = multinode(shell, "failed", signals)
+    assert code == 1 and error.count("finishing the step, saving; again to abort") == 1
+    assert (shell.run_dir / "stop").read_text() == "SIGTERM\n"
+    assert any(" fail " in call and call.endswith("received a second stop signal") for call in calls), calls
