@@ -265,7 +265,7 @@ class WeightSender:
 
     @property
     def _controller_s(self) -> float:
-        """Seconds that rank 0 may take to reach the controller, which may have to be found dead and started anew first."""
+        """Seconds in which rank 0 reaches the controller, which may have to be found dead and started anew first."""
         return 8 * self.settings.rpc_s + self.settings.restart_s
 
     def _members_differ(self) -> bool:
