@@ -17,8 +17,9 @@ from megarl.common.line_parts import older_parts
 from megarl.common.run_files import ExitRecord, write_exit
 from megarl.telemetry.summary import RunSummary
 
-RESULTS = ("metrics.jsonl", "samples.jsonl", "summary.json", "error.txt", "tensorboard", "batches", "failed_batch",
-           "rolled_back.jsonl", "attempts.json", "rollout.journal", "schedule.jsonl", "checkpoints")  # fmt: skip
+RESULTS = ("metrics.jsonl", "samples.jsonl", "summary.json", "error.txt", "tensorboard", "wandb.json", "batches",
+           "failed_batch", "rolled_back.jsonl", "attempts.json", "rollout.journal", "schedule.jsonl",
+           "checkpoints")  # fmt: skip
 
 
 def set_aside(run_dir: Path) -> Path | None:

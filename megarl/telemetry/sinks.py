@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,7 +21,7 @@ from typing import Any, Protocol, TextIO
 
 from megarl.common import line_parts
 from megarl.common.byte_units import GIB
-from megarl.common.files import finite
+from megarl.common.files import finite, write_json
 from megarl.common.rate_limit import RateLimit
 from megarl.common.run_files import ExitRecord, write_exit
 from megarl.config.schema import Config
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 WAITING_BYTES = 64 << 20  # of lines in memory that the disk does not take; later ones are lost, and reported
 LINE_BYTES = 16 << 20  # more than the longest line
+WANDB_FILE = "wandb.json"
 COMPLAIN_S = 60.0  # between two warnings to the user; the log has all of them
 
 
@@ -124,7 +126,11 @@ def _remove_cut_line(path: Path) -> None:
 
 
 class WandbSink:
-    """Logs to Weights & Biases. The locked requirements do not contain the package; the user has to install it."""
+    """Logs to Weights & Biases. The locked requirements do not contain the package; the user has to install it.
+
+    A run that resumes goes on in the same run there: its id is in RUN_DIR/wandb.json. Weights & Biases refuses a step
+    below the last one, so `steps` is a metric of its own, and steps that are done again appear twice.
+    """
 
     def __init__(self, project: str, config: Config) -> None:
         try:
@@ -135,24 +141,34 @@ class WandbSink:
             ) from None
         self._run = wandb.init(
             project=project,
+            id=_wandb_id(config.run_dir / WANDB_FILE),
+            resume="allow",
             name=config.run.name,
             dir=str(config.run_dir),
             config=config.model_dump(mode="json"),
         )
+        self._run.define_metric("*", step_metric="steps")
         # An evaluation beside training is logged when it has ended, and belongs to the step at which it began.
         self._run.define_metric("eval/step")
         self._run.define_metric("eval/*", step_metric="eval/step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of one step under that step."""
-        self._run.log(dict(values), step=step)
+        """Log the metrics of one step, with the step as `steps`."""
+        self._run.log({"steps": step, **values})
 
     def roll_back(self, step: int) -> None:
-        """Do nothing: a resumed run is a separate run in Weights & Biases."""
+        """Do nothing: what was logged stays, and is followed by the steps that are done again."""
 
     def close(self) -> None:
         """Finish the run in Weights & Biases, which uploads what is left."""
         self._run.finish()
+
+
+def _wandb_id(path: Path) -> str:
+    """Return the id of the run in Weights & Biases, which the first start chooses and writes to `path`."""
+    if not path.exists():
+        write_json(path, {"id": secrets.token_hex(4)})
+    return str(json.loads(path.read_text())["id"])
 
 
 class MetricsWriter:

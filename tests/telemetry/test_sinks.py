@@ -9,6 +9,7 @@ import struct
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from megarl.common.line_parts import older_parts, read_lines
+from megarl.run.failure import set_aside
 from megarl.telemetry import sinks
 from megarl.telemetry.metrics import UndeclaredMetricError
 from megarl.telemetry.progress import COLUMNS, Progress, compact, duration
-from megarl.telemetry.sinks import JsonlSink, MetricsWriter
+from megarl.telemetry.sinks import JsonlSink, MetricsWriter, WandbSink
 from megarl.telemetry.summary import RunSummary
 from megarl.telemetry.tensorboard import TensorBoardSink
 from tests.support.configs import config
@@ -74,6 +76,24 @@ def test_wandb_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
         MetricsWriter.open(config("model", run__dir=str(tmp_path), telemetry={"wandb_project": "p"}), io.StringIO())
+
+
+def test_wandb_goes_on_in_the_same_run_after_a_resume_and_not_in_that_of_an_earlier_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    begun: list[dict[str, Any]] = []
+    logged: list[dict[str, float]] = []
+    fake = SimpleNamespace(define_metric=lambda *_, **__: None, log=logged.append)
+    monkeypatch.setattr(wandb, "init", lambda **arguments: begun.append(arguments) or fake)
+    chosen = config("model", run__dir=str(tmp_path))
+    for step in (7, 5):
+        WandbSink("p", chosen).write(step, {"reward/mean": 0.5})
+    set_aside(tmp_path)
+    WandbSink("p", chosen)
+    first, second, third = (each["id"] for each in begun)
+    assert first == second != third and {each["resume"] for each in begun} == {"allow"}
+    assert [each["steps"] for each in logged] == [7, 5]
 
 
 def test_wandb_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
