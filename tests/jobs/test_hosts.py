@@ -173,7 +173,8 @@ def test_a_network_that_is_cut_for_30_s_costs_time_and_for_ever_is_named(two_hos
         assert log.read_text().count("engines are up") == 1, "the ranks were restarted"
         check_steps(run_dir, len(step_records(run_dir)))
         two_hosts.cut(1)
-        assert process.wait(timeout=4 * bound_s) == 1, log.read_text()[-4000:]
+        # Ray 2.60.0 notices a connection that is silently gone by gRPC's time-outs, of up to 300 s and 120 s.
+        assert process.wait(timeout=420 + 2 * bound_s) == 1, log.read_text()[-4000:]
     finally:
         process.kill()
     said = log.read_text()
