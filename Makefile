@@ -14,7 +14,7 @@ GPU_PIP := $(GPU_PY) -m pip install -qq --disable-pip-version-check --no-deps
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-gpu gpu-packages gpu-te gpu-kernels quickstart soak test test-system test-cluster test-all lint docs clean \
+.PHONY: help setup setup-test setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-all lint docs clean \
         test-slow-models test-slow-trainer test-slow-pool test-slow-system
 
 help:  ## Show this list.
@@ -69,10 +69,14 @@ quickstart: setup  ## The main job, end to end on a CPU: Megatron TP=2 + vLLM + 
 	$(PY) -m megarl.quickstart --out runs/quickstart/assets
 	$(VENV)/bin/torchrun --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/quickstart_cpu.yaml
 
-test: setup-test  ## Every part: real Megatron, real vLLM, real Ray; about 10 minutes on 2 cores.
+agents: setup  ## A tool agent on a CPU: a small model learns to call a calculator, up to 10 minutes on 2 cores.
+	$(PY) -m megarl.quickstart --task calculator --out runs/agents/assets
+	$(VENV)/bin/torchrun --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/agents_cpu.yaml
+
+test: setup-test  ## Every part: real Megatron, vLLM and Ray; about 14 minutes on 2 cores. Needs bubblewrap (tools/sandbox_tools.sh).
 	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs -n 2 --dist loadfile --no-loadscope-reorder
 
-test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; about 8 minutes.
+test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; about 13 minutes.
 	$(PY) -m pytest tests/system -m "not slow"
 
 test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), up to 15 minutes.

@@ -1,6 +1,7 @@
 """The launcher's side of the supervisor: start it in a session of its own, get its address, stop it.
 
-Called by rank 0 of a bare torchrun, by a node's agent, and by `megarl eval`. Imports neither Ray nor vLLM.
+Called by rank 0 of a bare torchrun, by a node's agent, by `megarl eval` and `megarl serve`. Imports neither Ray nor
+vLLM.
 """
 
 from __future__ import annotations
@@ -116,7 +117,11 @@ class SupervisorHandle:
 
 @dataclass(frozen=True)
 class SupervisorSpec:
-    """Holds what the launcher passes to the supervisor; `agent` is the process whose end ends the pool."""
+    """Holds what the launcher passes to the supervisor; `agent` is the process whose end ends the pool.
+
+    `serves`: the pool has a door and no trainer. `door_token_file`: a file of the user with the token of the door's
+    clients; None: one is made.
+    """
 
     config_json: str
     run_dir: str
@@ -125,6 +130,8 @@ class SupervisorSpec:
     attempt: int
     cwd: str
     cuda: bool
+    serves: bool = False
+    door_token_file: str | None = None
 
     @property
     def namespace(self) -> str:
@@ -179,12 +186,15 @@ def launch_supervisor(
     *,
     cuda: bool = False,
     timeout_s: float | None = None,
+    serves: bool = False,
+    door_token_file: str | None = None,
 ) -> SupervisorHandle:
     """Start the supervisor here and wait until its Ray head is up; engines continue to start in the background.
 
     A supervisor that the previous attempt of the same agent left running is reused if it was started with the same
     config and finds controller and queue alive from now on. `agent_pid`: the process whose end ends the pool
-    (torchrun's agent). `timeout_s`: default timeouts.ray_start_s. Raises SupervisorFailed if the head does not start,
+    (torchrun's agent). `timeout_s`: default timeouts.ray_start_s. `serves` and `door_token_file`: see SupervisorSpec.
+    Raises SupervisorFailed if the head does not start,
     ValueError if another run is using `run_dir`.
     """
     run_dir = Path(run_dir).resolve()
@@ -196,7 +206,9 @@ def launch_supervisor(
         launch_id = None
     if launch_id is None:
         launch_id = uuid.uuid4().hex[:8]
-        start_supervisor(config_json, run_dir, agent_pid, launch_id, cuda=cuda)
+        start_supervisor(
+            config_json, run_dir, agent_pid, launch_id, cuda=cuda, serves=serves, door_token_file=door_token_file
+        )
     else:
         logger.info("reusing the pool of the previous attempt")
     return attach_supervisor(run_dir, launch_id, timeout_s)
@@ -230,7 +242,14 @@ def _is_sound(run_dir: Path, launch_id: str, timeout_s: float) -> bool:
 
 
 def start_supervisor(
-    config_json: str, run_dir: Path, agent_pid: int, launch_id: str, *, cuda: bool
+    config_json: str,
+    run_dir: Path,
+    agent_pid: int,
+    launch_id: str,
+    *,
+    cuda: bool,
+    serves: bool = False,
+    door_token_file: str | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start the supervisor's process in a session of its own. Raises ValueError if another run is using `run_dir`."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -243,6 +262,8 @@ def start_supervisor(
         attempt=previous + 1,
         cwd=os.getcwd(),
         cuda=cuda,
+        serves=serves,
+        door_token_file=door_token_file,
     )
     spec.save(run_dir / "logs" / SPEC_FILE)
     command = [sys.executable, "-m", "megarl.cluster.supervisor", str(run_dir / "logs" / SPEC_FILE)]

@@ -11,10 +11,9 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from megarl.common.byte_units import MIB
 from megarl.common.errors import SupervisorFailed
 from megarl.common.private_directory import make_private_directory, remove_private_directory
 from megarl.common.processes import descendants, sweep
+from megarl.common.reserved_ports import ReservedPorts
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
 from megarl.rollout.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
@@ -41,15 +41,7 @@ OBJECT_STORE_BYTES = 256 * MIB
 PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
 ATTEMPT_S = 30
 MAX_ATTEMPTS = 5
-
-
-def free_ports(count: int) -> list[int]:
-    """Return `count` ports that were free when they were looked up. Another process may take one meanwhile."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("", 0))
-        return [each.getsockname()[1] for each in sockets]
+RAY_PORTS = 3  # of services on each node that `patched_start` gives their ports
 
 
 def access_environment(run_dir: Path, create: bool = False) -> dict[str, str]:
@@ -159,6 +151,7 @@ class RayHead:
         self.start_timeout_s = start_timeout_s
         self.address = ""
         self.private = private or make_private_directory()
+        self.ports = ReservedPorts(RAY_PORTS)
 
     def start(self) -> None:
         """Start Ray. Raises SupervisorFailed with Ray's reason if no attempt succeeds within `start_timeout_s`."""
@@ -180,7 +173,7 @@ class RayHead:
         os.environ.update(ray_environment())
         import ray
 
-        with patched_start(), loopback_kept():
+        with patched_start(self.ports), loopback_kept():
             context = ray.init(
                 address="local",
                 num_cpus=self.share.num_cpus,
@@ -198,12 +191,15 @@ class RayHead:
 
     def stop(self) -> None:
         """Move Ray's logs to the run directory and remove the private one. Call it after `ray.shutdown()`."""
+        self.ports.close()
         keep_logs(self.private, self.log_dir / "ray")
 
 
 @contextmanager
-def patched_start() -> Iterator[None]:
+def patched_start(reserved: ReservedPorts) -> Iterator[None]:
     """Patch ray.init and Ray's Node (Ray 2.60.0) where they have no arguments for what is needed.
+
+    `reserved`: RAY_PORTS ports, kept until Ray ends, because its agents take them only some seconds after its start.
 
     The raylet aborts if its dashboard agent has not written its ports to files within a hard-coded 15 s, which is too
     short on a busy host (https://github.com/ray-project/ray/issues/65983). The raylet does not wait for ports that are
@@ -215,7 +211,7 @@ def patched_start() -> Iterator[None]:
 
     params, start_processes = parameter.RayParams, node.Node.start_ray_processes
     start_dashboard = node.Node.start_api_server
-    metrics, agent, runtime_env = free_ports(3)
+    metrics, agent, runtime_env = reserved.ports
     ours = {
         "metrics_export_port": metrics,
         "metrics_agent_port": agent,

@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.cluster.door_keeper import DoorKeeper
 from megarl.cluster.handle import REBUILDING, STATE_FILE, STOP_FILE, SupervisorSpec, read_state, write_state
 from megarl.cluster.nodes.network import one_node_environment
 from megarl.cluster.pool_commands import PoolCommands
@@ -43,6 +44,7 @@ from megarl.common.run_token import run_token
 from megarl.config.checks import max_sequence_tokens
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
+from megarl.door.door_actor import DoorSpec
 from megarl.models.read_config import load_info
 from megarl.rollout.devices import refuse_split_replica, visible_devices
 from megarl.rollout.placement import ENGINE_RESOURCE, HEAD_RESOURCE, HEAD_SHARE, ROLLOUT_RESOURCE
@@ -100,6 +102,7 @@ class Supervisor:
         self._state["private_directory"] = str(private)
         self._head: RayHead | None = None
         self._actors: list[ActorHandle] = []  # the controller last
+        self._door: DoorKeeper | None = None  # if the run has one
         self._commands = PoolCommands(self.run_dir, spec.launch_id)
         self._rebuilt_at: list[float] = []  # when controller and queue were started anew (`time.monotonic`)
         self._heartbeats = 0
@@ -191,6 +194,8 @@ class Supervisor:
         next_beat = time.monotonic() + HEARTBEAT_S
         while not self._stop.wait(WATCH_S):
             self._commands.look(self._actors[-1])
+            if self._door is not None:
+                self._door.look()
             if time.monotonic() < next_beat:
                 continue
             next_beat = time.monotonic() + HEARTBEAT_S
@@ -370,8 +375,28 @@ class Supervisor:
         controller = self._create_controller(spec.partition, config.timeouts.rpc_s)
         self._actors = [*replicas, controller]
         pending[controller.start.remote()] = "the rollout controller"
-        self._await_actors(pending, config.timeouts.engine_start_s)
+        opening = self._open_door(replica_spec)
+        if opening is not None:
+            pending[opening] = "the door"
+        answers = self._await_actors(pending, config.timeouts.engine_start_s)
+        if self._door is not None:
+            self._door.opened(answers["the door"])
+            self._publish(door=self._door.url)
         self._commands.look(controller)  # makes their directory, before the pool is ready for them
+
+    def _open_door(self, pool: ReplicaSpec) -> ObjectRef | None:
+        """Create the door, if the run has one; return the reference of its start."""
+        settings = self.config.door
+        if not settings.enabled:
+            return None
+        self._door = DoorKeeper(
+            DoorSpec(pool, CONTROLLER, settings.port, self.spec.door_token_file),
+            own_head=self._head is not None,
+            bound_s=self.config.timeouts.rpc_s,
+            start_s=self.config.timeouts.engine_start_s,
+            say=lambda text: write_notice(self.run_dir, text),
+        )
+        return self._door.open()
 
     def _replica_spec(self) -> ReplicaSpec:
         """Return what replicas and controller are made from."""
@@ -394,11 +419,13 @@ class Supervisor:
         import ray
 
         from megarl.rollout.controller import RolloutController
+        from megarl.rollout.serving_controller import ServingController
 
         spec, deadline = self.spec, time.monotonic() + timeout_s
         head = {HEAD_RESOURCE: HEAD_SHARE} if self._head is not None else {}
         options = {"resources": {ROLLOUT_RESOURCE: 1, **head}, "num_cpus": 1, "max_concurrency": 1000}
-        named = ray.remote(RolloutController).options(name=CONTROLLER, namespace=spec.namespace, **options)
+        kind = ServingController if self.spec.serves else RolloutController
+        named = ray.remote(kind).options(name=CONTROLLER, namespace=spec.namespace, **options)
         while True:
             try:
                 return named.remote(self._replica_spec(), partition, cwd=spec.cwd, replaces=replaces)
@@ -408,10 +435,14 @@ class Supervisor:
                     raise RolloutError(self.stop_reason or waited) from None
                 time.sleep(0.1)
 
-    def _await_actors(self, pending: dict[ObjectRef, str], timeout_s: float) -> None:
-        """Wait for every start call in `pending` (reference -> name of the part). Raises RolloutError."""
+    def _await_actors(self, pending: dict[ObjectRef, str], timeout_s: float) -> dict[str, Any]:
+        """Wait for every start call in `pending` (reference -> name of the part); return the answers by name.
+
+        Raises RolloutError.
+        """
         import ray
 
+        answers: dict[str, Any] = {}
         deadline = time.monotonic() + timeout_s
         while pending:
             if self._stop.is_set():
@@ -423,9 +454,11 @@ class Supervisor:
             for reference in done:
                 name = pending.pop(reference)
                 try:
-                    logger.info("%s is up: %s", name, ray.get(reference))
+                    answers[name] = ray.get(reference)
                 except Exception as error:
                     raise RolloutError(f"{name}: {_cause(error)}; see {self.run_dir / 'logs'}") from error
+                logger.info("%s is up: %s", name, answers[name])
+        return answers
 
     def _tear_down(self, failure: BaseException | None) -> None:
         """End the engines first (bounded), then Ray, then every process that is left, by pid and start time."""
@@ -455,8 +488,9 @@ class Supervisor:
         if not ray.is_initialized():
             return
         try:
-            ray.wait([a.shutdown.remote() for a in self._actors], num_returns=len(self._actors) or 1, timeout=timeout_s)
-            for actor in self._actors:
+            actors = [*(self._door.close() if self._door is not None else ()), *self._actors]
+            ray.wait([a.shutdown.remote() for a in actors], num_returns=len(actors) or 1, timeout=timeout_s)
+            for actor in actors:
                 ray.kill(actor)
         except Exception as error:
             logger.warning("closing the actors: %s", error)

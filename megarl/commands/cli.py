@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from megarl.commands import evaluate as standalone
-from megarl.commands import launch, pool, replay
+from megarl.commands import launch, pool, replay, serve
 from megarl.common.errors import ConfigError
 from megarl.config.arguments import add_config_arguments
 
@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_docs(commands)
     launch.add_parser(commands)
     standalone.add_parser(commands)
+    serve.add_parser(commands)
     replay.add_parser(commands)
     pool.add_parser(commands)
     return parser

@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.commands.checkpoint_options import dtype_of, model_config_of, refuse_megatron
 from megarl.common.errors import ConfigError
 from megarl.config.datasets import HeldOutSet, held_out_sets
 
@@ -61,7 +62,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--model", required=True, metavar="DIR", help="Hugging Face directory")
     add("--data", required=True, action="append", metavar="FILE", help="JSONL or Parquet; may be given several times")
     add(
-        "--reward", default="math", metavar="NAME", help="gsm8k, math or package.module:function (default: %(default)s)"
+        "--reward",
+        default="math",
+        metavar="NAME",
+        help="gsm8k, math, code or module:function (default: %(default)s)",
     )
     add("--samples", type=int, default=4, metavar="K", help="sampled responses per problem (default: %(default)s)")
     add(
@@ -147,7 +151,7 @@ def eval_config(options: argparse.Namespace) -> Config:
     from megarl.config.load import apply_overrides, config_from_tree
 
     run_dir = options.run_dir or Path("runs") / f"eval-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    names, model_config = _names(options.data), _model_config(Path(options.model))
+    names, model_config = _names(options.data), model_config_of(Path(options.model))
     tree: dict[str, Any] = {
         "run": {"name": "eval", "dir": str(run_dir), "steps": 1, "seed": options.seed},
         "model": {"path": options.model},
@@ -178,7 +182,7 @@ def eval_config(options: argparse.Namespace) -> Config:
             "replicas": options.replicas,
             "tensor_parallel": options.tensor_parallel,
             "max_model_len": options.max_model_len,
-            "dtype": _dtype(options.dtype, model_config),
+            "dtype": dtype_of(options.dtype, model_config),
             # There is no trainer: the pool may use every GPU, and no sync brings the weights.
             "nodes": "separate",
             "load_weights": True,
@@ -250,19 +254,8 @@ def _tell(text: str) -> None:
 def _check(config: Config) -> None:
     """Check model, tokenizer and data before any process starts. Raises ConfigError naming what is wrong."""
     from megarl.config.checks import check
-    from megarl.models.source import megatron_step
 
-    try:
-        step = megatron_step(config.model.path)
-    except ValueError as error:
-        raise ConfigError([f"--model: {error}"]) from None
-    if step is not None:
-        raise ConfigError(
-            [
-                f"--model: {config.model.path} is a Megatron checkpoint, which engines cannot load; export it first: "
-                f"tools/checkpoint/convert.py export --megatron {config.model.path} --hf DIR"
-            ]
-        )
+    refuse_megatron(config.model.path)
     try:
         check(config)
     except ConfigError as error:
@@ -292,24 +285,6 @@ def _names(paths: Sequence[str]) -> list[str]:
         candidates = [path.stem, f"{path.parent.name}-{path.stem}", *(f"{path.stem}-{i}" for i in range(2, 1000))]
         names.append(next(name for name in candidates if name not in names))
     return names
-
-
-def _model_config(model: Path) -> dict[str, Any]:
-    """Return the content of config.json; empty if it cannot be read (`check` reports what is wrong)."""
-    import json
-
-    try:
-        raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return raw if isinstance(raw, dict) else {}
-
-
-def _dtype(wanted: str, model_config: dict[str, Any]) -> str:
-    """Return the engines' dtype. `auto` is that of the checkpoint: float32, or bfloat16 for any other."""
-    if wanted != "auto":
-        return wanted
-    return "float32" if (model_config.get("dtype") or model_config.get("torch_dtype")) == "float32" else "bfloat16"
 
 
 def _max_tokens(wanted: int | None, max_model_len: int | None, model_config: dict[str, Any]) -> int:

@@ -52,6 +52,10 @@ class RequestFailed(RolloutError):  # noqa: N818
     """An engine refused a request; the engine is sound."""
 
 
+class ToolFailed(RolloutError):  # noqa: N818
+    """A tool has failed by itself, not because of what the model wrote."""
+
+
 class PoolEnded(RolloutError):  # noqa: N818
     """The supervisor has ended, and Ray with all actors ends with it."""
 

@@ -9,12 +9,13 @@ restarts hide the exit codes of the ranks.
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
+
+import msgspec
 
 from megarl.common.files import write_json
 
@@ -62,12 +63,24 @@ def with_reserve(run_dir: Path, write: Callable[[], T]) -> T:
         return write()
 
 
+class ExitRecordError(ValueError):
+    """RUN_DIR/exit.json is there, but holds no exit record."""
+
+
 def read_exit(run_dir: Path) -> ExitRecord | None:
-    """Return the exit record; None if there is none because the run still runs or was killed."""
+    """Return the exit record; None if there is none because the run still runs or was killed.
+
+    Raises ExitRecordError, which names the file.
+    """
+    path = run_dir / EXIT_FILE
     try:
-        return ExitRecord(**json.loads((run_dir / EXIT_FILE).read_text()))
+        return msgspec.json.decode(path.read_bytes(), type=ExitRecord)
     except FileNotFoundError:
         return None
+    except msgspec.DecodeError as error:
+        raise ExitRecordError(
+            f"{path} is damaged ({error}), so nobody knows how the run ended; RUN_DIR/logs may tell"
+        ) from None
 
 
 def ask_to_stop(run_dir: Path, reason: str) -> None:

@@ -5,7 +5,6 @@ Every check yields its problems as `key: what is wrong; how to fix it`. Nothing 
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Literal
 
 from megarl.common.errors import ConfigError
 from megarl.config import layout_checks
+from megarl.config.agent_checks import agent_problems, import_path_problems
 from megarl.config.concurrent_evaluation import evaluation_problems
 from megarl.config.datasets import (
     all_sets,
@@ -29,6 +29,7 @@ from megarl.config.hardware import local_gpus
 from megarl.config.liveness import liveness_problems
 from megarl.config.pace import pace_problems
 from megarl.config.pools import resolve_pools
+from megarl.config.sandbox_checks import sandbox_problems
 from megarl.config.schema import Config
 from megarl.config.secret_checks import secret_problems
 from megarl.models.info import ModelInfo
@@ -73,7 +74,8 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
         raise ConfigError(problems)  # the other checks read the sets
     problems += list(_sizes(config)) + list(pace_problems(config)) + list(_sampling(config))
     problems += list(evaluation_problems(config)) + list(_deadlines(config)) + list(liveness_problems(config))
-    problems += list(_checkpoint(config)) + list(_functions(config))
+    problems += list(_checkpoint(config)) + list(_functions(config)) + list(_door(config))
+    problems += list(agent_problems(config)) + list(sandbox_problems(config, here=files))
     problems += list(layout_checks.megatron_problems(config, device))
     problems += list(engine_problems(config)) + list(_transport(config, device)) + list(_staging(config))
     problems += list(launch_problems(config)) + list(secret_problems(config, here=files))
@@ -95,6 +97,17 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return info
+
+
+def serving_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of a config whose pool only serves: what concerns the trainer and its data does not count."""
+    yield from engine_problems(config)
+    yield from _door(config)
+    yield from secret_problems(config, here=True)
+    try:
+        resolve_pools(config)
+    except ConfigError as error:
+        yield from error.problems
 
 
 def max_sequence_tokens(config: Config, info: ModelInfo) -> int:
@@ -192,6 +205,16 @@ def _deadlines(config: Config) -> Iterator[str]:
         )
 
 
+def _door(config: Config) -> Iterator[str]:
+    if config.door.host is not None and config.door.host in {"0.0.0.0", "::", "*", ""}:
+        yield f"door.host: {config.door.host!r} means all addresses; name one address of the door's node"
+    if config.door.enabled and config.run.deterministic:
+        yield (
+            "door.enabled: requests from outside change what an engine computes together, so the run could not be "
+            "repeated bit for bit; set run.deterministic: false"
+        )
+
+
 def _checkpoint(config: Config) -> Iterator[str]:
     settings = config.checkpoint
     if settings.keep_best is not None:
@@ -214,23 +237,9 @@ def _functions(config: Config) -> Iterator[str]:
     """Yield the problems of the import paths of the user's functions."""
     for key, reward in reward_functions(config).items():
         if reward.function not in SHIPPED:
-            yield from _import_path(f"{key}.function", reward.function, f"neither {', '.join(SHIPPED)} nor")
+            yield from import_path_problems(f"{key}.function", reward.function, f"neither {', '.join(SHIPPED)} nor")
     if (function := config.data.curriculum.function) is not None:
-        yield from _import_path("data.curriculum.function", function, "not")
-
-
-def _import_path(key: str, function: str, neither: str) -> Iterator[str]:
-    module, colon, name = function.partition(":")
-    if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        yield f"{key}: {function!r} is {neither} an import path package.module:function"
-        return
-    try:
-        found = importlib.util.find_spec(module.split(".", maxsplit=1)[0]) is not None
-    except ValueError:
-        found = True
-    top = module.split(".", maxsplit=1)[0]
-    if not found and not (Path(f"{top}.py").exists() or Path(top).is_dir()):
-        yield f"{key}: no module {top!r}; install it or add its directory to PYTHONPATH"
+        yield from import_path_problems("data.curriculum.function", function, "not")
 
 
 def _transport(config: Config, device: DeviceType) -> Iterator[str]:

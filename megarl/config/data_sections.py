@@ -11,9 +11,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megarl.config.agent_sections import ToolConfig
 from megarl.config.section import Passed, Section
 
-RowFormat = Literal["auto", "gsm8k", "problem_answer", "fields"]
+RowFormat = Literal["auto", "gsm8k", "problem_answer", "messages", "fields"]
 
 # The values with which a sampler draws from the whole distribution, as vLLM and transformers have them.
 NO_TOP_P, NO_TOP_K, NO_REPETITION_PENALTY = 1.0, -1, 1.0
@@ -48,6 +49,7 @@ class PromptSetConfig(Section):
     system_prompt: str | None = Field(None, description="As `data.system_prompt`; empty: no system message.")
     suffix: str | None = Field(None, description="As `data.suffix`.")
     chat_template_kwargs: Passed | None = Field(None, description="As `data.chat_template_kwargs`; not merged.")
+    tools: list[ToolConfig] | None = Field(None, description="As `tools`; an empty list: the set has none.")
     reward: SetRewardConfig = Field(default_factory=SetRewardConfig)
 
 
@@ -71,7 +73,8 @@ class DataConfig(Section):
     path: Path | None = Field(None, description="JSONL or Parquet file; required unless there are `sets`.")
     sets: list[TrainSetConfig] = Field(default_factory=list, description="Several training sets, instead of `path`.")
     format: RowFormat = Field(
-        "auto", description="auto recognises GSM8K (question/answer with ####) and problem/answer files."
+        "auto",
+        description="auto recognises GSM8K (question/answer with ####), problem/answer and messages/answer files.",
     )
     prompt_field: str = Field("prompt", description="With `fields`: a string, or a list of chat messages.")
     answer_field: str = Field("answer", description="With `fields`: the reference answer.")
@@ -94,7 +97,7 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """The reward function, which runs in processes that can be killed."""
 
-    function: str = Field("math", description="`gsm8k`, `math`, or an import path `package.module:function`.")
+    function: str = Field("math", description="`gsm8k`, `math`, `code`, or an import path `package.module:function`.")
     kwargs: Passed = Field(
         default_factory=dict,
         description="Keyword arguments bound to the function; `{env: NAME}` for a secret (docs/configuration.md).",

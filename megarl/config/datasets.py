@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.config.agent_sections import ToolConfig
 from megarl.config.data_sections import DataConfig, EvalSamplingConfig, PromptSetConfig, RewardConfig
 from megarl.config.schema import Config, SamplingConfig
 
@@ -27,6 +28,7 @@ class TrainSet:
     data: DataConfig
     reward: RewardConfig
     sampling: SamplingConfig
+    tools: tuple[ToolConfig, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class HeldOutSet:
     reward: RewardConfig
     sampling: EvalSamplingConfig
     max_tokens: int
+    tools: tuple[ToolConfig, ...] = ()
 
 
 def train_sets(config: Config) -> list[TrainSet]:
@@ -49,7 +52,7 @@ def train_sets(config: Config) -> list[TrainSet]:
     if not data.sets:
         if data.path is None:
             raise ValueError("data: neither path nor sets; give the file of the training prompts in data.path")
-        return [TrainSet("", "data", 1.0, data.path, data, config.reward, config.sampling)]
+        return [TrainSet("", "data", 1.0, data.path, data, config.reward, config.sampling, tuple(config.tools))]
     return [
         TrainSet(
             name=each.name,
@@ -59,6 +62,7 @@ def train_sets(config: Config) -> list[TrainSet]:
             data=_data(data, each),
             reward=_reward(config.reward, each),
             sampling=config.sampling.model_copy(update=_given(each.sampling.model_dump())),
+            tools=_tools(config, each),
         )
         for index, each in enumerate(data.sets)
     ]
@@ -77,6 +81,7 @@ def held_out_sets(config: Config) -> list[HeldOutSet]:
             reward=_reward(config.reward, each),
             sampling=evaluation.sampling.model_copy(update=_given(each.sampling.model_dump())),
             max_tokens=each.max_tokens or evaluation.max_tokens or config.sampling.max_tokens,
+            tools=_tools(config, each),
         )
         for index, each in enumerate(evaluation.sets)
     ]
@@ -156,6 +161,10 @@ def _reward(section: RewardConfig, own: PromptSetConfig) -> RewardConfig:
     if own.reward.function is not None:
         changes.setdefault("kwargs", {})
     return section.model_copy(update=changes)
+
+
+def _tools(config: Config, own: PromptSetConfig) -> tuple[ToolConfig, ...]:
+    return tuple(config.tools if own.tools is None else own.tools)
 
 
 def _given(values: dict[str, object]) -> dict[str, object]:

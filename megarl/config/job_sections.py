@@ -84,6 +84,28 @@ class TimeoutsConfig(Section):
     )
 
 
+class DoorConfig(Section):
+    """The door: one URL in front of the pool, for harnesses that are not part of megarl; see docs/door.md."""
+
+    enabled: bool = Field(False, description="Serve the pool of the run by HTTP; `RUN_DIR/door.json` has the URL.")
+    port: int = Field(0, ge=0, le=65535, description="Port; 0 = a free one, which stays the same for the whole run.")
+    host: str | None = Field(
+        None,
+        description="Address of the door's node at which it listens; default: that of the run's other sockets, "
+        "127.0.0.1 on one node.",
+    )
+    max_sessions: int = Field(4000, ge=1, description="Sessions (`X-Session-ID`) that are kept at once.")
+    max_session_tokens: int = Field(
+        100_000_000,
+        ge=1,
+        description="Tokens of all sessions, 12 bytes each; beyond that new turns are refused.",
+    )
+    session_idle_s: float = Field(3600.0, gt=0, description="Seconds after which an unused session is dropped.")
+    request_timeout_s: float = Field(
+        1800.0, gt=0, description="Seconds that a request may take, the wait for a publication included."
+    )
+
+
 class RayConfig(Section):
     """The Ray cluster of the run; by default the supervisor starts its own."""
 
@@ -112,7 +134,9 @@ class LaunchConfig(Section):
         f"default `timeouts.save_s` + {STOP_MARGIN_S}.",
     )
     requeue: bool = Field(True, description="Queue the job again if it was stopped by its time limit.")
-    max_restarts: int = Field(0, ge=0, description="Times torchrun restarts the ranks after a failure.")
+    max_restarts: int = Field(
+        1, ge=0, description="Times torchrun restarts the ranks after a failure, from the newest checkpoint."
+    )
     node_gpus: int | None = Field(
         None, ge=1, description="GPUs to request on each node; default: those that the run uses."
     )

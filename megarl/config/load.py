@@ -142,9 +142,20 @@ def walk_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[s
             yield from walk_keys(inner, f"{prefix}{name}.")
 
 
+# Names of verl's fully asynchronous trainer that are no keys here, with what says the same.
+_OF_VERL = {
+    "require_batches": "a step takes `batch.groups` groups; set `trainer.mini_batches` for the updates of a step",
+    "use_rollout_log_probs": "set `algorithm.old_logprobs: rollout` (true) or `trainer` (false)",
+    "rollout_is": "set `algorithm.correction.kind: token_tis`",
+    "rollout_is_threshold": "set `algorithm.correction.cap`",
+}
+
+
 def suggest(key: str) -> str:
     """Return `; did you mean ...?` for an unknown dotted key, or the list of its section's keys."""
     known = list(walk_keys())
+    if (instead := _OF_VERL.get(key.rsplit(".", 1)[-1])) is not None:
+        return f", it is verl's; {instead}"
     leaf = key.rsplit(".", 1)[-1]
     parent = key.rpartition(".")[0]
     siblings = [k for k in known if k.rpartition(".")[0] == parent]

@@ -42,10 +42,11 @@ reward:
     api_key: {env: JUDGE_KEY}
 ```
 
-This works inside `reward.kwargs` (also those of single sets), `data.curriculum.kwargs` and `rollout.engine_kwargs`, at
-any depth. The process that calls the function reads the variable; every copy of the config holds the reference. A
-variable that is not set is an error before anything starts, and so is a string whose name says that it is a secret
-(`api_key`, `password`, `hf_token`, ...). Weights & Biases reads its key from `WANDB_API_KEY`; no key of the config
+This works inside `reward.kwargs` (also those of single sets), `agent.kwargs`, `tools[].kwargs`,
+`data.curriculum.kwargs` and `rollout.engine_kwargs`, at any depth. The process that calls the function reads the
+variable; every copy of the config holds the reference. A variable that is not set is an error before anything starts,
+and so is a string whose name says that it is a secret (`api_key`, `password`, `hf_token`, ...). Weights & Biases reads
+its key from `WANDB_API_KEY`; no key of the config
 holds it. Launch scripts pass these variables to all nodes through SLURM's environment or the standard input of ssh,
 never on a command line. `launch.runtime_env` may set them too; make such a file readable by its owner only.
 
@@ -79,7 +80,7 @@ def configuration_page() -> str:
     for name, field in Config.model_fields.items():
         section = section_of(field.annotation)
         if section is not None:
-            parts += list(_section(section, name))
+            parts += list(_section(section, f"{name}[]" if get_origin(field.annotation) is list else name))
     parts.append(_TAIL)
     for target, fields in RESERVED.items():
         parts.append(f"\n| `megatron.{target}` | reason, or key to set instead |\n|---|---|\n")

@@ -11,8 +11,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megarl.config.agent_sections import AgentConfig, ToolConfig
 from megarl.config.data_sections import DataConfig, EvaluationConfig, RewardConfig
-from megarl.config.job_sections import CheckpointConfig, LaunchConfig, RayConfig, TelemetryConfig, TimeoutsConfig
+from megarl.config.job_sections import (
+    CheckpointConfig,
+    DoorConfig,
+    LaunchConfig,
+    RayConfig,
+    TelemetryConfig,
+    TimeoutsConfig,
+)
 from megarl.config.section import Passed, Section
 
 # What the backward pass of the trainer computes again; a number: the first layers of each stage.
@@ -415,6 +423,10 @@ class Config(Section):
     sampling: SamplingConfig
     data: DataConfig
     reward: RewardConfig = Field(default_factory=RewardConfig)
+    agent: AgentConfig = Field(default_factory=AgentConfig)
+    tools: list[ToolConfig] = Field(
+        default_factory=list, description="The tools that the model may call; a data set may have a list of its own."
+    )
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     admission: AdmissionConfig = Field(default_factory=AdmissionConfig)
@@ -423,6 +435,7 @@ class Config(Section):
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
+    door: DoorConfig = Field(default_factory=DoorConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from megarl.common.secret_references import literal_secrets, missing, references
+from megarl.config.agent_checks import tool_lists
 from megarl.config.schema import Config
 
 
@@ -42,6 +43,10 @@ def secret_problems(config: Config, *, here: bool) -> Iterator[str]:
 def _passed_on(config: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (key, fields) of everything that is passed to a user's function or a library, references replaced."""
     yield "reward.kwargs", config.reward.kwargs
+    yield "agent.kwargs", config.agent.kwargs
+    for key, tools in tool_lists(config).items():
+        for index, tool in enumerate(tools):
+            yield f"{key}.{index}.kwargs", tool.kwargs
     for section, sets in (("data", config.data.sets), ("evaluation", config.evaluation.sets)):
         for index, each in enumerate(sets):
             yield f"{section}.sets.{index}.reward.kwargs", each.reward.kwargs or {}

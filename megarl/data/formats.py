@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megarl.config.data_sections import DataConfig
 
-Message = dict[str, str]
-Format = Literal["gsm8k", "problem_answer", "fields"]
+Message = dict[str, Any]  # role, content, and what OpenAI's API has for calls of tools
+Format = Literal["gsm8k", "problem_answer", "messages", "fields"]
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -28,7 +29,8 @@ class Prompt:
     @property
     def text(self) -> str:
         """The content of the last user message, as the model sees it."""
-        return next(m["content"] for m in reversed(self.messages) if m["role"] == "user")
+        text: str = next(m["content"] for m in reversed(self.messages) if m["role"] == "user")
+        return text
 
 
 def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
@@ -49,9 +51,11 @@ def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
         return "problem_answer"
     if _lookup(row, config.prompt_field) is not None:
         return "fields"
+    if not renamed and "messages" in row:
+        return "messages"
     raise RowError(
         f"unknown format: fields {sorted(row)} are neither question/answer with '####' (gsm8k) nor "
-        f"problem/answer, and there is no field {config.prompt_field!r}; set data.prompt_field and "
+        f"problem/answer, and there is no field {config.prompt_field!r} or messages; set data.prompt_field and "
         "data.answer_field"
     )
 
@@ -66,8 +70,8 @@ def to_prompt(index: int, row: dict[str, Any], kind: Format, config: DataConfig)
         return Prompt(index, _messages(question, "question", config), reference, row)
     if kind == "problem_answer":
         return Prompt(index, _messages(_text(row, "problem"), "problem", config), _answer(row, "answer"), row)
-    content = _required(row, config.prompt_field)
-    messages = _messages(content, config.prompt_field, config)
+    field = "messages" if kind == "messages" else config.prompt_field
+    messages = _messages(_required(row, field), field, config)
     return Prompt(index, messages, _answer(row, config.answer_field), row)
 
 
@@ -123,10 +127,43 @@ def _messages(content: object, field: str, config: DataConfig) -> list[Message]:
 def _message(message: object, field: str) -> Message:
     if isinstance(message, dict):  # Parquet adds the fields of other rows, with the value None
         message = {key: value for key, value in message.items() if value is not None}
-    if not isinstance(message, dict) or set(message) != {"role", "content"}:
-        raise RowError(f"field {field!r}: a message must have exactly role and content: {message!r:.60}")
-    if message["role"] not in ROLES:
-        raise RowError(f"field {field!r}: role {message['role']!r} is none of {', '.join(ROLES)}")
-    if not isinstance(message["content"], str) or not message["content"].strip():
-        raise RowError(f"field {field!r}: content must be a non-empty string, not {message['content']!r:.60}")
-    return {"role": message["role"], "content": message["content"]}
+    if not isinstance(message, dict) or "role" not in message or not ({"content", "tool_calls"} & set(message)):
+        raise RowError(f"field {field!r}: a message must have role and content: {message!r:.60}")
+    role = message["role"]
+    if role not in ROLES:
+        raise RowError(f"field {field!r}: role {role!r} is none of {', '.join(ROLES)}")
+    own = {"role", "content", *_OWN_FIELDS.get(role, ())}
+    if unknown := sorted(set(message) - own):
+        raise RowError(f"field {field!r}: a message of the role {role} has no field {unknown[0]!r}: {message!r:.60}")
+    content = message.get("content", "")
+    if not isinstance(content, str) or not (content.strip() or role == "tool" or message.get("tool_calls")):
+        raise RowError(f"field {field!r}: content must be a non-empty string, not {content!r:.60}")
+    checked = {**message, "content": content}
+    if "tool_calls" in message:
+        checked["tool_calls"] = [_called(call, field) for call in _list(message["tool_calls"], field)]
+    return checked
+
+
+_OWN_FIELDS = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}
+
+
+def _list(value: object, field: str) -> list[object]:
+    if not isinstance(value, list):
+        raise RowError(f"field {field!r}: tool_calls must be a list, not {value!r:.60}")
+    return value
+
+
+def _called(call: object, field: str) -> Message:
+    """Return a call as chat templates take it. Its arguments may be JSON text, as in OpenAI's API and in Parquet."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(arguments, dict):
+        raise RowError(f"field {field!r}: a call must have function.name and function.arguments: {call!r:.60}")
+    if not isinstance(function.get("name"), str):
+        raise RowError(f"field {field!r}: a call must have function.name, a string: {call!r:.60}")
+    return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -43,7 +43,8 @@ class PromptEncoder:
 
     `setting` names the origin of `max_prompt_tokens` in messages; `skipped` counts the prompts that were left out
     because of `overlong="skip"`. Raises ValueError if the tokenizer has no template, or if one of the
-    `template_kwargs` is no variable of it, which would change nothing.
+    `template_kwargs` is no variable of it, which would change nothing. `tools`: the schemas of those that the prompts
+    show to the model; ValueError too if the template shows none.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class PromptEncoder:
         overlong: Literal["error", "skip"] = "error",
         setting: str = "data.max_prompt_tokens",
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -60,12 +62,18 @@ class PromptEncoder:
                 "tokenizer of the instruction-tuned variant"
             )
         self.template_kwargs = dict(template_kwargs or {})
+        self.tools = [dict(tool) for tool in tools] or None
         _check_template_kwargs(tokenizer, self.template_kwargs)
         self.tokenizer = tokenizer
         self.max_prompt_tokens = max_prompt_tokens
         self.overlong = overlong
         self.setting = setting
         self.skipped = 0
+        if self.tools and "tools" not in tokenizer.get_chat_template(tools=self.tools):
+            raise ValueError(
+                "the chat template does not show tools to the model; use the template of a variant that was trained "
+                "with tools, or write one that renders the variable `tools`"
+            )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, special tokens of the template included.
@@ -95,7 +103,7 @@ class PromptEncoder:
         valid = array("q")
         self.skipped = 0
         for position, prompt in enumerate(prompts):
-            bound = sum(len(m["content"].encode()) + overhead for m in prompt.messages)
+            bound = sum(len(json.dumps(m, ensure_ascii=False).encode()) + overhead for m in prompt.messages)
             try:
                 if bound > self.max_prompt_tokens:
                     self.encode(prompt)
@@ -118,7 +126,7 @@ class PromptEncoder:
 
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+                messages, tools=self.tools, add_generation_prompt=True, tokenize=False, **self.template_kwargs
             )
         except TemplateError as error:
             raise ValueError(f"{what}: the chat template refuses its messages: {error}") from error

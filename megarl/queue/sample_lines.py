@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
@@ -38,6 +39,7 @@ def sample_record(step: int, trajectory: Trajectory, decode: Decode, reference: 
         "sample_index": trajectory.sample_index,
         "prompt": decode(trajectory.prompt_ids),
         "response": decode(trajectory.response_ids),
+        **({} if all(trajectory.response_mask) else {"parts": _parts(trajectory, decode)}),
         "reference": reference,
         "reward": _finite(trajectory.reward),
         "reward_components": {name: _finite(value) for name, value in trajectory.reward_components.items()},
@@ -48,6 +50,16 @@ def sample_record(step: int, trajectory: Trajectory, decode: Decode, reference: 
         "failure": trajectory.failure,
         "reward_error": trajectory.reward_error,
     }
+
+
+def _parts(trajectory: Trajectory, decode: Decode) -> list[dict[str, str]]:
+    """Return the text of what the model sampled and of what was inserted, in turn."""
+    parts, start = [], 0
+    for sampled, tokens in groupby(trajectory.response_mask):
+        end = start + len(list(tokens))
+        parts.append({"by": "model" if sampled else "environment", "text": decode(trajectory.response_ids[start:end])})
+        start = end
+    return parts
 
 
 def _finite(value: float) -> float | None:

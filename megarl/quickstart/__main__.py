@@ -1,4 +1,4 @@
-"""`python -m megarl.quickstart --out DIR` makes the quickstart's data, tokenizer and checkpoint, once."""
+"""`python -m megarl.quickstart --out DIR` makes the data, tokenizer and checkpoint of a task, once."""
 
 from __future__ import annotations
 
@@ -7,30 +7,42 @@ import logging
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 # Progress bars and notices of the libraries would hide this program's own output. They read these at import.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+from megarl.quickstart.additions_task import AdditionsTask
 from megarl.quickstart.build import build_assets
+from megarl.quickstart.demonstrations import StarterTask
+from megarl.quickstart.products_task import ProductsTask
 from megarl.quickstart.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
+
+TASKS: dict[str, StarterTask] = {task.name: task for task in (AdditionsTask(), ProductsTask())}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and make the assets; return the exit status, 2 for an error of the user."""
     parser = argparse.ArgumentParser(prog="python -m megarl.quickstart", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory to create")
+    parser.add_argument(
+        "--task", choices=TASKS, default=AdditionsTask.name,
+        help="additions: two-digit sums; calculator: products for which the model has to call a tool (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of problems, initialisation and batches")
-    parser.add_argument("--warm-start-steps", type=int, default=WarmStart.steps, help="steps of supervised training")
+    parser.add_argument(
+        "--warm-start-steps", type=int, help="steps of supervised training; default: those that the task needs"
+    )
     arguments = parser.parse_args(argv)
+    task = TASKS[arguments.task]
+    size = WarmStart(steps=arguments.warm_start_steps or task.steps)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     started = time.monotonic()
     try:
-        made = build_assets(arguments.out, arguments.seed, replace(WarmStart(), steps=arguments.warm_start_steps))
+        made = build_assets(arguments.out, arguments.seed, size, task)
     except ValueError as error:
         logger.error("quickstart: %s", error)
         return 2

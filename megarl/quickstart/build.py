@@ -16,25 +16,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.quickstart.problems import Addition, Splits, check_disjoint, make_splits, solutions
+from megarl.quickstart.additions_task import AdditionsTask
+from megarl.quickstart.demonstrations import ProblemRow, StarterTask, read_problems
 from megarl.quickstart.tokenizer import train_tokenizer
 from megarl.quickstart.warm_start import WarmStart, build_model, warm_start
 
 logger = logging.getLogger(__name__)
 
-RECIPE = 1  # increase it if the same seed makes other assets: complete directories are then made again
 MANIFEST = "assets.json"
 
 
-def build_assets(out: Path, seed: int = 0, size: WarmStart | None = None) -> bool:
-    """Make all assets in `out`, unless they are already there; return True if they were made.
+def build_assets(out: Path, seed: int = 0, size: WarmStart | None = None, task: StarterTask | None = None) -> bool:
+    """Make all assets of a task in `out`, unless they are already there; return True if they were made.
+
+    The task is the additions if none is given.
 
     Raises ValueError if `out` holds files that this function did not make.
     """
-    size = size or WarmStart()
-    wanted = {"recipe": RECIPE, "seed": seed, "warm_start": asdict(size)}
+    size, task = size or WarmStart(), task or AdditionsTask()
+    wanted = {"task": task.name, "recipe": task.recipe, "seed": seed, "warm_start": asdict(size)}
     manifest = _read_manifest(out)
-    if manifest is not None and _complete(out, manifest) and all(manifest[key] == wanted[key] for key in wanted):
+    if manifest is not None and _complete(out, manifest) and wanted.items() <= manifest.items():
         logger.info("%s is complete (seed %d), nothing to do", out, seed)
         return False
     if manifest is None and out.exists() and any(out.iterdir()):
@@ -42,7 +44,7 @@ def build_assets(out: Path, seed: int = 0, size: WarmStart | None = None) -> boo
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
-        facts = _make(partial, seed, size)
+        facts = _make(partial, seed, size, task)
         files = {path.relative_to(partial).as_posix(): _sha256(path) for path in _files(partial)}
         _write(partial / MANIFEST, json.dumps({**wanted, **facts, "files": files}, indent=2) + "\n")
         if out.exists():
@@ -53,54 +55,27 @@ def build_assets(out: Path, seed: int = 0, size: WarmStart | None = None) -> boo
     return True
 
 
-def _make(out: Path, seed: int, size: WarmStart) -> dict[str, Any]:
+def _make(out: Path, seed: int, size: WarmStart, task: StarterTask) -> dict[str, Any]:
     """Write data, tokenizer and checkpoint to `out`; return the numbers for the manifest."""
-    splits = make_splits(seed)
-    _write_jsonl(out / "train.jsonl", (_row(item) for item in splits.train))
-    _write_jsonl(out / "heldout.jsonl", (_row(item) for item in splits.heldout))
-    rows = ({**_row(item), "solution": text} for item in splits.warm_start for text in solutions(item))
-    _write_jsonl(out / "warm_start.jsonl", rows)
-    check_written(out)
+    data = task.data(seed)
+    for name, rows in vars(data).items():
+        _write_jsonl(out / f"{name}.jsonl", rows)
+    problems = read_problems(out)
+    task.check(problems)
 
-    tokenizer = train_tokenizer(_tokenizer_corpus(splits))
+    tokenizer = train_tokenizer(task.corpus(data), task.vocabulary, task.chat_template)
     model = build_model(tokenizer, seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    logger.info("warm start: %d parameters, %d problems", parameters, len(splits.warm_start))
-    loss = warm_start(model, tokenizer, splits.warm_start, seed, size)
+    logger.info("warm start: %d parameters, %d problems", parameters, len(problems["warm_start"]))
+    loss = warm_start(model, tokenizer, task.demonstrations(tokenizer, data), seed, size)
     model.save_pretrained(out / "model", safe_serialization=True)
     tokenizer.save_pretrained(out / "model")
-    counts = {name: len(getattr(splits, name)) for name in ("warm_start", "train", "heldout")}
+    counts = {name: len(found) for name, found in problems.items()}
     return {"problems": counts, "parameters": parameters, "vocabulary": len(tokenizer), "loss": loss}
 
 
-def check_written(out: Path) -> None:
-    """Read the three data files back; raises AssertionError unless their problems are disjoint."""
-    sets = {}
-    for name in ("warm_start", "train", "heldout"):
-        texts = [json.loads(line)["problem"] for line in (out / f"{name}.jsonl").read_text().splitlines()]
-        sets[name] = [_parse(text) for text in dict.fromkeys(texts)]
-    check_disjoint(Splits(**sets))
-
-
-def _parse(problem: str) -> Addition:
-    first, second = problem.removeprefix("What is ").removesuffix("?").split(" + ")
-    return Addition(int(first), int(second))
-
-
-def _row(item: Addition) -> dict[str, str]:
-    return {"problem": item.problem, "answer": item.answer}
-
-
-def _tokenizer_corpus(splits: Splits) -> Iterable[str]:
-    """Yield the texts of the warm-start set, with the roles of the chat template."""
-    for item in splits.warm_start:
-        yield f"user\n{item.problem}"
-        yield from (f"assistant\n{text}" for text in solutions(item))
-        yield from ("assistant\n", solutions(item)[0])
-
-
-def _write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    _write(path, "".join(json.dumps(row) + "\n" for row in rows))
+def _write_jsonl(path: Path, rows: Iterable[ProblemRow]) -> None:
+    _write(path, "".join(json.dumps(dict(row)) + "\n" for row in rows))
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -10,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 EOS = "<|im_end|>"
 BEGIN = "<|im_start|>"
 PAD = "<|endoftext|>"
-VOCAB_SIZE = 320  # upper bound: 3 special tokens, 256 bytes, merges
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -20,10 +20,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], vocabulary: int, chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
     """Train byte-level BPE on `texts` and add a ChatML template.
 
-    The size of the vocabulary is even, so TP=2 needs no padding.
+    `vocabulary`: the most tokens, of which 3 are special and 256 single bytes. Their number is even, so TP=2 needs no
+    padding.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -34,7 +37,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocabulary,
         special_tokens=[PAD, BEGIN, EOS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -50,11 +53,14 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
     )
     fast.add_special_tokens({"additional_special_tokens": [BEGIN]})
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = chat_template
     return fast
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerFast, problem: str) -> str:
-    """Return the text of the chat prompt, generation prompt included."""
+def prompt_text(
+    tokenizer: PreTrainedTokenizerFast, problem: str, tools: Sequence[Mapping[str, Any]] | None = None
+) -> str:
+    """Return the text of the chat prompt, generation prompt included. `tools`: schemas of those that it offers."""
     messages = [{"role": "user", "content": problem}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text: str = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    return text

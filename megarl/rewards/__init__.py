@@ -1,4 +1,4 @@
-"""Reward functions (user functions and the shipped `gsm8k` and `math`), run in processes that can be killed."""
+"""Reward functions (user functions and the shipped `gsm8k`, `math` and `code`), run in processes that can be killed."""
 
 from megarl.rewards.resolve import resolve
 from megarl.rewards.types import RewardInput, RewardOutcome, RewardResult

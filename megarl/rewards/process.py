@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 
-from megarl.common.processes import descendants, kill
+from megarl.common.child_process import ChildProcess
+from megarl.common.frames import FrameError, receive_frame, send_frame
 from megarl.rewards.answers import MAX_ANSWER_BYTES, AnswerError, RewardAnswer, decode_answer, decode_start
-from megarl.rewards.frames import FrameError, receive_frame, send_frame
 from megarl.rewards.types import RewardSpec, Setup
 
 
@@ -47,16 +43,8 @@ class RewardProcess:
         self.name = ", ".join(repr(each.function) for each in functions)
         self._start_timeout_s = start_timeout_s
         self._deadline = time.monotonic() + start_timeout_s
-        self._connection, theirs = socket.socketpair()
-        with theirs:
-            descriptor = theirs.fileno()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "megarl.rewards.worker", str(descriptor), str(os.getpid())],
-                pass_fds=[descriptor],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # so that processes which the function starts are killed with it
-            )
+        self._child = ChildProcess("megarl.rewards.worker")
+        self._connection = self._child.connection
         self._setup = Setup(tuple(functions), [entry or os.getcwd() for entry in sys.path], memory_bytes)
 
     def wait_ready(self) -> None:
@@ -73,7 +61,7 @@ class RewardProcess:
                 f"a reward process was not ready to run {self.name} after {limit}; raise timeouts.engine_start_s"
             ) from error
         except (EOFError, OSError) as error:
-            raise StartError(f"a reward process for {self.name} ended at its start: {self._end()}") from error
+            raise StartError(f"a reward process for {self.name} ended at its start: {self._child.ending()}") from error
         except (AnswerError, FrameError) as error:
             raise StartError(f"a reward process for {self.name} sent {error} at its start") from error
         if report.problem:
@@ -93,7 +81,7 @@ class RewardProcess:
         except TimeoutError as error:
             raise WorkerDiedError(f"it did not take its samples within {timeout_s:g} s and was killed") from error
         except OSError as error:
-            raise WorkerDiedError(self._end()) from error
+            raise WorkerDiedError(self._child.ending()) from error
 
     def receive(self, task: int, timeout_s: float) -> RewardAnswer:
         """Return the answer for the sample with the number `task`.
@@ -106,44 +94,14 @@ class RewardProcess:
         except TimeoutError as error:
             raise WorkerTimeoutError(f"no reward after {timeout_s:g} s; the process was killed") from error
         except (EOFError, OSError) as error:
-            raise WorkerDiedError(f"the process ended: {self._end()}") from error
+            raise WorkerDiedError(f"the process ended: {self._child.ending()}") from error
         except (AnswerError, FrameError) as error:
             raise ForeignAnswerError(f"its process sent {error}; it was killed") from error
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and to all that it started, and reap it. Any thread may call it, also repeatedly.
-
-        Its children are killed if it has ended itself, too. Not found are children that have left its session, if it
-        has ended before this call: they have another parent then.
-        """
-        if self._process.returncode is not None:
-            return
-        apart = descendants(self._process.pid)  # those that have left the session, too
-        # The process has not been reaped, so no other one can have its number.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        kill(apart, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=10.0)
+        """Kill the process and all that it started, as `ChildProcess.kill`. Any thread may call it, also repeatedly."""
+        self._child.kill()
 
     def close(self) -> None:
         """Kill the process and close the connection. Only the thread that receives from it may call this."""
-        self.kill()
-        self._connection.close()
-
-    def _end(self, within_s: float = 2.0) -> str:
-        """Describe how the process ended. It is not reaped, so that its number stays its own until `kill`."""
-        deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline:
-            if self._process.returncode is not None:
-                return _ending(self._process.returncode)
-            with contextlib.suppress(ChildProcessError):  # `close` in another thread has reaped it meanwhile
-                ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if ended is not None:
-                    return _ending(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
-            time.sleep(0.005)
-        return "it closed its connection"
-
-
-def _ending(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        self._child.close()

@@ -17,13 +17,17 @@ from typing import Any
 
 from megarl.rewards.types import RewardFunction, RewardInput, RewardResult
 
-SHIPPED = {"gsm8k": "megarl.rewards.gsm8k:gsm8k", "math": "megarl.rewards.math:math"}
+SHIPPED = {
+    "code": "megarl.rewards.code:CodeReward",
+    "gsm8k": "megarl.rewards.gsm8k:gsm8k",
+    "math": "megarl.rewards.math:math",
+}
 FIELDS = tuple(f.name for f in fields(RewardInput))
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFunction:
-    """Return the reward function of `gsm8k`, `math` or `package.module:function`, with `kwargs` bound by name.
+    """Return the reward function of `gsm8k`, `math`, `code` or `package.module:function`, with `kwargs` bound by name.
 
     A class is instantiated with `kwargs`, and its instance is the function. If the function has an attribute `warm_up`,
     it is called here, so that slow imports do not count as the time of a sample. Raises ValueError for a path that

@@ -14,15 +14,33 @@ OnError = Literal["drop"] | float
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One turn of an agent's trajectory.
+
+    `role`: assistant, tool or user. `calls`: those that the model made in it, each {"name", "arguments"} or {"error"}.
+    `tokens`: how many the turn has, the end of an assistant's turn included. `error`: a tool's answer is one.
+    """
+
+    role: str
+    text: str
+    tokens: int = 0
+    calls: tuple[dict[str, Any], ...] = ()
+    error: bool = False
+
+
+@dataclass(frozen=True)
 class RewardInput:
     """One response to be scored. All of its fields must be picklable.
 
     Attributes:
         prompt: the last user message.
+        response: the text of the response; of an agent, that of the model's last turn alone. What a tool has answered
+            is never part of it.
         token_ids: the token ids of the response.
         finish_reason: stop | length | abort.
         answer: the reference answer.
         row: all fields of the data row, unchanged.
+        turns: the whole trajectory of an agent after the prompt, in order; empty for a single response.
     """
 
     prompt: str
@@ -31,6 +49,7 @@ class RewardInput:
     finish_reason: str = "stop"
     answer: str = ""
     row: dict[str, Any] = field(default_factory=dict)
+    turns: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,7 +87,7 @@ RewardFunction = Callable[[RewardInput], RewardResult]
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """A reward function: `gsm8k`, `math` or `package.module:function`, and the arguments bound to it.
+    """A reward function: `gsm8k`, `math`, `code` or `package.module:function`, and the arguments bound to it.
 
     `key`: its place in the config, for messages.
     """

@@ -19,10 +19,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from megarl.common.frames import receive_frame, send_frame
 from megarl.common.processes import die_with_parent
 from megarl.common.secret_references import resolved
 from megarl.rewards.answers import RewardAnswer, StartReport, encode_answer, encode_start
-from megarl.rewards.frames import receive_frame, send_frame
 from megarl.rewards.resolve import as_result, resolve
 from megarl.rewards.types import ErrorReason, RewardFunction, Setup
 

@@ -61,6 +61,12 @@ class BatchStats:
     cut: int = 0
     kept: int = 0  # groups that a resume has used again
     engine_seconds: float = 0.0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    malformed_calls: int = 0
+    overflows: int = 0  # trajectories that ended because a tool's answer did not fit
+    turns: list[int] = field(default_factory=list)  # of each trajectory of an agent
+    tool_seconds: list[float] = field(default_factory=list)
     interval: float | None = None  # since the batch before was taken, in which the engines ran for `engine_seconds`
     replaced_rewards: list[float] = field(default_factory=list)  # the mean of each replaced group, unshaped
     replaced_tokens: int = 0
@@ -97,6 +103,8 @@ class BatchStats:
                 "rollout/replaced_reward_mean": sum(self.replaced_rewards) / len(self.replaced_rewards),
                 "rollout/replaced_tokens": self.replaced_tokens,
             }
+        if self.turns:
+            values |= self._agent_metrics()
         if self.generate_seconds:
             ordered = sorted(self.generate_seconds)
             values |= {
@@ -110,6 +118,21 @@ class BatchStats:
                 "rollout/reward_seconds_mean": sum(self.reward_seconds) / len(self.reward_seconds),
                 "rollout/reward_seconds_max": max(self.reward_seconds),
             }
+        return values
+
+    def _agent_metrics(self) -> dict[str, float]:
+        trajectories = len(self.turns)
+        values: dict[str, float] = {
+            "agent/turns_mean": sum(self.turns) / trajectories,
+            "agent/turns_max": max(self.turns),
+            "agent/tool_calls_mean": self.tool_calls / trajectories,
+            "agent/tool_errors": self.tool_errors,
+            "agent/malformed_calls": self.malformed_calls,
+            "agent/overflows": self.overflows,
+        }
+        if self.tool_seconds:
+            values["agent/tool_seconds_mean"] = sum(self.tool_seconds) / len(self.tool_seconds)
+            values["agent/tool_seconds_max"] = max(self.tool_seconds)
         return values
 
 

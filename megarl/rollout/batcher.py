@@ -25,6 +25,7 @@ class _Waiting:
     home: int | None
     deadline: GroupDeadline | None
     tokens: MutableMapping[str, ResponsePart] | None
+    near: int | None
     future: asyncio.Future[GenerateResult]
 
 
@@ -60,15 +61,17 @@ class Batcher:
         home: int | None = None,
         deadline: GroupDeadline | None = None,
         tokens: MutableMapping[str, ResponsePart] | None = None,
+        near: int | None = None,
     ) -> GenerateResult:
         """Return the response to one request. Raises what the pool raised for the call that carried the request.
 
         `prefix`: requests with the same prefix share a prompt and go to one replica; None shares nothing. `home`: a
-        number that alone determines the replica (see `Router.assign`). `deadline` and `tokens` (see
+        number that alone determines the replica, `near`: one that has the prefix in its cache (see `Router.assign`); of
+        requests with the same prefix all have the same. `deadline` and `tokens` (see
         `Fleet.generate`): of the group that the prefix names.
         """
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(request, prefix, home, deadline, tokens, loop.create_future())
+        waiting = _Waiting(request, prefix, home, deadline, tokens, near, loop.create_future())
         self._waiting.append(waiting)
         if self._flush is None:
             self._flush = loop.call_soon(self._send)
@@ -124,7 +127,13 @@ class Batcher:
         try:
             requests = [each.request for each in together]
             results = await self._pool.generate(
-                prefix, requests, home=home, deadline=first.deadline, background=self._background, tokens=first.tokens
+                prefix,
+                requests,
+                home=home,
+                deadline=first.deadline,
+                background=self._background,
+                tokens=first.tokens,
+                near=first.near,
             )
             seconds = max(result.seconds for result in results)
             return results

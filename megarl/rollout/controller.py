@@ -32,6 +32,7 @@ from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
 from megarl.rewards.types import RewardSpec
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.admission import Admission
+from megarl.rollout.agents.find_loop import find_loop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.answered_calls import AnsweredCalls
 from megarl.rollout.background import BackgroundTasks, cancel_all
@@ -42,6 +43,7 @@ from megarl.rollout.devices import HeldDevices
 from megarl.rollout.elastic_pool import ElasticPool, ReplicaReport
 from megarl.rollout.evaluator import Evaluator, FinishedEvaluation
 from megarl.rollout.fleet import Fleet
+from megarl.rollout.foreign_requests import ForeignReport, ForeignRequest, ForeignRequests
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.handover import Committed, Handover
 from megarl.rollout.journal import RolloutJournal
@@ -86,6 +88,7 @@ class RolloutController:
         self._tasks = BackgroundTasks()
         self._calls = AnsweredCalls()
         self._journal = RolloutJournal(self.config, self.run_dir)
+        self._foreign_requests: ForeignRequests | None = None  # until the fleet is there
 
     async def start(self) -> dict[str, float]:
         """Start queue and reward processes, load prompts and tokenizer, attach to the replicas.
@@ -106,19 +109,35 @@ class RolloutController:
             report=partial(write_notice, self.run_dir),
         )
         # Slow calls run in threads, outside the event loop.
-        self._queue, self._source, self._fleet, _ = await asyncio.gather(
+        self._queue, self._source, self._loop, self._fleet, _ = await asyncio.gather(
             asyncio.to_thread(self._start_queue),
             asyncio.to_thread(PromptSource, config),
+            asyncio.to_thread(find_loop, config.agent),
             Fleet.attach(self.spec, config, wait=not self._replaces),
             self._rewards.start(),
         )
         self.elastic = self._elastic_pool()
+        self._foreign_requests = ForeignRequests(self._fleet, serves=False)
         self._batcher = Batcher(self._fleet, clock=self._engine_time)
         self._runner = GroupRunner(
-            config, SingleTurn(), self._source, self._batcher, self._rewards, partition=self.partition
+            config,
+            self._loop,
+            self._source,
+            self._batcher,
+            self._rewards,
+            partition=self.partition,
+            toolboxes=self._source.toolboxes,
         )
         self._runner.stats.skipped_prompts = self._source.skipped
-        self._evaluations = Evaluator(config, self.run_dir, self._source, self._fleet, self._rewards.score, self._tasks)
+        self._evaluations = Evaluator(
+            config,
+            self.run_dir,
+            self._source,
+            self._fleet,
+            self._rewards.score,
+            self._tasks,
+            loop=None if isinstance(self._loop, SingleTurn) else self._loop,
+        )
         self._writer = await asyncio.to_thread(
             QueueWriter.attach, self.partition, namespace=self.spec.namespace, timeout_s=timeouts.queue_s
         )
@@ -153,6 +172,13 @@ class RolloutController:
             journal=self._journal,
             tasks=self._tasks,
         )
+
+    @property
+    def _foreign(self) -> ForeignRequests:
+        """The requests of the door, which may call before this actor has started. Raises RolloutError then."""
+        if self._foreign_requests is None:
+            raise RolloutError("the rollout controller is still starting")
+        return self._foreign_requests
 
     @property
     def _admission(self) -> Admission:
@@ -217,6 +243,7 @@ class RolloutController:
         self._tasks.check()
         self._fleet.admit_joining()
         self._admission.set_version(version)
+        self._foreign.serve()
         if self._journal.resuming:
             await self._groups.use_again(version)
         return await self.admit() if admit else self._admission.counters
@@ -402,6 +429,7 @@ class RolloutController:
         the prompts are not the saved ones.
         """
         self._journal.note_unfinished(self._runner.progress, self._source)
+        await self._foreign.hold()  # to the first `set_version`
         await self._drop_everything()
         await self._go_back(state)
         await self._fleet.reset()
@@ -425,6 +453,7 @@ class RolloutController:
             self._admission.hold(handover.base, {batch.step: batch.taken for batch in handover.held})
         if handover.history is not None or handover.held:
             self._runner.stats.skipped_prompts = 0
+        await self._foreign.hold()
         await self._fleet.take_over(handover.behind, in_sync=handover.announced is not None)
         self.elastic.open()
         self._expect_publications()
@@ -432,6 +461,8 @@ class RolloutController:
         if handover.version is not None:
             self._admission.set_version(handover.version)
             await self._groups.use_again(handover.version)
+            if handover.announced is None:
+                self._foreign.serve()
             if handover.evaluation is not None:
                 self._evaluations.start(handover.version, handover.evaluation)
         if handover.announced is not None:
@@ -463,6 +494,18 @@ class RolloutController:
         await self._writer.clear_all()
         self._batches.clear()
         self._runner.stats, self._taken_at, self._needed = BatchStats(), None, -1
+
+    async def begin_foreign(self, door: str, requests: list[ForeignRequest]) -> None:
+        """Begin to work on requests of the run's door. Admission neither counts them nor waits for them."""
+        self._foreign.begin(door, requests)
+
+    async def drop_foreign(self, door: str, names: list[str]) -> None:
+        """Stop working on requests of the door."""
+        self._foreign.drop(door, names)
+
+    async def take_foreign(self, door: str, seen: int, wait_s: float) -> ForeignReport:
+        """Wait for news of the door's requests; see `ForeignRequests.take`."""
+        return await self._foreign.take(door, seen, wait_s)
 
     async def members(self) -> list[int]:
         """Return the indices of the replicas that take part in the publication that is being made, or in the next."""
@@ -499,5 +542,10 @@ class RolloutController:
     async def shutdown(self) -> None:
         """Cancel the groups in flight, end the reward processes and close the queue."""
         self._tasks.cancel()
-        await asyncio.to_thread(self._rewards.close)
-        self._queue.close()
+        if self._foreign_requests is not None:
+            self._foreign_requests.close()
+        try:
+            await self._source.close_tools()
+        finally:
+            await asyncio.to_thread(self._rewards.close)
+            self._queue.close()

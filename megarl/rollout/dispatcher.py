@@ -56,13 +56,14 @@ class Dispatcher:
         background: bool,
         deadline: GroupDeadline | None,
         timeout_s: float,
+        near: int | None = None,
     ) -> int | None:
         """Wait for a replica with room for `samples` requests and assign them.
 
         None if the deadline has come, and if no replica serves such requests (any more). Training comes before requests
         in the `background`; within each, whoever comes first is placed first. Requests that have been `begun` do not
-        wait for room, nor for the end of a hold. `prefix` and `home`: see `Router.assign`. Raises RolloutError after
-        `timeout_s`, which does not count while they are held back, or if the hold lasts too long.
+        wait for room, nor for the end of a hold. `prefix`, `home` and `near`: see `Router.assign`. Raises RolloutError
+        after `timeout_s`, which does not count while they are held back, or if the hold lasts too long.
         """
         came = time.monotonic()
         place = _Place(background)
@@ -73,7 +74,7 @@ class Dispatcher:
                     return None
                 held = not begun and self.holds_back(background)
                 closed = self._router.load if held else self._closed(place, samples, begun)
-                if (index := self._router.assign(prefix, samples, home, closed)) is not None:
+                if (index := self._router.assign(prefix, samples, home, closed, near)) is not None:
                     return index
                 now, load = time.monotonic(), self._router.load
                 if deadline is not None and now >= deadline.at:

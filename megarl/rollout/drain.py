@@ -72,11 +72,13 @@ class Hold:
 class Call:
     """A call of the fleet: its responses so far, and the replica that works on them, if one does.
 
-    `background`: it belongs to an evaluation beside training.
+    `background`: it belongs to an evaluation beside training. `foreign`: to somebody outside the run; its responses may
+    have several versions, and may take longer than any bound of the run.
     """
 
     responses: ResponsesSoFar
     background: bool
+    foreign: bool = False
     replica: int | None = None
 
     @property
@@ -102,9 +104,9 @@ class RunningCalls:
         self._changed = asyncio.Event()
 
     @contextlib.contextmanager
-    def of(self, responses: ResponsesSoFar, *, background: bool) -> Iterator[Call]:
+    def of(self, responses: ResponsesSoFar, *, background: bool, foreign: bool = False) -> Iterator[Call]:
         """Make the call to which `responses` belong, and forget it at the end of the block."""
-        call = Call(responses, background)
+        call = Call(responses, background, foreign)
         self._calls.add(call)
         try:
             yield call

@@ -165,6 +165,8 @@ def _parameters(request: GenerateRequest) -> SamplingParams:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         repetition_penalty=sampling.repetition_penalty,
+        min_p=sampling.min_p,
+        ignore_eos=sampling.ignore_eos,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         seed=request.seed,

@@ -2,64 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megarl.common.errors import RequestFailed, ToolFailed
 from megarl.evaluation.accuracy import SampleFailure, ScoredResponse
 from megarl.evaluation.harness import Mode, SetReport, evaluate_set
-from megarl.rewards.gsm8k import final_number
-from megarl.rewards.math import last_boxed
 from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.batcher import Batcher
+from megarl.rollout.eval_context import EVAL_SEED_OFFSET, EvalContext, EvalPlace, Share, answer_of
+from megarl.rollout.eval_sets import EvalProblem, EvalSet
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, request_seed
-from megarl.rollout.to_trajectory import generation_failure
+from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
+from megarl.rollout.to_trajectory import check_trajectory, failed_trajectory, generation_failure
 
-EVAL_SEED_OFFSET = 1 << 32
 CHUNK = 32
-
-
-@dataclass(frozen=True)
-class EvalProblem:
-    """One held-out problem, tokenized.
-
-    `reward_input(text, token ids, finish reason)` makes the reward function's input.
-    """
-
-    prompt_ids: list[int]
-    reward_input: Callable[[str, list[int], str], RewardInput]
-    reference: str
-
-
-@dataclass
-class EvalSet:
-    """A held-out set and how its responses are sampled.
-
-    Each problem gets one greedy response and `samples` sampled ones. `records`: one JSON object per response; `reward`:
-    the number of the reward function in the pool.
-    """
-
-    name: str
-    problems: Sequence[EvalProblem]
-    greedy: SamplingSpec
-    sampled: SamplingSpec
-    samples: int
-    seed: int = 0
-    reward: int = 0
-    records: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Share:
-    """The share of an evaluation beside training: so many requests at once in the engines, of a lower priority."""
-
-    at_once: asyncio.Semaphore
-    priority: int
 
 
 async def evaluate_on_fleet(
@@ -72,18 +34,33 @@ async def evaluate_on_fleet(
     tag: str,
     in_turn: bool = False,
     share: Share | None = None,
+    loop: AgentLoop | None = None,
 ) -> SetReport:
     """Sample greedy and sampled responses to every problem, score them, and fill `eval_set.records`.
 
     `tag` makes the request ids unique. `in_turn`: requests go to the replicas in turn instead of by load. `share`: for
-    an evaluation beside training. Seeds depend on (seed, problem, sample) only, so the same problems are sampled with
-    the same seeds before and after training.
+    an evaluation beside training. `loop`: that of an agent; None for single turns. Seeds depend on (seed, problem,
+    sample) only, so the same problems are sampled with the same seeds before and after training.
     """
     batcher = Batcher(pool, chunk=CHUNK, in_turn=in_turn, background=share is not None)
     eval_set.records.clear()
     seen: set[int] = set()
 
     async def respond(problem: EvalProblem, index: int, mode: Mode, sample: int) -> ScoredResponse:
+        if loop is None:
+            return await respond_once(problem, index, mode, sample)
+        place = EvalPlace(index, mode, sample, tag)
+        ctx = EvalContext(eval_set, problem, place, batcher, score, decode, share)
+        try:
+            row = await loop.run(ctx)
+        except (ToolFailed, RequestFailed) as error:  # of this response alone, as a group fails in training
+            row = failed_trajectory(ctx.group_id, ctx.sample_index, str(error))
+        check_trajectory(row, ctx.group_id, ctx.sample_index)
+        seen.update(span.version for span in row.versions if span.version >= 0)
+        eval_set.records.append(ctx.record(row))
+        return ctx.scored(row)
+
+    async def respond_once(problem: EvalProblem, index: int, mode: Mode, sample: int) -> ScoredResponse:
         request = GenerateRequest(
             request_id=f"eval-{eval_set.name}-{tag}-{index}-{mode}-{sample}",
             prompt_ids=problem.prompt_ids,
@@ -114,23 +91,6 @@ async def evaluate_on_fleet(
     eval_set.records.sort(key=lambda record: (record["index"], record["mode"], record["sample"]))
     # Engines that have read the weights from files do not know a version.
     return replace(report, oldest=min(seen, default=version), newest=max(seen, default=version))
-
-
-def answer_of(text: str, outcome: RewardOutcome) -> str | None:
-    """Return the final answer as a string for voting; None if there is none.
-
-    It is the answer that the reward function judged; for a function that does not return its answer, what is boxed,
-    else the last number. None if the function failed or could not parse an answer.
-    """
-    if outcome.answer is not None:
-        return outcome.answer
-    if outcome.error is not None or outcome.components.get("parsed", 1.0) == 0.0:
-        return None
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return "".join(boxed.split())
-    number = final_number(text)
-    return None if number is None else str(number)
 
 
 def _failure(result: GenerateResult, outcome: RewardOutcome) -> SampleFailure | None:

@@ -20,8 +20,11 @@ from megarl.common.errors import RolloutError
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.background import BackgroundTasks
-from megarl.rollout.evaluate_on_fleet import EvalSet, Share, evaluate_on_fleet, write_records
+from megarl.rollout.eval_context import Share
+from megarl.rollout.eval_sets import EvalSet
+from megarl.rollout.evaluate_on_fleet import evaluate_on_fleet, write_records
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import PublicationNeeded
@@ -58,9 +61,21 @@ class Evaluator:
     """Evaluates every configured set, greedy and sampled; writes the responses to RUN_DIR/eval_{label}.jsonl."""
 
     def __init__(
-        self, config: Config, run_dir: Path, source: PromptSource, fleet: Fleet, score: Score, tasks: BackgroundTasks
+        self,
+        config: Config,
+        run_dir: Path,
+        source: PromptSource,
+        fleet: Fleet,
+        score: Score,
+        tasks: BackgroundTasks,
+        *,
+        loop: AgentLoop | None = None,
     ) -> None:
-        """`tasks`: those of the controller; the failure of an evaluation beside training ends the run."""
+        """`tasks`: those of the controller; the failure of an evaluation beside training ends the run.
+
+        `loop`: that of the run; None for single turns.
+        """
+        self._loop = loop
         self._config, self._run_dir, self._tasks = config, run_dir, tasks
         self._source, self._fleet, self._score = source, fleet, score
         self._running: str | None = None
@@ -149,4 +164,5 @@ class Evaluator:
             tag=f"v{version}{label}",
             in_turn=self._config.run.deterministic,
             share=share,
+            loop=self._loop,
         )

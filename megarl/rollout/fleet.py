@@ -28,7 +28,7 @@ from megarl.rollout.progress_rates import ProgressRates
 from megarl.rollout.replacements import Replacements
 from megarl.rollout.replica import EndedReplica, ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult
-from megarl.rollout.response_parts import ResponsePart
+from megarl.rollout.response_parts import EngineReport, ResponsePart
 from megarl.rollout.responses_so_far import ResponsesSoFar
 
 if TYPE_CHECKING:
@@ -44,6 +44,22 @@ _REPLACED = -1  # stands for the index of a replica that was lost or replaced me
 
 # Ends an actor and starts a new one of the same index; raises ReplicaFailed if it does not come up.
 Restart = Callable[[int, "ActorHandle"], Awaitable["ActorHandle"]]
+
+
+@dataclass(frozen=True)
+class CallTerms:
+    """Holds how the fleet treats a call, where that differs from a call for a training group.
+
+    `foreign`: it belongs to somebody outside the run, who bounds its time: no replica is lost because a response takes
+    long, no publication waits for its end, and a cancelled call ends its requests in the engine, which for training a
+    reset does. `report_interval_s`: instead of the fleet's own.
+    """
+
+    foreign: bool = False
+    report_interval_s: float | None = None
+
+
+GROUP_TERMS = CallTerms()
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,7 @@ class Fleet:
         self.lost: dict[int, ReplicaFailed] = {}  # all that do not serve, the last one lost at the end
         self._losses: Counter[int] = Counter()
         self._rates = ProgressRates(timeouts.rpc_s)
+        self._stopping: set[asyncio.Future[EngineReport]] = set()
         self._replaced_next: set[int] = set()  # lost ones that answer, but must not serve again
 
     @classmethod
@@ -175,24 +192,36 @@ class Fleet:
         deadline: GroupDeadline | None = None,
         background: bool = False,
         tokens: MutableMapping[str, ResponsePart] | None = None,
+        near: int | None = None,
+        terms: CallTerms = GROUP_TERMS,
     ) -> list[GenerateResult]:
-        """Return responses in the order of `requests`. `prefix` and `home`: see `Router.assign`.
+        """Return responses in the order of `requests`. `prefix`, `home` and `near`: see `Router.assign`.
 
         `tokens`: those that responses have already, by request id; they are continued, and it is kept up to date.
-        `background`: they belong to an evaluation beside training, go to its pinned replicas if there are any, and
-        otherwise give way to training. They have no time limit of their own: the wait for the evaluation has one.
+        `terms`: what is different for calls that are not for training groups. `background`: they belong to an
+        evaluation beside training, go to its pinned replicas if there are any, and otherwise give way to training.
+        They have no time limit of their own: the wait for the evaluation has one.
 
         Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica for them was lost and no other
         one is coming, RolloutError if the group fails by its deadline or none has room within `timeouts.generate_s`.
         """
-        with self._calls.of(ResponsesSoFar(requests, tokens), background=background) as call:
-            await self._run(call, prefix, home, deadline)
+        responses = ResponsesSoFar(requests, tokens)
+        with self._calls.of(responses, background=background, foreign=terms.foreign) as call:
+            await self._run(call, prefix, home, deadline, near, terms)
             return call.responses.results()
 
-    async def _run(self, call: Call, prefix: Hashable, home: int | None, deadline: GroupDeadline | None) -> None:
+    async def _run(
+        self,
+        call: Call,
+        prefix: Hashable,
+        home: int | None,
+        deadline: GroupDeadline | None,
+        near: int | None,
+        terms: CallTerms,
+    ) -> None:
         """Bring every response of a call to its end, on one replica after the other if some are lost."""
         responses, background = call.responses, call.background
-        timeout_s = math.inf if background else self._timeouts.generate_s
+        timeout_s = math.inf if background or terms.foreign else self._timeouts.generate_s
         while responses.unfinished:
             if deadline is not None and time.monotonic() >= deadline.at:
                 deadline.settle(responses)
@@ -206,13 +235,14 @@ class Fleet:
                 background=background,
                 deadline=deadline,
                 timeout_s=timeout_s,
+                near=near,
             )
             if index is None:
                 continue  # to the deadline, or to the wait for a replica
             service = _Service(self._replicas[index], self._losses[index])
             try:
                 with call.served_by(index):
-                    await self._serve(prefix, index, responses, deadline, timeout_s)
+                    await self._serve(prefix, index, responses, deadline, timeout_s, terms)
             except (ReplicaFailed, RequestFailed) as error:
                 ended = self._ended(index, service)
                 if isinstance(error, RequestFailed) and ended is None:
@@ -258,7 +288,13 @@ class Fleet:
         return error
 
     async def _serve(
-        self, prefix: Hashable, index: int, responses: ResponsesSoFar, deadline: GroupDeadline | None, timeout_s: float
+        self,
+        prefix: Hashable,
+        index: int,
+        responses: ResponsesSoFar,
+        deadline: GroupDeadline | None,
+        timeout_s: float,
+        terms: CallTerms,
     ) -> None:
         """Have a replica work on the unfinished responses, which are placed on it, until all have ended.
 
@@ -269,6 +305,7 @@ class Fleet:
         """
         service = _Service(self._replicas[index], self._losses[index])
         until = time.monotonic() + timeout_s
+        interval_s = terms.report_interval_s or self._report_interval_s
         left = len(responses.unfinished)
         call: tuple[str, object] = ("generate", responses.send(index))
 
@@ -287,7 +324,7 @@ class Fleet:
                 if left_s <= 0:
                     raise self._late(index, "generate", timeout_s)
                 deadline_s = math.inf if deadline is None else max(deadline.at - time.monotonic(), 0.0)
-                wait_s = min(self._report_interval_s, left_s, deadline_s)
+                wait_s = min(interval_s, left_s, deadline_s)
                 report = await self.call(index, *call, wait_s, timeout_s=wait_s + self._timeouts.rpc_s)
                 self._note_progress(index, service, responses.progress(report.parts))
                 ended = responses.add(report.parts)
@@ -297,8 +334,23 @@ class Fleet:
                     left -= await self._end(prefix, index, responses, holder)
                     return
                 call = ("report", responses.reported)
+        except asyncio.CancelledError:
+            if terms.foreign:
+                self._stop(service.replica, responses.reported)
+            raise
         finally:
             self._dispatcher.release(prefix, holder(), left)
+
+    def _stop(self, replica: ActorHandle, reported: dict[str, int]) -> None:
+        """Have a replica stop requests that nobody waits for any more, and do not wait for that either."""
+        stopping = asyncio.ensure_future(replica.end.remote(reported))
+        self._stopping.add(stopping)
+        stopping.add_done_callback(self._stopped)
+
+    def _stopped(self, stopping: asyncio.Future[EngineReport]) -> None:
+        self._stopping.discard(stopping)
+        if not stopping.cancelled() and (error := stopping.exception()) is not None:
+            logger.info("requests were not stopped: %s", error)  # the replica has died, or dropped them before
 
     async def _end(self, prefix: Hashable, index: int, responses: ResponsesSoFar, holder: Callable[[], int]) -> int:
         """Have a replica stop its unfinished responses; add their last tokens. Return how many ended with them."""
@@ -496,12 +548,15 @@ class Fleet:
         """Hold back all requests that have not begun, and wait until those that have begun have ended.
 
         They are held back until `admit_joining` or `reset`, and not after a failure. The requests of an evaluation with
-        pinned replicas, which a publication leaves out, are neither held back nor waited for. Raises RolloutError
-        naming the replicas and their numbers of requests after `timeout_s`.
+        pinned replicas, which a publication leaves out, are neither held back nor waited for; foreign ones that have
+        begun are not waited for either. Raises RolloutError naming the replicas and their numbers of requests after
+        `timeout_s`.
         """
         self._hold.begin()
         try:
-            await self._calls.end(timeout_s, lambda call: self._dispatcher.holds_back(call.background))
+            await self._calls.end(
+                timeout_s, lambda call: not call.foreign and self._dispatcher.holds_back(call.background)
+            )
         except BaseException:
             self._let_go()
             raise

@@ -1,12 +1,13 @@
-"""The responses of a prompt group while they are being generated: what a run that resumes can continue. Pure."""
+"""The progress of a prompt group while it is generated, and the part of it that a resumed run can continue. Pure."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from megarl.rollout.loop_records import FrozenLoop
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import ResponsePart
 
@@ -22,36 +23,61 @@ class BegunResponse:
 
 
 @dataclass(frozen=True)
+class UnfinishedGroup:
+    """The progress of a group: the responses that have tokens, and the records of agent loops by sample."""
+
+    responses: Mapping[RequestPlace, BegunResponse] = field(default_factory=dict)
+    loops: Mapping[int, FrozenLoop] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """A number that grows with every token, every end of a response and every record of a loop."""
+        parts = [each.tokens for each in self.responses.values()]
+        tokens = sum(len(part.response_ids) + (part.finish_reason is not None) for part in parts)
+        return tokens + sum(loop.version for loop in self.loops.values())
+
+
+@dataclass(frozen=True)
 class _Request:
     place: RequestPlace
     prompt: str
 
 
 class GroupProgress:
-    """The tokens of each request of a group, those included that an attempt before has made.
+    """The tokens of each request of a group, those included that an attempt before has made; the loops' records.
 
     `tokens`: by request id. Whoever generates continues what is there, and keeps it up to date (`ResponsesSoFar`).
+    `loops`: by sample, of the loops that have frozen a state or called a tool.
     """
 
-    def __init__(
-        self, prompt_ids: Sequence[int], dataset: str, kept: Mapping[RequestPlace, BegunResponse] | None = None
-    ) -> None:
+    def __init__(self, prompt_ids: Sequence[int], dataset: str, kept: UnfinishedGroup | None = None) -> None:
         """`prompt_ids` and `dataset` are those of the group; `kept` is what `begun` returned in the attempt before."""
         self.prompt_ids, self.dataset = prompt_ids, dataset
         self.tokens: dict[str, ResponsePart] = {}
-        self._kept = dict(kept or {})
+        self._kept = dict(kept.responses) if kept is not None else {}
+        self.loops: dict[int, FrozenLoop] = dict(kept.loops) if kept is not None else {}
         self._requests: dict[str, _Request] = {}
+        self._names: dict[RequestPlace, str] = {}
 
     def begin(self, request: GenerateRequest, place: RequestPlace) -> None:
         """Record that a request is about to be made. What is kept of it is used if it has the same prompt."""
         prompt = prompt_digest(request.prompt_ids)
-        self._requests[request.request_id] = _Request(place, prompt)
+        self._requests[request.request_id], self._names[place] = _Request(place, prompt), request.request_id
         kept = self._kept.pop(place, None)
         if kept is not None and kept.prompt == prompt:
             self.tokens[request.request_id] = kept.tokens
 
-    def begun(self) -> dict[RequestPlace, BegunResponse]:
-        """Return the responses that have tokens; one that an engine has dropped can go on."""
+    def finished(self, place: RequestPlace) -> ResponsePart | None:
+        """Return the response to a request of this attempt or the one before; None if it has not ended there."""
+        if (name := self._names.get(place)) is not None:
+            tokens = self.tokens.get(name)
+        else:
+            kept = self._kept.get(place)
+            tokens = kept.tokens if kept is not None else None
+        return tokens if tokens is not None and tokens.finish_reason not in (None, "abort") else None
+
+    def begun(self) -> UnfinishedGroup:
+        """Return what can go on: the responses that have tokens, one that an engine has dropped too, and the loops."""
         begun = dict(self._kept)
         for name, request in self._requests.items():
             tokens = self.tokens.get(name, ResponsePart())
@@ -60,13 +86,7 @@ class GroupProgress:
                 begun[request.place] = BegunResponse(
                     request.prompt, replace(tokens, finish_reason=None) if dropped else tokens
                 )
-        return begun
-
-
-def size(begun: Mapping[RequestPlace, BegunResponse]) -> int:
-    """Return a number that grows with every token and every end of these responses."""
-    parts = [each.tokens for each in begun.values()]
-    return sum(len(part.response_ids) + (part.finish_reason is not None) for part in parts)
+        return UnfinishedGroup(begun, dict(self.loops))
 
 
 def prompt_digest(prompt_ids: Sequence[int]) -> str:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from megarl.common.errors import first_exception
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.rewards.types import RewardOutcome
+from megarl.rewards.types import RewardOutcome, Turn
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.batch_decoder import BatchDecoder
 from megarl.rollout.batch_stats import BatchStats
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.group_deadline import GroupDeadline
-from megarl.rollout.group_progress import BegunResponse, GroupProgress, RequestPlace
+from megarl.rollout.group_progress import GroupProgress, UnfinishedGroup
+from megarl.rollout.loop_context import LoopContext
 from megarl.rollout.prompts import Drawn, PromptSource
-from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
+from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.to_trajectory import check_trajectory, defect, failed_trajectory
+from megarl.rollout.toolbox import Toolbox
 
 
 class GroupRunner:
@@ -37,8 +37,12 @@ class GroupRunner:
         rewards: RewardPool,
         *,
         partition: str,
+        toolboxes: Mapping[str, Toolbox] | None = None,
     ) -> None:
-        """`partition` makes the request ids of this attempt of the run unique."""
+        """`partition` makes the request ids of this attempt of the run unique.
+
+        `toolboxes`: by data set, for loops that need them.
+        """
         self.config = config
         self.loop = loop
         self.source = source
@@ -46,13 +50,15 @@ class GroupRunner:
         self.rewards = rewards
         self.decoder = BatchDecoder(source.decode_all)
         self.partition = partition
+        self.toolboxes = toolboxes or {}
+        self.persist: Callable[[int], Awaitable[None]] = _not_persisted
         self.stats = BatchStats()
         self.progress: dict[int, GroupProgress] = {}  # of the groups that are running
 
-    async def run(self, group_id: int, kept: Mapping[RequestPlace, BegunResponse] | None = None) -> list[Trajectory]:
+    async def run(self, group_id: int, kept: UnfinishedGroup | None = None) -> list[Trajectory]:
         """Return the group's trajectories in sample order. Raises the exception of the first loop that fails.
 
-        `kept`: responses of an attempt before, which are continued.
+        `kept`: what it had in an attempt before, which is continued.
         """
         prompt = self.source.draw(group_id)
         self.progress[group_id] = GroupProgress(prompt.ids, prompt.dataset, kept)
@@ -83,62 +89,77 @@ class GroupRunner:
         return _of_set(rows, self.source.dataset(group_id))
 
 
+async def _not_persisted(group_id: int) -> None:
+    """There is no journal, so no run could continue the group."""
+
+
 def _of_set(rows: list[Trajectory], dataset: str) -> list[Trajectory]:
     """Return the trajectories with the name of their data set; there is none if the run has only one."""
     return [replace(row, dataset=dataset) for row in rows] if dataset else rows
 
 
-class SampleContext:
-    """Implements `AgentContext` for one sample."""
+class SampleContext(LoopContext):
+    """Implements `AgentContext` for one sample of a group that `runner` runs."""
 
     def __init__(
         self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int, deadline: GroupDeadline | None
     ) -> None:
-        self.prompt, self.group_id, self.sample_index = prompt, group_id, sample_index
-        self._runner, self._deadline = runner, deadline
-        self._progress = runner.progress[group_id]
-        self._turns = 0
+        toolbox = runner.toolboxes.get(prompt.dataset)
+        super().__init__(prompt, group_id, sample_index, runner.progress[group_id], toolbox)
+        self._runner, self._group_deadline = runner, deadline
 
-    @cached_property
-    def rng(self) -> random.Random:
-        """See `AgentContext.rng`. Made when it is first used, because most loops use none."""
-        return random.Random(self._seed(0))
+    @property
+    def run_seed(self) -> int:
+        """See `LoopContext.run_seed`."""
+        return self._runner.config.run.seed
 
-    def _seed(self, turn: int) -> int:
-        return request_seed(self._runner.config.run.seed, self.group_id, self.sample_index, turn)
+    @property
+    def stats(self) -> BatchStats:
+        """See `LoopContext.stats`."""
+        return self._runner.stats
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> GenerateResult:
-        """See `AgentContext.generate`."""
-        turn, self._turns = self._turns, self._turns + 1
-        sampling = self.prompt.sampling
-        if max_tokens is not None:
-            sampling = replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
-        request = GenerateRequest(
+    @property
+    def _deadline(self) -> GroupDeadline | None:
+        return self._group_deadline
+
+    async def _persist(self) -> None:
+        await self._runner.persist(self.group_id)
+
+    def _request(self, token_ids: Sequence[int], turn: int) -> GenerateRequest:
+        return GenerateRequest(
             request_id=f"{self._runner.partition}-{self.group_id}-{self.sample_index}-{turn}",
             prompt_ids=list(token_ids),
-            sampling=sampling,
+            sampling=self.prompt.sampling,
             seed=self._seed(turn),
         )
+
+    async def _respond(self, request: GenerateRequest, turn: int) -> GenerateResult:
         home = self.group_id if self._runner.config.run.deterministic else None
-        self._progress.begin(request, (self.sample_index, turn))
-        result = await self._runner.batcher.generate(
-            request, self.group_id, home, self._deadline, self._progress.tokens
-        )
-        stats = self._runner.stats  # read here, as in `judge`
+        tokens = self._progress.tokens
+        if turn == 0:
+            result = await self._runner.batcher.generate(request, self.group_id, home, self._group_deadline, tokens)
+        else:  # its beginning is in the cache of one replica only
+            prefix = (self.group_id, self.sample_index)
+            result = await self._runner.batcher.generate(
+                request, prefix, home, self._group_deadline, tokens, near=self._replica
+            )
+        stats = self.stats
         stats.generate_seconds.append(result.seconds)
         stats.continued += result.lost_replicas > 0
         stats.cut += result.cut
         return result
 
-    async def judge(self, result: GenerateResult) -> RewardOutcome | None:
+    async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
         """See `AgentContext.judge`."""
         if defect(result):
             return None
         text = await self._runner.decoder.text(result.response_ids)
         started = time.monotonic()
         reward_input = self.prompt.reward_input(text, result.response_ids, result.finish_reason)
+        if turns:
+            reward_input = replace(reward_input, turns=tuple(turns))
         outcome: RewardOutcome = await self._runner.rewards.score(reward_input, self.prompt.reward)
-        stats = self._runner.stats  # read here: meanwhile a batch may have been taken, and its statistics replaced
+        stats = self.stats
         stats.reward_seconds.append(time.monotonic() - started)
         if outcome.error is not None:
             stats.reward_errors[outcome.reason or "error"] += 1  # the pool reports them

@@ -22,10 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megarl.common.errors import RolloutError
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout.group_progress import GroupProgress, size
+from megarl.rollout.group_progress import GroupProgress
 from megarl.rollout.journal_file import JournalFile
 from megarl.rollout.journal_records import EpochRecord, encode_group, encode_unfinished, newest_version, read_head
 from megarl.rollout.kept_groups import KeptGroup, KeptGroups, Superseded
@@ -36,7 +37,7 @@ from megarl.rollout.retention import History, Retention
 logger = logging.getLogger(__name__)
 
 JOURNAL_FILE = "rollout.journal"
-FORMAT = 1  # of the records; those of another one are not read
+FORMAT = 2  # of the records; those of another one are not read
 PENDING_BYTES = 8 << 20  # written at once if this much waits
 SLACK_BYTES = 64 << 20  # what the file may grow before it is searched for what can be removed
 
@@ -60,6 +61,8 @@ class RolloutJournal:
         self._pending_bytes = 0
         self._sizes: dict[int, int] = {}  # of unfinished groups, as they were written last
         self._full = asyncio.Event()
+        self._one_writer = asyncio.Lock()  # of unfinished groups: a later record has to be of a later time
+        self._urgent: set[int] = set()  # unfinished groups that wait to be written
         self._settled = False  # a checkpoint is complete, and what it has settled was not looked for yet
         self._live_bytes = 0  # after the last search for what can be removed
 
@@ -107,7 +110,7 @@ class RolloutJournal:
         self._retention = Retention(self._pace, replace(settled, version=version))
         self._kept, self.resuming = KeptGroups([]), False
         if self.every_s:
-            unfinished = {each.group: size(each.begun()) for each in used if not each.finished}
+            unfinished = {each.group: each.begun().size for each in used if not each.finished}
             logger.info(
                 "restart epoch %d: %d finished groups are used again, and %d unfinished ones are continued",
                 self._lineage[-1].number, len(used) - len(unfinished), len(unfinished),
@@ -137,7 +140,7 @@ class RolloutJournal:
     def _grown(self, progress: Mapping[int, GroupProgress], source: PromptSource) -> Callable[[], list[bytes]]:
         """Return what makes the records of those groups that have more than when they were written last."""
         begun = {group: each.begun() for group, each in progress.items()} if self._continues else {}
-        sizes = {group: size(each) for group, each in begun.items()}
+        sizes = {group: each.size for group, each in begun.items()}
         grown = [group for group in begun if sizes[group] > self._sizes.get(group, 0)]
         asked = {
             group: problem(progress[group].prompt_ids, progress[group].dataset, source.reference(group))
@@ -145,6 +148,34 @@ class RolloutJournal:
         }
         self._sizes = sizes
         return lambda: [encode_unfinished(group, begun[group], asked[group]) for group in grown]
+
+    async def persist(self, group: int, progress: Mapping[int, GroupProgress], source: PromptSource) -> None:
+        """Write what a group has now, and return when it is on the disk: a call that must not be repeated follows.
+
+        Groups that wait for it at the same time are written together. Raises RolloutError if that fails. Without a
+        journal nothing is written: then no run could continue the group.
+        """
+        if not self.every_s or self._retention is None or not self._continues:
+            return
+        self._urgent.add(group)
+        async with self._one_writer:
+            if group not in self._urgent:  # another one has written it after it was added
+                return
+            groups, self._urgent = self._urgent & set(progress), set()
+            records = [_unfinished_record(each, progress[each], source) for each in sorted(groups)]
+            epoch = [self._epoch] if self._epoch else []
+            try:
+                await asyncio.to_thread(self._file.append, [*epoch, *records])
+            except OSError as error:
+                self._urgent |= groups  # whoever waits with this one tries it again
+                raise RolloutError(
+                    f"{self._file.path} cannot be written, and a tool whose calls must not be repeated was about to be "
+                    f"called: {error}"
+                ) from error
+            except BaseException:
+                self._urgent |= groups
+                raise
+            self._epoch = b""
 
     async def write(self, unfinished: Sequence[bytes] = ()) -> None:
         """Write what waits, after records of `unfinished` groups.
@@ -179,12 +210,13 @@ class RolloutJournal:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(next_at - time.monotonic()):
                     await self._full.wait()
-            unfinished: list[bytes] = []
-            if not self._full.is_set():  # else finished groups fill the memory before it is time
-                next_at = time.monotonic() + self.every_s
-                unfinished = await asyncio.to_thread(self._grown(progress, source))
-            self._full.clear()
-            await self.write(unfinished)
+            async with self._one_writer:
+                unfinished: list[bytes] = []
+                if not self._full.is_set():  # else finished groups fill the memory before it is time
+                    next_at = time.monotonic() + self.every_s
+                    unfinished = await asyncio.to_thread(self._grown(progress, source))
+                self._full.clear()
+                await self.write(unfinished)
             if self._settled or self._file.size > 2 * self._live_bytes + SLACK_BYTES:
                 self._settled = False
                 await self._tidy(history())
@@ -220,7 +252,7 @@ class RolloutJournal:
 def identity(config: Config) -> dict[str, str]:
     """Return digests of the settings on which a group's trajectories depend, by name."""
     content = config.model_dump(mode="json")
-    chosen = {name: content[name] for name in ("data", "sampling", "reward")}
+    chosen = {name: content[name] for name in ("data", "sampling", "reward", "agent", "tools")}
     chosen |= {"model.path": content["model"]["path"], "run.seed": content["run"]["seed"]}
     chosen["format of the journal"] = FORMAT
     chosen["batch.samples_per_group"] = content["batch"]["samples_per_group"]
@@ -230,6 +262,11 @@ def identity(config: Config) -> dict[str, str]:
 def problem(prompt_ids: Sequence[int], dataset: str, reference: str) -> str:
     """Return a digest of a problem: its token ids, its data set and its reference answer."""
     return _digest(array("q", prompt_ids).tobytes() + json.dumps([dataset, reference]).encode())
+
+
+def _unfinished_record(group: int, progress: GroupProgress, source: PromptSource) -> bytes:
+    asked = problem(progress.prompt_ids, progress.dataset, source.reference(group))
+    return encode_unfinished(group, progress.begun(), asked)
 
 
 def _problem_of(source: PromptSource, group: int) -> str:

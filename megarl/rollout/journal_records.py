@@ -1,8 +1,8 @@
 """The records of the rollout journal: a JSON head, then arrays of numbers. Pure.
 
 A finished group is one record, with what its trajectories hold besides tokens in the head. So is an unfinished one,
-with the tokens that its responses have so far. Log-probs are float32, as in the queue. An `Epoch` record begins each
-restart epoch.
+with the tokens that its responses have so far and, in the head, the records of its agent loops. Log-probs are float32,
+as in the queue. An `Epoch` record begins each restart epoch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rollout.group_progress import BegunResponse, RequestPlace
+from megarl.rollout.group_progress import BegunResponse, RequestPlace, UnfinishedGroup
 from megarl.rollout.lineage import Lineage, lineage_content, read_lineage
+from megarl.rollout.loop_records import FrozenLoop
 from megarl.rollout.response_parts import ResponsePart
 
 _HEAD = struct.Struct("<I")  # bytes of the head
@@ -69,8 +70,8 @@ def encode_group(rows: Sequence[Trajectory], problem: str) -> bytes:
     return _join(head, arrays)
 
 
-def encode_unfinished(group: int, begun: Mapping[RequestPlace, BegunResponse], problem: str) -> bytes:
-    """Return the record of the responses that a group has so far."""
+def encode_unfinished(group: int, begun: UnfinishedGroup, problem: str) -> bytes:
+    """Return the record of what a group has so far."""
     heads = [
         {
             "place": place,
@@ -79,17 +80,20 @@ def encode_unfinished(group: int, begun: Mapping[RequestPlace, BegunResponse], p
             "versions": _span_content(each.tokens.versions),
             "tokens": len(each.tokens.response_ids),
         }
-        for place, each in begun.items()
+        for place, each in begun.responses.items()
     ]
-    arrays = [array(kind, getattr(each.tokens, name)) for each in begun.values() for name, kind in _TOKENS]
-    return _join({"kind": "unfinished", "group": group, "problem": problem, "rows": heads}, arrays)
+    arrays = [array(kind, getattr(each.tokens, name)) for each in begun.responses.values() for name, kind in _TOKENS]
+    loops = [[sample, loop.content()] for sample, loop in begun.loops.items()]
+    head = {"kind": "unfinished", "group": group, "problem": problem, "rows": heads, "loops": loops}
+    return _join(head, arrays)
 
 
-def decode_unfinished(record: bytes) -> dict[RequestPlace, BegunResponse]:
-    """Return the responses of an unfinished group's record."""
+def decode_unfinished(record: bytes) -> UnfinishedGroup:
+    """Return what the record of an unfinished group holds."""
     head = read_head(record)
     (length,) = _HEAD.unpack_from(record)
-    view, begun = memoryview(record)[_HEAD.size + length :], {}
+    view = memoryview(record)[_HEAD.size + length :]
+    begun: dict[RequestPlace, BegunResponse] = {}
     for row, versions in zip(head["rows"], spans_of(head), strict=True):
         columns: dict[str, Any] = {}
         for name, kind in _TOKENS:
@@ -98,7 +102,7 @@ def decode_unfinished(record: bytes) -> dict[RequestPlace, BegunResponse]:
         begun[sample, turn] = BegunResponse(
             row["prompt"], ResponsePart(**columns, versions=versions, finish_reason=row["finish_reason"])
         )
-    return begun
+    return UnfinishedGroup(begun, {sample: FrozenLoop.of(content) for sample, content in head["loops"]})
 
 
 def read_head(record: bytes) -> dict[str, Any]:

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rollout.group_progress import BegunResponse, RequestPlace
+from megarl.rollout.group_progress import UnfinishedGroup
 from megarl.rollout.journal_records import EpochRecord, decode_group, decode_unfinished, read_head, spans_of
 from megarl.rollout.lineage import Lineage, common_version, recount
 
 
 @dataclass
 class KeptGroup:
-    """A group that has tokens. `epoch`: the one in which it was recorded.
+    """A group that has tokens, or calls of tools. `epoch`: the one in which it was recorded.
 
-    `common`: the last version that the histories share.
+    `common`: the last version that the histories share. `version`: the one at which the run resumes.
 
     What its tokens count as is the truth, or less if a span was recorded with lost updates: the present history may
     contain some of these.
@@ -27,6 +27,7 @@ class KeptGroup:
     head: Mapping[str, Any]
     epoch: EpochRecord
     common: int = 0
+    version: int = 0
 
     @property
     def group(self) -> int:
@@ -43,19 +44,27 @@ class KeptGroup:
 
     @property
     def counts_as(self) -> set[int]:
-        """The versions of the present history that its tokens count as."""
+        """The versions of the present history that its tokens count as.
+
+        A loop that has called a tool before the first token is as old as the version at which the run resumes: it has
+        to go on from its calls, which may not be repeated.
+        """
+        if not self.finished and not any(spans_of(self.head)) and self.head["loops"]:
+            return {self.version}
         return {span.counts_as for row in spans_of(self.head) for span in self._recounted(row)}
 
     def rows(self) -> list[Trajectory]:
         """Return the trajectories of a finished group."""
         return [replace(row, versions=self._recounted(row.versions)) for row in decode_group(self.record)]
 
-    def begun(self) -> dict[RequestPlace, BegunResponse]:
-        """Return the responses of an unfinished group."""
-        return {
+    def begun(self) -> UnfinishedGroup:
+        """Return what an unfinished group has."""
+        begun = decode_unfinished(self.record)
+        responses = {
             place: replace(each, tokens=replace(each.tokens, versions=self._recounted(each.tokens.versions)))
-            for place, each in decode_unfinished(self.record).items()
+            for place, each in begun.responses.items()
         }
+        return replace(begun, responses=responses)
 
 
 class KeptGroups:
@@ -83,7 +92,7 @@ class KeptGroups:
             if common is None:
                 del self.groups[group]
             else:
-                each.common = common
+                each.common, each.version = common, version
 
     def versions(self) -> dict[int, set[int]]:
         """Return the versions that the tokens of each group count as; finished groups come first, then by id."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from megarl.rollout.admission import Admission, usable_samples
 from megarl.rollout.background import BackgroundTasks
 from megarl.rollout.failure_policy import FailurePolicy
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.group_progress import BegunResponse, RequestPlace
+from megarl.rollout.group_progress import UnfinishedGroup
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.journal import RolloutJournal
 from megarl.rollout.kept_groups import KeptGroup
@@ -69,6 +70,7 @@ class PromptGroups:
         self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
         self._putting = 0  # groups that are being written to the queue
         self.admission = self._new_admission()
+        runner.persist = partial(journal.persist, progress=runner.progress, source=source)
 
     def begin(self, state: dict[str, Any] | None) -> None:
         """Go back to a committed history of admission (None: to its beginning), with no group in flight."""
@@ -143,8 +145,8 @@ class PromptGroups:
             samples = range(self._config.batch.samples_per_group)
             self._tasks.start(self._writer.clear([sample_key(group, index) for group in released for index in samples]))
 
-    async def _run(self, group_id: int, begun: Mapping[RequestPlace, BegunResponse] | None = None) -> None:
-        """Run one prompt group to its end; `begun`: the responses of an attempt before, which are continued.
+    async def _run(self, group_id: int, begun: UnfinishedGroup | None = None) -> None:
+        """Run one prompt group to its end; `begun`: what it had in an attempt before, which is continued.
 
         Raises RolloutError if its failure ends the run.
         """

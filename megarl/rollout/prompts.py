@@ -25,8 +25,10 @@ from megarl.data.token_decoder import TokenDecoder
 from megarl.data.tokenize import PromptEncoder, load_tokenizer, stop_token_ids
 from megarl.models.read_config import load_info
 from megarl.rewards.types import RewardInput
-from megarl.rollout.evaluate_on_fleet import EvalProblem, EvalSet
+from megarl.rollout.eval_sets import EvalProblem, EvalSet
+from megarl.rollout.make_toolboxes import Toolboxes
 from megarl.rollout.requests import SamplingSpec
+from megarl.rollout.toolbox import Toolbox
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,11 +68,16 @@ class PromptSource:
         self.tokenizer = load_tokenizer(config.model.path)
         self.stop_token_ids = tuple(stop_token_ids(config.model.path, self.tokenizer, config.sampling.stop_token_ids))
         self._rewards = list(reward_functions(config).values())
+        self._made = Toolboxes(config, self.tokenizer, self.stop_token_ids)
         info = load_info(config.model.path)
         self._evaluation_limit = evaluation_prompt_limit(config, info)
         self._sets = [
             _TrainingPrompts(
-                each, self.tokenizer, prompt_limit(config, info, each.sampling.max_tokens), config.run.seed
+                each,
+                self.tokenizer,
+                prompt_limit(config, info, each.sampling.max_tokens),
+                config.run.seed,
+                self._toolbox(each),
             )
             for each in train_sets(config)
         ]
@@ -88,6 +95,21 @@ class PromptSource:
         self._mixture = Mixture(first, self.config.run.seed)
         if self._curriculum is not None:
             self._curriculum.clear()
+
+    def _toolbox(self, chosen: TrainSet | HeldOutSet) -> Toolbox | None:
+        try:
+            return self._made.of(chosen)
+        except ValueError as error:
+            raise ValueError(f"{chosen.key}: {error}") from error
+
+    @property
+    def toolboxes(self) -> dict[str, Toolbox]:
+        """The toolboxes of the training sets by name; empty if the run has single turns."""
+        return {each.chosen.name: each.toolbox for each in self._sets if each.toolbox is not None}
+
+    async def close_tools(self) -> None:
+        """End the processes and connections of all tools."""
+        await self._made.close()
 
     @property
     def skipped(self) -> int:
@@ -145,11 +167,17 @@ class PromptSource:
         limit = self._evaluation_limit
         problems = []
         try:
+            toolbox = self._toolbox(chosen)
             encoder = PromptEncoder(
-                self.tokenizer, limit.tokens, setting=limit.setting, template_kwargs=chosen.data.chat_template_kwargs
+                self.tokenizer,
+                limit.tokens,
+                setting=limit.setting,
+                template_kwargs=chosen.data.chat_template_kwargs,
+                tools=toolbox.schemas if toolbox is not None else (),
             )
             for prompt in load_prompts(chosen.path, chosen.data, chosen.limit):
-                problems.append(EvalProblem(encoder.encode(prompt), partial(_reward_input, prompt), prompt.answer))
+                judged = partial(_reward_input, prompt)
+                problems.append(EvalProblem(encoder.encode(prompt), judged, prompt.answer, prompt))
         except ValueError as error:
             raise ValueError(f"{chosen.key} ({chosen.name}): {error}") from error
         return EvalSet(
@@ -160,6 +188,7 @@ class PromptSource:
             samples=chosen.sampling.samples,
             seed=self.config.run.seed,
             reward=self._reward(chosen.reward),
+            toolbox=toolbox,
         )
 
     def finish(self, group_id: int, rewards: Sequence[float]) -> None:
@@ -241,8 +270,15 @@ class PromptSource:
 class _TrainingPrompts:
     """One training set: its prompts that are not too long, in an order of its own."""
 
-    def __init__(self, chosen: TrainSet, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, seed: int) -> None:
-        self.chosen = chosen
+    def __init__(
+        self,
+        chosen: TrainSet,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: PromptLimit,
+        seed: int,
+        toolbox: Toolbox | None,
+    ) -> None:
+        self.chosen, self.toolbox = chosen, toolbox
         try:
             self._prompts = load_prompts(chosen.path, chosen.data)
             self.encoder = PromptEncoder(
@@ -251,6 +287,7 @@ class _TrainingPrompts:
                 chosen.data.overlong_prompts,
                 limit.setting,
                 template_kwargs=chosen.data.chat_template_kwargs,
+                tools=toolbox.schemas if toolbox is not None else (),
             )
             self._valid = self.encoder.valid_indices(self._prompts)
         except ValueError as error:

@@ -78,6 +78,10 @@ def replica_name(index: int) -> str:
     return f"replica-{index}"
 
 
+# Calls at once: each response of the door has one nearly all the time, and must not keep out those of a weight sync.
+MOST_CALLS = 40_000
+
+
 def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
     """Create the EngineReplica actor of a new replica, not started. The calling process owns it.
 
@@ -87,7 +91,7 @@ def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
     import ray
 
     needs = engine_needs(Config.model_validate_json(spec.config_json), cuda=spec.cuda)
-    options = {"num_gpus": needs.pop("GPU", 0), "num_cpus": needs.pop("CPU"), "max_concurrency": 1000}
+    options = {"num_gpus": needs.pop("GPU", 0), "num_cpus": needs.pop("CPU"), "max_concurrency": MOST_CALLS}
     return (
         ray.remote(EngineReplica)
         .options(name=replica_name(index), namespace=spec.namespace, resources=needs, **options)

@@ -12,7 +12,10 @@ from megarl.queue.trajectory import FinishReason, VersionSpan
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """Sampling parameters of one request, named as in vLLM. `temperature` 0 is greedy; `top_k` -1 is off."""
+    """Sampling parameters of one request, named as in vLLM. `temperature` 0 is greedy; `top_k` -1 is off.
+
+    `ignore_eos`: the end-of-sequence ids of the model's generation config do not end the response; `stop_token_ids` do.
+    """
 
     max_tokens: int
     temperature: float
@@ -20,6 +23,8 @@ class SamplingSpec:
     top_p: float = NO_TOP_P
     top_k: int = NO_TOP_K
     repetition_penalty: float = NO_REPETITION_PENALTY
+    min_p: float = 0.0
+    ignore_eos: bool = False
 
     @classmethod
     def training(cls, sampling: SamplingConfig, stop_token_ids: tuple[int, ...]) -> SamplingSpec:

@@ -67,6 +67,27 @@ def join_parts(first: ResponsePart, second: ResponsePart) -> ResponsePart:
     )
 
 
+def tokens_from(part: ResponsePart, known: int) -> ResponsePart:
+    """Return what follows the first `known` tokens of a part; `join_parts` of both is the part again."""
+    if not known:
+        return part
+    spans = tuple(
+        replace(span, start=max(span.start - known, 0), end=span.end - known)
+        for span in part.versions
+        if span.end > known
+    )
+    return replace(part, response_ids=part.response_ids[known:], logprobs=part.logprobs[known:], versions=spans)
+
+
+def first_tokens(part: ResponsePart, count: int, finish_reason: FinishReason) -> ResponsePart:
+    """Return the first `count` tokens of a part, which end the response so."""
+    spans = tuple(replace(span, end=min(span.end, count)) for span in part.versions if span.start < count)
+    return replace(
+        part, response_ids=part.response_ids[:count], logprobs=part.logprobs[:count], versions=spans,
+        finish_reason=finish_reason,
+    )  # fmt: skip
+
+
 def tokens_end(request: GenerateRequest, so_far: ResponsePart) -> FinishReason | None:
     """Return how the tokens so far end the response by themselves; None if a token can follow them.
 

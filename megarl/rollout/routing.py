@@ -31,12 +31,19 @@ class Router:
         return dict(self._load)
 
     def assign(
-        self, prefix: Hashable, samples: int, number: int | None = None, full: Container[int] = ()
+        self,
+        prefix: Hashable,
+        samples: int,
+        number: int | None = None,
+        full: Container[int] = (),
+        near: int | None = None,
     ) -> int | None:
         """Choose a replica for `samples` requests that share `prefix`, and count them as outstanding.
 
-        With `number` the choice depends on nothing but that number modulo the number of serving replicas. None if the
-        chosen replica, or without `number` every replica, is in `full`, and if there is no replica.
+        `near`: a replica that has the prefix in its cache although no request is outstanding there, as between two
+        turns of a dialogue. With `number` the choice depends on nothing but that number modulo the number of serving
+        replicas. None if the chosen replica, or without `number` every replica, is in `full`, and if there is no
+        replica.
         """
         open_ = [replica for replica in self._load if replica not in full]
         if number is not None:
@@ -44,7 +51,7 @@ class Router:
         if not open_:
             return None
         chosen = min(open_, key=lambda replica: (self._load[replica], replica))
-        home = self._home.get(prefix)
+        home = self._home.get(prefix, near)
         if home in open_ and self._load[home] - self._load[chosen] <= self.slack:
             chosen = home
         self._home[prefix] = chosen

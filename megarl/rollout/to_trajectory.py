@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from megarl.queue.streams import STREAMS, stream_row
-from megarl.queue.trajectory import Trajectory
+from megarl.queue.trajectory import FinishReason, Trajectory, VersionSpan
 from megarl.rewards.types import RewardOutcome
 from megarl.rollout.requests import GenerateResult
 
@@ -73,6 +75,17 @@ def trajectory(
     failure = defect(result)
     if outcome is None and not failure:
         raise ValueError(f"sample {group_id}:{sample_index} is valid but was not judged")
+    return _row(group_id, sample_index, prompt_ids, result, outcome, failure)
+
+
+def _row(
+    group_id: int,
+    sample_index: int,
+    prompt_ids: list[int],
+    result: GenerateResult,
+    outcome: RewardOutcome | None,
+    failure: str,
+) -> Trajectory:
     error = outcome.error or "" if outcome is not None else ""
     if outcome is not None and outcome.dropped:
         failure = failure or error
@@ -90,6 +103,42 @@ def trajectory(
         failure=failure,
         reward_error=error,
     )
+
+
+def dialogue_trajectory(
+    group_id: int,
+    sample_index: int,
+    prompt_ids: list[int],
+    results: Sequence[GenerateResult],
+    inserted: Sequence[Sequence[int]],
+    outcome: RewardOutcome | None,
+    *,
+    finish_reason: FinishReason,
+    failure: str = "",
+) -> Trajectory:
+    """Return the trajectory of several turns of the model, `results`.
+
+    `inserted[i]`: the tokens between turns i and i + 1; they have mask 0, log-prob 0 and no version. What was inserted
+    after the last turn is left out. `failure`: why the sample cannot be used; then it has no outcome. Raises ValueError
+    if a sample that did not fail has none.
+    """
+    ids: list[int] = []
+    logprobs: list[float] = []
+    mask: list[int] = []
+    spans: list[VersionSpan] = []
+    for turn, result in enumerate(results):
+        offset, after = len(ids), list(inserted[turn]) if turn + 1 < len(results) else []
+        spans += [replace(span, start=span.start + offset, end=span.end + offset) for span in result.versions]
+        ids += [*result.response_ids, *after]
+        logprobs += [*result.logprobs, *[0.0] * len(after)]
+        mask += [*[1] * len(result.response_ids), *[0] * len(after)]
+    if not ids:
+        return failed_trajectory(group_id, sample_index, failure or "empty response")
+    versions = tuple(spans)
+    whole = GenerateResult("", ids, logprobs, versions, finish_reason, -1, failure=failure)
+    if outcome is None and not failure:
+        raise ValueError(f"sample {group_id}:{sample_index} is valid but was not judged")
+    return replace(_row(group_id, sample_index, prompt_ids, whole, outcome, failure), response_mask=mask)
 
 
 def check_trajectory(row: Trajectory, group_id: int, sample_index: int) -> None:

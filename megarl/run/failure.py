@@ -104,7 +104,10 @@ class FailureReport:
         """
         path = self.path.with_name("summary.json")
         content = json.loads(path.read_text()) if path.is_file() else RunSummary().as_dict("failed")
-        before = run_files.read_exit(self.path.parent)
+        try:
+            before = run_files.read_exit(self.path.parent)
+        except run_files.ExitRecordError:  # it is replaced
+            before = None
         step = before.step if before is not None and before.status == "failed" else content.get("steps", 0)
         write_exit(self.path.parent, ExitRecord("failed", step, message))
         write_json(path, {**content, "exit": "failed", "error": message})

@@ -10,6 +10,7 @@ GROUPS: dict[str, str] = {
     "batch": "Contents of the update.",
     "data": "Each training set of `data.sets`; none with `data.path`.",
     "rollout": "Generation.",
+    "agent": "Agents: their turns and their calls of tools; none with `agent.loop: single_turn`.",
     "policy": "The update, over every trained response token of the step.",
     "correction": "Importance weights of the token losses, over every trained token, if there is a correction "
     "(`algorithm.correction`).",
@@ -226,6 +227,19 @@ _POLICY = [
     Metric("policy/advantage_std", "1", "mean", "Standard deviation of the trained samples' advantages."),
 ]
 
+_AGENT = [
+    Metric("agent/turns_mean", "turns", "mean", "Turns of the model per trajectory of an agent."),
+    Metric("agent/turns_max", "turns", "max", "The most turns of a trajectory."),
+    Metric(
+        "agent/tool_calls_mean", "calls", "mean", "Calls of tools per trajectory, those answered with an error too."
+    ),
+    Metric("agent/tool_errors", "calls", "sum", "Calls that were answered with an error."),
+    Metric("agent/malformed_calls", "calls", "sum", "Calls that could not be read."),
+    Metric("agent/overflows", "samples", "sum", "Trajectories that ended because a tool's answer did not fit."),
+    Metric("agent/tool_seconds_mean", "s", "mean", "Time of one call.", True),
+    Metric("agent/tool_seconds_max", "s", "max", "The longest call.", True),
+]
+
 _CORRECTION = [
     Metric("correction/weight_mean", "1", "weighted", "Mean weight; 1 where trainer and engine agree."),
     Metric("correction/capped_share", "share", "weighted", "Share of tokens whose weight was cut at the cap."),
@@ -424,7 +438,7 @@ _TOTAL = [
     Metric("total/wall_seconds", "s", "last", "Wall time since the start.", True),
 ]
 
-_TRAINING = [*_REWARD, *_GROUPS, *_BATCH, *_DATA, *_ROLLOUT, *_POLICY, *_CORRECTION, *_MISMATCH]
+_TRAINING = [*_REWARD, *_GROUPS, *_BATCH, *_DATA, *_ROLLOUT, *_AGENT, *_POLICY, *_CORRECTION, *_MISMATCH]
 
 REGISTRY = Registry([*_TRAINING, *_SYNC, *_TIME, *_PERF, *_EVAL, *_TOTAL])
 

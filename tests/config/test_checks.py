@@ -71,6 +71,8 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"algorithm__overlong": {"buffer_tokens": 33}}, "algorithm.overlong.buffer_tokens: 33 is more than"),
     ({"rollout__group_deadline_s": 1800}, "rollout.group_deadline_s: 1800 s would never come"),
     ({"sampling__stop_token_ids": []}, "sampling.stop_token_ids: empty"),
+    ({"door__enabled": True, "run__deterministic": True}, "door.enabled: requests from outside change what an engine"),
+    ({"door__host": "0.0.0.0"}, "door.host: '0.0.0.0' means all addresses"),
     ({"evaluation__every": 2}, "evaluation.every: set, but evaluation.sets is empty"),
     ({"evaluation__concurrent": True, "run__deterministic": True}, "evaluation.concurrent: run.deterministic needs"),
     (
@@ -93,7 +95,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         "evaluation.pin: weight_sync.recompute_kv is false",
     ),
     ({"reward__function": "no_such_module_x:f"}, "reward.function: no module 'no_such_module_x'"),
-    ({"reward__function": "gsm9k"}, "neither gsm8k, math nor an import path"),
+    ({"reward__function": "gsm9k"}, "neither code, gsm8k, math nor an import path"),
     ({"weight_sync__transport": "nccl"}, "weight_sync.transport: nccl needs GPUs"),
     (
         {"weight_sync__staging_gib": 0.75, "weight_sync__bucket_mb": 512},

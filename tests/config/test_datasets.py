@@ -125,7 +125,7 @@ MISTAKES: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([{}, {"name": "a/b"}], {}, "data.sets.1.name: 'a/b' must be non-empty and without '/'"),
     ([{}, {"name": " "}], {}, "data.sets.1.name: ' ' must be non-empty"),
     ([{}, {"path": "nowhere.jsonl"}], {}, "data.sets.1.path: no such file: nowhere.jsonl"),
-    ([{}, {"reward": {"function": "gsm9k"}}], {}, "data.sets.1.reward.function: 'gsm9k' is neither gsm8k, math nor"),
+    ([{}, {"reward": {"function": "gsm9k"}}], {}, "sets.1.reward.function: 'gsm9k' is neither code, gsm8k, math nor"),
     ([{}, {"reward": {"function": "no_such_x:f"}}], {}, "data.sets.1.reward.function: no module 'no_such_x'"),
     ([{}], {"data__curriculum": CURRICULUM}, "data.curriculum: changes the weights of several sets; list at least two"),
     ([{}, {}], {"data__curriculum": {"function": "f"}}, "data.curriculum.function: 'f' is not an import path"),

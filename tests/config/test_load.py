@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.common.errors import ConfigError
-from megarl.config.load import apply_overrides, load_config, parse_override, parse_yaml, to_yaml, walk_keys
+from megarl.config.load import _OF_VERL, apply_overrides, load_config, parse_override, parse_yaml, to_yaml, walk_keys
 
 GOOD = """
 run: {name: a, steps: 3}
@@ -94,6 +95,10 @@ def test_overrides_are_yaml_typed_and_the_last_wins(good: Path) -> None:
         ("reward.kwargs={a: 1, b: [2.0, {c: .inf}]}", "reward.kwargs.b.1.c: must be a finite number, not inf"),
         ("megatron.optimizer.eps=.nan", "megatron.optimizer.eps: must be a finite number"),
         ("admission.max_staleness=-1", "admission.max_staleness: must be at least 0"),
+        ("admission.require_batches=4", "no such key, it is verl's; a step takes `batch.groups` groups"),
+        ("algorithm.use_rollout_log_probs=true", "set `algorithm.old_logprobs: rollout` (true) or `trainer` (false)"),
+        ("algorithm.rollout_is=token", "set `algorithm.correction.kind: token_tis`"),
+        ("algorithm.correction.rollout_is_threshold=2", "set `algorithm.correction.cap`"),
         ("run.steps", "override 'run.steps': write section.key=value"),
         ("=3", "write section.key=value"),
         ("run..steps=3", "write section.key=value"),
@@ -105,6 +110,11 @@ def test_one_clear_message_per_mistake(good: Path, override: str, told: str) -> 
     assert told in message
     assert message.startswith(str(good))
     assert "Traceback" not in message and "pydantic" not in message
+
+
+def test_the_settings_that_stand_for_names_of_verl_exist() -> None:
+    named = {name for text in _OF_VERL.values() for name in re.findall(r"`([a-z_.]+)", text)}
+    assert {"batch.groups", "algorithm.correction.cap"} <= named - {"trainer"} <= set(walk_keys())
 
 
 def test_all_problems_at_once(good: Path) -> None:

@@ -71,6 +71,7 @@ def test_a_change_of_the_algorithm_would_be_seen() -> None:
         ("qwen2_5_math_7b_dapo_4x4", Pace(1, 4, 5), None),
         ("qwen2_5_math_7b_dapo_32x32", Pace(1, 4, 5), None),
         ("qwen2_5_32b_grpo_64", Pace(1, 1, 4), "token_tis"),
+        ("qwen2_5_7b_retool_4x4", Pace(1, 4, 5), "token_tis"),
         ("qwen3_8b_gsm8k_8", Pace(1, 1, 1), "token_tis"),
     ],
 )

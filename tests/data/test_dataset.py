@@ -71,6 +71,23 @@ def test_named_fields_strings_messages_and_nested_ones(tmp_path: Path) -> None:
     assert (prompt.text, prompt.answer) == ("3?!", "3")
 
 
+def called(arguments: object) -> dict:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
+def test_messages_of_several_turns_with_calls_of_tools(tmp_path: Path, arguments: object) -> None:
+    """Parquet and OpenAI's API have the arguments as JSON text; chat templates want an object."""
+    answer = {"role": "tool", "content": "", "name": "add", "tool_call_id": "a"}
+    asked, again = {"role": "user", "content": "1+1?"}, {"role": "user", "content": "And now?"}
+    for messages in ([asked, called(arguments), answer], [asked, called(arguments), answer, again]):
+        path = write(tmp_path / "m.jsonl", {"messages": messages, "answer": "2"})
+        prompt = load(path, suffix="!")[0]
+        assert prompt.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+        assert prompt.messages[1]["content"] == "" and prompt.messages[2] == answer
+        assert prompt.text == f"{messages[3]['content'] if len(messages) > 3 else '1+1?'}!"
+
+
 def test_parquet(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
@@ -126,7 +143,7 @@ GOOD = {"problem": "1?", "answer": "1"}
         ([{"question": "x", "answer": "1"}], {"format": "gsm8k"}, r":1: field 'answer' has no number after '####'"),
         ([{"prompt": "x", "answer": "1"}], {"answer_field": "gold"}, r":1: field 'gold' is missing"),
         ([{"prompt": [], "answer": "1"}], {}, r":1: field 'prompt' must be a string or a list of messages"),
-        ([{"prompt": [{"role": "user"}], "answer": "1"}], {}, "exactly role and content"),
+        ([{"prompt": [{"role": "user"}], "answer": "1"}], {}, "a message must have role and content"),
         ([{"prompt": [{"role": "bot", "content": "x"}], "answer": "1"}], {}, "role 'bot' is none of"),
         ([{"prompt": [{"role": "assistant", "content": "x"}], "answer": "1"}], {}, "must hold a user message"),
         (
@@ -134,6 +151,10 @@ GOOD = {"problem": "1?", "answer": "1"}
             {"system_prompt": "y"},
             "remove data.system_prompt",
         ),
+        ([{"messages": [{"role": "user", "content": "x", "name": "y"}], "answer": "1"}], {}, "no field 'name'"),
+        ([{"messages": [{"role": "assistant", "tool_calls": 4}], "answer": "1"}], {}, "tool_calls must be a list"),
+        ([{"messages": [{"role": "assistant", "tool_calls": [4]}], "answer": "1"}], {}, "must have function.name"),
+        ([{"messages": [called("{")], "answer": "1"}], {}, "must have function.name and function.arguments"),
         ([], {}, "holds no rows"),
         (["", "  "], {}, "holds no rows"),
     ],

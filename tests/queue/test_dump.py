@@ -151,6 +151,11 @@ def test_sample_record():
     assert first["reference"] == "5" and first["response_tokens"] == 2 and first["finish_reason"] == "stop"
     assert first["reward_components"] == {"accuracy": 0.1, "format": 1.0}
     assert first["versions"] == [{"version": 0, "start": 0, "end": 1}, {"version": 3, "start": 1, "end": 2}]
+    assert "parts" not in first
+    turns = replace(make(1, 0), response_ids=[8, 3, 4, 9], response_mask=[1, 0, 0, 1], rollout_logprobs=[0.0] * 4)
+    assert sample_record(3, turns, decode, "5")["parts"] == [
+        {"by": "model", "text": "8"}, {"by": "environment", "text": "3 4"}, {"by": "model", "text": "9"}
+    ]  # fmt: skip
     failed = make(0, 0, reward=math.nan, status="failed", failure="log-prob NaN", reward_error="late", versions=())
     line = json.loads(json.dumps(sample_record(0, failed, decode, None), allow_nan=False))
     assert line["reward"] is None and line["failure"] == "log-prob NaN" and line["reference"] is None

@@ -14,8 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 import megarl.quickstart.build as build_module
 from megarl.config.load import load_config
 from megarl.quickstart.__main__ import main
-from megarl.quickstart.build import build_assets, check_written
-from megarl.quickstart.problems import Addition
+from megarl.quickstart.additions_task import AdditionsTask
+from megarl.quickstart.build import build_assets
+from megarl.quickstart.demonstrations import Demonstration, read_problems
+from megarl.quickstart.problems import Addition, solutions
 from megarl.quickstart.tokenizer import prompt_text
 from megarl.quickstart.warm_start import WarmStart, encode_corpus
 from tests.support.checkout import ROOT
@@ -97,12 +99,12 @@ def test_files_are_what_the_config_reads(assets: Path) -> None:
 def test_written_files_are_checked_for_leaks(assets: Path, tmp_path: Path) -> None:
     for name in ("train", "heldout", "warm_start"):
         (tmp_path / f"{name}.jsonl").write_text((assets / f"{name}.jsonl").read_text())
-    check_written(tmp_path)
+    AdditionsTask().check(read_problems(tmp_path))
     leak = (tmp_path / "heldout.jsonl").read_text().splitlines()[0]
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write(leak + "\n")
     with pytest.raises(AssertionError, match="train and heldout share"):
-        check_written(tmp_path)
+        AdditionsTask().check(read_problems(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["ones 7+5=12, tens 4+3+1=8, \\boxed{82}", "  naïve\t中文 🙂\n\n1234", ""])
@@ -142,7 +144,8 @@ def test_model_loads_and_splits_over_two_ranks(assets: Path, tokenizer: AutoToke
 
 def test_only_the_response_and_its_end_are_learned(tokenizer: AutoTokenizer) -> None:
     item = Addition(47, 35)
-    ids, labels = encode_corpus(tokenizer, [item])
+    prompt = prompt_text(tokenizer, item.problem)
+    ids, labels = encode_corpus(tokenizer, [Demonstration(prompt, (text,)) for text in solutions(item)])
     assert ids.shape == labels.shape and len(ids) == 4
     learned = labels[0][labels[0] != -100].tolist()
     assert tokenizer.decode(learned) == item.solution(careful=True) + "<|im_end|>"

@@ -172,7 +172,7 @@ def test_a_stopped_worker_is_waited_for_no_longer_than_for_a_reward() -> None:
     process = RewardProcess([RewardSpec(FUNCTION)], 120.0)
     try:
         process.wait_ready()
-        os.kill(process._process.pid, signal.SIGSTOP)
+        os.kill(process._child.pid, signal.SIGSTOP)
         begin = time.monotonic()
         with pytest.raises(WorkerDiedError, match=r"did not take its samples within 0\.2 s"):
             process.send([(1, bytes(1 << 24))], 0.2)
@@ -251,7 +251,7 @@ def test_an_abandoned_sample_is_not_judged() -> None:
 @pytest.mark.parametrize(
     ("function", "kwargs", "message"),
     [
-        ("gsm9k", {}, "neither gsm8k, math nor a path `package.module:function`"),
+        ("gsm9k", {}, "neither code, gsm8k, math nor a path `package.module:function`"),
         ("no.such.module:f", {}, "importing 'no.such.module' failed: ModuleNotFoundError"),
         (f"{MODULE}:nothing", {}, "has no 'nothing'"),
         (f"{MODULE}:three", {}, "needs (a, b, c)"),

@@ -24,6 +24,7 @@ class FakePool:
         self.calls: list[tuple[Hashable, list[str], int | None]] = []
         self.deadlines: list[Any] = []
         self.tokens: list[Any] = []
+        self.nears: list[int | None] = []
 
     async def generate(
         self,
@@ -34,7 +35,9 @@ class FakePool:
         deadline: Any,
         background: bool,
         tokens: Any,
+        near: int | None,
     ) -> list[Any]:
+        self.nears.append(near)
         self.deadlines.append(deadline)
         self.tokens.append(tokens)
         self.calls.append((prefix, [request.request_id for request in requests], home))

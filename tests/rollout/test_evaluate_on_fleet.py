@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megarl.data.formats import Prompt
 from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
-from megarl.rollout.evaluate_on_fleet import EvalProblem, EvalSet, answer_of, evaluate_on_fleet
+from megarl.rollout.agents.tool_agent import ToolAgent
+from megarl.rollout.eval_context import answer_of
+from megarl.rollout.eval_sets import EvalProblem, EvalSet
+from megarl.rollout.evaluate_on_fleet import evaluate_on_fleet
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
+from tests.support.scripted_agents import TOKENIZER, Counter, call_text, ids_of, toolbox_of
 
 
 class Pool:
@@ -73,3 +79,73 @@ def test_failed_responses_are_counted(pool: Pool, outcome: RewardOutcome, genera
 )
 def test_what_a_response_votes_for(text: str, outcome: RewardOutcome, answer: str | None) -> None:
     assert answer_of(text, outcome) == answer
+
+
+class ScriptedPool:
+    """Turn i of every dialogue is `turns[i]`; `sent` are all requests."""
+
+    def __init__(self, *turns: str) -> None:
+        self.turns, self.sent = turns, list[GenerateRequest]()
+
+    async def generate(self, prefix: Any, requests: list[GenerateRequest], **_: Any) -> list[Any]:
+        self.sent += requests
+        results = []
+        for each in requests:
+            ids = ids_of(self.turns[int(each.request_id.rsplit("-", 1)[1])])
+            spans = (VersionSpan(3, 0, len(ids)),)
+            results.append(GenerateResult(each.request_id, ids, [-0.5] * len(ids), spans, "stop", 0))
+        return results
+
+
+def evaluate_agent(pool: ScriptedPool, loop: Any, tool: Counter) -> tuple[SetReport, EvalSet]:
+    async def score(sample: RewardInput) -> RewardOutcome:
+        return RewardOutcome(float("4" in sample.response), {"turns": float(len(sample.turns))}, answer="4")
+
+    box = toolbox_of(tool)
+    prompt = Prompt(0, [{"role": "user", "content": "2 + 2?"}], "4", {})
+    ids = box.dialogue.start(prompt.messages, box.schemas)
+    problem = EvalProblem(ids, lambda text, ids, reason: RewardInput("", text, ids, reason), "4", prompt)
+    greedy, sampled = SamplingSpec.greedy(256, (0,)), SamplingSpec(256, 1.0, (0,))
+    wanted = EvalSet("dev", [problem] * 3, greedy, sampled, samples=2, toolbox=box)
+    running = evaluate_on_fleet(wanted, pool, score, TOKENIZER.decode, version=3, tag="t", loop=loop)  # type: ignore[arg-type]
+    return asyncio.run(running), wanted
+
+
+def test_an_agent_is_evaluated_by_its_own_loop() -> None:
+    pool, tool = ScriptedPool(call_text("add", a=2, b=2), "It is 4."), Counter()
+    report, wanted = evaluate_agent(pool, ToolAgent(), tool)
+    assert report.greedy.mean.value == report.sampled.mean.value == 1.0 and report.of_one_version
+    assert len(tool.calls) == 9 and len(pool.sent) == 18
+    assert {request.seed is None for request in pool.sent if "-greedy-" in request.request_id} == {True}
+    seeds = [request.seed for request in pool.sent if "-sampled-" in request.request_id]
+    assert len(set(seeds)) == len(seeds) == 12 and None not in seeds
+    for record in wanted.records:
+        assert [turn["role"] for turn in record["turns"]] == ["assistant", "tool", "assistant"]
+        assert record["response"].startswith("It is 4.") and record["score"] == 1.0
+
+
+def test_evaluated_loops_may_look_at_their_own_turns() -> None:
+    """Requests of several problems share a call, and each loop finds its own result."""
+    from examples.rl.agents.second_thoughts import SecondThoughts
+
+    report, wanted = evaluate_agent(
+        ScriptedPool("first", "It is 4."), SecondThoughts("add"), Counter(answer=lambda _: "no")
+    )
+    assert report.greedy.mean.value == 1.0 and {len(record["turns"]) for record in wanted.records} == {3}
+
+
+def test_an_agent_whose_generation_fails_is_no_wrong_answer() -> None:
+    class Failing(ScriptedPool):
+        async def generate(self, prefix: Any, requests: list[GenerateRequest], **_: Any) -> list[Any]:
+            results = await super().generate(prefix, requests)
+            return [replace(each, logprobs=[float("nan")] * len(each.logprobs)) for each in results]
+
+    report, _ = evaluate_agent(Failing("It is 4."), ToolAgent(), Counter())
+    assert report.failed_generations == 9 and report.reward_errors == 0 and report.nothing_judged is not None
+
+
+def test_a_tool_that_fails_by_itself_costs_one_response_of_an_evaluation() -> None:
+    answers = iter(["4"] * 4)  # the fifth call, and those after it, find none
+    tool = Counter(answer=lambda _: next(answers))
+    report, wanted = evaluate_agent(ScriptedPool(call_text("add", a=2, b=2), "It is 4."), ToolAgent(), tool)
+    assert report.failed_generations == 5 and len(wanted.records) == 9 == len(tool.calls)

@@ -13,7 +13,7 @@ import pytest
 from megarl.common.errors import RolloutError
 from megarl.rewards.types import RewardInput
 from megarl.rollout.controller import RolloutController
-from megarl.rollout.evaluate_on_fleet import EvalProblem, EvalSet
+from megarl.rollout.eval_sets import EvalProblem, EvalSet
 from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from tests.support.configs import config as config_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.queue.trajectory import VersionSpan
-from megarl.rollout.group_progress import BegunResponse, GroupProgress, prompt_digest, size
+from megarl.rollout.group_progress import BegunResponse, GroupProgress, UnfinishedGroup, prompt_digest
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from megarl.rollout.response_parts import ResponsePart
 
@@ -25,7 +25,7 @@ def test_responses_with_tokens_are_begun() -> None:
     for index, name in enumerate("abc"):
         progress.begin(request(name), (index, 0))
     progress.tokens |= {"a": part(7), "b": ResponsePart()}
-    assert progress.begun() == {(0, 0): BegunResponse(prompt_digest(PROMPT), part(7))}
+    assert progress.begun().responses == {(0, 0): BegunResponse(prompt_digest(PROMPT), part(7))}
 
 
 def test_the_next_attempt_continues_the_same_requests_under_other_names() -> None:
@@ -34,12 +34,12 @@ def test_the_next_attempt_continues_the_same_requests_under_other_names() -> Non
         (0, 1): BegunResponse(prompt_digest([*PROMPT, 7, 2]), part(9)),
         (1, 0): BegunResponse(prompt_digest([1]), part(4)),
     }
-    progress = GroupProgress(PROMPT, "", begun)
-    assert progress.begun() == begun and not progress.tokens
+    progress = GroupProgress(PROMPT, "", UnfinishedGroup(begun))
+    assert progress.begun() == UnfinishedGroup(begun) and not progress.tokens
     progress.begin(request("x"), (0, 0))
     progress.begin(request("y"), (1, 0))  # what is kept is of another prompt
     assert progress.tokens == {"x": begun[0, 0].tokens}
-    assert progress.begun() == {place: begun[place] for place in ((0, 0), (0, 1))}
+    assert progress.begun().responses == {place: begun[place] for place in ((0, 0), (0, 1))}
     progress.begin(request("z", [*PROMPT, 7, 2]), (0, 1))
     assert progress.tokens["z"] == part(9)
 
@@ -48,11 +48,11 @@ def test_a_response_that_an_engine_has_dropped_can_go_on() -> None:
     progress = GroupProgress(PROMPT, "")
     progress.begin(request("a"), (0, 0))
     progress.tokens["a"] = replace(part(7), finish_reason="abort")
-    assert progress.begun()[0, 0].tokens == part(7)
+    assert progress.begun().responses[0, 0].tokens == part(7)
 
 
 def test_the_size_grows_with_tokens_and_ends() -> None:
     sizes = []
     for tokens in (part(), part(7), part(7, 8), replace(part(7, 8), finish_reason="stop")):
-        sizes.append(size({(0, 0): BegunResponse("", tokens)}))
+        sizes.append(UnfinishedGroup({(0, 0): BegunResponse("", tokens)}).size)
     assert sizes == [0, 1, 2, 3]

@@ -12,9 +12,13 @@ import pytest
 
 from megarl.common.errors import RolloutError
 from megarl.queue.trajectory import Trajectory, VersionSpan
+from megarl.rollout.group_progress import UnfinishedGroup
 from megarl.rollout.journal import JOURNAL_FILE
 from megarl.rollout.journal_file import JournalFile
-from megarl.rollout.journal_records import decode_group, decode_unfinished, encode_unfinished, read_head
+from megarl.rollout.journal_records import EpochRecord, decode_group, decode_unfinished, encode_unfinished, read_head
+from megarl.rollout.kept_groups import KeptGroups
+from megarl.rollout.lineage import INITIAL
+from megarl.rollout.loop_records import CallRecord, FrozenLoop
 from megarl.rollout.requests import continuation_seed
 from tests.support.configs import config as config_of
 from tests.support.fake_rollout import LocalController, local_controller
@@ -56,6 +60,8 @@ async def first_attempt(local: LocalController, directory: Path) -> tuple[Any, d
     state = json.loads(json.dumps(await local.controller.state_dict()))
     await local.controller.set_version(1)  # starts groups 6, 7 and 8
     await until(lambda: journalled(directory) == [0, 1, 2, 3, 5, 6, 7, 8])
+    journal = local.controller._journal
+    await until(lambda: not journal._pending)  # a write that is cancelled at its very end would be made again
     rows = dict(local.queue.rows)
     await local.controller.shutdown()
     return state, rows
@@ -169,6 +175,11 @@ def test_a_trainer_that_has_gone_uses_no_group_of_the_history_that_the_next_one_
     run(scenario)
 
 
+def _is_unfinished(record: bytes, group: int) -> bool:
+    head = read_head(record)
+    return head["kind"] == "unfinished" and head["group"] == group
+
+
 def unfinished(directory: Path) -> list[int]:
     heads = [read_head(record) for record in JournalFile(directory / JOURNAL_FILE).read()]
     return [head["group"] for head in heads if head["kind"] == "unfinished"]
@@ -231,12 +242,13 @@ def test_of_unfinished_groups_only_the_last_record_stays(tmp_path: Path, monkeyp
         local.fleet.reports = 1
         await first_attempt(local, tmp_path)
         file = JournalFile(tmp_path / JOURNAL_FILE)
-        [record] = [each for each in file.read() if read_head(each)["kind"] == "unfinished"]
+        # Other groups may have been written while they were judged.
+        *_, record = [each for each in file.read() if _is_unfinished(each, 4)]
         begun = decode_unfinished(record)
         file.append([encode_unfinished(4, begun, problem) for problem in ("the second", "the third")])
         await saved(local)
         await until(lambda: unfinished(tmp_path) == [4] and journalled(tmp_path) == [3, 5, 6, 7, 8])
-        [last] = [each for each in file.read() if read_head(each)["kind"] == "unfinished"]
+        [last] = [each for each in file.read() if _is_unfinished(each, 4)]
         assert read_head(last)["problem"] == "the third" and decode_unfinished(last) == begun
 
     run(scenario)
@@ -316,3 +328,44 @@ def test_a_journal_that_cannot_be_read_is_begun_anew(tmp_path: Path, monkeypatch
         assert kinds[0] == "epoch" and decode_group(records[kinds.index("group")])
 
     run(scenario)
+
+
+def test_a_group_is_on_the_disk_when_persist_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal itself would write a minute later. Several that wait at once share a write."""
+
+    async def scenario() -> None:
+        local = controller(tmp_path, monkeypatch, rollout={"journal_s": 60.0})
+        local.fleet.held = set(range(9))
+        await local.controller.begin(None)
+        await local.controller.set_version(0)
+        runner: Any = local.controller._runner
+        await until(lambda: {0, 1, 2} <= set(runner.progress))
+        assert unfinished(tmp_path) == []
+        for group in (0, 1, 2):
+            runner.progress[group].loops[1] = FrozenLoop("state", calls={0: CallRecord("digest")})
+        await asyncio.gather(*(runner.persist(group) for group in (2, 0, 1)))
+        file = JournalFile(tmp_path / JOURNAL_FILE)
+        assert sorted(unfinished(tmp_path)) == [0, 1, 2]
+        for record in file.read():
+            if read_head(record)["kind"] == "unfinished":
+                assert decode_unfinished(record).loops[1] == FrozenLoop("state", calls={0: CallRecord("digest")})
+        (tmp_path / JOURNAL_FILE).unlink()
+        (tmp_path / JOURNAL_FILE).mkdir()  # nothing can be written there
+        with pytest.raises(RolloutError, match="a tool whose calls must not be repeated was about to be called"):
+            await runner.persist(0)
+        await local.controller.shutdown()
+
+    run(scenario)
+
+
+def test_a_group_that_has_called_a_tool_before_its_first_token_is_kept() -> None:
+    """Its calls may not be repeated; it is as old as the version at which the run resumes."""
+    kept = KeptGroups(
+        [
+            EpochRecord(INITIAL, {}).encode(),
+            encode_unfinished(3, UnfinishedGroup({}, {0: FrozenLoop(calls={0: CallRecord("digest")})}), "a problem"),
+            encode_unfinished(4, UnfinishedGroup({}, {}), "another"),
+        ]
+    )
+    kept.resume(INITIAL, 7)
+    assert kept.versions() == {3: {7}, 4: set()}

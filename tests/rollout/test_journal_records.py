@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rollout.group_progress import BegunResponse, RequestPlace
+from megarl.rollout.group_progress import BegunResponse, RequestPlace, UnfinishedGroup
 from megarl.rollout.journal_records import (
     EpochRecord,
     decode_group,
@@ -19,6 +19,7 @@ from megarl.rollout.journal_records import (
     read_head,
 )
 from megarl.rollout.lineage import INITIAL, next_epoch
+from megarl.rollout.loop_records import CallRecord, FrozenLoop
 from megarl.rollout.response_parts import ResponsePart
 
 
@@ -73,11 +74,23 @@ def responses(draw: st.DrawFn) -> BegunResponse:
     return BegunResponse(draw(st.text(max_size=4)), ResponsePart(ids, logprobs, spans, end))
 
 
+CALLS = st.builds(CallRecord, st.text(max_size=4), st.none() | st.text(max_size=4), st.booleans(), st.floats(0, 9))
+LOOPS = st.builds(
+    FrozenLoop, st.text(max_size=4), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9),
+    st.dictionaries(st.integers(0, 9), CALLS, max_size=3),
+)  # fmt: skip
+
+
 @settings(max_examples=60, deadline=None)
-@given(begun=st.dictionaries(st.tuples(st.integers(0, 9), st.integers(0, 3)), responses(), max_size=4))
-def test_an_unfinished_group_is_read_as_it_was_written(begun: dict[RequestPlace, BegunResponse]) -> None:
-    record = encode_unfinished(5, begun, "what was asked")
-    assert decode_unfinished(record) == begun
+@given(
+    begun=st.dictionaries(st.tuples(st.integers(0, 9), st.integers(0, 3)), responses(), max_size=4),
+    loops=st.dictionaries(st.integers(0, 9), LOOPS, max_size=3),
+)
+def test_an_unfinished_group_is_read_as_it_was_written(
+    begun: dict[RequestPlace, BegunResponse], loops: dict[int, FrozenLoop]
+) -> None:
+    record = encode_unfinished(5, UnfinishedGroup(begun, loops), "what was asked")
+    assert decode_unfinished(record) == UnfinishedGroup(begun, loops)
     head = read_head(record)
     assert (head["kind"], head["group"], head["problem"]) == ("unfinished", 5, "what was asked")
     assert newest_version(head) == (3 if any(each.tokens.response_ids for each in begun.values()) else -1)

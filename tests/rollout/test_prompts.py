@@ -256,3 +256,31 @@ def test_a_curriculum_that_takes_too_long_is_named(model: Path, tmp_path: Path) 
     source.finish(0, [1.0])
     with pytest.raises(RolloutError, match=r"commit of step 1 waited 0 s for data.curriculum .*by_reward"):
         asyncio.run(source.commit([0], 1, lambda: 4, lambda: 1))
+
+
+def test_prompts_of_agents_show_the_tools_of_their_set(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from tests.support.chat_templates import CHATML_TOOLS
+
+    model = make_tiny_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = CHATML_TOOLS.replace("{{ tools | tojson }}", "{{ tools[0]['function']['name'] }}")
+    tokenizer.save_pretrained(model)
+    planned = config(tmp_path, model, agent={"loop": "tool_agent", "tool_format": "hermes"})
+    tools = [{"kind": "calculator", "name": "compute"}]
+    agents = planned.model_validate({**planned.model_dump(mode="json"), "tools": tools})
+    plain, source = PromptSource(planned), PromptSource(agents)
+    shown = "<|im_start|>system\ncompute<|im_end|>"
+    for group in range(4):
+        text = source.tokenizer.decode(source.draw(group).ids)
+        assert text.startswith(shown) and text.endswith(plain.tokenizer.decode(plain.draw(group).ids))
+    [wanted] = source.eval_sets()
+    assert all(source.tokenizer.decode(each.prompt_ids).startswith(shown) for each in wanted.problems)
+    assert all(each.prompt is not None for each in wanted.problems) and wanted.toolbox is not None
+    assert list(wanted.toolbox.tools) == list(source.toolboxes[""].tools) == ["compute"]
+    unseen = make_tiny_model(tmp_path / "other")
+    hidden = agents.model_copy(update={"model": agents.model.model_copy(update={"path": unseen})})
+    with pytest.raises(ValueError, match="does not show tools to the model"):
+        PromptSource(hidden)
+    asyncio.run(source.close_tools())

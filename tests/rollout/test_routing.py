@@ -89,3 +89,15 @@ def test_a_full_replica_gets_nothing() -> None:
     assert router.assign("b", 1, number=4, full={1}) is None and router.assign("b", 1, number=4, full={0}) == 1
     before = router.load
     assert router.assign("c", 1, full={0, 1, 2}) is None and router.load == before
+
+
+def test_a_dialogue_goes_on_near_its_beginning_unless_that_replica_is_busy_or_gone() -> None:
+    router = Router([0, 1, 2], slack=2)
+    assert router.assign("a", 1) == 0
+    router.release("a", 0, 1)
+    assert router.assign("b", 1, near=2) == 2  # although all are idle, and nobody else knows the prefix
+    assert router.assign("b", 3, near=1) == 2  # outstanding requests tell more than what was
+    assert router.assign("c", 1, near=2) == 0  # busier than the slack allows
+    router.remove(1)
+    assert router.assign("d", 1, near=1) == 0
+    assert router.assign("e", 1, near=0, full={0}) == 2

@@ -69,6 +69,12 @@ def test_on_a_full_disk_the_terminal_has_the_message(tmp_path: Path, monkeypatch
     assert "could not all be written to" in terminal.getvalue()
 
 
+def test_a_damaged_exit_record_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / run_files.EXIT_FILE).write_text("{")
+    FailureReport(tmp_path, rank=0).claim(ValueError("no such thing"), io.StringIO(), tmp_path / "log")
+    assert run_files.read_exit(tmp_path) == ExitRecord("failed", 0, "no such thing")
+
+
 def test_the_reserve_makes_room_for_the_exit_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full until the run gives up what it has reserved."""
     run_files.make_reserve(tmp_path)

@@ -24,6 +24,7 @@ from megarl.rollout.batcher import Batcher
 from megarl.rollout.controller import RolloutController
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.evaluator import Evaluator
+from megarl.rollout.foreign_requests import ForeignRequests
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.replica import ReplicaSpec
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
@@ -50,7 +51,7 @@ class FakeBatcher:
 
     async def generate(
         self, request: GenerateRequest, prefix: Any = None, home: int | None = None, deadline: Any = None,
-        tokens: Any = None,
+        tokens: Any = None, near: int | None = None,
     ) -> GenerateResult:  # fmt: skip
         self.asked.append((request, prefix, home))
         self.deadlines.append(deadline)
@@ -117,6 +118,8 @@ class FakeSource:
     def eval_sets(self) -> list[Any]:
         return []
 
+    async def close_tools(self) -> None: ...
+
     def state_dict(self) -> dict[str, Any]:
         return {"seed": 0}
 
@@ -175,7 +178,8 @@ class FakeFleet:
 
     async def generate(
         self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None, deadline: Any = None,
-        background: bool = False, tokens: MutableMapping[str, ResponsePart] | None = None,
+        background: bool = False, tokens: MutableMapping[str, ResponsePart] | None = None, near: int | None = None,
+        terms: Any = None,
     ) -> list[GenerateResult]:  # fmt: skip
         version, responses = self.version(), ResponsesSoFar(requests, tokens)
         sent = responses.send(0)
@@ -290,6 +294,7 @@ def local_controller(
     batcher = Batcher(fleet, clock=made._engine_time)  # type: ignore[arg-type]
     made._fleet, made._writer, made._queue, made._source, made._rewards = fleet, queue, queue, source, rewards
     made._batcher = batcher
+    made._foreign_requests = ForeignRequests(fleet, serves=False)  # type: ignore[arg-type]
     made._runner = GroupRunner(config, loop or SingleTurn(), source, batcher, rewards, partition="run.0")  # type: ignore[arg-type]
     made._groups = made._prompt_groups()
     made.elastic = FakeElasticPool()  # type: ignore[assignment]

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import AutoTokenizer
 
 from megarl.config.load import config_from_tree
 from megarl.config.pace import pace_of
+from tests.support.chat_templates import CHATML_TOOLS
 from tests.support.checkout import ROOT
 from tests.support.configs import with_changes
 from tests.support.tiny import make_tiny_model
@@ -76,6 +78,8 @@ def write_model_and_data(name: str, directory: Path) -> None:
     """A tiny seeded model of the recipe's family and additions in its data's format, where `twin` expects them."""
     shape = json.loads((ROOT / recipe(name)["model"]["shape"] / "config.json").read_text())
     make_tiny_model(directory / "model", family=shape["model_type"])
+    if recipe(name).get("tools"):
+        _show_tools(directory / "model")
     problems = [(f"What is {a} + {b}?", str(a + b)) for a in range(3, 11) for b in range(2, 9)]
     for file, part in (("train", problems[8:]), ("heldout", problems[:8])):
         rows = [_row(recipe(name)["data"].get("format", "auto"), *problem) for problem in part]
@@ -91,6 +95,13 @@ def differing_keys(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
 
 def _parallel_sizes(tree: dict[str, Any]) -> dict[str, int]:
     return {size: ways for size, ways in tree["trainer"]["parallel"].items() if size in PARALLEL_SIZES}
+
+
+def _show_tools(model: Path) -> None:
+    """Give a model a chat template that names the first tool: a schema would be longer than the twin's prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = CHATML_TOOLS.replace("{{ tools | tojson }}", "{{ tools[0]['function']['name'] }}")
+    tokenizer.save_pretrained(model)
 
 
 def _row(kind: str, problem: str, answer: str) -> dict[str, str]:

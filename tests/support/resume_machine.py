@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from megarl.config.pace import Pace
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.admission import Admission
-from megarl.rollout.group_progress import BegunResponse
+from megarl.rollout.group_progress import BegunResponse, UnfinishedGroup
 from megarl.rollout.journal_records import (
     EpochRecord,
     encode_group,
@@ -128,7 +128,7 @@ class ResumeMachine(RuleBasedStateMachine):
                 tokens = ResponsePart(row.response_ids, row.rollout_logprobs, row.versions)
                 self.finish_with(group, row)
             else:
-                tokens = self.tokens[group] = each.begun()[0, 0].tokens
+                tokens = self.tokens[group] = each.begun().responses[0, 0].tokens
             self.check_kept(each, tokens)
         return started
 
@@ -200,7 +200,7 @@ class ResumeMachine(RuleBasedStateMachine):
     def write(self) -> None:
         """Finished groups, and what unfinished ones have."""
         unfinished = [
-            encode_unfinished(group, {(0, 0): BegunResponse("prompt", part)}, "problem")
+            encode_unfinished(group, UnfinishedGroup({(0, 0): BegunResponse("prompt", part)}), "problem")
             for group, part in self.tokens.items()
         ]
         for record in (*unfinished, *self.pending):

@@ -40,4 +40,4 @@ def score_all(pool: RewardPool, samples: Sequence[RewardInput], within_s: float 
 
 
 def worker_pids(pool: RewardPool) -> list[int]:
-    return [process._process.pid for process in pool._processes.values()]
+    return [process._child.pid for process in pool._processes.values()]

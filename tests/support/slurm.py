@@ -12,7 +12,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from megarl.cluster.ray_head import free_ports
+from megarl.common.reserved_ports import ReservedPorts
 
 SLURM_CONF = """\
 ClusterName=megarl-test
@@ -61,7 +61,8 @@ class Slurm:
         """Wait until all nodes are idle."""
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "state").mkdir()
-        controller, *ports = free_ports(1 + self.count)
+        self._reserved = ReservedPorts(1 + self.count)
+        controller, *ports = self._reserved.ports
         nodes = "\n".join(
             f"NodeName=n{i} NodeHostname={platform.node()} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000"
             for i, port in enumerate(ports, start=1)
@@ -125,6 +126,7 @@ class Slurm:
                 daemon.kill()
                 daemon.wait(timeout=20)
                 print(f"{name} had to be killed")
+        self._reserved.close()
 
     def _states(self) -> list[str]:
         return self._query("sinfo", "--noheader", "--Node", "--format", "%T")

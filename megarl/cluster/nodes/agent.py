@@ -31,7 +31,6 @@ from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord, State
 from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.lost_nodes import can_lose
 from megarl.cluster.nodes.network import interface_of, own_address
-from megarl.cluster.ray_head import free_ports
 from megarl.common import run_files
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.claim import Holder, RunClaim, claim, other_holder
@@ -39,6 +38,7 @@ from megarl.common.errors import ConfigError
 from megarl.common.notices import write_notice
 from megarl.common.processes import ProcessId, descendants, die_with_parent, is_alive, sweep
 from megarl.common.rate_limit import RateLimit
+from megarl.common.reserved_ports import ReservedPorts
 from megarl.config.hardware import local_gpus
 from megarl.rollout.devices import visible_devices
 
@@ -81,6 +81,7 @@ class NodeAgent:
         self._claim: RunClaim | None = None  # the first node's agent holds the run directory
         self.address = "127.0.0.1"
         self.endpoint = ""
+        self._reserved: ReservedPorts | None = None
         self._beat = 0
         self._next_beat = 0.0
         self._signals, self._signalled_at = 0, 0.0
@@ -174,7 +175,8 @@ class NodeAgent:
         os.environ[NODE_ADDRESS_VARIABLE] = self.address
         logger.info("node %d (%s, %s): %s", self.node.index, self.host, self.address, self.node.role)
         if self.node.trainer_rank == 0:
-            self.endpoint = f"{self.address}:{free_ports(1)[0]}"
+            self._reserved = ReservedPorts(1)  # until this process ends: torchrun listens there some seconds later
+            self.endpoint = f"{self.address}:{self._reserved.ports[0]}"
         self._post()
         if self.node.supervisor:
             self._supervisor = start_supervisor(

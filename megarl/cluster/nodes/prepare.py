@@ -52,7 +52,7 @@ def prepare(config: Config, allocation: Allocation, launch_id: str, *, entry: st
     directory = launch_directory(config.run_dir, launch_id)
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    previous = run_files.read_exit(config.run_dir)
+    previous = _previous(config.run_dir)
     spec = LaunchSpec(
         launch_id=launch_id,
         config_json=config.model_dump_json(),
@@ -106,13 +106,24 @@ def status(spec: LaunchSpec) -> tuple[LaunchEnd, str]:
         RunClaim(spec.run_dir, Holder.here("megarl launch", ProcessId.own(), spec.launch_id)).release()
 
 
+def _previous(run_dir: Path) -> run_files.ExitRecord | None:
+    """Return the exit record of the launch before; None if it left none that can be read. It is removed afterwards."""
+    try:
+        return run_files.read_exit(run_dir)
+    except run_files.ExitRecordError:
+        return None
+
+
 def _status(spec: LaunchSpec) -> tuple[LaunchEnd, str]:
     failure = NodeBoard(Path(spec.directory)).failure()
     other = other_holder(spec.run_dir, Holder.here("megarl launch", ProcessId.own(), spec.launch_id))
     if other is not None:  # exit.json is that run's
         why = f"node {failure.node} failed: {failure.reason}" if failure is not None else "this launch has ended"
         return "failed", f"{why}; {spec.run_dir} is now held by {other.describe()}"
-    record = run_files.read_exit(spec.run_dir)
+    try:
+        record = run_files.read_exit(spec.run_dir)
+    except run_files.ExitRecordError as error:  # not started again: the run may have finished
+        return "failed", str(error)
     if record is not None and record.status != "failed":
         after = f"after {record.step} of {spec.config.run.steps} steps"
         why = f": {record.reason}" if record.reason else ""

@@ -22,6 +22,7 @@ from megarl.cluster.nodes.topology import NodePlan
 from megarl.cluster.ray_head import (
     OBJECT_STORE_BYTES,
     PATIENCE,
+    RAY_PORTS,
     TRAINER_SHARE,
     RayShare,
     access_environment,
@@ -33,6 +34,7 @@ from megarl.cluster.ray_head import (
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.private_directory import make_private_directory, sweep_dead_directories, use_private_directory
 from megarl.common.processes import die_with_parent
+from megarl.common.reserved_ports import ReservedPorts
 from megarl.rollout.devices import visible_devices
 
 if TYPE_CHECKING:
@@ -65,7 +67,8 @@ def main() -> int:
     sweep_dead_directories()
     private = make_private_directory()
     use_private_directory(private)
-    ray_node = _start(handle.address, share, private / "ray")
+    ports = ReservedPorts(RAY_PORTS)  # until this process ends
+    ray_node = _start(handle.address, share, private / "ray", ports)
     signal.signal(signal.SIGTERM, end)
     logger.info("raylet of node %d has joined %s with %s", node.index, handle.address, share)
     code = 0
@@ -83,9 +86,9 @@ def _log_dir(launch: LaunchSpec, node: NodePlan) -> Path:
     return launch.run_dir / "logs" / f"ray-node-{node.index}"
 
 
-def _start(address: str, share: RayShare, temp_dir: Path) -> Node:
+def _start(address: str, share: RayShare, temp_dir: Path, ports: ReservedPorts) -> Node:
     """Start Ray's processes of a node that is not the head."""
-    with patched_start():
+    with patched_start(ports):
         from ray._private import node, parameter
 
         parameters = parameter.RayParams(

@@ -90,6 +90,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     "Ray's agents": (Known("Ray's agents", "TCP", "token", 1), Known("Ray's agents", "TCP6", "token", 1)),
     "supervisor": (RAY_CALLS,),
     "rollout controller": (RAY_CALLS,),
+    "door": (RAY_CALLS, Known("door (HTTP)", "TCP", "token", 1)),
     "queue controller": (RAY_CALLS, Known("trajectory queue", "TCP", "curve", 2)),
     "queue storage": (RAY_CALLS, Known("trajectory queue", "TCP", "curve", 1)),
     "engine replica": (RAY_CALLS, ENGINE_PARTS),
@@ -104,8 +105,10 @@ _RAY_ROLES = {
     "IDLE": "idle Ray worker",
     "DashboardAgent": "Ray's agents",
     "RuntimeEnvAgent": "Ray's agents",
+    "DoorActor": "door",
     "EngineReplica": "engine replica",
     "RolloutController": "rollout controller",
+    "ServingController": "rollout controller",
     "TransferQueueController": "queue controller",
     "SimpleStorageUnit": "queue storage",
 }

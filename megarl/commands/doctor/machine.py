@@ -13,6 +13,7 @@ import psutil
 from megarl.cluster.nodes.network import interface_of, own_address
 from megarl.commands.doctor.report import Finding
 from megarl.common.byte_units import GIB
+from megarl.sandbox.availability import sandbox_problem
 
 MIN_OPEN_FILES = 4096
 MIN_SHM = 1 * GIB
@@ -47,6 +48,11 @@ def machine_findings() -> Iterator[Finding]:
     yield Finding(
         "warn" if full else "ok", "disk", f"{disk / GIB:.1f} GiB free in the current directory",
         "runs/ holds logs, batches and exports" if full else "",
+    )  # fmt: skip
+    problem = sandbox_problem()
+    yield Finding(
+        "warn" if problem else "ok", "sandbox", problem or "programs of a model run locked down, by bubblewrap",
+        "only the Python tool and reward.function code need it, and refuse to start without it" if problem else "",
     )  # fmt: skip
 
 

@@ -35,6 +35,16 @@ def test_torchrun_on_two_trainer_nodes() -> None:
     assert [a for a, b in zip(first, second, strict=True) if a != b] == ["is_host=true,join_timeout=120", "10.0.0.1"]
 
 
+def test_ranks_that_fail_are_restarted_once() -> None:
+    chosen = config("model")
+    topology = make_topology(chosen)
+    command = commands.torchrun_command(
+        chosen, topology, topology.nodes[0], python="python", launch_id="7-0", endpoint="10.0.0.1:555",
+        address="10.0.0.1", entry="train.py", config_file="c.yaml",
+    )  # fmt: skip
+    assert command[command.index("--max-restarts") + 1] == "1"
+
+
 def test_the_shipped_runtime_environment_is_accepted() -> None:
     variables = commands.read_runtime_env(ROOT / "launch/runtime_env.yaml")
     assert variables["NCCL_DEBUG"] == "WARN"

@@ -97,6 +97,15 @@ def test_every_end_is_told(chosen: Config) -> None:
     assert status(spec) == ("failed", "node n7 failed: GPU fell off")
 
 
+def test_a_damaged_exit_record_is_no_reason_to_train_again(chosen: Config) -> None:
+    spec = prepare(chosen, HERE, "1")
+    (spec.run_dir / stopping.EXIT_FILE).write_text("{")
+    word, text = status(spec)
+    assert word == "failed" and "exit.json is damaged" in text and "nobody knows how the run ended" in text
+    again = prepare(chosen, HERE, "2")
+    assert again.steps_before == 0 and not (spec.run_dir / stopping.EXIT_FILE).exists()
+
+
 def test_the_exit_record_of_a_run_that_has_taken_the_directory_is_left_alone(chosen: Config) -> None:
     spec = prepare(chosen, HERE, "1")
     NodeBoard(Path(spec.directory)).claim_failure(NodeFailure("n7", "the directory was taken"))

@@ -6,17 +6,24 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from megarl.cluster.ray_head import free_ports
 from megarl.commands import cli
 from megarl.commands.doctor.between_nodes import run_probe
 from megarl.commands.doctor.paths import PathResult, PathToTry, advice
+from megarl.common.reserved_ports import ReservedPorts
 from tests.support.checkout import ROOT, environment, torchrun
 
 DOCTOR = ("-m", "megarl", "doctor", "--nodes", "--mib", "1")
 LIMIT_S = 120
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with ReservedPorts(1) as reserved:
+        yield reserved.ports[0]
 
 
 def test_two_processes_of_torchrun_on_the_chosen_interface() -> None:
@@ -49,8 +56,7 @@ def place(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_three_nodes_have_a_rate_for_each_pair() -> None:
-    (port,) = free_ports(1)
+def test_three_nodes_have_a_rate_for_each_pair(port: int) -> None:
     options = ("--interface", "lo", "--timeout", "60")
     processes = [start(rank, 3, port, *options, SLURMD_NODENAME=f"node-{rank}") for rank in range(3)]
     outputs = [process.communicate(timeout=LIMIT_S) for process in processes]
@@ -62,27 +68,26 @@ def test_three_nodes_have_a_rate_for_each_pair() -> None:
     assert outputs[1][0] == "" == outputs[2][0]  # rank 0 reports
 
 
-def refused_here(rank: int, size: int, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+def refused_here(rank: int, size: int, port: int, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     """Run the command in this process as one member; return its exit status. No probe is reached."""
-    (port,) = free_ports(1)
     for name, value in place(rank, size, port).items():
         monkeypatch.setenv(name, value)
     return cli.main(["doctor", "--nodes", *options])
 
 
 def test_a_member_that_never_comes_is_named_within_the_deadline(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = time.monotonic()
-    assert refused_here(0, 2, monkeypatch, "--interface", "lo", "--timeout", "2") == 2
+    assert refused_here(0, 2, port, monkeypatch, "--interface", "lo", "--timeout", "2") == 2
     assert "waited 2 s for member of ranks [1], 1 of 2 have answered" in capsys.readouterr().err
     assert time.monotonic() - started < 60
 
 
 def test_an_unknown_interface_is_a_mistake_of_the_user(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert refused_here(0, 1, monkeypatch, "--interface", "nope0", "--timeout", "30") == 2
+    assert refused_here(0, 1, port, monkeypatch, "--interface", "nope0", "--timeout", "30") == 2
     error = capsys.readouterr().err
     assert "--interface: this node has no 'nope0'" in error and "lo" in error
 
@@ -96,11 +101,10 @@ def test_a_hanging_probe_is_ended_and_its_stage_told() -> None:
 @pytest.mark.parametrize(
     ("variables", "told"), [({"GLOO_SOCKET_IFNAME": "nope0"}, "not on every node"), ({}, "open all TCP ports")]
 )
-def test_a_probe_that_cannot_connect_names_the_fix(variables: dict[str, str], told: str) -> None:
+def test_a_probe_that_cannot_connect_names_the_fix(port: int, variables: dict[str, str], told: str) -> None:
     """The causes are a wrong interface, and a rank 0 that nobody can reach."""
     from torch import distributed
 
-    (port,) = free_ports(1)
     listening = bool(variables)
     store = distributed.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False) if listening else None
     command = [

@@ -29,6 +29,8 @@ ONE_HOST = (
     ("Ray's agents", "TCP", "127.0.0.1", "token"),
     ("supervisor", "TCP6", MAPPED, "token"),
     ("rollout controller", "TCP6", MAPPED, "token"),
+    ("door", "TCP6", MAPPED, "token"),
+    ("door", "TCP", "127.0.0.1", "token"),
     ("queue controller", "TCP6", MAPPED, "token"),
     ("queue controller", "TCP", "127.0.0.1", "curve"),
     ("queue controller", "TCP", "127.0.0.1", "curve"),

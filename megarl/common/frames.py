@@ -1,4 +1,4 @@
-"""Messages between a reward process and its pool: a length, then as many bytes.
+"""Messages between a process and one that it started: a length, then as many bytes.
 
 Both sides are bounded: a message that is longer than the receiver expects is refused before it is read, and the whole
 of a message has to come within the time that is given. `multiprocessing.connection` has neither bound.

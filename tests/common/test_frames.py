@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.common.frames import FrameError, receive_frame, send_frame
 from megarl.rewards.answers import MAX_ANSWER_BYTES, AnswerError, RewardAnswer, decode_answer, encode_answer
-from megarl.rewards.frames import FrameError, receive_frame, send_frame
 from megarl.rewards.types import RewardResult
 
 Pair = tuple[socket.socket, socket.socket]

@@ -1,0 +1,31 @@
+"""A tool of one's own: it counts the digits in a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from megarl.tools.tool import ToolAnswer
+
+
+class Digits:
+    """Implements `megarl.tools.tool.Tool`. It runs in the controller's process, so it must never block."""
+
+    name = "digits"
+    description = "Count the digits in a text."
+    parameters: ClassVar[dict[str, Any]] = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}},
+        "required": ["text"],
+    }
+    idempotent = True
+
+    async def call(self, arguments: Mapping[str, Any], *, timeout_s: float) -> ToolAnswer:
+        """Return the number of digits; what the model got wrong is an answer too."""
+        text = arguments.get("text")
+        if not isinstance(text, str):
+            return ToolAnswer("digits needs the argument `text`, a string", error=True)
+        return ToolAnswer(f"{sum(letter.isdigit() for letter in text)} digits.")
+
+    async def close(self) -> None:
+        """Do nothing: it has no processes."""

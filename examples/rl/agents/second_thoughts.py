@@ -1,0 +1,48 @@
+"""A loop of one's own: the model answers, is told what a tool says about its answer, and answers again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.queue.trajectory import Trajectory
+from megarl.rewards.types import Turn
+from megarl.rollout.agents.agent_loop import AgentContext
+from megarl.rollout.agents.finish import finish
+
+
+@dataclass
+class Thoughts:
+    """The loop's state: what it has inserted after the first turn. It is empty until the tool has answered."""
+
+    told: str = ""
+    token_ids: tuple[int, ...] = ()
+
+
+class SecondThoughts:
+    """Asks `tool` about the first answer, of at most `first_tokens` tokens."""
+
+    def __init__(self, tool: str, first_tokens: int = 512) -> None:
+        self.tool, self.first_tokens = tool, first_tokens
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        """Return the trajectory of both answers; the reward is that of the second one."""
+        dialogue, prompt = ctx.toolbox.dialogue, ctx.prompt.ids
+        state = ctx.frozen(Thoughts)
+        if state is None:
+            first = await ctx.generate(prompt, max_tokens=self.first_tokens)
+            answer = await ctx.call(self.tool, {"text": dialogue.text(first.response_ids)})
+            message = {"role": "user", "content": f"{answer.text} Answer again."}
+            state = Thoughts(answer.text, tuple(dialogue.next_turn(first.response_ids, [message])))
+            ctx.freeze(state)  # a run that resumes goes on here
+        first = ctx.finished(0)
+        room = ctx.prompt.sampling.max_tokens - len(first.response_ids) - len(state.token_ids)
+        if room < 1:
+            return await finish(ctx, [first], [], finish_reason="length")
+        second = await ctx.generate([*prompt, *first.response_ids, *state.token_ids], max_tokens=room)
+        ctx.note_end(turns=2)
+        turns = [
+            Turn("assistant", dialogue.text(first.response_ids), len(first.response_ids)),
+            Turn("user", state.told, len(state.token_ids)),
+            Turn("assistant", dialogue.text(second.response_ids), len(second.response_ids)),
+        ]
+        return await finish(ctx, [first, second], [state.token_ids], turns)

@@ -1,0 +1,63 @@
+"""Checks of the agent's loop and its tools; each problem is told with the way to correct it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config.agent_sections import SHIPPED_TOOLS, SINGLE_TURN, TOOL_AGENT, ToolConfig
+from megarl.config.datasets import all_sets
+from megarl.config.schema import Config
+
+
+def agent_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of `agent` and of all lists of tools."""
+    agent = config.agent
+    if agent.loop not in (SINGLE_TURN, TOOL_AGENT):
+        yield from import_path_problems("agent.loop", agent.loop, f"neither {SINGLE_TURN}, {TOOL_AGENT} nor")
+    elif agent.kwargs:
+        yield f"agent.kwargs: {agent.loop} takes none, its bounds are keys of `agent`; remove them"
+    own_lists = [f"{each.key}.tools" for each in all_sets(config) if each.tools]
+    if agent.loop == SINGLE_TURN and own_lists:
+        key = "tools" if config.tools else own_lists[0]
+        yield f"{key}: {SINGLE_TURN} calls none; set agent.loop: {TOOL_AGENT}, or remove them"
+    if agent.loop == TOOL_AGENT and not own_lists:
+        yield f"tools: {TOOL_AGENT} has none to call; list some, or set agent.loop: {SINGLE_TURN}"
+    for key, tools in tool_lists(config).items():
+        yield from _tool_problems(key, tools)
+
+
+def tool_lists(config: Config) -> dict[str, list[ToolConfig]]:
+    """Return the lists of tools by their keys in the config."""
+    found = {"tools": config.tools}
+    for section, sets in (("data", config.data.sets), ("evaluation", config.evaluation.sets)):
+        for index, each in enumerate(sets):
+            if each.tools is not None:
+                found[f"{section}.sets.{index}.tools"] = each.tools
+    return found
+
+
+def _tool_problems(key: str, tools: list[ToolConfig]) -> Iterator[str]:
+    for index, tool in enumerate(tools):
+        if tool.kind not in SHIPPED_TOOLS:
+            yield from import_path_problems(f"{key}.{index}.kind", tool.kind, f"neither {', '.join(SHIPPED_TOOLS)} nor")
+    for name, count in Counter(tool.called for tool in tools).items():
+        if count > 1:
+            yield f"{key}: {count} tools are called {name!r}; give all but one a `name` of their own"
+
+
+def import_path_problems(key: str, path: str, neither: str) -> Iterator[str]:
+    """Yield what is wrong with an import path `package.module:name`; the module is found, and not imported."""
+    module, colon, name = path.partition(":")
+    if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        yield f"{key}: {path!r} is {neither} an import path package.module:name"
+        return
+    top = module.split(".", maxsplit=1)[0]
+    try:
+        found = importlib.util.find_spec(top) is not None
+    except ValueError:
+        found = True
+    if not found and not (Path(f"{top}.py").exists() or Path(top).is_dir()):
+        yield f"{key}: no module {top!r}; install it or add its directory to PYTHONPATH"

@@ -1,0 +1,64 @@
+"""The config sections of agents: the loop that makes a trajectory of a prompt, its bounds, and the tools."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megarl.config.section import Passed, Section
+
+SINGLE_TURN, TOOL_AGENT = "single_turn", "tool_agent"
+SHIPPED_TOOLS = ("calculator", "python", "http")
+
+
+class ToolConfig(Section):
+    """A tool that the model may call."""
+
+    kind: str = Field(
+        ...,
+        description="`calculator`, `python`, `http`, or the import path `package.module:function` of a function with "
+        "typed arguments, which runs in processes of its own, or `package.module:Class` of a tool.",
+    )
+    name: str | None = Field(
+        None, description="The name by which the model calls it; default: that of the kind or of the function."
+    )
+    kwargs: Passed = Field(default_factory=dict, description="Arguments of the tool; `{env: NAME}` for a secret.")
+
+    @property
+    def called(self) -> str:
+        """The name by which the model calls it."""
+        return self.name or self.kind.rpartition(":")[2]
+
+
+class AgentConfig(Section):
+    """The agent loop of all data sets, and the bounds of one trajectory (docs/environments.md)."""
+
+    loop: str = Field(
+        SINGLE_TURN,
+        description=f"`{SINGLE_TURN}`: one response. `{TOOL_AGENT}`: the model may call `tools`. Or the import path "
+        "`package.module:Class` of a loop.",
+    )
+    kwargs: Passed = Field(default_factory=dict, description="Arguments of the class of a loop of one's own.")
+    max_turns: int = Field(8, ge=1, description="Turns of the model; the last one may call no tool.")
+    max_tool_calls: int = Field(32, ge=0, description="Calls of tools; further ones are answered with an error.")
+    max_malformed_calls: int = Field(
+        4, ge=0, description="Calls that cannot be read and are answered with an error; the next one ends the loop."
+    )
+    tool_timeout_s: float = Field(30.0, gt=0, description="Seconds of one call.")
+    max_tool_seconds: float = Field(
+        300.0, gt=0, description="Seconds of all calls; further ones are answered with an error."
+    )
+    max_tool_output_chars: int = Field(
+        8192, ge=64, description="Characters of one answer of a tool; a longer one is cut in the middle, with a note."
+    )
+    on_overflow: Literal["truncate", "fail"] = Field(
+        "truncate",
+        description="If a tool's answer does not fit into the rest of `sampling.max_tokens`, which bounds all tokens "
+        "after the prompt: the trajectory ends before it and counts as truncated (`sampling.truncated`), or it fails.",
+    )
+    tool_format: Literal["template", "hermes"] = Field(
+        "template",
+        description="The way in which the model writes a call: as its chat template does, which has to write JSON; or "
+        "`<tool_call>` with JSON, as Hermes and Qwen do.",
+    )

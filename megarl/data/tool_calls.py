@@ -1,0 +1,239 @@
+"""The tool calls in a turn of the model: how its text is read, in the format that the model was trained with. Pure.
+
+A call that cannot be read has an error, which is meant for the model: it is the tool's answer to that call. Text inside
+a `<think>` block is never read as a call.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+_THINK, _THOUGHT = "<think>", "</think>"
+MAX_DEPTH = 64
+MAX_INTEGER = 2**63
+_QUOTED = 200  # characters of a malformed call that its error repeats
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of the tool `name`."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """The text of a call that cannot be read; `error` tells the model the reason."""
+
+    text: str
+    error: str
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """A turn of the model: the text outside its calls, and the calls in their order."""
+
+    content: str
+    calls: tuple[ToolCall | MalformedCall, ...] = ()
+
+
+class ToolFormat(Protocol):
+    """The way in which a model writes its calls."""
+
+    def parse(self, text: str) -> ParsedTurn:
+        """Read the text of a whole turn; special tokens may be part of it, the end of the turn is not."""
+        ...
+
+    def certain_content(self, text: str) -> str:
+        """Return what is content of an unfinished turn, whatever follows: the beginning of the whole turn's content."""
+        ...
+
+
+@dataclass(frozen=True)
+class TaggedFormat:
+    """Calls between an opening and a closing text, each one JSON object; `<tool_call>` is that of Hermes and Qwen.
+
+    `name_key` and `arguments_key`: of the object. An empty `closing` ends a call with its object.
+    """
+
+    opening: str = "<tool_call>"
+    closing: str = "</tool_call>"
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+
+    def parse(self, text: str) -> ParsedTurn:
+        """See `ToolFormat.parse`."""
+        thought, rest = _split_thought(text)
+        content: list[str] = [thought]
+        calls: list[ToolCall | MalformedCall] = []
+        while True:
+            before, found, rest = rest.partition(self.opening)
+            content.append(before)
+            if not found:
+                return ParsedTurn("".join(content).strip(), tuple(calls))
+            body, rest, ended = self._body(rest)
+            calls += self._calls(body) if ended else [_unclosed(body, self.closing)]
+
+    def _body(self, text: str) -> tuple[str, str, bool]:
+        """Return the text of a call, what follows it, and whether it is complete."""
+        if self.closing:
+            body, found, rest = text.partition(self.closing)
+            return body, rest, bool(found)
+        end = _json_end(text)
+        return text[:end], text[end:], True
+
+    def _calls(self, body: str) -> list[ToolCall | MalformedCall]:
+        return read_calls(body, self.name_key, self.arguments_key)
+
+    def certain_content(self, text: str) -> str:
+        """See `ToolFormat.certain_content`."""
+        thought, rest = _split_thought(text)
+        before, found, _ = rest.partition(self.opening)
+        if not found:
+            before = before[: len(before) - _overlap(before, self.opening)]
+        # A call may follow white space that is no content then.
+        return (thought + before).strip()
+
+
+@dataclass(frozen=True)
+class BareFormat:
+    """The whole turn is one JSON object, as in Llama 3; `opening`, such as `<|python_tag|>`, may stand before it.
+
+    Several objects may follow each other, with a semicolon in between.
+    """
+
+    opening: str = "<|python_tag|>"
+    name_key: str = "name"
+    arguments_key: str = "parameters"
+
+    def parse(self, text: str) -> ParsedTurn:
+        """See `ToolFormat.parse`."""
+        thought, rest = _split_thought(text)
+        body = rest.strip()
+        opened = bool(self.opening) and body.startswith(self.opening)
+        body = body.removeprefix(self.opening).strip() if opened else body
+        if not opened and not body.startswith("{"):
+            return ParsedTurn(text.strip())
+        calls = [call for part in _objects(body) for call in read_calls(part, self.name_key, self.arguments_key)]
+        if not opened and f'"{self.name_key}"' not in body:
+            return ParsedTurn(text.strip())  # an answer that happens to be JSON
+        return ParsedTurn(thought.strip(), tuple(calls))
+
+    def certain_content(self, text: str) -> str:
+        """See `ToolFormat.certain_content`."""
+        thought, rest = _split_thought(text)
+        body = rest.lstrip()
+        possible = not body or body.startswith("{") or _begins_alike(body, self.opening)
+        return (thought if possible else text).strip()
+
+
+HERMES = TaggedFormat()
+
+
+def read_calls(body: str, name_key: str = "name", arguments_key: str = "arguments") -> list[ToolCall | MalformedCall]:
+    """Return the call, or the list of calls, that a JSON text holds; a malformed one instead of what is none."""
+    try:
+        value = json.loads(body.strip(), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        return [_malformed(body, f"it is no JSON ({_short(error)})")]
+    values = value if isinstance(value, list) and value else [value]
+    return [_call(each, body, name_key, arguments_key) for each in values]
+
+
+def _call(value: object, body: str, name_key: str, arguments_key: str) -> ToolCall | MalformedCall:
+    if not isinstance(value, dict):
+        return _malformed(body, "it is no JSON object")
+    name, arguments = value.get(name_key), value.get(arguments_key, {})
+    if not isinstance(name, str) or not name:
+        return _malformed(body, f'it has no "{name_key}" that is a string')
+    if isinstance(arguments, str):  # some models write the object as a JSON text, as in OpenAI's API
+        try:
+            arguments = json.loads(arguments, parse_constant=_no_constant)
+        except (ValueError, RecursionError):
+            return _malformed(body, f'"{arguments_key}" is a string and no JSON object')
+    if not isinstance(arguments, dict):
+        return _malformed(body, f'"{arguments_key}" is no JSON object')
+    if reason := _unusable({name: arguments}):
+        return _malformed(body, reason)
+    return ToolCall(name, arguments)
+
+
+def _unusable(value: object) -> str:
+    """Return why a JSON value cannot be written, hashed and sent to other processes as it is; empty if it can."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        for each in level:
+            if isinstance(each, str) and not each.isascii() and each != each.encode(errors="replace").decode():
+                return "a string in it is no text (half of a surrogate pair)"
+            if (isinstance(each, float) and not math.isfinite(each)) or (
+                isinstance(each, int) and abs(each) >= MAX_INTEGER
+            ):
+                return "a number in it is too large; write it as a string"
+        containers = [each for each in level if isinstance(each, dict | list)]
+        level = [
+            inner for each in containers for inner in ([*each, *each.values()] if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return ""
+    return f"it is nested more than {MAX_DEPTH} levels deep"
+
+
+def _malformed(body: str, reason: str) -> MalformedCall:
+    quoted = body.strip()
+    quoted = quoted if len(quoted) <= _QUOTED else f"{quoted[:_QUOTED]}..."
+    return MalformedCall(body, f"the tool call cannot be read: {reason}: {quoted}")
+
+
+def _unclosed(body: str, closing: str) -> MalformedCall:
+    return _malformed(body, f"{closing} is missing")
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _short(error: BaseException) -> str:
+    return str(error)[:_QUOTED] if isinstance(error, ValueError) else "nested too deeply"
+
+
+def _split_thought(text: str) -> tuple[str, str]:
+    """Return the reasoning with its tags, and what follows it. Reasoning that has not ended is all there is."""
+    thought, found, rest = text.partition(_THOUGHT)
+    if found and "<tool_call>" not in thought.partition(_THINK)[0]:
+        return thought + found, rest
+    if not found and text.lstrip().startswith(_THINK):
+        return text, ""
+    return "", text
+
+
+def _overlap(text: str, opening: str) -> int:
+    """Return how many characters at the end of `text` may be the beginning of `opening`."""
+    most = min(len(text), len(opening) - 1)
+    return next((size for size in range(most, 0, -1) if opening.startswith(text[-size:])), 0)
+
+
+def _begins_alike(text: str, opening: str) -> bool:
+    size = min(len(text), len(opening))
+    return size > 0 and text[:size] == opening[:size]
+
+
+def _json_end(text: str) -> int:
+    """Return where the first JSON value of a text ends; the text's end if there is none."""
+    start = len(text) - len(text.lstrip())
+    try:
+        return json.JSONDecoder().raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return len(text)
+
+
+def _objects(body: str) -> Iterator[str]:
+    """Yield the JSON values of a text, which semicolons or white space may separate."""
+    while body:
+        end = _json_end(body)
+        yield body[:end]
+        body = body[end:].lstrip("; \n\t\r")

@@ -1,0 +1,1 @@
+"""HTTP in front of the pool, for harnesses that are not part of megarl."""

@@ -1,0 +1,173 @@
+"""`POST /inference/v1/generate`: token ids in and out, in the form of vLLM 0.32. Pure: reads requests, builds answers.
+
+The log-probs carry the token both as vLLM's `token_id` and as `token: "token_id:N"`, which clients that know OpenAI's
+form read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from megarl.door.api_errors import refused
+from megarl.door.sampling_fields import (
+    READ,
+    Fields,
+    ModelLimits,
+    SamplingChoice,
+    check_fields,
+    flag,
+    sampling_of,
+    text,
+    token_list,
+    whole,
+)
+from megarl.queue.trajectory import VersionSpan
+from megarl.rollout.response_parts import ResponsePart
+
+# A log-prob that the engine does not have, as vLLM writes it. Do not train on such a token.
+NO_LOGPROB = -9999.0
+LARGEST_PRIORITY = 2**63 - 1
+_KNOWN = frozenset(
+    ("request_id", "token_ids", "sampling_params", "model", "stream", "return_token_ids", "output_mode", "priority",
+     "cache_salt")
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TokenRequest:
+    """Holds a request for responses to a prompt of token ids. `model`: None if it names none."""
+
+    request_id: str
+    model: str | None
+    prompt_ids: list[int]
+    sampling: SamplingChoice
+    logprobs: bool
+    return_prompt: bool
+
+
+class TokenLogprob(msgspec.Struct):
+    """Holds the log-prob of one sampled token."""
+
+    token_id: int
+    token: str
+    logprob: float
+    rank: int | None = None
+    top_logprobs: tuple[()] = ()
+
+
+class TokenLogprobs(msgspec.Struct):
+    """Holds the log-probs of a response."""
+
+    content: list[TokenLogprob]
+
+
+class WireSpan(msgspec.Struct):
+    """Holds a span of tokens [start, end) that weights of one version made; the version is text, as in vLLM."""
+
+    version: str
+    start: int
+    end: int
+
+
+class TokenChoice(msgspec.Struct):
+    """Holds one response."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: TokenLogprobs | None
+    finish_reason: str
+    weight_versions: list[WireSpan]
+    stop_reason: int | str | None = None
+    routed_experts: str | None = None
+    sampling_mask: None = None
+
+
+class TokenUsage(msgspec.Struct):
+    """Holds the numbers of tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TokenAnswer(msgspec.Struct):
+    """Holds the answer to a request."""
+
+    request_id: str
+    model: str
+    created: int
+    choices: list[TokenChoice]
+    usage: TokenUsage
+    prompt_token_ids: list[int] | None = None
+    session: dict[str, Any] | None = None
+
+
+def read_token_request(body: Fields, limits: ModelLimits, new_id: str) -> TokenRequest:
+    """Read a request. `new_id`: its id if it names none. Raises ApiError naming the field that is wrong."""
+    check_fields(body, _KNOWN | {"token_offsets", "stream_options", "reasoning_ended", "reasoning_parser_kwargs"})
+    prompt_ids = token_list(body, "token_ids", limits)
+    if not prompt_ids:
+        raise refused("token_ids", "is empty or missing; give the token ids of the prompt")
+    if flag(body, "stream", False):
+        raise refused("stream", "this route answers as a whole; /v1/chat/completions streams")
+    if text(body, "output_mode", "tokens") != "tokens":
+        raise refused("output_mode", "this route answers with token ids; /v1/chat/completions with text")
+    if whole(body, "priority", 0, -(2**63), LARGEST_PRIORITY):
+        raise refused("priority", "requests of the door rank like those of training; remove it")
+    fields = body.get("sampling_params")
+    fields = {} if fields is None else fields
+    if not isinstance(fields, dict):
+        raise refused("sampling_params", "must be an object")
+    where = "sampling_params."
+    if fields.get("stop") not in (None, [], ""):
+        raise refused(f"{where}stop", "needs text, and this route has none; use stop_token_ids")
+    check_fields(fields, READ | {"stop"}, where)
+    if whole(fields, "logprobs", 0, 0, 2**31, where) > 1:
+        raise refused(f"{where}logprobs", "the door returns the log-prob of the sampled token only; use 1")
+    return TokenRequest(
+        request_id=text(body, "request_id", new_id),
+        model=text(body, "model", "") or None,
+        prompt_ids=prompt_ids,
+        sampling=sampling_of(fields, limits, len(prompt_ids), where),
+        logprobs=fields.get("logprobs") is not None,
+        return_prompt=flag(body, "return_token_ids", False),
+    )
+
+
+def token_answer(
+    request: TokenRequest, model: str, created: int, parts: Sequence[ResponsePart], session: Mapping[str, Any]
+) -> TokenAnswer:
+    """Return the answer to a request whose responses have ended. `session`: what is said about its session."""
+    prompt, made = len(request.prompt_ids), sum(len(part.response_ids) for part in parts)
+    return TokenAnswer(
+        request_id=request.request_id,
+        model=model,
+        created=created,
+        choices=[_choice(index, part, request.logprobs) for index, part in enumerate(parts)],
+        usage=TokenUsage(prompt, made, prompt + made),
+        prompt_token_ids=request.prompt_ids if request.return_prompt else None,
+        session=session.get("session"),
+    )
+
+
+def wire_spans(versions: Sequence[VersionSpan]) -> list[WireSpan]:
+    """Return version spans as they are sent."""
+    return [WireSpan(str(span.version), span.start, span.end) for span in versions]
+
+
+def finite(logprob: float) -> float:
+    """Return a log-prob as it is sent: JSON knows neither infinities nor NaN."""
+    return logprob if math.isfinite(logprob) else NO_LOGPROB
+
+
+def _choice(index: int, part: ResponsePart, logprobs: bool) -> TokenChoice:
+    content = None
+    if logprobs:
+        pairs = zip(part.response_ids, part.logprobs, strict=True)
+        content = TokenLogprobs([TokenLogprob(token, f"token_id:{token}", finite(value)) for token, value in pairs])
+    return TokenChoice(index, part.response_ids, content, part.finish_reason or "abort", wire_spans(part.versions))

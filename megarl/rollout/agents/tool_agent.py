@@ -1,0 +1,92 @@
+"""The agent loop of a model that may call tools before it answers: the driver of the states in `tool_states`."""
+
+from __future__ import annotations
+
+from itertools import chain, zip_longest
+
+from megarl.queue.trajectory import Trajectory
+from megarl.rewards.types import Turn
+from megarl.rollout.agents.agent_loop import AgentContext
+from megarl.rollout.agents.finish import finish
+from megarl.rollout.agents.tool_states import (
+    AgentEvent,
+    AnswersEncoded,
+    CallAnswer,
+    CallAnswered,
+    RequestedCall,
+    Round,
+    ToolAgentState,
+    TurnEnded,
+    TurnRead,
+    after,
+)
+from megarl.rollout.requests import GenerateResult
+from megarl.rollout.to_trajectory import generation_failure
+
+
+class ToolAgent:
+    """Lets the model call tools, one after the other, until a turn calls none. Every state is frozen."""
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        """Return the trajectory of all turns."""
+        state = ctx.frozen(ToolAgentState) or ToolAgentState()
+        results = [ctx.finished(turn) for turn in range(state.turns)]
+        while state.phase != "done":
+            event = await self._act(ctx, state, results)
+            state = after(state, event, ctx.toolbox.bounds)
+            if not (isinstance(event, TurnEnded) and event.finish_reason == "abort"):  # a resume continues that turn
+                ctx.freeze(state)
+        ctx.note_end(state.turns, state.malformed, state.overflow)
+        inserted = [each.token_ids for each in state.rounds]
+        turns = whole_dialogue(ctx, state, results)
+        return await finish(ctx, results, inserted, turns, finish_reason=state.end, failure=state.failure)
+
+    async def _act(self, ctx: AgentContext, state: ToolAgentState, results: list[GenerateResult]) -> AgentEvent:
+        """Do what a state asks for; `results` gets what the model said. Return what has happened."""
+        dialogue = ctx.toolbox.dialogue
+        if state.phase == "generating":
+            response = _response(state, results)
+            room = ctx.prompt.sampling.max_tokens - len(response)
+            result = await ctx.generate([*ctx.prompt.ids, *response], max_tokens=room)
+            if result.response_ids:
+                results.append(result)
+            failure = generation_failure(result) if result.finish_reason == "abort" else ""
+            return TurnEnded(result.finish_reason, empty=not result.response_ids, failure=failure)
+        if state.phase == "parsing":
+            return TurnRead(ctx.toolbox.tool_format.parse(dialogue.text(results[-1].response_ids)))
+        if state.phase == "calling":
+            return CallAnswered(await _answer(ctx, state.calls[len(state.answers)]))
+        answers = [
+            {"role": "tool", "content": answer.text, "name": call.name, "tool_call_id": f"call{index:05d}"}
+            for index, (call, answer) in enumerate(zip(state.calls, state.answers, strict=True))
+        ]
+        inserted = dialogue.next_turn(results[-1].response_ids, answers)
+        tokens = len(_response(state, results)) + len(inserted)
+        return AnswersEncoded(tuple(inserted), fit=tokens < ctx.prompt.sampling.max_tokens)
+
+
+async def _answer(ctx: AgentContext, call: RequestedCall) -> CallAnswer:
+    if call.error:
+        return CallAnswer(call.error, error=True)
+    answer = await ctx.call(call.name, call.arguments)
+    return CallAnswer(answer.text, answer.error)
+
+
+def _response(state: ToolAgentState, results: list[GenerateResult]) -> list[int]:
+    """Return all tokens after the prompt: each turn and, if there is a next one, the tokens that lead to it."""
+    sampled = [result.response_ids for result in results]
+    inserted = [list(each.token_ids) for each in state.rounds]
+    return list(chain.from_iterable(chain(*zip_longest(sampled, inserted, fillvalue=[]))))
+
+
+def whole_dialogue(ctx: AgentContext, state: ToolAgentState, results: list[GenerateResult]) -> list[Turn]:
+    """Return the turns as a reward function gets them."""
+    last = Round(state.calls, state.answers, ())
+    turns = []
+    for result, found in zip(results, [*state.rounds, last], strict=False):
+        text, calls = ctx.toolbox.dialogue.text(result.response_ids), tuple(call.content() for call in found.calls)
+        turns.append(Turn("assistant", text, len(result.response_ids), calls))
+        for number, answer in enumerate(found.answers, start=1):
+            tokens = len(found.token_ids) if number == len(found.answers) else 0
+            turns.append(Turn("tool", answer.text, tokens, error=answer.error))
+    return turns

@@ -1,0 +1,198 @@
+"""The context of an agent loop: counts its requests and calls, bounds them, and records what a resume continues."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from megarl.common.errors import RolloutError, ToolFailed
+from megarl.rewards.types import RewardOutcome, Turn
+from megarl.rollout.agents.agent_loop import LoopState
+from megarl.rollout.batch_stats import BatchStats
+from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.group_progress import GroupProgress
+from megarl.rollout.loop_records import INTERRUPTED, CallRecord, FrozenLoop, call_digest
+from megarl.rollout.prompts import Drawn
+from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
+from megarl.rollout.toolbox import Toolbox
+from megarl.tools.tool import Tool, ToolAnswer
+
+GRACE_S = 90.0  # beyond its time, after which a call is given up; a tool may let calls wait for a place first
+
+
+class LoopContext(ABC):
+    """Implements `AgentContext`, except for the ways to the engines and to the reward function."""
+
+    def __init__(
+        self, prompt: Drawn, group_id: int, sample_index: int, progress: GroupProgress, toolbox: Toolbox | None
+    ) -> None:
+        self.prompt, self.group_id, self.sample_index = prompt, group_id, sample_index
+        self._progress, self._toolbox = progress, toolbox
+        self._requests = self._calls = 0
+        self._replica: int | None = None  # of the last response
+        self._results: dict[int, GenerateResult] = {}  # of this attempt
+
+    @property
+    @abstractmethod
+    def run_seed(self) -> int:
+        """The seed of the run or of the evaluation."""
+
+    @property
+    @abstractmethod
+    def stats(self) -> BatchStats:
+        """The measurements to add to. Read after each wait: they may have been taken and replaced meanwhile."""
+
+    @abstractmethod
+    async def _respond(self, request: GenerateRequest, turn: int) -> GenerateResult:
+        """Have an engine answer request number `turn` of this sample."""
+
+    @abstractmethod
+    async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
+        """See `AgentContext.judge`."""
+
+    @abstractmethod
+    def _request(self, token_ids: Sequence[int], turn: int) -> GenerateRequest:
+        """Return request number `turn` with the sampling of the prompt's set."""
+
+    async def _persist(self) -> None:  # noqa: B027  # an evaluation is not resumed
+        """Write what the group has now to the disk, where a run that resumes could read it."""
+
+    @property
+    def _deadline(self) -> GroupDeadline | None:
+        return None
+
+    @cached_property
+    def rng(self) -> random.Random:
+        """See `AgentContext.rng`. Made when it is first used, because most loops use none."""
+        return random.Random(self._seed(0))
+
+    def _seed(self, turn: int) -> int:
+        return request_seed(self.run_seed, self.group_id, self.sample_index, turn)
+
+    @property
+    def toolbox(self) -> Toolbox:
+        """See `AgentContext.toolbox`. Raises RolloutError if the loop of the config is one that has none."""
+        if self._toolbox is None:
+            raise RolloutError("agent.loop: single_turn has no toolbox; name the loop that needs it in the config")
+        return self._toolbox
+
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> GenerateResult:
+        """See `AgentContext.generate`."""
+        turn, self._requests = self._requests, self._requests + 1
+        request = self._request(token_ids, turn)
+        if max_tokens is not None:
+            sampling = replace(request.sampling, max_tokens=min(max_tokens, request.sampling.max_tokens))
+            request = replace(request, sampling=sampling)
+        self._progress.begin(request, (self.sample_index, turn))
+        result = self._results[turn] = await self._respond(request, turn)
+        self._replica = result.replica if result.replica >= 0 else self._replica
+        return result
+
+    def finished(self, turn: int) -> GenerateResult:
+        """See `AgentContext.finished`."""
+        if turn in self._results:
+            return self._results[turn]
+        part = self._progress.finished((self.sample_index, turn))
+        if part is None or part.finish_reason is None:
+            name = f"{self.group_id}:{self.sample_index}"
+            raise RolloutError(f"sample {name} was to go on after turn {turn}, of which no response is kept")
+        ids, logprobs = part.response_ids, part.logprobs
+        return GenerateResult(f"turn {turn}", ids, logprobs, part.versions, part.finish_reason, -1)
+
+    @property
+    def _loop(self) -> FrozenLoop:
+        return self._progress.loops.get(self.sample_index) or FrozenLoop()
+
+    def freeze(self, state: object) -> None:
+        """See `AgentContext.freeze`. Raises TypeError for a state that msgspec cannot write."""
+        text = msgspec.json.encode(state).decode()
+        self._progress.loops[self.sample_index] = self._loop.freeze(text, self._requests, self._calls)
+
+    def frozen(self, kind: type[LoopState]) -> LoopState | None:
+        """See `AgentContext.frozen`. Raises RolloutError for a state of another loop."""
+        loop = self._loop
+        if not loop.state:
+            return None
+        try:
+            state = msgspec.json.decode(loop.state, type=kind)
+        except msgspec.MsgspecError as error:
+            raise RolloutError(f"the frozen state of a loop is no {kind.__name__}: {error}") from error
+        self._requests, self._calls = loop.requests, loop.begun_calls
+        return state
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """See `AgentContext.call`."""
+        number, self._calls = self._calls, self._calls + 1
+        digest = call_digest(tool, arguments)
+        known, found = self._loop.known(number, digest), self.toolbox.tools.get(tool)
+        if known is not None and known.text is not None:
+            return ToolAnswer(known.text, known.error)
+        if known is not None and found is not None and not found.idempotent:
+            return self._answered(number, CallRecord(digest, INTERRUPTED, error=True))
+        if found is None:
+            names = ", ".join(self.toolbox.tools) or "none"
+            return self._answered(number, CallRecord(digest, f"there is no tool {tool!r}; there are: {names}", True))
+        if reason := self._used_up(number):
+            return self._answered(number, CallRecord(digest, reason, error=True))
+        self._record(number, CallRecord(digest))
+        if not found.idempotent:
+            await self._persist()
+        started = time.monotonic()
+        answer = await self._timed(found, arguments, self._left_s())
+        seconds = time.monotonic() - started
+        text = self.toolbox.shortened(answer.text)
+        return self._answered(number, CallRecord(digest, text, answer.error, seconds))
+
+    def note_end(self, turns: int, malformed: int = 0, overflow: bool = False) -> None:
+        """See `AgentContext.note_end`."""
+        self.stats.turns.append(turns)
+        self.stats.malformed_calls += malformed
+        self.stats.overflows += overflow
+
+    def _used_up(self, number: int) -> str:
+        bounds = self.toolbox.bounds
+        if number >= bounds.max_tool_calls:
+            return f"no call is left of {bounds.max_tool_calls}; answer without a tool"
+        if self._left_s() <= 0:
+            return "no time is left for tools; answer without one"
+        return ""
+
+    def _left_s(self) -> float:
+        """Return the seconds that a call may take now."""
+        bounds = self.toolbox.bounds
+        left = bounds.max_tool_seconds - sum(call.seconds for call in self._loop.calls.values())
+        if self._deadline is not None:
+            left = min(left, self._deadline.at - time.monotonic())
+        return min(left, bounds.tool_timeout_s)
+
+    async def _timed(self, tool: Tool, arguments: Mapping[str, Any], limit_s: float) -> ToolAnswer:
+        try:
+            async with asyncio.timeout(limit_s + GRACE_S) as limit:
+                answer: object = await tool.call(arguments, timeout_s=limit_s)
+        except Exception as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                return ToolAnswer(f"the tool has not answered within {limit_s:.3g} s", error=True)
+            raise ToolFailed(f"the tool {tool.name!r} failed: {type(error).__name__}: {error}") from error
+        if not isinstance(answer, ToolAnswer):
+            raise ToolFailed(f"the tool {tool.name!r} has to return a ToolAnswer, not {type(answer).__name__}")
+        return answer
+
+    def _answered(self, number: int, call: CallRecord) -> ToolAnswer:
+        self._record(number, call)
+        assert call.text is not None
+        self.stats.tool_calls += 1
+        self.stats.tool_errors += call.error
+        if call.seconds:  # else it was not made
+            self.stats.tool_seconds.append(call.seconds)
+        return ToolAnswer(call.text, call.error)
+
+    def _record(self, number: int, call: CallRecord) -> None:
+        self._progress.loops[self.sample_index] = self._loop.record(number, call)

@@ -1,0 +1,113 @@
+"""Makes the toolboxes of the data sets of a run; sets with the same tools share them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from megarl.common.secret_references import resolved
+from megarl.config.agent_sections import SHIPPED_TOOLS, SINGLE_TURN, TOOL_AGENT, ToolConfig
+from megarl.config.datasets import HeldOutSet, TrainSet
+from megarl.config.schema import Config
+from megarl.data.dialogue import Dialogue
+from megarl.data.tool_calls import HERMES
+from megarl.data.tool_format import tool_format
+from megarl.rollout.toolbox import Toolbox
+from megarl.sandbox.bounds import SandboxError
+from megarl.tools import make
+from megarl.tools.tool import Tool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 10.0  # in which all tools have to close
+_KEPT_REFERENCES = {"http": {"token"}}  # arguments that the tool itself resolves, for each call
+
+
+class Toolboxes:
+    """Makes one toolbox for each data set, and closes the tools of all. None for single-turn runs."""
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
+        self._config, self._tokenizer, self._stops = config, tokenizer, stop_token_ids
+        self._made: dict[str, Tool] = {}
+
+    def of(self, chosen: TrainSet | HeldOutSet) -> Toolbox | None:
+        """Return the toolbox of a set. Raises ValueError for tools, or a chat template, that cannot be used."""
+        agent = self._config.agent
+        if agent.loop == SINGLE_TURN:
+            return None
+        kwargs = chosen.data.chat_template_kwargs
+        dialogue = Dialogue(self._tokenizer, self._stops, kwargs)
+        tools = [self._tool(tool, f"{chosen.key}.tools.{index}") for index, tool in enumerate(chosen.tools)]
+        if agent.loop == TOOL_AGENT:
+            dialogue.check(tools=bool(tools))
+        form = tool_format(agent.tool_format, self._tokenizer, kwargs) if tools else HERMES
+        return Toolbox.of(dialogue, agent, tools, form)
+
+    def _tool(self, chosen: ToolConfig, key: str) -> Tool:
+        same = chosen.model_dump_json()
+        if same not in self._made:
+            self._made[same] = make_tool(chosen, key)
+        return self._made[same]
+
+    async def close(self, timeout_s: float = CLOSE_S) -> None:
+        """End the processes and connections of all tools; one that fails, or takes longer, is logged."""
+        made, self._made = list(self._made.values()), {}
+        closing = [asyncio.ensure_future(tool.close()) for tool in made]
+        if not closing:
+            return
+        _, late = await asyncio.wait(closing, timeout=timeout_s)
+        for tool, ended in zip(made, closing, strict=True):
+            if ended in late:
+                ended.cancel()
+                logger.error("the tool %s did not close within %.0f s", tool.name, timeout_s)
+            elif (error := ended.exception()) is not None:
+                logger.error("the tool %s did not close: %s: %s", tool.name, type(error).__name__, error)
+
+
+def make_tool(chosen: ToolConfig, key: str) -> Tool:
+    """Return the tool of a config. Raises ValueError, naming the `key`, for one that cannot be made."""
+    try:
+        if chosen.kind in SHIPPED_TOOLS:
+            kept = {name for name in _KEPT_REFERENCES.get(chosen.kind, ()) if name in chosen.kwargs}
+            others = {name: value for name, value in chosen.kwargs.items() if name not in kept}
+            kwargs = {**resolved(others, f"{key}.kwargs"), **{name: chosen.kwargs[name] for name in kept}}
+            return make.make_tool(make.ToolSpec(cast(Any, chosen.kind), chosen.name, kwargs))
+        found = _imported(chosen.kind)
+        if not inspect.isclass(found):
+            kwargs = {"function": chosen.kind, **resolved(chosen.kwargs, f"{key}.kwargs")}
+            return make.make_tool(make.ToolSpec("function", chosen.name, kwargs))
+        return _of_class(found, chosen, key)
+    except (TypeError, ValueError, TimeoutError, SandboxError) as error:
+        raise ValueError(f"{key}: {chosen.kind!r} cannot be made: {error}") from error
+
+
+def _of_class(found: Any, chosen: ToolConfig, key: str) -> Tool:  # noqa: ANN401  # a class of the user's
+    kwargs = resolved(chosen.kwargs, f"{key}.kwargs")
+    try:
+        tool: Tool = found(**kwargs)
+    except Exception as error:
+        raise ValueError(f"its class failed with {type(error).__name__}: {error}") from error
+    if chosen.name is not None:
+        tool.name = chosen.name
+    missing = [name for name in ("name", "description", "parameters", "idempotent") if not hasattr(tool, name)]
+    methods = ("call", "close")
+    missing += [f"async {name}" for name in methods if not inspect.iscoroutinefunction(getattr(tool, name, None))]
+    if missing:
+        raise ValueError(f"its class has no {', '.join(missing)}, which a tool needs (megarl/tools/tool.py)")
+    return tool
+
+
+def _imported(path: str) -> object:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise ValueError(f"the import failed with {type(error).__name__}: {error}") from error

@@ -1,0 +1,49 @@
+"""The things that agent loops of one data set share: its tools, its dialogues, the bounds of a trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.agent_sections import AgentConfig
+from megarl.data.dialogue import Dialogue
+from megarl.data.tool_calls import HERMES, ToolFormat
+from megarl.tools.tool import Tool, schema_of
+
+CUT = "\n[... {} characters left out ...]\n"
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """The tools of a data set by name, and what a loop needs to talk with the model about them."""
+
+    dialogue: Dialogue
+    bounds: AgentConfig
+    tools: Mapping[str, Tool]
+    tool_format: ToolFormat = HERMES
+
+    @classmethod
+    def of(cls, dialogue: Dialogue, bounds: AgentConfig, tools: Sequence[Tool], tool_format: ToolFormat) -> Toolbox:
+        """Return the box of these tools. Raises ValueError if two have the same name."""
+        names = [tool.name for tool in tools]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"several tools are called {repeated[0]!r}; give all but one a `name` of their own")
+        return cls(dialogue, bounds, dict(zip(names, tools, strict=True)), tool_format)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools as chat templates and OpenAI's API take them."""
+        return [schema_of(tool) for tool in self.tools.values()]
+
+    def shortened(self, text: str) -> str:
+        """Return a tool's answer within `agent.max_tool_output_chars`, cut in the middle, as text that can be encoded.
+
+        The note about what is left out comes on top.
+        """
+        text = text.encode(errors="replace").decode()  # a tokenizer refuses half a surrogate pair
+        most = self.bounds.max_tool_output_chars
+        if len(text) <= most:
+            return text
+        begin, end = most - most // 2, most // 2
+        return text[:begin] + CUT.format(len(text) - most) + text[len(text) - end :]

@@ -1,0 +1,1 @@
+"""A locked-down process for code that a model wrote."""

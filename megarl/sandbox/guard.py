@@ -1,0 +1,78 @@
+"""Ends what a killed process leaves of the sandboxes that it was starting; a program of its own, which imports nothing.
+
+bubblewrap's processes end with the one that started them, but only once they have told the kernel so: one that is just
+being started stays if that process is killed. The guard has the reading end of a pipe whose writing end only that
+process has. When the pipe closes, it kills every bubblewrap whose command line has the process's mark, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+PAUSE_S = 0.05
+QUIET = 4  # looks without finding anything, after which it ends
+
+
+_STARTING = threading.Lock()
+
+
+def guard_of(owner: int, python: str) -> str:
+    """Return the mark for the command lines of the process `owner`, which is this one; its guard runs then.
+
+    `python`: the interpreter. A process that was forked from another one gets a guard of its own.
+    """
+    with _STARTING:
+        return _start_guard(owner, python)[0]
+
+
+@functools.cache
+def _start_guard(owner: int, python: str) -> tuple[str, subprocess.Popen[bytes]]:
+    mark = f"megarl-{owner}-{secrets.token_hex(8)}"
+    guard = subprocess.Popen(
+        [python, "-I", "-S", os.path.abspath(__file__), mark],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={},
+        cwd="/",
+        start_new_session=True,  # it has to outlive what is killed together with this process
+    )
+    return mark, guard
+
+
+def marked(owner: str) -> list[int]:
+    """Return the pids of the bubblewraps that a process has started. `owner`: its mark, or the beginning of it."""
+    found = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            with open(f"/proc/{int(name)}/cmdline", "rb") as file:
+                words = file.read().split(b"\0")
+            if words[0].endswith(b"bwrap") and any(word.startswith(owner.encode()) for word in words):
+                found.append(int(name))
+    return found
+
+
+def main() -> None:
+    """Wait for the end of the owner, then kill. Argument: the mark."""
+    mark, quiet = sys.argv[1], 0
+    while os.read(0, 1):
+        pass
+    while quiet < QUIET:
+        left = marked(mark)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        quiet = 0 if left else quiet + 1
+        time.sleep(PAUSE_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The Python installation and the libraries that a sandbox shows, and the ids under which its programs run."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+
+from megarl.sandbox.bounds import SandboxError
+
+SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32")
+_LINKED_LIBRARIES = ("/lib", "/lib32", "/lib64", "/libx32")
+# Above the ranges that users, services and containers get (systemd's table of ids), and below 2^31.
+FIRST_ID, ID_COUNT = 0x70000000, 0x0FF00000
+SLOTS_PER_PROCESS = 60
+NOBODY = 65534
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The part of the host that a sandboxed Python needs, to be mounted read-only at the same paths.
+
+    `links`: symbolic links of the root directory, as (path, target).
+    """
+
+    python: str
+    directories: tuple[str, ...]
+    files: tuple[str, ...]
+    links: tuple[tuple[str, str], ...]
+
+
+@cache
+def this_installation() -> Installation:
+    """Return the Python installation below this interpreter; of a virtual environment, the one below it."""
+    python = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
+    directories = [path for path in _LIBRARIES if os.path.isdir(path) and not os.path.islink(path)]
+    links = []
+    for path in (*_LIBRARIES, *_LINKED_LIBRARIES):
+        if os.path.islink(path):
+            links.append((path, os.readlink(path)))
+        elif path in _LINKED_LIBRARIES and os.path.isdir(path):
+            directories.append(path)
+    standard = os.path.dirname(os.path.realpath(sysconfig.get_path("stdlib")))
+    if not any(standard == each or standard.startswith(f"{each}/") for each in directories):
+        directories.append(standard)
+    return Installation(python, tuple(directories), ("/etc/ld.so.cache",), tuple(links))
+
+
+def find_program(name: str) -> str:
+    """Return the path of a program of the system; raises SandboxError naming the package that has it."""
+    path = shutil.which(name, path=SEARCHED)
+    if path is None:
+        package = {"bwrap": "bubblewrap"}.get(name, "util-linux")
+        raise SandboxError(
+            f"the program {name} was not found: install the package {package} (apt-get install {package})"
+        )
+    return os.path.realpath(path)
+
+
+def id_of_slot(pid: int, slot: int) -> int:
+    """Return a user id that nobody has, of its own for each run that can be made at the same time on this host.
+
+    The kernel counts the processes of a user, so two runs under one id could starve each other.
+    """
+    if not 0 <= slot < SLOTS_PER_PROCESS:
+        raise ValueError(f"slot {slot} of {SLOTS_PER_PROCESS}")
+    return FIRST_ID + (pid * SLOTS_PER_PROCESS + slot) % ID_COUNT
+
+
+@cache
+def check_unused(user: int) -> None:
+    """Raise SandboxError if the user database knows the id."""
+    try:
+        name = pwd.getpwuid(user).pw_name
+    except KeyError:
+        return
+    raise SandboxError(f"the user id {user}, one of those that the sandbox takes, belongs to {name}")

@@ -1,0 +1,279 @@
+"""Runs one program in a sandbox: starts it, feeds it, reads a bounded output, and ends every process of it.
+
+Every process of a run lives in a pid namespace, whose init is killed by `_end`, or by the kernel when the thread that
+started the run ends (PR_SET_PDEATHSIG, by bubblewrap's --die-with-parent); all others die with their init. A run has
+ended when its init has: the kernel reports that only after it has collected all the others.
+
+bubblewrap binds its processes to each other only late in their start. The program therefore begins only with a
+permission, which it gets once the init is known here; without one, what had begun to start ends by itself.
+`megarl.sandbox.guard` ends what is left if this process is killed in such a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from megarl.sandbox.bounds import LimitName, Limits, RunResult, SandboxError
+from megarl.sandbox.owned import OwnedDescriptors
+from megarl.sandbox.usage import usage
+
+END_S = 10.0  # for the kernel to end the processes
+WATCH_S = 0.1  # between two looks at the memory that a run holds
+_CHUNK = 1 << 16
+_STATUS_BYTES = 1 << 14
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Descriptors of a run on this side.
+
+    Attributes:
+        status: bubblewrap's report is read from it.
+        permits: a byte that is written into it lets the program begin.
+        cancelled: it becomes readable when the run shall end at once.
+    """
+
+    status: int
+    permits: int
+    cancelled: int
+
+
+class SupervisedRun:
+    """One run. Only the thread that made it may use it, and has to live as long as it."""
+
+    def __init__(self, limits: Limits, timeout_s: float, owned: OwnedDescriptors, watched: Watched) -> None:
+        self._limits = limits
+        self._began = time.monotonic()
+        self._timeout_s = timeout_s
+        self._owned, self._watched = owned, watched
+        self._selector = selectors.DefaultSelector()
+        self._texts: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray(), "status": bytearray()}
+        self._to_write = memoryview(b"")
+        self._limit: LimitName | None = None
+        self._init: int | None = None
+        self._init_handle: int | None = None
+        self._ended = self._stopping = False
+
+    def run(
+        self, command: Sequence[str], inherited: Sequence[int], stdin: bytes | int, stdout: int | None
+    ) -> RunResult:
+        """Start the command and stay with it to its end.
+
+        `inherited`: descriptors that it gets. `stdin`: its standard input, or a descriptor that becomes it. `stdout`: a
+        descriptor that becomes the standard output, which is then not read. These descriptors are closed here as soon
+        as it has started. Raises SandboxError if the sandbox could not be made, if the run was cancelled, and if
+        something of it could not be ended.
+        """
+        process = self._start(command, inherited, stdin, stdout)
+        stopped = False
+        try:
+            handle = self._owned.add(os.pidfd_open(process.pid))
+            self._register(process, handle)
+            stopped = self._follow()
+        finally:
+            self._end(process)
+        if stopped:
+            raise SandboxError("the run was cancelled")
+        return self._result(process)
+
+    def _start(
+        self, command: Sequence[str], inherited: Sequence[int], stdin: bytes | int, stdout: int | None
+    ) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            command,
+            pass_fds=inherited,
+            stdin=stdin if isinstance(stdin, int) else subprocess.PIPE,
+            stdout=subprocess.PIPE if stdout is None else stdout,
+            stderr=subprocess.PIPE,
+            env={},
+            cwd="/",
+            start_new_session=True,
+        )
+        self._to_write = memoryview(b"" if isinstance(stdin, int) else stdin)
+        self._owned.close(*inherited, *(each for each in (stdin, stdout) if isinstance(each, int)))
+        return process
+
+    def _register(self, process: subprocess.Popen[bytes], handle: int) -> None:
+        for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
+            if stream is not None:
+                os.set_blocking(stream.fileno(), False)
+                self._selector.register(stream.fileno(), selectors.EVENT_READ, name)
+        os.set_blocking(self._watched.status, False)
+        self._selector.register(self._watched.status, selectors.EVENT_READ, "status")
+        self._selector.register(handle, selectors.EVENT_READ, "ended")
+        self._selector.register(self._watched.cancelled, selectors.EVENT_READ, "cancelled")
+        if process.stdin is not None:
+            os.set_blocking(process.stdin.fileno(), False)
+            self._write(process.stdin)
+            if not process.stdin.closed:
+                self._selector.register(process.stdin.fileno(), selectors.EVENT_WRITE, process.stdin)
+
+    def _follow(self) -> bool:
+        """Feed and read until the program ends, reaches a limit, or the run is cancelled; return whether it was."""
+        deadline = self._began + self._timeout_s
+        watched = self._began
+        while not self._ended and self._limit is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._limit = "time"
+                return False
+            for key, _ in self._selector.select(min(left, WATCH_S)):
+                if key.data == "cancelled":
+                    return True
+                self._handle(key)
+            if time.monotonic() - watched >= WATCH_S and not self._ended:
+                self._watch()
+                watched = time.monotonic()
+        return False
+
+    def _handle(self, key: selectors.SelectorKey) -> None:
+        if key.data == "ended":
+            self._ended = True
+        elif isinstance(key.data, str):
+            self._read(key.fd, key.data)
+        else:
+            self._write(key.data)
+
+    def _read(self, descriptor: int, name: str) -> bool:
+        """Read what is there; return False at the end of the stream, which is then not looked at any more."""
+        try:
+            part = os.read(descriptor, _CHUNK)
+        except BlockingIOError:
+            return True
+        text = self._texts[name]
+        text += part
+        if not part:
+            self._selector.unregister(descriptor)
+        elif name == "status":
+            self._note_init(text)
+        most = _STATUS_BYTES if name == "status" else self._limits.output_kib << 10
+        if len(text) > most:
+            del text[most:]
+            if self._limit is None:
+                self._limit = "output"
+            return False
+        return bool(part)
+
+    def _write(self, stream: IO[bytes]) -> None:
+        try:
+            while self._to_write:
+                self._to_write = self._to_write[os.write(stream.fileno(), self._to_write[:_CHUNK]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:  # the program does not read its input
+            self._to_write = memoryview(b"")
+        with contextlib.suppress(KeyError):  # it is not registered yet
+            self._selector.unregister(stream.fileno())
+        stream.close()
+
+    def _note_init(self, status: bytearray) -> None:
+        """Take the pid of the namespace's init from bubblewrap's report."""
+        line, complete, _ = status.partition(b"\n")
+        if self._init is None and complete:
+            self._init = int(json.loads(line)["child-pid"])
+            with contextlib.suppress(ProcessLookupError, BrokenPipeError):
+                self._init_handle = self._owned.add(os.pidfd_open(self._init))
+                if not self._stopping:
+                    os.write(self._watched.permits, b"+")
+
+    def _watch(self) -> None:
+        """End the run if its processes together, or its files, have become too many."""
+        found = None if self._init is None else usage(self._init)
+        if found is None:
+            return
+        if found.memory_mib > self._limits.memory_mib:
+            self._limit = "memory"
+        elif found.entries > self._limits.entries:
+            self._limit = "disk"
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """End all processes of the run, read what is left of their output, and close everything.
+
+        Raises SandboxError if the kernel has not ended them in time.
+        """
+        try:
+            self._stopping = True
+            self._owned.close(self._watched.permits)
+            self._wait_for_init()
+            process.kill()
+            gone = self._end_init()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            if process.returncode is None or not gone:
+                raise SandboxError(f"the processes of a sandbox (pid {process.pid}) did not end in {END_S:g} s")
+            self._read_rest()
+        finally:
+            self._selector.close()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
+
+    def _wait_for_init(self) -> None:
+        """Wait until the init is known or the run has ended: a kill before that would leave a process behind."""
+        deadline = time.monotonic() + END_S
+        while not self._ended and self._init_handle is None and (left := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                if key.data in ("ended", "status"):
+                    self._handle(key)
+                else:
+                    self._selector.unregister(key.fd)  # a program has not begun, so there is nothing to feed or to read
+
+    def _end_init(self) -> bool:
+        """Kill the init of the namespace, and tell whether it and all below it have ended."""
+        if self._init_handle is None:
+            return self._ended
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._init_handle, signal.SIGKILL)
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._init_handle, selectors.EVENT_READ)
+            return bool(waiting.select(END_S))
+
+    def _read_rest(self) -> None:
+        """Read to the end what the processes had written; nobody can write any more."""
+        for key in list(self._selector.get_map().values()):
+            if key.data in self._texts:
+                while self._read(key.fd, key.data):
+                    if self._blocked(key.fd):
+                        break
+
+    @staticmethod
+    def _blocked(descriptor: int) -> bool:
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(descriptor, selectors.EVENT_READ)
+            return not waiting.select(0)
+
+    def _result(self, process: subprocess.Popen[bytes]) -> RunResult:
+        status = self._exit_status()
+        stderr = self._texts["stderr"].decode("utf-8", "replace")
+        if status is None and self._limit is None:
+            raise SandboxError(
+                f"the sandbox could not be made (bwrap ended with {process.returncode}): {stderr.strip()}"
+            )
+        if status == -signal.SIGXCPU:
+            self._limit = "cpu"
+        stdout = self._texts["stdout"].decode("utf-8", "replace")
+        status = status if self._limit in (None, "cpu") else None
+        return RunResult(status, stdout, stderr, self._limit, time.monotonic() - self._began)
+
+    def _exit_status(self) -> int | None:
+        """Return the program's status as bubblewrap reports it; None if the program was not started, or not waited for.
+
+        It reports 128 and the signal's number for a program that a signal has ended.
+        """
+        for line in self._texts["status"].splitlines():
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                if "exit-code" in record:
+                    code = int(record["exit-code"])
+                    return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code
+        return None

@@ -1,0 +1,138 @@
+"""A tool on another machine: a call is a POST of JSON, repeated where that is safe and within its time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from megarl.common.secret_references import resolved
+from megarl.tools.bounded_text import MAX_CHARACTERS, bounded
+from megarl.tools.tool import ToolAnswer
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+MAX_RESPONSE = 1 << 20  # bytes
+_BUSY = 429
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A try without an answer. `sent`: the other side may have acted on it. `pause_s`: what it asked to wait."""
+
+    message: str
+    sent: bool
+    pause_s: float = 0.0
+
+
+class HttpTool:
+    """The tool at `url`.
+
+    A call sends `{"name": ..., "arguments": {...}}`. The answer is a JSON object with `text`, and `error` if it is one;
+    any other answer is the text itself. `token`: `{env: NAME}`, the variable of a bearer token. A call that may have
+    reached the other side is repeated only if the tool is `idempotent`; one that did not, or that got status 429,
+    always. Redirects are not followed, and no proxy of the environment is used. Raises ValueError for a setting that
+    cannot be used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        description: str,
+        parameters: Mapping[str, Any],
+        token: Mapping[str, str] | None = None,
+        idempotent: bool = False,
+        max_characters: int = MAX_CHARACTERS,
+    ) -> None:
+        address = httpx.URL(url)
+        if address.scheme not in ("http", "https") or not address.host:
+            raise ValueError(f"the tool {name!r}: url is {url!r}, and has to begin with http:// or https://")
+        if parameters.get("type") != "object":
+            raise ValueError(f"the tool {name!r}: parameters has to be a JSON schema of type object")
+        if isinstance(token, str):
+            raise ValueError(f"the tool {name!r}: token has to be {{env: NAME}}, not the secret itself")
+        self.name, self.description, self.idempotent = name, description, idempotent
+        self.parameters = dict(parameters)
+        self._url, self._max_characters = address, max_characters
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}  # its size is bounded as it is sent
+        if token is not None:
+            headers["Authorization"] = f"Bearer {resolved({'token': token}, f'tool {name}')['token']}"
+        self._client = httpx.AsyncClient(headers=headers, trust_env=False, follow_redirects=False)
+
+    async def call(self, arguments: Mapping[str, Any], *, timeout_s: float) -> ToolAnswer:
+        """Send the call until there is an answer, it must not be sent again, or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        pause, tries, last = FIRST_PAUSE_S, 0, "no try was made"
+        while True:
+            tries += 1
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    outcome = await self._send(arguments)
+            except TimeoutError:
+                return self._error(f"no answer in {timeout_s:g} s (try {tries}; before: {last})")
+            if isinstance(outcome, ToolAnswer):
+                return outcome
+            last = outcome.message
+            if outcome.sent and not self.idempotent:
+                return self._error(f"{last}; it may have been done, so it was not sent again")
+            wait = max(pause, outcome.pause_s)
+            if time.monotonic() + wait >= deadline:
+                return self._error(f"{last} ({tries} tries in {timeout_s:g} s)")
+            await asyncio.sleep(wait)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _send(self, arguments: Mapping[str, Any]) -> ToolAnswer | _Failed:  # noqa: PLR0911  # one for each end
+        """Send the call once."""
+        content = {"name": self.name, "arguments": dict(arguments)}
+        try:
+            async with self._client.stream("POST", self._url, json=content, timeout=None) as response:
+                if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
+                    return self._error(f"its answer has the encoding {coding[:40]!r}, which was not asked for")
+                body = bytearray()
+                async for part in response.aiter_raw():
+                    body += part
+                    if len(body) > MAX_RESPONSE:
+                        return self._error(f"its answer is longer than {MAX_RESPONSE} bytes")
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            return _Failed(f"no connection: {type(error).__name__}", sent=False)
+        except httpx.HTTPError as error:
+            return _Failed(f"the connection failed: {type(error).__name__}", sent=True)
+        if response.status_code == _BUSY:
+            return _Failed("it is busy (status 429)", sent=False, pause_s=_seconds(response.headers.get("Retry-After")))
+        if response.status_code >= 500:
+            return _Failed(f"status {response.status_code}", sent=True)
+        return self._read(response.status_code, body.decode("utf-8", "replace"))
+
+    def _read(self, status: int, text: str) -> ToolAnswer:
+        if not 200 <= status < 300:
+            return self._error(f"status {status}: {text[:500]}")
+        try:
+            answer = json.loads(text)
+        except (ValueError, RecursionError):
+            return ToolAnswer(bounded(text, self._max_characters))
+        if isinstance(answer, dict) and isinstance(answer.get("text"), str):
+            return ToolAnswer(bounded(answer["text"], self._max_characters), answer.get("error") is True)
+        return ToolAnswer(bounded(text, self._max_characters))
+
+    def _error(self, message: str) -> ToolAnswer:
+        return ToolAnswer(bounded(f"error: {self.name}: {message}", self._max_characters), error=True)
+
+
+def _seconds(header: str | None) -> float:
+    """Return the seconds of a Retry-After; 0 for a date, which a peer's clock would decide about."""
+    try:
+        seconds = float(header or 0)
+    except ValueError:
+        return 0.0
+    return seconds if math.isfinite(seconds) and seconds > 0 else 0.0

@@ -1,0 +1,87 @@
+"""The tool that runs Python programs of a model in the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.sandbox.availability import require_sandbox
+from megarl.sandbox.bounds import Limits, RunResult, SandboxError
+from megarl.sandbox.runner import Sandbox
+from megarl.tools.bounded_text import MAX_CHARACTERS, bounded
+from megarl.tools.tool import ToolAnswer
+
+_ENDED = {
+    "time": "the program did not end in time and was killed",
+    "cpu": "the program used more processor time than it may and was killed",
+    "memory": "the program used more memory than it may and was killed",
+    "output": "the program wrote more output than it may and was killed",
+    "disk": "the program made more files than it may and was killed",
+}
+
+
+class PythonTool:
+    """The tool `python`. Each call is a process of its own, so it may be repeated.
+
+    `limits`: those of each program; `slots`: programs at once (default: one for each core); `packages`: directories
+    that programs can import from, such as a `site-packages`. Raises SandboxError if this machine has no sandbox.
+    """
+
+    idempotent = True
+
+    def __init__(
+        self,
+        name: str = "python",
+        *,
+        limits: Limits = Limits(),  # noqa: B008  # it is frozen
+        slots: int | None = None,
+        packages: Sequence[str] = (),
+        queue_s: float = 60.0,
+        max_characters: int = MAX_CHARACTERS,
+    ) -> None:
+        require_sandbox()
+        self.name = name
+        self.description = (
+            "Run a Python program and return what it prints. Each program starts from nothing; it has no network, and "
+            "its files are gone when it ends."
+        )
+        self.parameters: dict[str, Any] = {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "the program; print what you want to see"}},
+            "required": ["code"],
+        }
+        self._limits, self._max_characters = limits, max_characters
+        self._sandbox = Sandbox(limits, slots=slots, queue_s=queue_s, packages=packages)
+
+    async def call(self, arguments: Mapping[str, Any], *, timeout_s: float) -> ToolAnswer:
+        """Run `arguments["code"]`. Its time is the smaller one of `timeout_s` and the limits'.
+
+        The wait for a place comes on top, and is bounded by `queue_s`.
+        """
+        code = arguments.get("code")
+        if not isinstance(code, str):
+            return ToolAnswer(f"error: {self.name} needs the argument `code`, a string", error=True)
+        if unknown := sorted(set(arguments) - {"code"}):
+            return ToolAnswer(f"error: {self.name} has no argument {unknown[0][:80]!r}", error=True)
+        try:
+            result = await self._sandbox.run(code, timeout_s=min(timeout_s, self._limits.timeout_s))
+        except (SandboxError, OSError) as error:  # of the latter kind: no descriptor or process is left
+            return ToolAnswer(bounded(f"error: the program was not run: {error}", self._max_characters), error=True)
+        return ToolAnswer(bounded(told(result), self._max_characters), error=not result.ok)
+
+    async def close(self) -> None:
+        """End the programs that run."""
+        await asyncio.to_thread(self._sandbox.close)
+
+
+def told(result: RunResult) -> str:
+    """Return what the model is told of a run: its output, its errors, and how it ended if that was not by itself."""
+    parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
+    if result.limit is not None:
+        parts.append(f"error: {_ENDED[result.limit]}")
+    elif result.status is not None and result.status < 0:
+        parts.append(f"error: the program was ended by signal {-result.status}")
+    elif result.status and not result.stderr:
+        parts.append(f"error: the program ended with status {result.status}")
+    return "\n".join(part for part in parts if part) or "(the program printed nothing)"

@@ -1,0 +1,56 @@
+"""The ports of Ray's agents are kept for them, and Ray is told to use these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.cluster.nodes import raylet
+from megarl.cluster.ray_head import RAY_PORTS, RayHead, RayShare, patched_start
+from megarl.common.reserved_ports import ReservedPorts
+
+
+def given_to_ray() -> list[int]:
+    """The ports that Ray's parameters have when they are made now."""
+    from ray._private import parameter
+
+    made = parameter.RayParams()
+    return [made.metrics_export_port, made.metrics_agent_port, made.runtime_env_agent_port]
+
+
+def test_ray_is_given_the_reserved_ports() -> None:
+    with ReservedPorts(RAY_PORTS) as reserved:
+        with patched_start(reserved):
+            assert given_to_ray() == reserved.ports
+        assert given_to_ray() != reserved.ports
+
+
+def test_a_head_starts_ray_with_ports_that_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    def init(**options: object) -> SimpleNamespace:
+        seen.append(given_to_ray())
+        return SimpleNamespace(address_info={"gcs_address": "127.0.0.1:1"})
+
+    monkeypatch.setattr("ray.init", init)
+    head = RayHead(RayShare(1, 0, {}), "namespace", tmp_path, 30.0, tmp_path / "private")
+    head.start()
+    assert seen == [head.ports.ports] and len(set(seen[0])) == RAY_PORTS
+
+
+def test_the_raylet_of_a_further_node_gets_the_ports_that_its_process_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+
+    def node(self: object, parameters: object, **options: object) -> None:
+        seen.append(given_to_ray())
+
+    monkeypatch.setattr("ray._private.node.Node.__init__", node)
+    monkeypatch.setattr("ray._private.node.Node.__del__", lambda self: None, raising=False)
+    monkeypatch.setenv("MEGARL_NODE_ADDRESS", "127.0.0.1")
+    with ReservedPorts(RAY_PORTS) as reserved:
+        raylet._start("127.0.0.1:1", RayShare(0, 0, {}), tmp_path, reserved)
+        assert seen == [reserved.ports]

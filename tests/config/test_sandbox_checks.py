@@ -1,0 +1,49 @@
+"""A config whose reward runs programs is refused where it could not run them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.config import sandbox_checks
+from megarl.config.sandbox_checks import sandbox_problems
+from tests.support.configs import config
+
+
+def problems(reward: dict[str, Any], *, here: bool = True) -> list[str]:
+    return list(sandbox_problems(config("model", reward=reward), here=here))
+
+
+def test_a_reward_that_runs_no_programs_needs_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_checks, "sandbox_problem", lambda: "no bwrap")
+    assert problems({"function": "math"}) == []
+    assert problems({"function": "code"}, here=False) == []
+    (problem,) = problems({"function": "code"})
+    assert problem.startswith("reward.function: code runs programs in a sandbox") and problem.endswith("no bwrap")
+
+
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        ({"kwargs": {"colour": 1}}, "colour"),
+        ({"kwargs": {"timeout_s": -1}}, "timeout_s"),
+        ({"kwargs": {"packages": ["/nowhere/at/all"]}}, "packages"),
+        ({"kwargs": {"timeout_s": 10.0}}, "not below reward.timeout_s=10"),
+        ({"memory_gib": 0.25}, "more than reward.memory_gib=0.25"),
+    ],
+)
+def test_settings_that_cannot_work(reward: dict[str, Any], told: str) -> None:
+    (problem,) = problems({"function": "code", **reward}, here=False)
+    assert problem.startswith("reward.kwargs: ") and told in problem
+
+
+def test_tools_that_need_a_sandbox_are_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = [{"kind": "calculator"}, {"kind": "python"}]
+    chosen = config("model", agent={"loop": "tool_agent"}, tools=tools)
+    monkeypatch.setattr(sandbox_checks, "sandbox_problem", lambda: "no bubblewrap; install it")
+    (problem,) = sandbox_problems(chosen, here=True)
+    assert problem.startswith("tools.1: python runs programs in a sandbox") and problem.endswith("install it")
+    assert list(sandbox_problems(chosen, here=False)) == []
+    monkeypatch.setattr(sandbox_checks, "sandbox_problem", lambda: None)
+    assert list(sandbox_problems(chosen, here=True)) == []

@@ -1,0 +1,57 @@
+"""A controller that dies: what was open goes on at the next one, from the tokens that the door has."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from megarl.rollout.foreign_requests import ForeignRequests
+from megarl.rollout.requests import GenerateRequest
+from tests.support.door_requests import generate
+from tests.support.door_stand_in import LocalForeignController, Parts
+from tests.support.waiting import wait_until
+
+
+def count(request: GenerateRequest) -> list[int]:
+    """Counts on from the last token, within the vocabulary."""
+    last = request.prompt_ids[-1]
+    return [4 + (last - 4 + i) % 90 for i in range(1, request.sampling.max_tokens + 1)]
+
+
+def test_requests_go_on_at_a_new_controller(doors) -> None:
+    door = doors(count, pace_s=0.01)
+
+    def die(parts: Parts) -> None:
+        parts.controller.dead = True
+        parts.controller.requests.close()
+
+    def replace(parts: Parts) -> None:
+        parts.controller = LocalForeignController(ForeignRequests(parts.fleet, serves=True))
+
+    with ThreadPoolExecutor(2) as threads:
+        asked = threads.submit(generate, door, [10], max_tokens=100)
+        wait_until(lambda: door.call(lambda parts: bool(parts.replicas[0].asked)), 30, "the request to begin")
+        door.call(die)
+        later = threads.submit(generate, door, [30], max_tokens=3)
+        door.call(replace)
+        assert asked.result(60)["choices"][0]["token_ids"] == [4 + (6 + i) % 90 for i in range(1, 101)]
+        assert later.result(60)["choices"][0]["token_ids"] == [31, 32, 33]
+
+
+def test_requests_of_one_turn_share_a_call(doors) -> None:
+    door = doors(count)
+    before = door.call(lambda parts: parts.controller.calls)
+    generate(door, [10], max_tokens=3, n=50)
+    assert door.call(lambda parts: parts.controller.calls) == before + 1
+    assert len(door.call(lambda parts: parts.replicas[0].asked)) == 50
+
+
+def test_a_lost_replica_costs_nothing_but_time(doors) -> None:
+    door = doors(count, count=2)
+    first = door.call(lambda parts: parts.replicas[0])
+    first.pause_after = 50
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(generate, door, [10], max_tokens=100)
+        wait_until(lambda: not first.going.is_set(), 60, "half of the response")
+        door.call(lambda parts: setattr(parts.replicas[0], "dead", True))
+        assert asked.result(60)["choices"][0]["token_ids"] == [4 + (6 + i) % 90 for i in range(1, 101)]
+    assert door.call(lambda parts: parts.fleet.serving) == [1]

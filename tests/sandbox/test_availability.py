@@ -1,0 +1,112 @@
+"""A machine without a sandbox is told what to install or to allow; it never gets a weaker one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.sandbox import availability, installation, runner
+from megarl.sandbox.availability import remedy, require_sandbox, sandbox_problem
+from megarl.sandbox.bounds import SandboxError
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """The answers for this machine are remembered; these tests change the machine."""
+    remembered = (sandbox_problem, runner._programs)
+    for each in remembered:
+        each.cache_clear()
+    yield
+    for each in remembered:
+        each.cache_clear()
+
+
+def fake_bwrap(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "bwrap"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(installation, "SEARCHED", f"{folder}:{installation.SEARCHED}")
+
+
+def test_this_machine_has_one() -> None:
+    assert sandbox_problem() is None
+    require_sandbox()
+
+
+def test_a_missing_program_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(installation, "SEARCHED", str(tmp_path))
+    assert "apt-get install bubblewrap" in str(sandbox_problem())
+    with pytest.raises(SandboxError, match="install the package bubblewrap"):
+        require_sandbox()
+    fake_bwrap(tmp_path, "echo bubblewrap 0.8.0", monkeypatch)
+    monkeypatch.setattr(installation, "SEARCHED", str(tmp_path))
+    sandbox_problem.cache_clear()
+    assert "apt-get install util-linux" in str(sandbox_problem())
+
+
+def test_an_old_bubblewrap_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_bwrap(tmp_path, "echo bubblewrap 0.6.1", monkeypatch)
+    assert sandbox_problem() == "bubblewrap 0.6.1 is too old for the sandbox: install 0.8 or later"
+
+
+def test_a_bubblewrap_that_may_make_no_namespace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    refused = "bwrap: Creating new namespace failed: Operation not permitted"
+    fake_bwrap(
+        tmp_path, f'[ "$1" = --version ] && echo bubblewrap 0.8.0 || {{ echo {refused} >&2; exit 1; }}', monkeypatch
+    )
+    problem = str(sandbox_problem())
+    assert refused in problem and "--cap-add SYS_ADMIN" in problem
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "told"),
+    [
+        ("--seccomp", 1, "there is no system call filter"),
+        ("--unshare-net", 0, "these namespaces of the host are not left: net"),
+        ("--unshare-pid", 0, "these namespaces of the host are not left: pid"),
+    ],
+)
+def test_a_program_that_is_not_locked_down_is_no_sandbox(
+    option: str, values: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "command", without(option, values))
+    assert told in str(sandbox_problem())
+
+
+def without(option: str, values: int) -> object:
+    """The command line without one of its options."""
+    real = runner.command
+
+    def shortened(*args: object, **kwargs: object) -> list[str]:
+        line = real(*args, **kwargs)  # type: ignore[arg-type]
+        place = line.index(option)
+        return line[:place] + line[place + 1 + values :]
+
+    return shortened
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        ("unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
+        ("apparmor_restrict_unprivileged_userns", "1", "AppArmor profile"),
+        ("max_user_namespaces", "0", "user.max_user_namespaces"),
+    ],
+)
+def test_a_setting_of_the_kernel_is_named(path: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert told in remedy("No permissions", lambda name: value if name.endswith(path) else None)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)  # root does not need user namespaces
+    assert told not in remedy("No permissions", lambda name: value if name.endswith(path) else None)
+
+
+def test_a_container_that_masks_proc_is_told() -> None:
+    assert "systempaths=unconfined" in remedy("bwrap: Can't mount proc on /newroot/proc: Operation not permitted")
+
+
+def test_an_unknown_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability.platform, "machine", lambda: "riscv64")
+    assert "riscv64" in str(sandbox_problem())

@@ -1,0 +1,61 @@
+"""`make agents`, and its controls: the model learns to call the calculator, from the rewards, and needs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkout import ROOT
+from tests.support.run import start
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The problems and the warm-started checkpoint, made once."""
+    out = tmp_path_factory.mktemp("agents") / "assets"
+    command = [sys.executable, "-m", "megarl.quickstart", "--task", "calculator", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=600)
+    return out
+
+
+def trained(assets: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
+    """The summary of a run of agents_cpu.yaml."""
+    heldout = f'[{{"name": "products", "path": "{assets / "heldout.jsonl"}"}}]'
+    process = start(
+        ROOT / "examples/rl/configs/agents_cpu.yaml",
+        f"run.dir={run_dir}",
+        f"model.path={assets / 'model'}",
+        f"data.path={assets / 'train.jsonl'}",
+        f"evaluation.sets={heldout}",
+        *overrides,
+    )
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output[-4000:]
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    assert summary["eval_before"]["n"] == summary["eval_after"]["n"] >= 500
+    return summary
+
+
+def test_it_learns_to_call_the_tool(assets: Path, tmp_path: Path) -> None:
+    summary = trained(assets, tmp_path / "run")
+    for mode in ("greedy", "sampled"):
+        assert summary["eval_before"][mode] < 0.30 and summary["eval_after"][mode] > 0.80, (mode, summary)
+
+
+def test_permuted_rewards_teach_nothing(assets: Path, tmp_path: Path) -> None:
+    summary = trained(assets, tmp_path / "run", "algorithm.permute_rewards=true")
+    for mode in ("greedy", "sampled"):
+        assert summary["eval_after"][mode] < 0.30, (mode, summary)
+
+
+def test_without_the_tool_it_can_only_guess(assets: Path, tmp_path: Path) -> None:
+    summary = trained(assets, tmp_path / "run", "agent.loop=single_turn", "tools=[]")
+    for mode in ("greedy", "sampled"):
+        assert summary["eval_after"][mode] < 0.40, (mode, summary)
