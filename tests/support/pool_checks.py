@@ -22,7 +22,8 @@ GONE_S = 30.0
 
 
 def serve(pool: TestPool, version: int) -> None:
-    """Do what a weight sync ends with, here without new weights."""
+    """Do what the trainer does around a weight sync, here without new weights."""
+    pool.client.announce(version)  # a group can finish with tokens of the version before the last line is reached
     for replica in pool.client.engine_handles().replicas():
         replica.call("set_weight_version", str(version), timeout_s=60)
     pool.client.set_version(version)
