@@ -23,7 +23,7 @@ SIZES = {
     "algorithm.overlong.buffer_tokens", "batch.groups", "batch.samples_per_group", "sampling.max_tokens",
     "data.path", "data.max_prompt_tokens", "reward.function", "reward.workers", "evaluation.sets",
     "rollout.replicas", "rollout.tensor_parallel", "rollout.gpus_per_node", "rollout.devices",
-    "rollout.device_memory_gib", "rollout.max_num_seqs", "queue.storage_units",
+    "rollout.device_memory_gib", "rollout.max_num_seqs", "rollout.group_deadline_s", "queue.storage_units",
     "timeouts.collective_s", "timeouts.rpc_s", "timeouts.generate_s", "timeouts.weight_sync_s",
     "timeouts.engine_start_s",
 }  # fmt: skip
@@ -54,6 +54,18 @@ def test_a_twin_keeps_every_kind_of_parallelism_and_of_penalty(name: str, tmp_pa
         of_recipe, of_twin = (getattr(each.trainer.parallel, size) for each in (whole, small))
         assert (of_recipe > 1) == (of_twin > 1), size
     assert (whole.algorithm.overlong.buffer_tokens > 0) == (small.algorithm.overlong.buffer_tokens > 0)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_asynchronous_recipe_waits_for_no_group_without_end(name: str) -> None:
+    """Three times what the longest response takes at 30 tokens per second, as docs/recipes.md says."""
+    whole = config_of(recipe(name))
+    deadline = whole.rollout.group_deadline_s
+    if whole.admission.mode == "one_step_off":
+        assert deadline is None
+    else:
+        assert deadline is not None
+        assert 3 * whole.sampling.max_tokens / 30 <= deadline <= whole.timeouts.generate_s / 2
 
 
 def test_a_change_of_the_algorithm_would_be_seen() -> None:

@@ -63,6 +63,8 @@ def twin(name: str, directory: Path) -> dict[str, Any]:
         "timeouts": {"collective_s": 120, "rpc_s": 60, "generate_s": 180, "weight_sync_s": 120, "engine_start_s": 300},
         **{f"trainer__parallel__{size}": min(ways, RANKS) for size, ways in _parallel_sizes(whole).items()},
     }
+    if "group_deadline_s" in whole["rollout"]:
+        changes["rollout__group_deadline_s"] = 120.0  # so long that it comes for nothing that works
     if buffer:
         changes["algorithm__overlong__buffer_tokens"] = max(
             1, buffer * RESPONSE_TOKENS // whole["sampling"]["max_tokens"]
