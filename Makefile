@@ -10,11 +10,16 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-deps
 # The environment of a CUDA machine: the locked torch and vLLM differ from those of .venv.
 GPU_VENV := .venv-gpu
 GPU_PY := $(GPU_VENV)/bin/python
+# The environment of environments (verifiers, reasoning-gym), whose pins clash with those of .venv.
+ENV_VENV := .venv-environments
+ENV_PY := $(ENV_VENV)/bin/python
+# Published implementations that tests compare with (verl, AReaL).
+ORACLES ?= .oracles
 GPU_PIP := $(GPU_PY) -m pip install -qq --disable-pip-version-check --no-deps
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-all lint docs clean \
+.PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-environments test-oracles test-all lint docs clean \
         test-slow-models test-slow-trainer test-slow-pool test-slow-system
 
 help:  ## Show this list.
@@ -30,10 +35,20 @@ $(VENV)/.ready: requirements/cpu.lock pyproject.toml
 	$(PIP) --no-build-isolation -e .
 	touch $@
 
+setup-environments: $(ENV_VENV)/.ready  ## Make .venv-environments from requirements/environments.lock (docs/environments.md).
+
+$(ENV_VENV)/.ready: requirements/environments.lock
+	@echo "setting up $(ENV_VENV) from requirements/environments.lock (about a minute)"
+	$(PYTHON) -m venv $(ENV_VENV)
+	$(ENV_PY) -m pip install -qq --disable-pip-version-check --no-deps -r requirements/environments.lock
+	touch $@
+
 setup-test: $(VENV)/.ready-test
 
-$(VENV)/.ready-test: $(VENV)/.ready requirements/test.lock
+$(VENV)/.ready-test: $(VENV)/.ready requirements/test.lock requirements/mlflow.lock
 	$(PIP) -r requirements/test.lock
+	rm -rf $(VENV)/mlflow
+	$(PIP) --target $(VENV)/mlflow -r requirements/mlflow.lock
 	touch $@
 
 setup-gpu: $(GPU_VENV)/.ready  ## Make .venv-gpu from requirements/gpu.lock on a machine with CUDA (docs/install.md).
@@ -67,20 +82,28 @@ $(GPU_VENV)/.kernels: $(GPU_VENV)/.packages
 
 quickstart: setup  ## The main job, end to end on a CPU: Megatron TP=2 + vLLM + Ray, 2 to 6 minutes on 2 cores.
 	$(PY) -m megarl.quickstart --out runs/quickstart/assets
-	$(VENV)/bin/torchrun --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/quickstart_cpu.yaml
+	$(VENV)/bin/torchrun --rdzv-backend megarl --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/quickstart_cpu.yaml
 
 agents: setup  ## A tool agent on a CPU: a small model learns to call a calculator, up to 10 minutes on 2 cores.
 	$(PY) -m megarl.quickstart --task calculator --out runs/agents/assets
-	$(VENV)/bin/torchrun --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/agents_cpu.yaml
+	$(VENV)/bin/torchrun --rdzv-backend megarl --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/agents_cpu.yaml
 
-test: setup-test  ## Every part: real Megatron, vLLM and Ray; about 14 minutes on 2 cores. Needs bubblewrap (tools/sandbox_tools.sh).
+test: setup-test  ## Every part: real Megatron, vLLM and Ray; about 14 minutes on 2 cores. Needs bubblewrap (tools/sandbox_tools.sh), and Chromium and Node.js for a page and a trace (tools/browser_tools.sh).
 	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs -n 2 --dist loadfile --no-loadscope-reorder
 
-test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; about 13 minutes.
+test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; about 27 minutes.
 	$(PY) -m pytest tests/system -m "not slow"
 
-test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), up to 15 minutes.
+test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), about 20 minutes.
 	$(PY) -m pytest tests/jobs -m cluster
+
+test-environments: setup-test setup-environments  ## verifiers' client, server and environments, and one that is trained; about 10 minutes.
+	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/door/test_verifiers_client.py tests/environments \
+	  tests/system/test_verifiers_training.py
+
+test-oracles: setup-test  ## Losses, advantages and corrections against verl's and AReaL's own functions; 2 minutes.
+	tools/oracles.sh $(ORACLES) $(abspath $(PY))
+	MEGARL_ORACLES=$(abspath $(ORACLES)) $(PY) -m pytest -m oracle tests/algorithms
 
 # The full matrices, in parts meant for 30 minutes each; docs/benchmarks.md has what was measured.
 test-slow-models: setup-test  ## Every family through every layout, loader, exporter and converter.
@@ -95,7 +118,7 @@ test-slow-pool: setup-test  ## Slow tests of engines, replicas and weight sync.
 test-slow-system: setup-test  ## Slow whole runs: random kills, learning and its control.
 	$(PY) -m pytest -m slow tests/system
 
-test-all: test test-system test-slow-models test-slow-trainer test-slow-pool test-slow-system  ## All of the targets above but test-cluster.
+test-all: test test-system test-environments test-oracles test-slow-models test-slow-trainer test-slow-pool test-slow-system  ## All of the targets above but test-cluster.
 
 soak: setup  ## A run under faults drawn from a table against one without, and its groups counted again, up to 20 minutes.
 	$(PY) benchmarks/soak.py
@@ -106,7 +129,7 @@ lint: setup-test  ## ruff, mypy and the layers (import-linter).
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
 
-docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md and the scripts in launch/ from the code.
+docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.json and the scripts in launch/ from the code.
 	$(VENV)/bin/megarl docs
 	$(PY) -m megarl.cluster.nodes scripts
 

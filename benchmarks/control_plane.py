@@ -8,9 +8,9 @@ reward, the queue, Ray, and the way of every token between the processes. Stand-
 that answer after the time of their tokens, and a trainer that takes each batch, fetches its rows, commits it and
 publishes the next version. Groups have 16 samples of 256 to 500 tokens.
 
-The number of trajectories in flight is held by admission, at most three steps above the number asked for; the replicas'
-speed is such that `--rate` trajectories per second would finish, with so many in flight, if nothing else took time. So
-the load is the same for every number in flight. Rows:
+The number of trajectories in flight is held by admission, three steps above the number asked for, which is rounded up
+to whole steps. The replicas' speed is such that `--rate` trajectories per second would finish, with so many in flight,
+if nothing else took time. So the load is the same for every number in flight. Rows:
 
 - rate: finished trajectories per second, with most in flight / 1,000;
 - in flight: trajectories in flight, median over the steps / the number asked for, the smaller of the two ratios;
@@ -53,11 +53,14 @@ MEASUREMENTS = 25  # of memory, over the run
 PARTS = {
     "ray::RolloutController": "controller",
     "ray::ProfiledController": "controller",
+    "ray::WatchedController": "controller",
+    "ray::WatchedWorker": "workers",
     "ray::TransferQueueController": "queue",
     "ray::SimpleStorageUnit": "queue",
     "ray::TimedReplica": "stand-ins",
+    "ray::TurnReplica": "stand-ins",
 }
-CONTROL_PLANE = ("controller", "rewards", "queue", "ray")  # the parts that the cost counts
+CONTROL_PLANE = ("controller", "workers", "rewards", "queue", "ray")  # the parts that the cost counts
 KEPT = ("controller", "rewards", "queue")  # the parts whose memory counts
 
 
@@ -175,9 +178,9 @@ def config_of(options: argparse.Namespace, directory: Path, in_flight: int) -> d
 def steps_ahead(options: argparse.Namespace, in_flight: int) -> int:
     """Return the steps whose trajectories admission allows at once.
 
-    Two more than asked for: one that is taken, and one that is ready or half of it.
+    Three more than asked for: one that is taken, and two that may be ready.
     """
-    return -(-in_flight // (options.groups * SAMPLES_PER_GROUP)) + 2
+    return -(-in_flight // (options.groups * SAMPLES_PER_GROUP)) + 3
 
 
 def responses(directory: Path) -> list[Response]:
@@ -278,7 +281,7 @@ def main() -> int:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1000, 10_000], help="trajectories, ascending")
     parser.add_argument("--trajectories", type=int, default=100_000, help="finished ones measured with most in flight")
     parser.add_argument("--fewer", type=int, default=20_000, help="finished ones measured with fewer in flight")
-    parser.add_argument("--rate", type=float, default=1100.0, help="trajectories per second that the replicas offer")
+    parser.add_argument("--rate", type=float, default=1250.0, help="trajectories per second that the replicas offer")
     parser.add_argument("--groups", type=int, default=25, help="groups per step")
     parser.add_argument("--reward-workers", type=int, default=1)
     parser.add_argument("--profile", type=Path, help="write cProfile's data of the controller to FILE.IN_FLIGHT")

@@ -7,7 +7,7 @@ import cProfile
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from megarl.rollout.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
 from megarl.rollout.replica import ReplicaSpec, replica_name
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import EngineReport, ResponsePart
+from megarl.rollout.shared_calls import CallDesk, CallResults, SharedCall
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 SHORTEST, LONGEST = 256, 500
 CALL_TIMEOUT_S = 300.0
+CALLS_AT_ONCE = 20_000  # of one actor: each second turn of an agent is a call of its own
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,24 @@ class TimedReplica:
         self._rng = random.Random(index)
         self._version = 0
         self._open: dict[str, _Open] = {}
+        self._desk = CallDesk(lambda method, args: getattr(self, method)(*args))
+
+    async def begin_calls(self, link: str, calls: Sequence[SharedCall]) -> None:
+        self._desk.begin(link, calls)
+
+    async def take_answers(self, link: str, seen: int, wait_s: float) -> CallResults:
+        return await self._desk.take(link, seen, wait_s)
 
     async def generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
         """Start to work on requests, then `report` on them."""
         now = time.monotonic()
         for request in requests:
-            ids = self._rng.choice(self._responses).of_length(self._rng.randint(SHORTEST, LONGEST))
-            self._open[request.request_id] = _Open(ids, self._version, now)
+            self._open[request.request_id] = _Open(self._respond(request), self._version, now)
         return await self.report({request.request_id: 0 for request in requests}, wait_s)
+
+    def _respond(self, request: GenerateRequest) -> list[int]:
+        """Return the token ids of the response, LONGEST at most."""
+        return self._rng.choice(self._responses).of_length(self._rng.randint(SHORTEST, LONGEST))
 
     async def report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
         """Return the new tokens: when all responses have taken their time, and after `wait_s` at the latest."""
@@ -132,13 +144,19 @@ class ActorPool:
         responses: list[Response],
         cwd: str,
         profile: str | None,
+        *,
+        replica_kind: type[TimedReplica] = TimedReplica,
+        controller_kind: type[RolloutController] = RolloutController,
     ) -> ActorPool:
-        """Start the stand-ins and the real controller, which starts the real queue and the reward processes."""
+        """Start the stand-ins and the real controller, which starts the real queue and the reward processes.
+
+        With a `profile` the controller is a ProfiledController.
+        """
         import ray
 
-        shared: dict[str, Any] = {"namespace": spec.namespace, "num_cpus": 1, "max_concurrency": 1000}
+        shared: dict[str, Any] = {"namespace": spec.namespace, "num_cpus": 1, "max_concurrency": CALLS_AT_ONCE}
         engines = [
-            ray.remote(TimedReplica)
+            ray.remote(replica_kind)
             .options(name=replica_name(index), resources={ENGINE_RESOURCE: 1}, **shared)
             .remote(index, seconds_per_token, responses)
             for index in range(replicas)
@@ -146,7 +164,7 @@ class ActorPool:
         ray.get([each.ready.remote() for each in engines], timeout=CALL_TIMEOUT_S)
         more = {} if profile is None else {"profile": profile}
         controller = (
-            ray.remote(RolloutController if profile is None else ProfiledController)
+            ray.remote(controller_kind if profile is None else ProfiledController)
             .options(name="controller", resources={ROLLOUT_RESOURCE: 1}, **shared)
             .remote(spec, partition, cwd=cwd, **more)
         )

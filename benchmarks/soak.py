@@ -52,6 +52,9 @@ from soak_processes import processes_left  # noqa: E402
 from soak_reward import marked  # noqa: E402
 from whole_run import environment  # noqa: E402
 
+from megarl.checkpoint.save.history import ROLLED_BACK  # noqa: E402
+from megarl.common.line_parts import read_lines  # noqa: E402
+
 QUICKSTART = ROOT / "examples" / "rl" / "configs" / "quickstart_cpu.yaml"
 POINTS = 3.0  # of accuracy, that the disturbed run may differ
 REPLICAS, STALENESS = 2, 4
@@ -82,6 +85,7 @@ class SoakOutcome:
     happened: list[Happened] = field(default_factory=list)
     late_rewards: int = 0
     rolled_back: list[dict[str, Any]] = field(default_factory=list)  # records of steps that a resume has discarded
+    engine_start_s: float | None = None  # see Injector
     left: list[str] = field(default_factory=list)
     failure: str = ""
 
@@ -169,6 +173,7 @@ def run_once(
     finally:
         problem = injector.stop()
     outcome.happened, outcome.late_rewards = injector.happened, marked(marks(run_dir))
+    outcome.engine_start_s = injector.engine_start_s
     outcome.left = processes_left(run_dir, LEAVE_S)
     outcome.rolled_back = read_rolled_back(run_dir)
     note_effects(outcome)
@@ -182,8 +187,7 @@ def run_once(
 
 def read_rolled_back(run_dir: Path) -> list[dict[str, Any]]:
     """Return the records of steps that a resume has discarded."""
-    path = run_dir / "rolled_back.jsonl"
-    records = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.is_file() else [])
+    records = map(json.loads, read_lines(run_dir / ROLLED_BACK))
     return [record for record in records if record["file"] == "metrics.jsonl" and "time/step" in record]
 
 
@@ -267,7 +271,7 @@ def fault_rows(outcome: SoakOutcome, faults: Sequence[Fault]) -> list[Ratio]:
 def loss_rows(outcome: SoakOutcome) -> list[Ratio]:
     """Return the rows that say what the loss of replicas has cost.
 
-    A replica that is lost in the middle of a weight sync takes the others along, so one loss may restart all of them.
+    If it is in doubt which replica has made a weight sync fail, all are replaced, so one loss may cost all of them.
     """
     lost, restarted = lethal(outcome.happened), outcome.total("sync/restarted_replicas", rolled_back=True)
     if not lost:

@@ -194,8 +194,8 @@ def _check_engines(
 
 def _rolled_back(run_dir: Path) -> list[dict[str, Any]]:
     """Return the records of steps that a resume has discarded."""
-    path = run_dir / "rolled_back.jsonl"
-    lines = _json_lines(path) if path.is_file() else ()
+    parts = sorted(run_dir.glob("rolled_back*.jsonl"))  # the older ones, with a number in their names, first
+    lines = (line for path in parts for line in _json_lines(path))
     return [line for line in lines if line["file"] == "metrics.jsonl" and "time/step" in line]
 
 

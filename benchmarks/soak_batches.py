@@ -47,7 +47,7 @@ class Rules:
             updates=config["trainer"]["mini_batches"],
             bound=bound,
             truncated=config["sampling"]["truncated"],
-            filters=algorithm["filter_zero_variance"],
+            filters=algorithm["filter_zero_variance"] is not False,
             replicas=config["rollout"]["replicas"],
             prompts=prompts,
         )

@@ -8,7 +8,10 @@ is over. A further kind of fault needs a line in KINDS (soak_kinds.py), and its 
 from __future__ import annotations
 
 import json
+import os
+import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -23,24 +26,33 @@ HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
+from soak_checkpoints import LEAST, complete, damage, refused  # noqa: E402
 from soak_disk import fill  # noqa: E402
 from soak_kinds import Fault  # noqa: E402
+from soak_moments import TOLD, catch  # noqa: E402
 from soak_processes import (  # noqa: E402
+    CRAWL,
+    DUTY,
     Replica,
+    age,
     cpu_seconds,
     ended,
     find_agent,
     find_processes,
     find_replicas,
     hold,
+    is_ready,
     restarts_of,
     send,
     throttle,
 )
+from whole_run import environment  # noqa: E402
 
 POLL_S = 0.2
 FIND_S = 60.0  # for a process whose title is just being changed, or that is being started
-BUSY_WAIT_S = 10.0  # for an engine that works, so that a fault hits requests in flight
+ENDS_S = 30.0  # for all processes of a run after a second stop signal
+AGAIN_S = 1.5  # after which a second stop signal is a second request
+COMMAND_S = 120.0  # for `megarl pool`
 RECOVER_S = 300.0  # for what was lost, until it is there again and the run goes on
 STOP_S = 30.0  # for the thread of the faults, when the run has ended
 NOTICE_S = 120.0  # for a run that goes on after a replica was slow
@@ -51,7 +63,8 @@ class Happened:
     """A fault that was injected: when, on which process, and what the run did. `over`: it did what it should.
 
     `busy`: the engine had requests. `continued`, `restarted`: the responses that other engines have finished, and the
-    replicas that were restarted, until the next fault.
+    replicas that were restarted, until the next fault. `recovered_s`: from the fault until the run had gone on with
+    what was lost. `redone_steps`: steps that a resume has gone back.
     """
 
     fault: Fault
@@ -62,6 +75,8 @@ class Happened:
     busy: bool = False
     continued: int = 0
     restarted: int = 0
+    recovered_s: float = 0.0
+    redone_steps: int = 0
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -74,6 +89,7 @@ class Injector:
 
     def __init__(self, run_dir: Path, faults: Sequence[Fault], *, replicas: int, say: Callable[[str], None]) -> None:
         self.happened: list[Happened] = []
+        self.engine_start_s: float | None = None  # from the start of the first replica until the pool was ready
         self._run_dir, self._faults, self._replicas, self._say = run_dir, faults, replicas, say
         self._begun = time.monotonic()
         self._end = threading.Event()
@@ -99,7 +115,14 @@ class Injector:
 
     def _inject(self, fault: Fault) -> bool:
         """Wait for the fault's time, let it happen, and wait until it is over; False if the faults must end here."""
-        if not self._wait(lambda: self._step >= fault.after_step and self._complete, None):
+        damages = fault.kind.action == "damage"
+
+        def due() -> bool:
+            self._note_engine_start()
+            others = not damages or len(complete(self._run_dir)) >= LEAST
+            return self._step >= fault.after_step and self._complete and others
+
+        if not self._wait(due, None):
             return False
         self._end.wait(fault.delay_s)
         inject = self._hit_part if fault.kind.outcome == "survived" else self._hit_replica
@@ -129,19 +152,27 @@ class Injector:
 
     def _hit_replica(self, fault: Fault) -> Happened | None:
         """Let a fault of a replica happen; return it when it is over, or None if there is no such replica."""
-        if not self._found(fault, lambda: fault.index in find_replicas(self._run_dir)):
+        if not self._found(fault, lambda: self._victim(fault)):
             return None
-        replica = find_replicas(self._run_dir).get(fault.index)
+        replica = self._victim(fault)
         if replica is None:
             return None
-        busy = self._wait_until_busy(replica.engine)
+        moment = fault.kind.moment
+        caught = catch(moment, replica.engine, self._run_dir, self._end.is_set)
         hit = [replica.engine] if fault.kind.target == "engine" else [replica.actor, replica.engine]
-        event = self._begin(fault, hit[0].pid, "it had requests" if busy else "it was idle", busy=busy)
-        if not self._strike(event, hit, lambda: not replica.actor.is_running(), replica.engine):
+        event = self._begin(fault, hit[0].pid, TOLD[moment][caught], busy=moment == "busy" and caught)
+        if not caught and moment == "in-sync":
+            event.notes.append("no publication was caught")
+        elif not self._strike(event, hit, lambda: not replica.actor.is_running(), replica.engine):
             event.notes.append("no process could be hit")
         else:
             event.over = self._replaced(event, replica) if fault.kind.loses else self._goes_on(event, replica)
         return event
+
+    def _victim(self, fault: Fault) -> Replica | None:
+        """Return the replica that a fault is to hit. It counts those that live: new ones may have new numbers."""
+        found = find_replicas(self._run_dir)
+        return found[sorted(found)[fault.index]] if fault.index < len(found) else None
 
     def _strike(
         self, event: Happened, hit: Sequence[psutil.Process], gone: Callable[[], bool], works: psutil.Process
@@ -151,33 +182,60 @@ class Injector:
         `gone()`: the run has ended the process that is stopped. `works`: the process that uses the core.
         """
         fault = event.fault
-        if fault.kind.action == "kill":
+        if fault.kind.action == "drain":
+            return self._drain(event)
+        if fault.kind.action == "interrupt":
+            return self._interrupt(event, hit)
+        if fault.kind.action in ("kill", "damage"):
             there = not ended(hit[:1])
             send(hit if fault.kind.target == "job" else hit[:1], signal.SIGKILL)
             return there
         used, begun = cpu_seconds(works), time.monotonic()
-        how = throttle if fault.kind.action == "slow" else hold
-        stopped = how(hit, fault.seconds, lambda: self._end.is_set() or gone())
+
+        def until() -> bool:
+            return self._end.is_set() or gone()
+
+        if fault.kind.action in ("slow", "crawl"):
+            stopped = throttle(hit, fault.seconds, until, DUTY if fault.kind.action == "slow" else CRAWL)
+        else:
+            stopped = hold(hit, fault.seconds, until)
         lasted, used = time.monotonic() - begun, cpu_seconds(works) - used
         event.notes.append(f"stopped for {stopped:.1f} of {lasted:.1f} s, {max(used, 0.0):.1f} s of its core used")
         return stopped > 0.0
 
+    def _drain(self, event: Happened) -> bool:
+        """Have `megarl pool` take the replica out of work for two steps, and back in; False if it refuses."""
+        for undo in ([], ["--undo"]):
+            command = [sys.executable, "-m", "megarl", "pool", "drain", str(self._run_dir), str(event.fault.index)]
+            told = subprocess.run(
+                [*command, *undo], env=environment(), capture_output=True, text=True, timeout=COMMAND_S, check=False
+            )
+            event.notes.append((told.stdout or told.stderr).strip().splitlines()[-1])
+            since = self._step
+            if told.returncode or not self._wait(lambda since=since: self._step >= since + 2, NOTICE_S):  # type: ignore[misc]
+                return False
+        return True
+
     def _replaced(self, event: Happened, old: Replica) -> bool:
         """Wait until a publication has replaced the replica, and the run has gone on with it."""
-        since, index = event.step, event.fault.index
-        begun = time.monotonic()
+        since, begun = event.step, time.monotonic()
 
         def replaced() -> bool:
-            new = find_replicas(self._run_dir).get(index)
-            other = new is not None and new.engine.pid != old.engine.pid
-            return other and self._sum("sync/restarted_replicas", since) >= 1
+            found = [replica.engine.pid for replica in find_replicas(self._run_dir).values()]
+            complete = len(found) == self._replicas and old.engine.pid not in found
+            if not complete or self._sum("sync/restarted_replicas", since) < 1:
+                return False
+            # After a fault in a publication the new engine starts while the run goes on, and joins a later publication.
+            serving = [record.get("rollout/replicas_alive") for record in self._records[since:]]
+            return event.fault.kind.moment != "in-sync" or serving[-1] == self._replicas
 
         if not self._wait(replaced, RECOVER_S):
-            event.notes.append(f"replica {index} was not replaced within {time.monotonic() - begun:.0f} s")
+            event.notes.append(f"the replica was not replaced within {time.monotonic() - begun:.0f} s")
             return False
         restarted = self._sum("sync/restarted_replicas", since)
+        event.recovered_s = time.monotonic() - self._begun - event.at_s
         event.notes.append(
-            f"replaced {time.monotonic() - self._begun - event.at_s:.0f} s after it began, {self._step - since} steps "
+            f"replaced {event.recovered_s:.0f} s after it began, {self._step - since} steps "
             f"later; {restarted:.0f} replicas restarted"
         )
         return True
@@ -217,8 +275,37 @@ class Injector:
             if not self._strike(event, hit, lambda: ended(hit), hit[0]):
                 event.notes.append("no process could be hit")
                 return event
+        damaged = self._damage(event) if fault.kind.action == "damage" else None
         event.over = self._survived(event, hit, agent, restarts or 0)
+        if damaged is not None and not refused(damaged):
+            event.notes.append(f"{damaged.name} is damaged and was NOT refused")
+            event.over = False
         return event
+
+    def _interrupt(self, event: Happened, hit: Sequence[psutil.Process]) -> bool:
+        """Send SIGINT to torchrun's process group twice, as Ctrl-C does; False if a process is left after `ENDS_S`."""
+        agent = find_agent(self._run_dir)
+        if agent is None:
+            return False
+        for _ in range(2):
+            try:
+                os.killpg(agent.pid, signal.SIGINT)
+            except ProcessLookupError:  # it has saved and ended at the first one
+                break
+            self._end.wait(AGAIN_S)
+        begun = time.monotonic()
+        if not self._wait(lambda: ended(hit), ENDS_S):
+            event.notes.append(f"processes are left {ENDS_S:.0f} s after the second signal")
+            return False
+        event.notes.append(f"all had ended {time.monotonic() - begun:.1f} s after the second signal")
+        return True
+
+    def _damage(self, event: Happened) -> Path:
+        """Damage the newest checkpoint of a run whose processes have been killed; return it."""
+        newest = complete(self._run_dir)[-1]
+        name = damage(newest, random.Random(f"soak-damage-{event.fault.index}-{event.fault.delay_s}"))
+        event.notes.append(f"{name} of {newest.name} damaged")
+        return newest
 
     def _survived(
         self, event: Happened, hit: Sequence[psutil.Process], agent: psutil.Process | None, restarts: int
@@ -246,14 +333,21 @@ class Injector:
         after = find_agent(self._run_dir)
         starts = int(after != agent)
         again = (restarts_of(self._run_dir) or 0) - (0 if starts else restarts)
-        passed = time.monotonic() - self._begun - event.at_s
+        event.recovered_s = time.monotonic() - self._begun - event.at_s
+        event.redone_steps = max(0, event.step - least)
         event.notes.append(
-            f"two more steps {passed:.0f} s after it began, from step {least} on; the ranks were restarted {again} "
-            f"times ({kind.restarts} are allowed), the job {starts} times ({kind.starts})"
+            f"two more steps {event.recovered_s:.0f} s after it began, from step {least} on; the ranks were restarted "
+            f"{again} times ({kind.restarts} are allowed), the job {starts} times ({kind.starts})"
         )
         return again <= kind.restarts and starts <= kind.starts
 
     # --- the run
+
+    def _note_engine_start(self) -> None:
+        if self.engine_start_s is None and self._complete and is_ready(self._run_dir):
+            self.engine_start_s = max(
+                map(age, (each.actor for each in find_replicas(self._run_dir).values())), default=0.0
+            )
 
     @property
     def _records(self) -> list[dict[str, Any]]:
@@ -277,16 +371,6 @@ class Injector:
             if self._end.wait(POLL_S) or (deadline is not None and time.monotonic() > deadline):
                 return condition()
         return True
-
-    def _wait_until_busy(self, engine: psutil.Process) -> bool:
-        """Wait until an engine computes; False if it does not for BUSY_WAIT_S."""
-        deadline = time.monotonic() + BUSY_WAIT_S
-        while time.monotonic() < deadline and not self._end.is_set():
-            before = cpu_seconds(engine)
-            time.sleep(0.1)
-            if cpu_seconds(engine) - before > 0.01:
-                return True
-        return False
 
 
 def read_so_far(run_dir: Path) -> list[dict[str, Any]]:

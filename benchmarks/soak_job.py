@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -34,12 +35,12 @@ def run_job(
     directory, until = Path(config["run"]["dir"]), time.monotonic() + timeout_s
     path, log = directory.with_suffix(".yaml"), directory.with_suffix(".log")
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "megarl"]
+    command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     command += [str(SCRIPT), "--config", str(path)]
     for start in range(starts + 1):
         code = _run_once(command, log, until, timeout_s)
-        if code == 0:
+        if code == 0 and _status(directory) != "preempted":  # a stop request may have ended it before its last step
             return step_records(directory)
         tail = log.read_text(errors="replace")[-3000:]
         if left := processes_left(directory, min(LEAVE_S, max(0.0, until - time.monotonic()))):
@@ -47,6 +48,12 @@ def run_job(
         if start < starts:
             say(f"the job has ended with code {code}, left no process, and is started again")
     raise SystemExit(f"{directory.name} failed:\n{tail}")
+
+
+def _status(directory: Path) -> str:
+    """Return how a run says that it has ended; "" if it does not."""
+    path = directory / "exit.json"
+    return str(json.loads(path.read_text(encoding="utf-8"))["status"]) if path.is_file() else ""
 
 
 def _run_once(command: list[str], log: Path, until: float, timeout_s: float) -> int:

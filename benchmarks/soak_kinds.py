@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Consequence = Literal["replaced", "same", "survived"]
+Moment = Literal["busy", "idle", "in-sync"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Kind:
     `outcome`: "replaced": a publication replaces the replica; "same": the same engine works on; "survived": the part is
     there again and two more steps are done, after `restarts` restarts of the ranks and `starts` starts of the job at
     most. `room`: the share of the run's steps that a fault needs, relative to the others. `cost_s`: how long it takes
-    by experience. `seconds`: how long it lasts at least and at most, 0 if it is over at once.
+    by experience. `seconds`: how long it lasts at least and at most, 0 if it is over at once. `moment`: what a replica
+    does when it is hit: it works on requests, it has none, or it takes part in a publication of the weights.
     """
 
     action: str
@@ -28,11 +30,12 @@ class Kind:
     seconds: tuple[float, float] = (0.0, 0.0)
     restarts: int = 0
     starts: int = 0
+    moment: Moment = "busy"
 
     @property
     def name(self) -> str:
         """The name by which `--faults` selects it."""
-        return f"{self.action}-{self.target}"
+        return f"{self.action}-{self.target}" + ("" if self.moment == "busy" else f"-{self.moment}")
 
     @property
     def loses(self) -> bool:
@@ -51,9 +54,14 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("kill", "engine", "replaced", room=3.0, cost_s=60.0),
+        Kind("kill", "engine", "replaced", room=3.0, cost_s=60.0, moment="idle"),
+        Kind("kill", "engine", "replaced", room=3.0, cost_s=80.0, moment="in-sync"),
         Kind("kill", "replica", "replaced", room=3.0, cost_s=60.0),
         Kind("hang", "engine", "replaced", room=6.0, cost_s=100.0, seconds=LONG_S),
+        Kind("hang", "engine", "replaced", room=6.0, cost_s=120.0, seconds=LONG_S, moment="in-sync"),
         Kind("hang", "replica", "replaced", room=6.0, cost_s=100.0, seconds=LONG_S),
+        Kind("crawl", "engine", "replaced", room=12.0, cost_s=120.0, seconds=LONG_S),
+        Kind("drain", "replica", "same", room=2.0, cost_s=30.0),
         Kind("pause", "engine", "same", room=1.0, cost_s=15.0, seconds=(2.0, 5.0)),
         Kind("pause", "replica", "same", room=1.0, cost_s=15.0, seconds=(2.0, 5.0)),
         Kind("slow", "engine", "same", room=2.0, cost_s=25.0, seconds=(8.0, 15.0)),
@@ -65,6 +73,8 @@ KINDS = {
         Kind("hang", "rank", "survived", room=1.0, cost_s=180.0, seconds=(240.0, 240.0), restarts=1),
         Kind("kill", "agent", "survived", room=1.0, cost_s=120.0, starts=1),
         Kind("kill", "job", "survived", room=1.0, cost_s=120.0, starts=1),
+        Kind("damage", "job", "survived", room=1.0, cost_s=120.0, starts=1),
+        Kind("interrupt", "job", "survived", room=1.0, cost_s=120.0, starts=1),
         Kind("fill", "disk", "survived", room=1.0, cost_s=120.0, seconds=(20.0, 20.0), restarts=ANY_NUMBER, starts=1),
     )
 }
@@ -86,7 +96,8 @@ class Fault:
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
         where = {"engine": f"the engine of replica {self.index}", "replica": f"replica {self.index}"}
-        return f"{self.kind.action} {where.get(self.kind.target, f'the {self.kind.target}')}{lasting}"
+        when = "" if self.kind.moment == "busy" else f" ({self.kind.moment})"
+        return f"{self.kind.action} {where.get(self.kind.target, f'the {self.kind.target}')}{when}{lasting}"
 
 
 def draw(seed: int, seconds: float, without: Sequence[str] = ()) -> list[str]:

@@ -18,6 +18,7 @@ import psutil
 POLL_S = 0.2
 STARTED_S = 6.0  # after which a reward worker scores; late rewards replace workers every few seconds
 DUTY = (0.15, 0.05)  # seconds of SIGSTOP and SIGCONT of a slow process, in turn
+CRAWL = (0.475, 0.025)  # of one that is 20 times slower
 _LOG = re.compile(r"replica-(\d+)\.log")
 # How the command line of each part that is one process below the supervisor begins, or what it contains.
 TITLES = {"reward": "megarl.rewards.worker", "controller": "ray::RolloutController", "queue": "ray::SimpleStorageUnit"}
@@ -34,20 +35,18 @@ class Replica:
 def find_replicas(run_dir: Path) -> dict[int, Replica]:
     """Return the replicas of a living run that have an engine, by index: that of the log which they write to.
 
-    A process that is just changing its title is not found: look again.
+    An actor is known by its engine, because Ray changes its title with each call.
     """
-    actors: dict[int, psutil.Process] = {}
-    engines: dict[int, psutil.Process] = {}  # by the pid of the actor
+    found: dict[int, Replica] = {}
     for process in below_supervisor(run_dir):
         try:
-            title = "".join(process.cmdline()[:1])
-            if "EngineCore" in title:
-                engines[process.ppid()] = process
-            elif title.startswith("ray::EngineReplica") and (index := _index_of(process.pid)) is not None:
-                actors[index] = process
+            if "EngineCore" in "".join(process.cmdline()[:1]):
+                actor = psutil.Process(process.ppid())
+                if (index := _index_of(actor.pid)) is not None:
+                    found[index] = Replica(actor, process)
         except (psutil.Error, OSError):
             continue  # it has ended
-    return {index: Replica(actor, engines[actor.pid]) for index, actor in actors.items() if actor.pid in engines}
+    return found
 
 
 def find_processes(run_dir: Path, target: str) -> list[psutil.Process]:
@@ -83,6 +82,13 @@ def find_agent(run_dir: Path) -> psutil.Process | None:
         process = psutil.Process(int(_state(run_dir)["agent"]["pid"]))
         return process if "torch.distributed.run" in " ".join(process.cmdline()) else None
     return None
+
+
+def is_ready(run_dir: Path) -> bool:
+    """Tell whether the pool of a run says that all of it has started."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return bool(_state(run_dir)["state"] == "ready")
+    return False
 
 
 def restarts_of(run_dir: Path) -> int | None:
@@ -202,10 +208,18 @@ def hold(processes: Sequence[psutil.Process], seconds: float, until: Callable[[]
     return time.monotonic() - begun
 
 
-def throttle(processes: Sequence[psutil.Process], seconds: float, until: Callable[[], bool]) -> float:
-    """Stop and continue processes in turn for `seconds`, or until `until()`; return the seconds they were stopped."""
+def throttle(
+    processes: Sequence[psutil.Process],
+    seconds: float,
+    until: Callable[[], bool],
+    duty: tuple[float, float] = DUTY,
+) -> float:
+    """Stop and continue processes in turn for `seconds`, or until `until()`; return the seconds they were stopped.
+
+    `duty`: seconds for which they are stopped and let go, in turn.
+    """
     begun, stopped = time.monotonic(), 0.0
     while time.monotonic() - begun < seconds and not until():
-        stopped += hold(processes, DUTY[0], lambda: False)
-        time.sleep(DUTY[1])
+        stopped += hold(processes, duty[0], lambda: False)
+        time.sleep(duty[1])
     return stopped

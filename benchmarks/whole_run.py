@@ -69,8 +69,8 @@ def train(
     path = directory.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     log = directory.with_suffix(".log")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "127.0.0.1:0", str(SCRIPT), "--config", str(path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "megarl"]
+    command += ["--nproc-per-node", str(ranks), str(SCRIPT), "--config", str(path)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True

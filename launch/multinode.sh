@@ -16,12 +16,12 @@ launch=$("$PYTHON" -m megarl.cluster.nodes prepare --scheduler local --hosts "$h
 run_dir=$(dirname "$(dirname "$(dirname "$launch")")")
 
 # The ranks see the file at their next step boundary, save and exit. A second SIGINT or SIGTERM ends the job at once.
-asked=0
+asked=0 told=
 stop() {
-  if [ ! -e "$run_dir/stop" ]; then
-    echo "megarl: finishing the step, saving; again to abort" >&2
-    echo "$1" >"$run_dir/stop"
-  fi
+  # The agent, which a Ctrl-C reaches too, may have written the file already.
+  [ -n "$told" ] || echo "megarl: finishing the step, saving; again to abort" >&2
+  told=yes
+  [ -e "$run_dir/stop" ] || echo "$1" >"$run_dir/stop"
   [ "$1" = SIGUSR1 ] || asked=$((asked + 1))
   if [ "$asked" -eq 2 ]; then
     "$PYTHON" -m megarl.cluster.nodes fail "$launch" "$(hostname)" "received a second stop signal" || true

@@ -1,1 +1,91 @@
+"""megarl: reinforcement learning of language models at scale. This module is its public API (docs/api.md).
 
+The names are loaded when they are first used. Those of `_LIGHT` import none of torch, Ray and vLLM, so that a reward
+function or an agent loop of a user's is tested in a moment.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarl.algorithms.contract import check_advantage, check_loss
+    from megarl.algorithms.group_rewards import Advantages, GroupRewards
+    from megarl.algorithms.token_loss import TokenInputs, TokenLoss
+    from megarl.common.options import Section
+    from megarl.config.load import load_config
+    from megarl.config.schema import Config
+    from megarl.data.curriculum import TrainingProgress
+    from megarl.queue.trajectory import Trajectory, VersionSpan
+    from megarl.rewards.types import RewardInput, RewardResult, Turn
+    from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
+    from megarl.rollout.agents.finish import finish
+    from megarl.rollout.requests import GenerateResult
+    from megarl.tools.tool import Tool, ToolAnswer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Advantages",
+    "AgentContext",
+    "AgentLoop",
+    "Config",
+    "GenerateResult",
+    "GroupRewards",
+    "RewardInput",
+    "RewardResult",
+    "Section",
+    "TokenInputs",
+    "TokenLoss",
+    "Tool",
+    "ToolAnswer",
+    "TrainingProgress",
+    "Trajectory",
+    "Turn",
+    "VersionSpan",
+    "__version__",
+    "check_advantage",
+    "check_loss",
+    "finish",
+    "load_config",
+]
+
+_LIGHT = {
+    "AgentContext": "megarl.rollout.agents.agent_loop",
+    "AgentLoop": "megarl.rollout.agents.agent_loop",
+    "Config": "megarl.config.schema",
+    "GenerateResult": "megarl.rollout.requests",
+    "RewardInput": "megarl.rewards.types",
+    "RewardResult": "megarl.rewards.types",
+    "Section": "megarl.common.options",
+    "Tool": "megarl.tools.tool",
+    "ToolAnswer": "megarl.tools.tool",
+    "TrainingProgress": "megarl.data.curriculum",
+    "Trajectory": "megarl.queue.trajectory",
+    "Turn": "megarl.rewards.types",
+    "VersionSpan": "megarl.queue.trajectory",
+    "finish": "megarl.rollout.agents.finish",
+    "load_config": "megarl.config.load",
+}
+_WITH_TORCH = {
+    "Advantages": "megarl.algorithms.group_rewards",
+    "GroupRewards": "megarl.algorithms.group_rewards",
+    "TokenInputs": "megarl.algorithms.token_loss",
+    "TokenLoss": "megarl.algorithms.token_loss",
+    "check_advantage": "megarl.algorithms.contract",
+    "check_loss": "megarl.algorithms.contract",
+}
+
+
+def __getattr__(name: str) -> object:
+    module = _LIGHT.get(name) or _WITH_TORCH.get(name)
+    if module is None:
+        raise AttributeError(f"module 'megarl' has no attribute {name!r}")
+    found: object = getattr(importlib.import_module(module), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -53,6 +54,14 @@ def pytest_unconfigure() -> None:
     """Undo it: some libraries report objects as leaked that are still there when the process ends."""
     gc.unfreeze()
     gc.collect()  # an engine that ended in a test must be freed while vLLM's modules are still there
+
+
+@pytest.fixture(autouse=True)
+def end_of_events() -> Iterator[None]:
+    """Close the events of a part that a test has made in this process, and that would end with a process of its own."""
+    yield
+    if (events := sys.modules.get("megarl.telemetry.events")) is not None:
+        events.close_events()
 
 
 @pytest.fixture(scope="session")

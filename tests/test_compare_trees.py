@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
@@ -32,7 +33,7 @@ def write_checkpoint(checkpoint: Path, value: float) -> None:
     save({"weight": torch.full((4,), value)}, storage_writer=FileSystemWriter(checkpoint), no_dist=True)
 
 
-def write_batches(run: Path, prompt: str, **more: int) -> None:
+def write_batches(run: Path, prompt: str, **more: Any) -> None:
     rows = [{"prompt": prompt, "response_ids": [1, 2], **more}]
     pandas.DataFrame(rows).to_parquet(run / "batches" / "step_0000000.parquet")
 
@@ -85,3 +86,12 @@ def test_timings_and_columns_of_one_tree_are_no_difference(tmp_path: Path) -> No
     assert difference(before, after) is None
     write_batches(before, "the prompt", response_mask=1)
     assert "new: 1.0 before, None after" in str(difference(after, before))
+
+
+def test_fields_of_spans_that_one_tree_has_are_no_difference_and_the_others_are(tmp_path: Path) -> None:
+    before, after = write_run(tmp_path / "before"), write_run(tmp_path / "after")
+    write_batches(before, "the prompt", versions=[{"version": 1, "start": 0}])
+    write_batches(after, "the prompt", versions=[{"version": 1, "start": 0, "epoch": 0}])
+    assert difference(before, after) is None
+    write_batches(after, "the prompt", versions=[{"version": 2, "start": 0, "epoch": 0}])
+    assert "row 0, versions.version: [1] before, [2] after" in str(difference(before, after))

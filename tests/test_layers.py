@@ -64,8 +64,42 @@ def test_a_forbidden_import_is_found(tree: Path, module: str, line: str, told: s
     assert told in ended.stdout.replace("`", ""), ended.stdout
 
 
-@pytest.mark.parametrize("package", ["megarl", "megarl/checkpoint"])
-def test_packages_that_are_in_no_layer_import_nothing(package: str) -> None:
-    """The contract cannot see them: one is the container itself, the other is listed by its parts."""
-    tree = ast.parse((ROOT / package / "__init__.py").read_text())
-    assert not any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(tree))
+def imports_of(path: Path) -> tuple[list[str], list[str]]:
+    """The modules that a file imports when it is loaded, and those that it names for type checkers only."""
+    tree = ast.parse(path.read_text())
+    checked = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    unseen = {id(each) for node in checked for each in ast.walk(node)}
+    loaded: list[str] = []
+    for_types: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            (for_types if id(node) in unseen else loaded).extend(names)
+    return loaded, for_types
+
+
+def test_packages_that_are_in_no_layer_import_nothing() -> None:
+    """The contract cannot see them: one is the container itself, the other is listed by its parts.
+
+    `megarl` finds the names of the public API when they are first used.
+    """
+    assert imports_of(ROOT / "megarl" / "checkpoint" / "__init__.py") == ([], [])
+    loaded, _ = imports_of(ROOT / "megarl" / "__init__.py")
+    assert sorted(loaded) == ["__future__", "importlib", "typing"]
+
+
+def test_no_module_of_the_package_uses_the_public_api() -> None:
+    """It is above all layers: a module that imported a name from it would reach every layer unseen."""
+    parts = {path.stem for path in (ROOT / "megarl").iterdir()}
+    found = []
+    for path in sorted((ROOT / "megarl").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom) and node.module == "megarl":
+                names = [alias.name for alias in node.names if alias.name not in parts]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name == "megarl"]
+            found += [f"{path.relative_to(ROOT)}: {name}" for name in names]
+    assert found == []

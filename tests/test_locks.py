@@ -18,7 +18,9 @@ def pins(name: str) -> dict[str, str]:
     return {key.lower(): version for key, version in (line.split("==") for line in found)}
 
 
-@pytest.mark.parametrize("name", ["cpu.lock", "gpu.lock", "test.lock"])
+@pytest.mark.parametrize(
+    "name", ["cpu.lock", "gpu.lock", "test.lock", "environments.lock", "oracles.lock", "mlflow.lock"]
+)
 def test_fully_pinned_without_hosts(name: str) -> None:
     text = (REQUIREMENTS / name).read_text()
     assert pins(name)

@@ -9,6 +9,7 @@ import pytest
 from tests.support import structure
 from tests.support.checkout import ROOT
 from tests.support.references import files_with_references, problems_of, unknown_references
+from tests.support.unbounded_waits import unbounded_waits
 
 TESTS, PACKAGE, BENCHMARKS = ROOT / "tests", ROOT / "megarl", ROOT / "benchmarks"
 
@@ -42,6 +43,67 @@ def test_names_of_the_package_mean_one_thing() -> None:
     assert structure.repeated_class_names(PACKAGE, BENCHMARKS) == []
     assert structure.repeated_module_names(PACKAGE) == []
     assert structure.loose_modules(PACKAGE) == []
+
+
+# The waits without a bound where they stand, and who bounds them.
+BOUNDED_ELSEWHERE = {
+    "rollout/batcher.py:Batcher.generate": "the call to the fleet, which has bounds of its own",
+    "rollout/controller.py:RolloutController.start": "the supervisor, timeouts.engine_start_s",
+    "rollout/controller.py:RolloutController.shutdown": "the supervisor, timeouts.shutdown_s",
+    "rollout/elastic_pool.py:ElasticPool._reserve": "whoever holds the lock, timeouts.rpc_s",
+    "rollout/eval_context.py:EvalContext._respond": "whoever waits for the evaluation, timeouts.generate_s",
+    "rollout/evaluate_on_fleet.py:evaluate_on_fleet.respond_once": "who waits for the evaluation, timeouts.generate_s",
+    "rollout/evaluator.py:Evaluator._evaluate": "whoever waits for the evaluation, timeouts.generate_s",
+    "rollout/journal.py:RolloutJournal.begin": "the trainer that begins, timeouts.engine_start_s and rpc_s",
+    "rollout/journal.py:RolloutJournal.candidates": "the trainer's set_version, timeouts.rpc_s",
+    "rollout/journal.py:RolloutJournal.write": "the trainer that begins or sets a version; else nobody waits for it",
+    "rollout/journal.py:RolloutJournal._take_grown": "nobody waits for it",
+    "rollout/journal.py:RolloutJournal._write_urgent": "`persist`, timeouts.rpc_s",
+    "rollout/journal.py:RolloutJournal.keep_up": "nobody waits for it",
+    "rollout/journal.py:RolloutJournal._tidy": "nobody waits for it",
+    "rollout/prompt_groups.py:PromptGroups._settle_kept": "the trainer that waits for the batch, timeouts.generate_s",
+    "rollout/replica.py:EngineReplica._reported": "the fleet, timeouts.rpc_s after the report is due",
+    "rollout/response_files.py:ResponseFiles.keep_trying": "nobody waits for it",
+    "rollout/shared_calls.py:CallDesk.take": "the controller's link, POLL_S and timeouts.rpc_s",
+    "rollout/shared_calls.py:CallLink.call": "`Fleet.call`, the time limit of each call",
+    "rollout/workers/agent_worker.py:AgentWorker.start": "the controller, timeouts.engine_start_s",
+    "rollout/teachers/teacher_client.py:_Actors.ask": "TeacherClient.score, timeouts.generate_s",
+    "rollout/teachers/teacher_engine.py:TeacherEngine._ready": "timeouts.engine_start_s; later `_Actors.ask`",
+    "rollout/workers/agent_worker.py:AgentWorker.shutdown": "the controller, a part of timeouts.shutdown_s",
+    "rollout/workers/remote_group.py:_result": "the call to the fleet, which has bounds of its own",
+    "rollout/workers/worker_groups.py:WorkerGroups.put": "the worker's put, timeouts.queue_s, or its loss",
+    "rollout/workers/worker_groups.py:WorkerGroups.run": "the group's requests, rewards and tools, or its loss",
+    "rollout/workers/worker_link.py:WorkerLink._give": "whoever holds the lock, timeouts.rpc_s",
+    "rollout/workers/worker_link.py:WorkerLink._watched": "nobody waits for it",
+    "rollout/workers/worker_link.py:WorkerLink.drop": "whoever holds the lock, timeouts.rpc_s",
+    "rollout/workers/worker_loops.py:WorkerLoops.take": "the controller's call, timeouts.rpc_s after it is due",
+    "rollout/workers/worker_loops.py:_WorkerGroup._persist": "`RolloutJournal.persist`, timeouts.rpc_s",
+    "rollout/workers/worker_loops.py:_WorkerGroup.generate": "the fleet in the controller, which has bounds of its own",
+    "common/thread_results.py:ThreadResults.of": "the thread, whose work has a deadline: of the queue and of rewards",
+    "door/background_items.py:background_items": "the task, which was cancelled",
+    "door/controller_link.py:Generation.more_than": "`Generations.open`, door.request_timeout_s",
+    "door/controller_link.py:Generation.end": "`Generations.open`, door.request_timeout_s",
+    "door/controller_link.py:_quietly": "nobody waits for it",
+    "door/door_actor.py:DoorActor.start": "the supervisor's door keeper, its time for a start",
+    "door/door_actor.py:DoorActor._find_controller": "`ControllerLink._connect`, timeouts.rpc_s",
+    "door/model_text.py:ModelText._run": "the thread, which renders or reads one request of bounded size",
+    "environments/env_client.py:EnvironmentClient.close": "the task, which was cancelled",
+    "environments/env_client.py:EnvironmentClient._ask": "`health`, or the time limit of an attempt in the harness",
+    "environments/env_server.py:EnvironmentServer.close": "the process, which was killed",
+    "environments/env_server.py:EnvironmentServer._connected": "whoever holds the lock, START_S",
+    "environments/env_server.py:EnvironmentServer._tell_end": "nobody but `close`, which kills the process",
+    "queue/transfer.py:QueueWriter.put_group": "the put that has the group, timeouts.queue_s",
+    "sandbox/runner.py:Sandbox.run": "the program, its time limit",
+    "tools/function_worker.py:_awaited": "the process that has called, which kills this one at the tool's time limit",
+    "tools/make.py:make_tools": "the supervisor or the controller that starts the process, timeouts.engine_start_s",
+    "tools/python_tool.py:PythonTool.close": "the programs, which were killed",
+    "tools/user_function.py:UserFunctionTool.close": "the processes, which were killed",
+}
+
+
+def test_every_wait_has_a_bound() -> None:
+    """A new one gets its bound where it stands, or an entry that says whose bound ends it."""
+    assert sorted(unbounded_waits(PACKAGE)) == sorted(BOUNDED_ELSEWHERE)
 
 
 def test_docstrings_are_sentences_or_noun_phrases() -> None:
@@ -194,6 +256,24 @@ def test_a_name_that_stands_twice_is_found(tmp_path: Path) -> None:
     ]
     assert structure.repeated_module_names(package) == ["plan.py"]
     assert structure.loose_modules(package) == ["loose.py"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "await self.changed.wait()", "await future", "await self.task", "await asyncio.wait(tasks)",
+        "await asyncio.to_thread(read, path)", "x = await asyncio.gather(loop.run_in_executor(None, f))",
+        "await lock.acquire()", "async with self.lock: pass", "async with limit, share.places: pass",
+    ],
+)  # fmt: skip
+def test_a_wait_without_a_bound_is_found(tmp_path: Path, line: str) -> None:
+    bounded = [
+        "await asyncio.wait(tasks, timeout=3)", "await self._fleet.generate(group)", "await get(1)",
+        "async with asyncio.timeout(3): await future", "async with asyncio.TaskGroup() as tasks: pass",
+    ]  # fmt: skip
+    good = "".join(f"    async def f{number}(self):\n        {each}\n" for number, each in enumerate(bounded))
+    write(tmp_path, {"rollout/one.py": f"class A:\n{good}    async def waits(self):\n        {line}\n"})
+    assert list(unbounded_waits(tmp_path / "rollout")) == ["one.py:A.waits"]
 
 
 def test_a_docstring_that_is_a_bare_clause_is_found(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 
 Usage:
 
-    torchrun --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/quickstart_cpu.yaml
+    torchrun --rdzv-backend megarl --nproc-per-node 2 examples/rl/train_rl.py --config CONFIG
     python examples/rl/train_rl.py --config CONFIG --dry-run              # the resolved config and plan, nothing starts
     torchrun ... examples/rl/train_rl.py --config CONFIG run.steps=10 trainer.optimizer.lr=1e-5
 """

@@ -1,6 +1,7 @@
 """Selects what a batch trains on, from the rewards of its groups: shaping, filter, advantages, counts.
 
-Invariant: every sample that comes in leaves as exactly one of trained, masked, filtered or failed.
+Invariant: every sample that comes in leaves as exactly one of trained, masked, filtered or failed. A sample may have
+several rows (`megarl.common.sample_parts`): it has one reward and one advantage, which all of them carry.
 
 The rollout side asks `without_signal` of each finished group before it is queued (dynamic sampling); `shape_batch`
 filters by the same function, so that both sides agree on every group.
@@ -11,24 +12,24 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from megarl.algorithms.advantages import (
-    AdvantageKind,
-    TruncatedPolicy,
-    apply_truncation,
-    group_advantages,
-    overlong_penalty,
-    zero_variance,
-)
+from megarl.algorithms.group_rewards import Advantages, GroupRewards, advantages_of, zero_variance
+from megarl.algorithms.registry import Chosen
+from megarl.algorithms.reward_shaping import TruncatedPolicy, apply_truncation, overlong_penalty
+from megarl.common.sample_parts import by_sample
 
 
 class JudgedSample(Protocol):
-    """The fields of a sample that shaping reads; `megarl.queue.trajectory.SampleTag` has them."""
+    """The fields of a row that shaping reads; `megarl.queue.trajectory.SampleTag` has them."""
 
     @property
     def key(self) -> str:
-        """The sample's key in the queue, `group:sample`."""
+        """The row's key in the queue, `group:sample`."""
+
+    @property
+    def part(self) -> int:
+        """The number of the row among those of its sample."""
 
     @property
     def group_id(self) -> int:
@@ -43,6 +44,10 @@ class JudgedSample(Protocol):
         """The number of response tokens, with those that the model did not sample."""
 
     @property
+    def sampled_tokens(self) -> int:
+        """The number of tokens that the model sampled."""
+
+    @property
     def truncated(self) -> bool:
         """Tell whether the response was cut at the token limit."""
         ...
@@ -52,16 +57,32 @@ class JudgedSample(Protocol):
         """Tell whether the sample must never be trained on."""
         ...
 
+    @property
+    def dataset(self) -> str:
+        """The name of its data set; "" if there is only one."""
+        ...
+
+    @property
+    def demonstrated(self) -> bool:
+        """Tell whether the response was given with the data; it has no reward then."""
+        ...
+
+
+J = TypeVar("J", bound=JudgedSample)
+
 
 @dataclass(frozen=True)
 class ShapedSample:
-    """A sample that is sent to the trainer. With `trained` False its tokens are masked from the loss."""
+    """A row that is sent to the trainer. With `trained` False its tokens are masked from the loss."""
 
     key: str
     group: int  # index into the groups that came in
     reward: float  # after shaping
     advantage: float
     trained: bool = True
+    part: int = 0
+    tokens: int = 0  # that the model sampled
+    demonstrated: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,20 +90,22 @@ class ShapingSpec:
     """The options of shaping, as in the configuration sections `algorithm` and `sampling`; lengths in tokens.
 
     `permutation_seed`: if given, rewards are first shuffled inside each group (`algorithm.permute_rewards`).
+    `unfiltered`: data sets of which groups with equal rewards are trained too, because a teacher tells their tokens
+    apart.
     """
 
-    advantage: AdvantageKind
     truncated: TruncatedPolicy
     max_tokens: int
     overlong_buffer: int
     overlong_penalty: float
     filter_zero_variance: bool
     permutation_seed: int | None = None
+    unfiltered: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class ShapedBatch:
-    """The result of shaping. `groups`: the samples of the kept groups, in order. The counts cover the whole batch."""
+    """The result of shaping. `groups`: the rows of the kept groups, in order. The counts cover the whole batch."""
 
     groups: list[list[ShapedSample]]
     trained_groups: int = 0
@@ -91,33 +114,50 @@ class ShapedBatch:
     masked_samples: int = 0
 
 
-def shape_group(alive: Sequence[JudgedSample], spec: ShapingSpec) -> list[tuple[float, bool]]:
+def shape_group(alive: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> list[tuple[float, bool]]:
     """Return each sample's shaped reward and whether it is trained: truncation policy first, then overlong penalty.
 
-    `alive`: the samples of one group that did not fail, in the order of their indices.
+    `alive`: the rows of each sample of one group that did not fail, in the order of their indices. A sample is as long
+    as its longest row, and truncated if one of them is. Demonstrations have the reward 0 and are trained.
     """
-    rewards = [sample.reward for sample in alive]
+    if alive and alive[0][0].demonstrated:
+        return [(0.0, True)] * len(alive)
+    rewards = [rows[0].reward for rows in alive]
     if spec.permutation_seed is not None and alive:
-        random.Random(f"{spec.permutation_seed}:{alive[0].group_id}").shuffle(rewards)
+        random.Random(f"{spec.permutation_seed}:{alive[0][0].group_id}").shuffle(rewards)
     shaped = []
-    for sample, raw in zip(alive, rewards, strict=True):
-        reward, trained = apply_truncation(spec.truncated, sample.truncated, raw)
-        penalty = overlong_penalty(sample.response_tokens, spec.max_tokens, spec.overlong_buffer, spec.overlong_penalty)
+    for rows, raw in zip(alive, rewards, strict=True):
+        reward, trained = apply_truncation(spec.truncated, any(row.truncated for row in rows), raw)
+        length = max(row.response_tokens for row in rows)
+        penalty = overlong_penalty(length, spec.max_tokens, spec.overlong_buffer, spec.overlong_penalty)
         shaped.append((reward + penalty, trained))
     return shaped
+
+
+def alive_samples(group: Sequence[J]) -> list[list[J]]:
+    """Return the rows of those samples of a group that did not fail. One failed row fails its sample."""
+    return [rows for rows in by_sample(group) if not any(row.failed for row in rows)]
 
 
 def without_signal(group: Sequence[JudgedSample], spec: ShapingSpec) -> bool:
     """Tell whether `spec`'s filter drops a group: it has two samples that did not fail, and equal shaped rewards.
 
-    A group with fewer is not without signal but failed.
+    A group with fewer is not without signal but failed. The signal of demonstrations and of the data sets that `spec`
+    leaves unfiltered is not in their rewards.
     """
-    alive = [sample for sample in group if not sample.failed]
-    return spec.filter_zero_variance and len(alive) >= 2 and zero_variance([r for r, _ in shape_group(alive, spec)])
+    alive = alive_samples(group)
+    if not spec.filter_zero_variance or len(alive) < 2:
+        return False
+    if alive[0][0].demonstrated or alive[0][0].dataset in spec.unfiltered:
+        return False
+    return zero_variance([r for r, _ in shape_group(alive, spec)])
 
 
 def shape_batch(
-    groups: Sequence[Sequence[JudgedSample]], spec: ShapingSpec, limits: Sequence[int] | None = None
+    groups: Sequence[Sequence[JudgedSample]],
+    spec: ShapingSpec,
+    advantage: Chosen[GroupRewards, Advantages],
+    limits: Sequence[int] | None = None,
 ) -> ShapedBatch:
     """Shape rewards, drop failed samples, filter groups without variance, compute advantages.
 
@@ -126,7 +166,7 @@ def shape_batch(
     and has no influence on the filter. `limits`: the `max_tokens` of each group, where they differ.
 
     Raises:
-        ValueError: two samples share a key.
+        ValueError: two rows share a key, the parts of a sample are not in order, or an advantage is not finite.
     """
     keys = [sample.key for group in groups for sample in group]
     if len(set(keys)) != len(keys):
@@ -134,25 +174,56 @@ def shape_batch(
     kept: list[list[ShapedSample]] = []
     counts = dict.fromkeys(("filtered_groups", "failed_groups"), 0)
     for index, group in enumerate(groups):
-        alive = [sample for sample in group if not sample.failed]
+        alive = alive_samples(group)
         if len(alive) < 2:
             counts["failed_groups"] += 1
             continue
         own = spec if limits is None else replace(spec, max_tokens=limits[index])
-        if without_signal(alive, own):
+        if without_signal(group, own):
             counts["filtered_groups"] += 1
             continue
         shaped = shape_group(alive, own)
-        (advantages,) = group_advantages([[reward for reward, _ in shaped]], spec.advantage)
         kept.append(
             [
-                ShapedSample(sample.key, index, reward, advantage, trained)
-                for sample, (reward, trained), advantage in zip(alive, shaped, advantages, strict=True)
+                ShapedSample(row.key, index, reward, 0.0, trained, row.part, row.sampled_tokens, row.demonstrated)
+                for rows, (reward, trained) in zip(alive, shaped, strict=True)
+                for row in rows
             ]
         )
+    kept = with_advantages(kept, advantage)
     return ShapedBatch(
         groups=kept,
         trained_groups=len(kept),
-        masked_samples=sum(not sample.trained for group in kept for sample in group),
+        masked_samples=sum(not row.trained and row.part == 0 for group in kept for row in group),
         **counts,
     )
+
+
+def with_advantages(
+    groups: Sequence[Sequence[ShapedSample]], advantage: Chosen[GroupRewards, Advantages]
+) -> list[list[ShapedSample]]:
+    """Return the rows of the groups with the advantages of their rewards, which all rows of a sample share.
+
+    Groups of demonstrations are returned as they are: what they have for a reward must not change a baseline of the
+    whole batch.
+
+    Raises:
+        ValueError: a reward or an advantage is not finite.
+    """
+    judged = [group for group in groups if not group[0].demonstrated]
+    found = iter(_with_advantages(judged, advantage))
+    return [list(group) if group[0].demonstrated else next(found) for group in groups]
+
+
+def _with_advantages(
+    groups: Sequence[Sequence[ShapedSample]], advantage: Chosen[GroupRewards, Advantages]
+) -> list[list[ShapedSample]]:
+    samples = [by_sample(group) for group in groups]
+    batch = GroupRewards(
+        rewards=[[rows[0].reward for rows in group] for group in samples],
+        tokens=[[sum(row.tokens for row in rows) if rows[0].trained else 0 for rows in group] for group in samples],
+    )
+    return [
+        [replace(row, advantage=value) for rows, value in zip(group, values, strict=True) for row in rows]
+        for group, values in zip(samples, advantages_of(advantage, batch), strict=True)
+    ]

@@ -13,6 +13,12 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.correction import TokenWeights
+from megarl.algorithms.correction_stats import (
+    CORRECTION_MAXIMA,
+    CORRECTION_SUMS,
+    correction_numbers,
+    correction_statistics,
+)
 
 # The comparison of two policies on the same tokens; "old" and "new" are the moments of their log-probs.
 PAIR_KEYS = (
@@ -26,13 +32,12 @@ PAIR_KEYS = (
     "new_squared",
     "product",
 )
-WEIGHT_KEYS = ("weight", "weight_squared", "weight_capped")
+CORRECTION = "correction_"  # prefix of the statistics of a correction
 SAMPLING = "sampling_"  # prefix of the comparison of the policy that sampled with the proximal one
-SUM_KEYS = (
-    "tokens",
-    "sequences",
-    "loss",
-    "policy_loss",
+# Shares of the objective, before the terms' coefficients, and the tokens of the terms beside `rl`.
+SHARE_KEYS = ("loss", "policy_loss", "ref_kl_loss", "ce_loss")
+COUNT_KEYS = ("tokens", "sequences", "ref_kl_tokens", "ce_tokens")
+PER_TOKEN_KEYS = (
     "ratio",
     "ratio_squared",
     "clip_low",
@@ -41,18 +46,27 @@ SUM_KEYS = (
     "approx_kl",
     "logprob_abs_diff",
     "entropy",
+)
+SUM_KEYS = (
+    *COUNT_KEYS,
+    *SHARE_KEYS,
+    *PER_TOKEN_KEYS,
     "kl_ref",
+    "ce",
     "old",
     "new",
     "old_squared",
     "new_squared",
     "product",
-    *WEIGHT_KEYS,
+    *(CORRECTION + key for key in CORRECTION_SUMS),
     *(SAMPLING + key for key in PAIR_KEYS),
 )
-PER_TOKEN_KEYS = tuple(SUM_KEYS[4:13])
 PAIR_MAX_KEYS = ("ratio", "logprob_abs_diff")
-MAX_KEYS = (*PAIR_MAX_KEYS, *(SAMPLING + key for key in PAIR_MAX_KEYS))
+MAX_KEYS = (
+    *PAIR_MAX_KEYS,
+    *(SAMPLING + key for key in PAIR_MAX_KEYS),
+    *(CORRECTION + key for key in CORRECTION_MAXIMA),
+)
 MAX_LOGGED_LOG_RATIO = 50.0  # exp(50) = 5e21 and its square are far below the limit of fp64
 
 
@@ -60,9 +74,10 @@ MAX_LOGGED_LOG_RATIO = 50.0  # exp(50) = 5e21 and its square are far below the l
 class LossStats:
     """Holds fp64 0-dim tensors under SUM_KEYS and MAX_KEYS; every key is always present.
 
-    The sums are over trained tokens, except `tokens` and `sequences` (counts), and `loss` and `policy_loss` (shares of
-    the objective, which add up to it). All maxima are of quantities that are >= 0, and are 0 if no token was trained.
-    The keys of a correction (`weight*`, `sampling_*`) are 0 without one.
+    The sums are over the tokens of the term `rl`, except COUNT_KEYS, SHARE_KEYS (shares of the objective, which add up
+    to it), and `kl_ref` and `ce`, which are over the tokens of their own terms. All maxima are of quantities that are
+    >= 0, and are 0 if no token was trained.
+    The keys of a correction (`correction_*`, `sampling_*`) are 0 without one.
     """
 
     sums: dict[str, Tensor]
@@ -119,10 +134,10 @@ class LossStats:
         self.sums["product"] = (old_R * new_R).sum()
 
     def add_correction(self, weights: TokenWeights, pair: LossStats) -> None:
-        """Set the sums of a correction's weights, and `pair`: `of_pair` of the sampling and the proximal policy."""
-        weights_R = weights.weights_R.double()
-        self.sums["weight"], self.sums["weight_squared"] = weights_R.sum(), weights_R.square().sum()
-        self.sums["weight_capped"] = weights.capped_R.sum(dtype=torch.float64)
+        """Set the statistics of a correction, and `pair`: `of_pair` of the sampling and the proximal policy."""
+        sums, maxima = correction_statistics(weights)
+        self.sums.update({CORRECTION + key: value for key, value in sums.items()})
+        self.maxima.update({CORRECTION + key: value for key, value in maxima.items()})
         self.sums.update({SAMPLING + key: pair.sums[key] for key in PAIR_KEYS})
         self.maxima.update({SAMPLING + key: pair.maxima[key] for key in PAIR_MAX_KEYS})
 
@@ -160,6 +175,8 @@ class LossStats:
         sums = {key: float(value) for key, value in self.sums.items()}
         tokens = max(sums["tokens"], 1.0)
         result = {key: sums[key] / tokens for key in PER_TOKEN_KEYS}
+        result["kl_ref"] = sums["kl_ref"] / max(sums["ref_kl_tokens"], 1.0)
+        result["ce"] = sums["ce"] / max(sums["ce_tokens"], 1.0)
         result["clip_fraction"] = result["clip_low"] + result["clip_high"]
         result["ratio_max"] = float(self.maxima["ratio"])
         result["logprob_abs_diff_max"] = float(self.maxima["logprob_abs_diff"])
@@ -171,22 +188,19 @@ class LossStats:
         result["pearson"] = covariance / math.sqrt(variances[0] * variances[1]) if defined else math.nan
         squared = tokens * sums["ratio_squared"]
         result["ess"] = sums["ratio"] ** 2 / squared if squared else 1.0
-        result |= {key: sums[key] for key in ("loss", "policy_loss", "tokens", "sequences")}
+        result |= {key: sums[key] for key in SHARE_KEYS + COUNT_KEYS}
         return result
 
     def correction_means(self) -> dict[str, float]:
-        """Return the numbers of a correction: `weight_mean`, `weight_capped` (a share), `weight_ess`, `sampling_*`.
+        """Return the numbers of a correction: `correction_numbers`, and `sampling_*`.
 
-        `weight_ess` is the relative effective sample size of the weights. `sampling_*` are the `means` of the
-        comparison of the policy that sampled (old) with the proximal one (new).
+        `sampling_*` are the `means` of the comparison of the policy that sampled (old) with the proximal one (new).
         """
         counts = {key: self.sums[key] for key in ("tokens", "sequences")}
         pair = LossStats.zeros(self.sums["tokens"].device)
         pair.sums.update(counts | {key: self.sums[SAMPLING + key] for key in PAIR_KEYS})
         pair.maxima.update({key: self.maxima[SAMPLING + key] for key in PAIR_MAX_KEYS})
-        weight, squared, capped, tokens = (float(self.sums[key]) for key in (*WEIGHT_KEYS, "tokens"))
-        return {SAMPLING + key: value for key, value in pair.means().items()} | {
-            "weight_mean": weight / max(tokens, 1.0),
-            "weight_capped": capped / max(tokens, 1.0),
-            "weight_ess": weight**2 / (tokens * squared) if squared else 1.0,
-        }
+        sums = {key: float(self.sums[CORRECTION + key]) for key in CORRECTION_SUMS}
+        maxima = {key: float(self.maxima[CORRECTION + key]) for key in CORRECTION_MAXIMA}
+        numbers = correction_numbers(sums, maxima, float(self.sums["tokens"]), float(self.sums["sequences"]))
+        return {SAMPLING + key: value for key, value in pair.means().items()} | numbers

@@ -6,7 +6,6 @@ Rank 0 makes the calls; the first ranks of the other data-parallel replicas only
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import threading
@@ -36,7 +35,7 @@ from megarl.rollout.replica import replica_name
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
-    from ray.exceptions import RayTaskError
+    from ray.exceptions import ActorUnavailableError, RayTaskError
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ def _answer(
     """
     import ray
 
-    key, deadline, lost_at = uuid.uuid4().hex, time.monotonic() + timeout_s, math.inf
+    key, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     while True:
         sent_at = time.monotonic()
         reference = actor.answer.remote(key, method, args, kwargs)
@@ -123,12 +122,33 @@ def _answer(
         except ray.exceptions.ActorUnavailableError as error:
             check()
             now = time.monotonic()
-            # A call that was under way for long had a connection: this is another cut.
-            lost_at = now if now - sent_at > reach_s / 2 else min(lost_at, sent_at)
-            if now - lost_at >= reach_s or now + RETRY_S >= deadline:
-                raise ConnectionCut(str(error).strip().splitlines()[0], now - lost_at) from error
+            # A call that was under way for long had a connection, and nobody knows until when.
+            lost_at = now if now - sent_at > reach_s / 2 else sent_at
+            _reach(actor, error, lost_at, min(lost_at + reach_s, deadline), check)
             logger.warning("%s is sent again: %s", method, error)
-            time.sleep(RETRY_S)
+
+
+def _reach(
+    actor: ActorHandle, cut: ActorUnavailableError, lost_at: float, until: float, check: Callable[[], None]
+) -> None:
+    """Wait until an actor answers a probe. Raises ConnectionCut if it has not at the time `until`, what `check` raises.
+
+    A call cannot tell in time whether it has arrived: it may run for long, and Ray may need minutes to report that a
+    connection is gone. `cut`: the report of the present cut; `lost_at`: the time since when nothing was heard.
+    """
+    import ray
+
+    while time.monotonic() + RETRY_S < until:
+        time.sleep(RETRY_S)
+        try:
+            _result(actor.__ray_ready__.remote(), max(0.0, until - time.monotonic()), check)
+            return
+        except ray.exceptions.GetTimeoutError:
+            break
+        except ray.exceptions.ActorUnavailableError as error:
+            cut = error
+            check()
+    raise ConnectionCut(str(cut).strip().splitlines()[0], time.monotonic() - lost_at) from cut
 
 
 def _result(reference: ObjectRef, timeout_s: float, check: Callable[[], None]) -> Any:  # noqa: ANN401  # Ray does not know the type
@@ -224,8 +244,15 @@ class PoolHandles:
 
         Raises RolloutError if one does not start.
         """
-        indices = [int(name.removeprefix("replica ")) for name in names]
-        self._client.call("restart_replicas", indices, timeout_s=timeout_s)
+        self._client.call("restart_replicas", _indices(names), timeout_s=timeout_s)
+
+    def replace_later(self, names: Sequence[str], timeout_s: float) -> None:
+        """End the named replicas; new ones join with a later sync. Raises RolloutError as `restart`."""
+        self._client.call("replace_replicas_later", _indices(names), timeout_s=timeout_s)
+
+
+def _indices(names: Sequence[str]) -> list[int]:
+    return [int(name.removeprefix("replica ")) for name in names]
 
 
 @dataclass(frozen=True)
@@ -440,7 +467,7 @@ class PoolClient:
             self._record.keep(step)
             return True
 
-    def upcoming(self, step: int) -> tuple[list[int], int]:
+    def upcoming(self, step: int) -> tuple[dict[int, list[str]], int]:
         """Return the finished groups that `step` would take now; [] once it has taken its batch.
 
         Also return how often the queue that has them had been started anew.
@@ -515,6 +542,10 @@ class PoolClient:
         """Return the names of the replicas that the publication which now begins leaves out."""
         found: list[int] = self._call("leave_out", (), {}, self.config.timeouts.rpc_s, note=self._record.left_out)[0]
         return [f"replica {index}" for index in found]
+
+    def quarantine(self, replica: int, reason: str) -> tuple[bool, str]:
+        """Take a replica out until the next publication has replaced it; return whether that was done, and in words."""
+        return self.call("quarantine", replica, reason, timeout_s=self.config.timeouts.rpc_s)
 
     def references(self, group_ids: Sequence[int]) -> dict[int, str]:
         """Return the reference answers of groups, by group id."""

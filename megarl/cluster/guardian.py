@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megarl.common.private_directory import remove_private_directory
-from megarl.common.processes import ProcessId, descendants, is_alive, sweep
+from megarl.common.processes import ProcessId, descendants, is_alive, still_alive, sweep
 
 POLL_S = 0.5
 SCAN_S = 5.0  # between two looks at all processes of the host
@@ -50,7 +50,7 @@ def wait_for_end(supervisor: ProcessId, agent: ProcessId, patience_s: float) -> 
             gone_at, scanned_at = now, -SCAN_S
         if now >= scanned_at + SCAN_S:
             scanned_at = now
-            seen = {child for child in seen | descendants(supervisor.pid) if is_alive(child)}
+            seen = still_alive(seen | descendants(supervisor.pid))
         if gone_at is not None and now > gone_at + patience_s:
             return seen | descendants(supervisor.pid)
         time.sleep(POLL_S)

@@ -32,6 +32,7 @@ SPEC_FILE = "supervisor_spec.json"
 REBUILDING = "rebuilding"  # the state of a pool whose engines live, while controller and queue are started anew
 # In which the supervisor, which looks every 2 s, says that a part has died, or hangs for longer than its bound.
 NOTICED_S = 10.0
+TROUBLE_S = 10.0  # for which a file system may fail while a run starts
 _ENDED = {"failed": "failed", "stopping": "is stopping", "stopped": "stopped"}  # states after which none is "ready"
 
 
@@ -162,6 +163,21 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
         return None
 
 
+def read_state_again(run_dir: Path, timeout_s: float = TROUBLE_S) -> dict[str, Any] | None:
+    """Read as `read_state`; a file system that fails is asked again for `timeout_s`. Then raises OSError."""
+    deadline, complains = time.monotonic() + timeout_s, True
+    while True:
+        try:
+            return read_state(run_dir)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise
+            if complains:
+                logger.warning("the state of the rollout pool is not known now, and is read again: %s", error)
+            complains = False
+        time.sleep(0.1)
+
+
 def _own_state(run_dir: Path, launch_id: str) -> dict[str, Any] | None:
     """Return the state of this launch's pool, {} if it is not known now; None if another launch has replaced it."""
     try:
@@ -216,7 +232,7 @@ def launch_supervisor(
 
 def _kept_supervisor(run_dir: Path, agent_pid: int, config_json: str) -> str | None:
     """Return the launch id of a ready pool that the process `agent_pid` itself has started, or None."""
-    state = read_state(run_dir)
+    state = read_state_again(run_dir)
     if state is None or state["state"] != "ready" or (run_dir / STOP_FILE).exists():
         return None
     if not is_alive(ProcessId(**state["process"])) or ProcessId(**state["agent"]) != ProcessId.of(agent_pid):
@@ -232,7 +248,7 @@ def _is_sound(run_dir: Path, launch_id: str, timeout_s: float) -> bool:
     What had died when the previous attempt failed may not have been noticed yet. The first look that ends from now on
     may have begun before; the second has not.
     """
-    before = (read_state(run_dir) or {}).get("heartbeats", 0)
+    before = (read_state_again(run_dir) or {}).get("heartbeats", 0)
     try:
         _await_state(run_dir, launch_id, lambda state: state.get("heartbeats", 0) >= before + 2, timeout_s)
     except SupervisorFailed as error:
@@ -303,7 +319,7 @@ def _retire_previous(run_dir: Path, agent_pid: int) -> int:
 
     Raises ValueError if another run is using `run_dir`.
     """
-    state = read_state(run_dir)
+    state = read_state_again(run_dir)
     (run_dir / STOP_FILE).unlink(missing_ok=True)
     if state is None:
         return -1
@@ -346,10 +362,20 @@ def await_rebuilt(handle: SupervisorHandle, timeout_s: float) -> SupervisorHandl
 def _await_state(
     run_dir: Path, launch_id: str, done: Callable[[dict[str, Any]], bool], timeout_s: float
 ) -> dict[str, Any]:
+    """Wait until `done` of the state of this launch's pool. A file system that fails is asked again until then.
+
+    Raises SupervisorFailed if the pool ends instead, or after `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     process = _STARTED.get(launch_id)
+    trouble: OSError | None = None
     while True:
-        state = read_state(run_dir)
+        try:
+            state, trouble = read_state(run_dir), None
+        except OSError as error:
+            if trouble is None:
+                logger.warning("the state of the rollout pool is not known now, and is read again: %s", error)
+            state, trouble = None, error
         if state is not None and state["launch_id"] == launch_id:
             if ended := _ENDED.get(state["state"]):
                 raise SupervisorFailed(f"the rollout pool {ended}: {state['error'] or 'asked to stop'}")
@@ -363,6 +389,7 @@ def _await_state(
             )
         if time.monotonic() > deadline:
             at = "has not written its state" if state is None else f"is still in state {state['state']!r}"
+            at = f"may have written its state, which cannot be read ({trouble})" if trouble is not None else at
             raise SupervisorFailed(f"waited {timeout_s:.0f} s for the supervisor, which {at}; see {run_dir / 'logs'}")
         time.sleep(0.05)
 

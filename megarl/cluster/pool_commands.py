@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from megarl.cluster.handle import REBUILDING, SPEC_FILE, SupervisorSpec, read_state
+from megarl.cluster.handle import REBUILDING, SPEC_FILE, SupervisorSpec, read_state_again
 from megarl.common.errors import ConfigError, clear_text
 from megarl.common.processes import ProcessId, is_alive
 from megarl.common.rate_limit import RateLimit
@@ -196,7 +196,7 @@ def ask_pool(
 def _await_answer(run_dir: Path, command: Path, answer: Path, bound_s: float, what: str) -> Any:  # noqa: ANN401  # JSON content
     deadline = time.monotonic() + bound_s
     while True:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # it is not there yet, or the file system fails for a moment
             given = PoolAnswer(**json.loads(answer.read_text()))
             if given.error is not None:
                 raise ConfigError([given.error])
@@ -215,7 +215,7 @@ def _living_state(run_dir: Path, *, waits: bool = False) -> dict[str, Any]:
 
     Whoever `waits` for an answer gets it also after the controller has been started anew meanwhile.
     """
-    state = read_state(run_dir)
+    state = read_state_again(run_dir)
     if state is None:
         raise ConfigError([f"{run_dir} has no supervisor.json: no run has started there, or it is not a run directory"])
     if state["host"] == platform.node() and not is_alive(ProcessId(**state["process"])):

@@ -24,7 +24,7 @@ from megarl.common.errors import SupervisorFailed
 from megarl.common.private_directory import make_private_directory, remove_private_directory
 from megarl.common.processes import descendants, sweep
 from megarl.common.reserved_ports import ReservedPorts
-from megarl.config.pools import resolve_pools
+from megarl.config.pools import engines_per_node, resolve_pools
 from megarl.config.schema import Config
 from megarl.rollout.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
 
@@ -92,7 +92,7 @@ class RayShare:
 def rollout_share(config: Config, *, cuda: bool) -> RayShare:
     """Return the share of a rollout node: its engines, and room for controller, queue controller and storage units."""
     per_node = resolve_pools(config).rollout.gpus_per_node
-    engines = per_node // config.rollout.tensor_parallel
+    engines = engines_per_node(config)
     cpus = config.ray.num_cpus or engines + 1 + 1 + config.queue.storage_units + 2
     # Engines are counted by a resource of their own: without GPUs Ray would pack them onto one node.
     return RayShare(cpus, per_node if cuda else 0, {ROLLOUT_RESOURCE: 10000, ENGINE_RESOURCE: engines})

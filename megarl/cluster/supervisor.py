@@ -38,17 +38,19 @@ from megarl.common.private_directory import (
     sweep_dead_directories,
     use_private_directory,
 )
-from megarl.common.processes import ProcessId, descendants, is_alive, sweep
+from megarl.common.processes import ProcessId, descendants, is_alive, still_alive, sweep
 from megarl.common.rate_limit import RateLimit
 from megarl.common.run_token import run_token
 from megarl.config.checks import max_sequence_tokens
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
+from megarl.config.teachers import engine_teachers
 from megarl.door.door_actor import DoorSpec
 from megarl.models.read_config import load_info
 from megarl.rollout.devices import refuse_split_replica, visible_devices
 from megarl.rollout.placement import ENGINE_RESOURCE, HEAD_RESOURCE, HEAD_SHARE, ROLLOUT_RESOURCE
 from megarl.rollout.replica import ReplicaSpec, create_replica
+from megarl.rollout.teachers.teacher_engine import create_teacher
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -249,7 +251,7 @@ class Supervisor:
         """
         with self._lock:
             self._state.update(changes)
-            self._state["children"] = [asdict(child) for child in self._children if is_alive(child)]
+            self._state["children"] = [asdict(child) for child in still_alive(self._children)]
             try:
                 if not self._is_replaced():
                     write_state(self.run_dir, self._state)
@@ -270,10 +272,10 @@ class Supervisor:
         return self._replaced_by is not None
 
     def _record_descendants(self) -> set[ProcessId]:
-        """Add the present descendants to those that were ever seen, orphans included; return a copy of these."""
+        """Add the present descendants to those seen before that live, orphans included; return a copy of these."""
         present = self._descendants()
         with self._lock:
-            self._children |= present
+            self._children = still_alive(self._children | present)
             return set(self._children)
 
     def _watch(self) -> None:
@@ -308,6 +310,10 @@ class Supervisor:
         try:
             return (self.run_dir / STOP_FILE).read_text() in {"", self.spec.launch_id}
         except FileNotFoundError:
+            return False
+        except OSError as error:
+            if self._complaints.allows():
+                logger.warning("it is not known now whether the pool is asked to stop: %s", error)
             return False
 
     def _start_ray(self) -> None:
@@ -372,8 +378,9 @@ class Supervisor:
         replicas = [create_replica(replica_spec, index) for index in range(config.rollout.replicas)]
         for index, replica in enumerate(replicas):
             pending[replica.start.remote()] = f"engine replica {index}"
+        teachers = self._start_teachers(replica_spec, pending)
         controller = self._create_controller(spec.partition, config.timeouts.rpc_s)
-        self._actors = [*replicas, controller]
+        self._actors = [*replicas, *teachers, controller]
         pending[controller.start.remote()] = "the rollout controller"
         opening = self._open_door(replica_spec)
         if opening is not None:
@@ -383,6 +390,15 @@ class Supervisor:
             self._door.opened(answers["the door"])
             self._publish(door=self._door.url)
         self._commands.look(controller)  # makes their directory, before the pool is ready for them
+
+    def _start_teachers(self, pool: ReplicaSpec, pending: dict[ObjectRef, str]) -> list[ActorHandle]:
+        """Create the engines of all teachers; add the references of their starts to `pending`."""
+        created = []
+        for teacher in engine_teachers(self.config):
+            for number in range(teacher.replicas):
+                created.append(create_teacher(pool, teacher.name, number))
+                pending[created[-1].start.remote()] = f"engine {number} of teacher {teacher.name}"
+        return created
 
     def _open_door(self, pool: ReplicaSpec) -> ObjectRef | None:
         """Create the door, if the run has one; return the reference of its start."""

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from megarl.commands import convert, launch, pool, replay, run_report, serve, trace, train
 from megarl.commands import evaluate as standalone
-from megarl.commands import launch, pool, replay, serve
+from megarl.commands.top import command as top
 from megarl.common.errors import ConfigError
 from megarl.config.arguments import add_config_arguments
 
@@ -19,7 +20,10 @@ Command = Callable[[argparse.Namespace], int]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status: 2 for a mistake of the user, reported in one message."""
-    options = build_parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["convert"]:  # it parses what follows itself, --help included
+        return convert.run(given[1:])
+    options = build_parser().parse_args(given)
     command: Command = options.run
     try:
         return command(options)
@@ -38,19 +42,25 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megarl",
         description="Reinforcement learning of language models: Megatron-Core trainer, vLLM rollout pool.",
-        epilog="A run on one machine is started by torchrun (torchrun --nproc-per-node N examples/rl/train_rl.py "
-        "--config C) or by `megarl launch`; a run on several machines by `megarl launch`.",
+        epilog="A run on one machine is started by `megarl train --config C`, which is "
+        "torchrun --rdzv-backend megarl --nproc-per-node N examples/rl/train_rl.py --config C; "
+        "a run on several machines by `megarl launch`.",
     )
     parser.add_argument("--version", action="version", version=f"megarl {version('megarl')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_plan(commands)
     _add_doctor(commands)
     _add_docs(commands)
+    train.add_parser(commands)
     launch.add_parser(commands)
     standalone.add_parser(commands)
     serve.add_parser(commands)
     replay.add_parser(commands)
+    convert.add_parser(commands)
     pool.add_parser(commands)
+    trace.add_parser(commands)
+    run_report.add_parser(commands)
+    top.add_parser(commands)
     return parser
 
 
@@ -106,9 +116,9 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _add_docs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     docs = commands.add_parser(
         "docs",
-        help="write docs/configuration.md and docs/metrics.md from the code",
-        description="Write the two reference pages that are generated from the config classes and the metric "
-        "declarations.",
+        help="write docs/configuration.md, docs/metrics.md and docs/grafana.json from the code",
+        description="Write the two reference pages and the dashboard for Grafana, which are generated from the config "
+        "classes and the metric declarations.",
     )
     docs.add_argument("--out", type=Path, default=Path("docs"), help="directory (default: %(default)s)")
     docs.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
@@ -119,9 +129,13 @@ def _plan(options: argparse.Namespace) -> int:
     from megarl.config.load import load_config
     from megarl.config.plan import make_plan
     from megarl.config.plan_tables import print_dry_run
+    from megarl.data.check_files import check_data_files
 
     config = load_config(options.config, options.overrides)
-    print_dry_run(make_plan(config, device=options.device, files=not options.no_files), sys.stdout)
+    plan = make_plan(config, device=options.device, files=not options.no_files)
+    if not options.no_files:
+        check_data_files(config)
+    print_dry_run(plan, sys.stdout)
     return 0
 
 
@@ -160,9 +174,10 @@ def _doctor_of_run(options: argparse.Namespace) -> int:
 
 def _docs(options: argparse.Namespace) -> int:
     from megarl.config.options_page import configuration_page
+    from megarl.telemetry.grafana import dashboard
     from megarl.telemetry.metrics_page import metrics_page
 
-    pages = {"configuration.md": configuration_page(), "metrics.md": metrics_page()}
+    pages = {"configuration.md": configuration_page(), "metrics.md": metrics_page(), "grafana.json": dashboard()}
     stale = []
     for name, text in pages.items():
         path = options.out / name

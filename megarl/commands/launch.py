@@ -87,10 +87,22 @@ def run_script(command: list[str]) -> int:
     """
     # Functions, not SIG_IGN: the script would inherit that, and could not trap the signal.
     before = signal.signal(signal.SIGINT, lambda *_: None)
+    process: subprocess.Popen[bytes] | None = None
+    asked_early = False
+
+    def pass_on(*_: object) -> None:
+        nonlocal asked_early
+        if process is None:  # it is being started, and would go on without this process
+            asked_early = True
+        else:
+            process.send_signal(signal.SIGTERM)
+
     try:
-        process = subprocess.Popen(command)
-        previous = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+        previous = signal.signal(signal.SIGTERM, pass_on)
         try:
+            process = subprocess.Popen(command)
+            if asked_early:
+                process.send_signal(signal.SIGTERM)
             return process.wait()
         finally:
             signal.signal(signal.SIGTERM, previous)

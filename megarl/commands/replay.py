@@ -5,7 +5,7 @@ It uses the plan and the step of the training loop on the recorded trajectories;
 step repeats the run, or from a checkpoint, with the step after it. Old log-probs are those of the recorded engine.
 
     megarl replay --run-dir runs/quickstart trainer.gpus=1 trainer.parallel.tensor=1
-    torchrun --nproc-per-node 2 -m megarl replay --run-dir runs/quickstart --steps 5
+    torchrun --rdzv-backend megarl --nproc-per-node 2 -m megarl replay --run-dir runs/quickstart --steps 5
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "replay",
         help="train on the recorded batches of a run, without a rollout pool",
         description="Train on the batches that a run recorded with telemetry.dump_batches=true, from model.path on, "
-        "without a rollout pool. With more than one trainer rank: torchrun --nproc-per-node N -m megarl replay ...",
-        epilog="example: torchrun --nproc-per-node 2 -m megarl replay --run-dir runs/quickstart --steps 5 "
+        "without a rollout pool. With more than one trainer rank: "
+        "torchrun --rdzv-backend megarl --nproc-per-node N -m megarl replay ...",
+        epilog="example: torchrun --rdzv-backend megarl --nproc-per-node 2 -m megarl replay --run-dir runs/quickstart "
+        "--steps 5 "
         "trainer.optimizer.lr=1e-5",
     )
     parser.add_argument("--run-dir", type=Path, required=True, metavar="RUN_DIR", help="recorded run")
@@ -182,18 +184,22 @@ def replay_steps(
     timer, metrics = PhaseTimer(), step_metrics()
     for step in steps:
         with timer.phase("queue"):
-            batch, replaced, reused = read_batch(batches, step), [], []
+            batch, replaced, reused, skipped = read_batch(batches, step), [], [], False
             _check_sets({tag.dataset for tag in batch.tags}, config, batches, step)
             if schedule is not None and (scheduled := schedule.get(step)) is not None:
                 scheduled.check(batch)
                 replaced = scheduled.replaced if refill_groups(config) else []
                 reused = scheduled.reused if config.admission.max_uses > 1 else []
+                skipped = scheduled.trained == 0 and not scheduled.reused
             plan = _plan(batch, config, replaced, reused, dp_size=parallel.dp_size())
+            if skipped and plan.outcome.trained:  # by an alarm, or because its numbers were not finite
+                plan = plan.skipped() or plan
             if len(set(parallel.dp_all_gather_object(plan.hash, TEXT))) != 1:
                 raise RuntimeError(f"the ranks read different batches of step {step} from {batches}; is it shared?")
             wanted = set(plan.keys_of(parallel.dp_rank()))
             rows = {row.key: row for row in batch.trajectories if row.key in wanted}
         train_step(policy, plan, rows, config, timer, metrics, step=step)
+        policy.refresh_reference(step + 1)
         record_batch(metrics, plan)
         values = metrics.reduce() | timer.finish_step()
         if on_step is not None:
@@ -333,6 +339,7 @@ def _init_process_group(backend: str, config: Config) -> None:
 
 def _wrong_world(world: int, gpus: int, run_dir: Path) -> str:
     return (
-        f"trainer.gpus: the run used {gpus} ranks, but {world} were started; use torchrun --nproc-per-node {gpus} "
-        f"-m megarl replay --run-dir {run_dir}, or override trainer.gpus={world} and the layout (trainer.parallel.*)"
+        f"trainer.gpus: the run used {gpus} ranks, but {world} were started; use "
+        f"torchrun --rdzv-backend megarl --nproc-per-node {gpus} -m megarl replay --run-dir {run_dir}, "
+        f"or override trainer.gpus={world} and the layout (trainer.parallel.*)"
     )

@@ -302,10 +302,18 @@ def refuse_claimed(run_dir: Path) -> None:
 
 
 def await_claim(run_dir: Path, mine: Holder, timeout_s: float) -> None:
-    """Wait until the run of `mine` holds `run_dir`. Raises TimeoutError, saying who holds it, after `timeout_s`."""
+    """Wait until the run of `mine` holds `run_dir`. Raises TimeoutError, saying who holds it, after `timeout_s`.
+
+    A file system that fails for a moment is asked again. Raises OSError if it still fails then.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
-        seen = Sighting.of(run_dir)
+        try:
+            seen = Sighting.of(run_dir)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            seen = None
         if seen is not None and seen.holder is not None and seen.holder.same_run(mine):
             return
         if time.monotonic() > deadline:

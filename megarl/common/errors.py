@@ -83,6 +83,10 @@ class NoReplicaLeft(ReplicaFailed):
     """The last working replica has failed."""
 
 
+class NoWorkerLeft(RolloutError):  # noqa: N818
+    """The last agent worker was lost, and no other one could be started."""
+
+
 class SupervisorFailed(RolloutError):  # noqa: N818
     """The supervisor did not start, or has ended."""
 
@@ -94,17 +98,26 @@ class WeightSyncError(RuntimeError):
         version: the version that was to be published.
         failed_members: members of the sync group or replicas that failed themselves, without those that only lost
             the connection to a failed member.
-        needs_restart: replicas that had begun to load and did not finish. Their weights are undefined, so they have
-            to be restarted.
+        needs_restart: replicas that failed themselves, or had begun to load and did not finish. Their weights are
+            undefined, so they have to be replaced.
+        interrupted: replicas that had begun to load when others failed. They are sound, and can take all weights again
+            if the sync is repeated at once; otherwise they have to be replaced too.
     """
 
     def __init__(
-        self, message: str, *, version: int = -1, failed_members: Sequence[str] = (), needs_restart: Sequence[str] = ()
+        self,
+        message: str,
+        *,
+        version: int = -1,
+        failed_members: Sequence[str] = (),
+        needs_restart: Sequence[str] = (),
+        interrupted: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
         self.version = version
         self.failed_members = tuple(failed_members)
         self.needs_restart = tuple(needs_restart)
+        self.interrupted = tuple(interrupted)
 
 
 class SyncAborted(WeightSyncError):  # noqa: N818

@@ -1,7 +1,8 @@
 """Messages for the user's terminal from processes that have none: lines of RUN_DIR/logs/notices.jsonl.
 
 A process of the pool writes a notice; the process that owns the terminal (trainer rank 0, or `megarl eval`) watches the
-file and shows what is new. Nothing waits for either of them.
+file and shows what is new. Nothing waits for either of them. A full file is renamed to notices.1.jsonl, and the one
+before it is deleted.
 """
 
 from __future__ import annotations
@@ -10,13 +11,21 @@ import json
 import logging
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 3000  # of one notice
+FULL_BYTES = 4 << 20  # of the file
 _MAX_BYTES = 1 << 20  # that are read at a time
+_MOST_WAITING = 100  # notices that the disk has not taken
+_lock = threading.Lock()
+_waiting: dict[Path, deque[bytes]] = {}
 
 
 def notices_file(run_dir: Path) -> Path:
@@ -24,15 +33,42 @@ def notices_file(run_dir: Path) -> Path:
     return run_dir / "logs" / "notices.jsonl"
 
 
+def older_notices_file(run_dir: Path) -> Path:
+    """Return the file in which the notices before those are."""
+    return run_dir / "logs" / "notices.1.jsonl"
+
+
 def write_notice(run_dir: Path, text: str) -> None:
-    """Append a notice. A file that cannot be written costs that notice: it is in this process's log as well."""
+    """Append a notice, which is in this process's log as well.
+
+    What a full disk does not take is written before the next notice; of many the oldest are left out.
+    """
     logger.warning("notice: %s", text)
-    line = json.dumps({"text": text[:MAX_CHARACTERS]}) + "\n"
-    try:
-        with notices_file(run_dir).open("ab", buffering=0) as file:
-            file.write(line.encode())
-    except OSError as error:
-        logger.warning("the notice could not be written: %s", error)
+    line = json.dumps({"text": text[:MAX_CHARACTERS], "wall_time": round(time.time(), 3)}) + "\n"
+    with _lock:
+        lines = _waiting.setdefault(run_dir, deque(maxlen=_MOST_WAITING))
+        lines.append(line.encode())
+        try:
+            _append(run_dir, lines)
+            del _waiting[run_dir]
+        except OSError as error:
+            lines[0] = b"\n" + lines[0].lstrip()  # after the beginning of it that may have been written
+            logger.warning("the notice could not be written, and is kept for the next one: %s", error)
+
+
+def _append(run_dir: Path, lines: deque[bytes]) -> None:
+    """Move lines to the file, a new one if the present one is full. Raises OSError if not all could be written.
+
+    Two processes that find it full at the same time may delete the older notices early.
+    """
+    path = notices_file(run_dir)
+    if _facts(path).size >= FULL_BYTES:
+        path.replace(older_notices_file(run_dir))
+    with path.open("ab", buffering=0) as file:
+        while lines:
+            if file.write(lines[0]) < len(lines[0]):
+                raise OSError(f"a line was written to {path} in part only")
+            lines.popleft()
 
 
 def printable(text: str) -> str:
@@ -45,8 +81,11 @@ class NoticeWatch:
 
     def __init__(self, run_dir: Path, show: Callable[[str], None], interval_s: float = 0.5) -> None:
         """`show` is called in that thread."""
-        self._path, self._show, self._interval_s = notices_file(run_dir), show, interval_s
-        self._position = _size(self._path)
+        self._path, self._older = notices_file(run_dir), older_notices_file(run_dir)
+        self._show, self._interval_s = show, interval_s
+        self._inode, self._position = 0, 0
+        with suppress(OSError):
+            self._inode, self._position = _facts(self._path)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch-notices", daemon=True)
         self._thread.start()
@@ -69,12 +108,24 @@ class NoticeWatch:
             logger.exception("a notice could not be shown")  # the log has its text, and the next one may be shown
 
     def _new(self) -> list[str]:
-        """Return the texts of the complete lines that have come since the last call."""
-        size = _size(self._path)
+        """Return the texts of the complete lines that have come since the last call, or a part of many."""
+        try:
+            facts, older = _facts(self._path), _facts(self._older)
+        except OSError:  # the file system fails for a moment, which says nothing about the files
+            return []
+        if facts.inode == self._inode:
+            return self._read(self._path, facts.size)
+        if older.inode == self._inode and (texts := self._read(self._older, older.size)):
+            return texts  # there may be more
+        self._inode, self._position = facts.inode, 0
+        return self._read(self._path, facts.size)
+
+    def _read(self, path: Path, size: int) -> list[str]:
+        """Return the texts of complete lines from the position on, and move it behind them."""
         if size <= self._position:
             self._position = size
             return []
-        with self._path.open("rb") as file:
+        with path.open("rb") as file:
             file.seek(self._position)
             read = file.read(_MAX_BYTES)
         complete = read[: read.rfind(b"\n") + 1] or (read if len(read) == _MAX_BYTES else b"")
@@ -92,8 +143,15 @@ def _text(line: bytes) -> str | None:
     return text[:MAX_CHARACTERS] if isinstance(text, str) else None
 
 
-def _size(path: Path) -> int:
+class _Facts(NamedTuple):
+    inode: int
+    size: int
+
+
+def _facts(path: Path) -> _Facts:
+    """Return which file is there, and its size in bytes; (0, 0) if there is none. Raises OSError."""
     try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return _Facts(0, 0)
+    return _Facts(found.st_ino, found.st_size)

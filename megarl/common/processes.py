@@ -66,6 +66,20 @@ def is_alive(process: ProcessId) -> bool:
     return state is not None and state[1] == process.start_time and state[0] not in "ZX"
 
 
+def state_of(process: ProcessId) -> str | None:
+    """Return the state letter of a process's main thread as in proc(5); None if the process has ended.
+
+    R: it runs; D: it waits for a disk; T: it is stopped.
+    """
+    state = _stat(process.pid)
+    return state[0] if state is not None and state[1] == process.start_time else None
+
+
+def still_alive(processes: Iterable[ProcessId]) -> set[ProcessId]:
+    """Return those that still run. Whoever records processes for long drops the others, or the record only grows."""
+    return {process for process in processes if is_alive(process)}
+
+
 def die_with_parent(expected_parent: int | None = None) -> None:
     """Let the kernel send this process SIGKILL when the thread that forked it ends. Idempotent.
 
@@ -149,7 +163,7 @@ def _wait_gone(processes: set[ProcessId], timeout_s: float) -> set[ProcessId]:
     """Wait up to `timeout_s` until all have ended; return those that have not."""
     deadline = time.monotonic() + timeout_s
     while True:
-        processes = {process for process in processes if is_alive(process)}
+        processes = still_alive(processes)
         if not processes or time.monotonic() > deadline:
             return processes
         time.sleep(0.05)

@@ -9,6 +9,7 @@ restarts hide the exit codes of the ranks.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,12 +19,17 @@ from typing import Literal, TypeVar
 import msgspec
 
 from megarl.common.files import write_json
+from megarl.common.rate_limit import RateLimit
+
+logger = logging.getLogger(__name__)
 
 STOP_FILE = "stop"
 EXIT_FILE = "exit.json"
 # Space that a run gives up when the disk is full, so that it can still say how it ended.
 RESERVE_FILE = ".reserve"
 RESERVE_BYTES = 256 << 10
+COMPLAIN_S = 60.0  # between two log lines about a file that cannot be read
+_complaints = RateLimit(COMPLAIN_S)
 
 T = TypeVar("T")
 Status = Literal["finished", "preempted", "failed"]
@@ -91,10 +97,18 @@ def ask_to_stop(run_dir: Path, reason: str) -> None:
 
 
 def stop_reason(run_dir: Path) -> str | None:
-    """Return the reason of the stop request; None if there is no request."""
+    """Return the reason of the stop request; None if there is no request, or if the file system fails just now.
+
+    The caller asks again soon; a failure that ended one rank here would leave the others in a collective.
+    """
+    path = run_dir / STOP_FILE
     try:
-        return (run_dir / STOP_FILE).read_text().strip() or "asked to stop"
+        return path.read_text().strip() or "asked to stop"
     except FileNotFoundError:
+        return None
+    except OSError as error:
+        if _complaints.allows():
+            logger.warning("%s cannot be read, which counts as no request for now: %s", path, error)
         return None
 
 

@@ -7,19 +7,26 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.agent_sections import SHIPPED_TOOLS, SINGLE_TURN, TOOL_AGENT, ToolConfig
+from megarl.config.agent_sections import HARNESS, SHIPPED_TOOLS, SINGLE_TURN, TOOL_AGENT, ToolConfig
 from megarl.config.datasets import all_sets
+from megarl.config.pace import most_in_flight, pace_problems
 from megarl.config.schema import Config
 
 
 def agent_problems(config: Config) -> Iterator[str]:
     """Yield the problems of `agent` and of all lists of tools."""
     agent = config.agent
-    if agent.loop not in (SINGLE_TURN, TOOL_AGENT):
-        yield from import_path_problems("agent.loop", agent.loop, f"neither {SINGLE_TURN}, {TOOL_AGENT} nor")
+    if agent.loop == HARNESS:
+        yield from _harness_problems(config)
+    elif agent.loop not in (SINGLE_TURN, TOOL_AGENT):
+        yield from import_path_problems("agent.loop", agent.loop, f"neither {SINGLE_TURN}, {TOOL_AGENT}, {HARNESS} nor")
     elif agent.kwargs:
         yield f"agent.kwargs: {agent.loop} takes none, its bounds are keys of `agent`; remove them"
+    if agent.act is not None and agent.loop != HARNESS:
+        yield f"agent.act: {agent.loop} does not call it; set agent.loop: {HARNESS}, or remove it"
     own_lists = [f"{each.key}.tools" for each in all_sets(config) if each.tools]
+    if agent.loop == HARNESS and own_lists:
+        yield f"{'tools' if config.tools else own_lists[0]}: agent.act brings the tools of its own; remove these"
     if agent.loop == SINGLE_TURN and own_lists:
         key = "tools" if config.tools else own_lists[0]
         yield f"{key}: {SINGLE_TURN} calls none; set agent.loop: {TOOL_AGENT}, or remove them"
@@ -27,6 +34,41 @@ def agent_problems(config: Config) -> Iterator[str]:
         yield f"tools: {TOOL_AGENT} has none to call; list some, or set agent.loop: {SINGLE_TURN}"
     for key, tools in tool_lists(config).items():
         yield from _tool_problems(key, tools)
+
+
+def _harness_problems(config: Config) -> Iterator[str]:
+    if config.agent.act is None:
+        yield (
+            f"agent.act: agent.loop: {HARNESS} needs the function that acts; name an "
+            "`async def act(base_url, token, session, row)` as package.module:function"
+        )
+    else:
+        yield from import_path_problems("agent.act", config.agent.act, "not")
+    if not config.door.enabled:
+        yield f"door.enabled: agent.loop: {HARNESS} acts through the door of the run; set door.enabled: true"
+    if config.ray.address is not None and config.door.host is None:
+        yield (
+            "door.host: in a cluster that is running already (ray.address) the door listens at 127.0.0.1, where agents "
+            "on other nodes do not reach it; set it to the address of the door's node; 127.0.0.1 if there is one node"
+        )
+    if (act_s := config.agent.act_timeout_s) >= (bound := config.timeouts.generate_s):
+        yield (
+            f"agent.act_timeout_s: {act_s:g} s would never fail a sample, because a trainer that has waited "
+            f"timeouts.generate_s={bound:g} s for it ends the run; lower the first or raise the second"
+        )
+    yield from _session_problems(config)
+
+
+def _session_problems(config: Config) -> Iterator[str]:
+    """Yield a problem if the door may have fewer sessions than samples are generated at a time."""
+    if any(pace_problems(config)):
+        return
+    groups, samples = most_in_flight(config), config.batch.samples_per_group
+    if config.door.max_sessions < groups * samples:
+        yield (
+            f"door.max_sessions: {config.door.max_sessions}, but {groups} groups of {samples} samples may be generated "
+            f"at a time, each sample in a session of its own; set it to at least {groups * samples}"
+        )
 
 
 def tool_lists(config: Config) -> dict[str, list[ToolConfig]]:

@@ -8,7 +8,8 @@ from pydantic import Field
 
 from megarl.config.section import Passed, Section
 
-SINGLE_TURN, TOOL_AGENT = "single_turn", "tool_agent"
+SINGLE_TURN, TOOL_AGENT, HARNESS = "single_turn", "tool_agent", "harness"
+SHIPPED_LOOPS = (SINGLE_TURN, TOOL_AGENT)  # those in which only megarl's own code runs, but for tools
 SHIPPED_TOOLS = ("calculator", "python", "http")
 
 
@@ -36,10 +37,26 @@ class AgentConfig(Section):
 
     loop: str = Field(
         SINGLE_TURN,
-        description=f"`{SINGLE_TURN}`: one response. `{TOOL_AGENT}`: the model may call `tools`. Or the import path "
-        "`package.module:Class` of a loop.",
+        description=f"`{SINGLE_TURN}`: one response. `{TOOL_AGENT}`: the model may call `tools`. `{HARNESS}`: "
+        "`act` talks with the model through the door. Or the import path `package.module:Class` of a loop.",
     )
-    kwargs: Passed = Field(default_factory=dict, description="Arguments of the class of a loop of one's own.")
+    kwargs: Passed = Field(
+        default_factory=dict, description="Arguments of the class of a loop of one's own; further ones of `act`."
+    )
+    act: str | None = Field(
+        None,
+        description="Import path `package.module:function` of the `async def act(base_url, token, session, row)` of "
+        f"`loop: {HARNESS}`: it acts for one sample through the door, which needs `door.enabled`.",
+    )
+    act_timeout_s: float = Field(
+        1500.0,
+        gt=0,
+        description="Seconds of one call of `act`; a sample that takes longer has failed. Below `timeouts.generate_s`, "
+        "after which a trainer that waits for the sample ends the run.",
+    )
+    act_attempts: int = Field(
+        3, ge=1, description="How often a sample is acted for if the door dies meanwhile; its group fails after that."
+    )
     max_turns: int = Field(8, ge=1, description="Turns of the model; the last one may call no tool.")
     max_tool_calls: int = Field(32, ge=0, description="Calls of tools; further ones are answered with an error.")
     max_malformed_calls: int = Field(

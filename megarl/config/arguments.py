@@ -15,3 +15,21 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="section.key=value",
         help="override, e.g. trainer.optimizer.lr=1e-5; values are YAML, relative paths start at the current directory",
     )
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a training run."""
+    add_config_arguments(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan; start nothing")
+    parser.add_argument(
+        "--resume", metavar="auto|PATH|never", help="which checkpoint to resume from (default: checkpoint.resume)"
+    )
+    parser.add_argument("--dump-batches", action="store_true", help="keep whole batches for `megarl replay`")
+
+
+def run_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the command line of these options of a training run."""
+    resume = ["--resume", options.resume] if options.resume else []
+    flags = {"--dry-run": options.dry_run, "--dump-batches": options.dump_batches}
+    given = [name for name, is_given in flags.items() if is_given]
+    return ["--config", str(options.config), *resume, *given, *options.overrides]

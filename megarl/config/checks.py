@@ -1,6 +1,7 @@
 """Checks that involve several sections, the model, the files or the machine; they run before any process starts.
 
-Every check yields its problems as `key: what is wrong; how to fix it`. Nothing here imports torch or Megatron.
+Every check yields its problems as `key: what is wrong; how to fix it`. Nothing here imports torch or Megatron, unless a
+loss of the user's own is tried out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Literal
 from megarl.common.errors import ConfigError
 from megarl.config import layout_checks
 from megarl.config.agent_checks import agent_problems, import_path_problems
+from megarl.config.algorithm import algorithm_problems
 from megarl.config.concurrent_evaluation import evaluation_problems
 from megarl.config.datasets import (
     all_sets,
@@ -26,12 +28,17 @@ from megarl.config.datasets import (
 )
 from megarl.config.engine_checks import engine_problems
 from megarl.config.hardware import local_gpus
+from megarl.config.job_sections import EVENT_PROCESS_KIB
 from megarl.config.liveness import liveness_problems
+from megarl.config.monitor_checks import monitor_problems
+from megarl.config.old_logprobs import correction_problems
 from megarl.config.pace import pace_problems
-from megarl.config.pools import resolve_pools
+from megarl.config.pools import most_replicas, resolve_pools
 from megarl.config.sandbox_checks import sandbox_problems
 from megarl.config.schema import Config
 from megarl.config.secret_checks import secret_problems
+from megarl.config.teachers import teacher_problems
+from megarl.config.telemetry_checks import ANY_ADDRESS, telemetry_problems
 from megarl.models.info import ModelInfo
 from megarl.models.read_config import load_info
 from megarl.models.source import hf_files, megatron_step
@@ -74,11 +81,20 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
         raise ConfigError(problems)  # the other checks read the sets
     problems += list(_sizes(config)) + list(pace_problems(config)) + list(_sampling(config))
     problems += list(evaluation_problems(config)) + list(_deadlines(config)) + list(liveness_problems(config))
+    problems += list(correction_problems(config))
+    problems += list(monitor_problems(config))
     problems += list(_checkpoint(config)) + list(_functions(config)) + list(_door(config))
+    problems += list(algorithm_problems(config))
     problems += list(agent_problems(config)) + list(sandbox_problems(config, here=files))
     problems += list(layout_checks.megatron_problems(config, device))
-    problems += list(engine_problems(config)) + list(_transport(config, device)) + list(_staging(config))
+    problems += (
+        list(engine_problems(config))
+        + list(_transport(config, device))
+        + list(_staging(config))
+        + list(_events(config))
+    )
     problems += list(launch_problems(config)) + list(secret_problems(config, here=files))
+    problems += list(telemetry_problems(config, here=files))
     try:
         resolve_pools(config)
     except ConfigError as error:
@@ -94,6 +110,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
         raise ConfigError([*problems, f"model.{key}: {error}"]) from None
     problems += list(_shape(config, info))
     problems += list(layout_checks.model_problems(config, info)) + list(_lengths(config, info))
+    problems += list(teacher_problems(config, info, max_sequence_tokens(config, info), files=files))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return info
@@ -165,16 +182,14 @@ def _sizes(config: Config) -> Iterator[str]:
         )
     if trainer.optimizer.min_lr > trainer.optimizer.lr:
         yield f"trainer.optimizer.min_lr: above lr={trainer.optimizer.lr}; lower it"
-    if trainer.optimizer.warmup_steps >= config.run.steps:
+    if trainer.optimizer.warmup_steps >= (updates := config.run.steps * trainer.mini_batches):
         yield (
-            f"trainer.optimizer.warmup_steps: {trainer.optimizer.warmup_steps} must be below "
-            f"run.steps={config.run.steps}; lower it"
+            f"trainer.optimizer.warmup_steps: {trainer.optimizer.warmup_steps} must be below the {updates} updates of "
+            "the run (run.steps * trainer.mini_batches); lower it"
         )
     for index, beta in enumerate(trainer.optimizer.betas):
         if not 0 <= beta < 1:
             yield f"trainer.optimizer.betas.{index}: must be in [0, 1), not {beta}"
-    if config.algorithm.clip_low >= 1:
-        yield f"algorithm.clip_low: must be below 1, not {config.algorithm.clip_low} (ratio >= 1 - clip_low)"
     buffer = config.algorithm.overlong.buffer_tokens
     if buffer > config.sampling.max_tokens:
         yield (
@@ -200,13 +215,13 @@ def _deadlines(config: Config) -> Iterator[str]:
     deadline, bound = config.rollout.group_deadline_s, config.timeouts.generate_s
     if deadline is not None and deadline >= bound:
         yield (
-            f"rollout.group_deadline_s: {deadline:g} s would never come, because an engine that needs "
-            f"timeouts.generate_s={bound:g} s counts as lost; lower the first or raise the second"
+            f"rollout.group_deadline_s: {deadline:g} s would never come, because a response that needs "
+            f"timeouts.generate_s={bound:g} s is ended then; lower the first or raise the second"
         )
 
 
 def _door(config: Config) -> Iterator[str]:
-    if config.door.host is not None and config.door.host in {"0.0.0.0", "::", "*", ""}:
+    if config.door.host in ANY_ADDRESS:
         yield f"door.host: {config.door.host!r} means all addresses; name one address of the door's node"
     if config.door.enabled and config.run.deterministic:
         yield (
@@ -245,6 +260,18 @@ def _functions(config: Config) -> Iterator[str]:
 def _transport(config: Config, device: DeviceType) -> Iterator[str]:
     if config.weight_sync.transport == "nccl" and device == "cpu":
         yield "weight_sync.transport: nccl needs GPUs, and this run would have none; use auto or gloo"
+
+
+def _events(config: Config) -> Iterator[str]:
+    """Yield the problem of events for whose processes there is too little space."""
+    settings = config.telemetry.events
+    processes = config.trainer.gpus + most_replicas(config) + config.rollout.agent_workers + 1
+    least = math.ceil(processes * EVENT_PROCESS_KIB / 1024)
+    if settings.enabled and settings.mib < least:
+        yield (
+            f"telemetry.events.mib: {settings.mib:g} MiB are too little for the events of {processes} processes; set "
+            f"it to {least} or more, or telemetry.events.enabled=false"
+        )
 
 
 def _staging(config: Config) -> Iterator[str]:

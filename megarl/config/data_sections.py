@@ -57,6 +57,12 @@ class TrainSetConfig(PromptSetConfig):
     """One of several training sets. A key that is left out has the value of `data`, `reward` or `sampling`."""
 
     weight: float = Field(1.0, gt=0, description="Share of the groups, relative to the other sets' weights.")
+    from_step: int = Field(0, ge=0, description="The first step whose groups are drawn from the set.")
+    until_step: int | None = Field(
+        None, ge=1, description="The step from which on none are drawn from the set any more; null: to the end."
+    )
+    demonstration_field: str | None = Field(None, description="As `data.demonstration_field`; empty: none.")
+    teacher: str | None = Field(None, description="As `data.teacher`; empty: none.")
     sampling: SetSamplingConfig = Field(default_factory=SetSamplingConfig)
 
 
@@ -78,6 +84,15 @@ class DataConfig(Section):
     )
     prompt_field: str = Field("prompt", description="With `fields`: a string, or a list of chat messages.")
     answer_field: str = Field("answer", description="With `fields`: the reference answer.")
+    demonstration_field: str | None = Field(
+        None,
+        description="A field with a response that the model learns as it is (supervised fine-tuning, by the loss term "
+        "`ce`): no engine generates for such a prompt and nothing is scored (docs/distillation.md). null: the model "
+        "answers itself.",
+    )
+    teacher: str | None = Field(
+        None, description="The teacher, by its name in `teachers`, that the policy's responses are scored by."
+    )
     system_prompt: str | None = Field(None, description="Prepended as a system message.")
     suffix: str = Field("", description="Appended to every user message, e.g. an answer-format instruction.")
     chat_template_kwargs: Passed = Field(
@@ -102,7 +117,12 @@ class RewardConfig(Section):
         default_factory=dict,
         description="Keyword arguments bound to the function; `{env: NAME}` for a secret (docs/configuration.md).",
     )
-    workers: int = Field(1, ge=1, description="Reward processes; each runs the functions of all sets.")
+    workers: int = Field(
+        1,
+        ge=1,
+        description="Reward processes; each runs the functions of all sets. Divided among the "
+        "controller and `rollout.agent_workers`.",
+    )
     timeout_s: float = Field(10.0, gt=0, description="Seconds per sample, after which its process is killed.")
     memory_gib: float | None = Field(
         4.0,

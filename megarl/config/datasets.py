@@ -29,6 +29,22 @@ class TrainSet:
     reward: RewardConfig
     sampling: SamplingConfig
     tools: tuple[ToolConfig, ...] = ()
+    from_step: int = 0
+    until_step: int | None = None
+
+    @property
+    def demonstrates(self) -> bool:
+        """True if its rows have responses that are learnt as they are."""
+        return bool(self.data.demonstration_field)
+
+    def used_in(self, step: int) -> bool:
+        """Tell whether groups of a step, counted from 0, may be drawn from the set."""
+        return self.from_step <= step and (self.until_step is None or step < self.until_step)
+
+    @property
+    def teacher(self) -> str | None:
+        """The name of its teacher; None if it has none, as demonstrations never have."""
+        return None if self.demonstrates else self.data.teacher or None
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,8 @@ def train_sets(config: Config) -> list[TrainSet]:
             reward=_reward(config.reward, each),
             sampling=config.sampling.model_copy(update=_given(each.sampling.model_dump())),
             tools=_tools(config, each),
+            from_step=each.from_step,
+            until_step=each.until_step,
         )
         for index, each in enumerate(data.sets)
     ]
@@ -139,6 +157,20 @@ def response_limits(config: Config) -> dict[str, int]:
     return {each.name: each.sampling.max_tokens for each in train_sets(config)} if config.data.sets else {}
 
 
+def weight_schedule(config: Config) -> list[tuple[int, dict[str, float]]]:
+    """Return (first group, weights of the sets by name) of each part of the run, in order, from group 0 on.
+
+    A set has the weight 0 outside its steps. Step n begins with group n * `batch.groups`.
+    """
+    sets = train_sets(config)
+    changes = {0, *(each.from_step for each in sets), *(each.until_step for each in sets if each.until_step)}
+    return [
+        (step * config.batch.groups, {each.name: each.weight if each.used_in(step) else 0.0 for each in sets})
+        for step in sorted(changes)
+        if step < config.run.steps
+    ]
+
+
 def own_temperatures(config: Config) -> dict[str, float]:
     """Return the temperature of each set by name; empty if all sets have that of the section `sampling`."""
     if not config.data.sets:
@@ -152,6 +184,10 @@ def _data(section: DataConfig, own: PromptSetConfig) -> DataConfig:
     changes = {name: value for name in _ROW_FIELDS if (value := getattr(own, name)) is not None}
     if own.system_prompt is not None:
         changes["system_prompt"] = own.system_prompt or None
+    for name in ("demonstration_field", "teacher"):
+        chosen = getattr(own, name, "")  # nothing is learnt from held-out problems
+        if chosen is not None:
+            changes[name] = chosen or None
     return section.model_copy(update=changes)
 
 
@@ -184,6 +220,13 @@ def data_problems(config: Config) -> Iterator[str]:
                 yield f"{key}.sets.{index}.name: {name!r} must be non-empty and without '/' (it names metrics)"
             if name in names[:index]:
                 yield f"{key}.sets.{index}.name: {name!r} is given twice; rename one"
+    yield from _schedule_problems(config)
+    shown = [each.key for each in train_sets(config) if each.demonstrates] if data.path or data.sets else []
+    if shown and not config.algorithm.ce.coef:
+        yield (
+            f"algorithm.ce.coef: 0, so the demonstrations of {shown[0]} would change nothing; raise it, or remove "
+            f"{shown[0]}.demonstration_field"
+        )
     if data.curriculum.function is not None and len(data.sets) < 2:
         yield "data.curriculum: changes the weights of several sets; list at least two in data.sets, or remove it"
     yield from _template_problems(config)
@@ -194,6 +237,31 @@ def data_problems(config: Config) -> Iterator[str]:
             yield (
                 f"data.sets.{index}.sampling.max_tokens: {own} is less than algorithm.overlong.buffer_tokens={buffer}; "
                 "the penalised range ends at the set's limit, so raise the limit or lower the buffer"
+            )
+
+
+def _schedule_problems(config: Config) -> Iterator[str]:
+    """Yield the mistakes in the steps of the sets."""
+    scheduled = False
+    for index, each in enumerate(config.data.sets):
+        scheduled = scheduled or each.from_step > 0 or each.until_step is not None
+        if each.until_step is not None and each.until_step <= each.from_step:
+            yield (
+                f"data.sets.{index}.until_step: {each.until_step} is not after from_step={each.from_step}, so the set "
+                "would never be used; raise it, or remove the set"
+            )
+    if not scheduled:
+        return
+    if config.data.curriculum.function is not None:
+        yield (
+            "data.curriculum: chooses the weights of the sets, and from_step / until_step do too; remove one of them "
+            "(the function gets the number of steps)"
+        )
+    for group, weights in weight_schedule(config):
+        if not any(weights.values()):
+            yield (
+                f"data.sets: no set has prompts for step {group // config.batch.groups}; change from_step or "
+                "until_step of one"
             )
 
 

@@ -9,7 +9,22 @@ from pydantic import Field
 
 from megarl.config.section import Section
 
+# Of the space of events for each process that writes them: below, the headers of its files would be much of it.
+EVENT_PROCESS_KIB = 48
 STOP_MARGIN_S = 300  # for the step in progress, besides the time of a save, when a run has to end
+
+
+class EventsConfig(Section):
+    """Events of the run's processes in `RUN_DIR/events`, for `megarl trace`; see docs/observability.md."""
+
+    enabled: bool = Field(True, description="Write events.")
+    mib: float = Field(
+        190.0,
+        ge=8,
+        description="Most space of `RUN_DIR/events` in MiB (190 MiB are 199 MB). A day writes 85% of it at most: what "
+        "belongs to single requests, and where steps are short to single steps, is then left out by a rate that "
+        "adapts. The oldest files are deleted for new ones.",
+    )
 
 
 class TelemetryConfig(Section):
@@ -25,6 +40,26 @@ class TelemetryConfig(Section):
     )
     tensorboard: bool = Field(True, description="Write TensorBoard events to `RUN_DIR/tensorboard`.")
     wandb_project: str | None = Field(None, description="Weights & Biases project; null = off.")
+    mlflow_experiment: str | None = Field(
+        None, min_length=1, description="MLflow experiment, which is created if there is none; null = off."
+    )
+    mlflow_uri: str | None = Field(
+        None,
+        description="MLflow's tracking server (`http://HOST:5000`); null = that of `MLFLOW_TRACKING_URI`. User and "
+        "password belong into `MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`.",
+    )
+    prometheus_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the endpoint from which Prometheus reads the newest metrics, on the node of trainer rank "
+        "0; `RUN_DIR/prometheus.json` has its URL and the file with its token. 0 = off.",
+    )
+    prometheus_host: str | None = Field(
+        None,
+        description="Address at which that endpoint listens; default: that of the run's other sockets, 127.0.0.1 on "
+        "one node.",
+    )
     entropy_every: int = Field(
         1,
         ge=0,
@@ -34,6 +69,7 @@ class TelemetryConfig(Section):
     dump_batches: bool = Field(
         False, description="Record whole batches in `RUN_DIR/batches`, and their schedule, for `megarl replay`."
     )
+    events: EventsConfig = Field(default_factory=EventsConfig)
 
 
 class CheckpointConfig(Section):
@@ -71,16 +107,26 @@ class TimeoutsConfig(Section):
     ray_start_s: float = Field(120.0, gt=0, description="Supervisor: start of the Ray head, and attaching to it.")
     engine_start_s: float = Field(900.0, gt=0, description="Start of an engine, a first test request included.")
     rpc_s: float = Field(
-        120.0, gt=0, description="Any other actor call; a report of an engine that is due; one step of a busy engine."
+        120.0,
+        gt=0,
+        description="Any other actor call; a report of an engine that is due; one step of a busy engine; a thread of "
+        "the controller that decodes a response, or writes the journal before a tool is called.",
     )
-    generate_s: float = Field(1800.0, gt=0, description="One step's rollouts, or one evaluation.")
+    generate_s: float = Field(
+        1800.0,
+        gt=0,
+        description="One step's rollouts, or one evaluation. A response that an engine has not ended by then fails its "
+        "group, unless the trainer has waited for it from its start; then the run ends. The engine stays if it works.",
+    )
     queue_s: float = Field(120.0, gt=0, description="One queue read or write.")
     weight_sync_s: float = Field(600.0, gt=0, description="One weight sync.")
     collective_s: float = Field(600.0, gt=0, description="One trainer collective.")
     shutdown_s: float = Field(30.0, gt=0, description="Shutdown of everything the supervisor started.")
     save_s: float = Field(600.0, gt=0, description="One checkpoint save, from the step boundary to the disk.")
     node_s: float = Field(
-        120.0, gt=0, description="Time without a sign of life, also at its start, after which a node counts as lost."
+        120.0,
+        gt=0,
+        description="Time without a sign of life after which a node (also at its start) or a trainer rank is lost.",
     )
 
 

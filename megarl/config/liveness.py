@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.config.algorithm import filters_equal_rewards
 from megarl.config.pace import capacity_groups
 from megarl.config.schema import Config
 
@@ -40,7 +41,7 @@ def liveness_problems(config: Config) -> Iterator[str]:
             f"batch.groups={groups} at once, so trainer and engines would wait for each other; set it to at least "
             f"{groups * samples} or remove it"
         )
-    if config.admission.refill and not config.algorithm.filter_zero_variance:
+    if config.admission.refill and not filters_equal_rewards(config):
         yield (
             "admission.refill: it replaces the groups that algorithm.filter_zero_variance drops, which is off; set "
             "that to true, or refill to false"

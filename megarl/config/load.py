@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from megarl.common.errors import ConfigError
 from megarl.config.schema import Config
+from megarl.config.verl_names import REFUSED, target_of, translate
 
 
 class _Loader(yaml.SafeLoader):
@@ -109,16 +110,26 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError([f"must hold sections (run:, model:, ...), not a {type(tree).__name__}"])
         return config_from_tree(apply_overrides(tree, overrides))
     except ConfigError as error:
-        raise ConfigError(error.problems, str(path)) from None
+        raise ConfigError([_with_source(each, overrides) for each in error.problems], str(path)) from None
+
+
+def _with_source(problem: str, overrides: Sequence[str]) -> str:
+    """Return a problem, with the override that has given its key, if one has."""
+    key = problem.partition(":")[0]
+    given = [text for text in overrides if text.partition("=")[0].strip() == key]
+    return f"{problem} (on the command line: {given[-1]})" if given else problem
 
 
 def config_from_tree(tree: dict[str, Any]) -> Config:
-    """Validate nested plain values, as read from YAML or JSON; raises ConfigError that lists every problem."""
+    """Validate nested plain values, as read from YAML or JSON, with verl's names or megarl's.
+
+    Raises ConfigError that lists every problem.
+    """
     try:
         # Strict validation refuses "5" for 5 and true for 1; from JSON it accepts lists as tuples and strings as paths.
-        return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
+        return Config.model_validate_json(json.dumps(translate(tree), default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError([_explain(detail) for detail in error.errors(include_url=False)]) from None
+        raise ConfigError([explain(detail) for detail in error.errors(include_url=False)]) from None
 
 
 def to_yaml(config: Config) -> str:
@@ -142,21 +153,16 @@ def walk_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[s
             yield from walk_keys(inner, f"{prefix}{name}.")
 
 
-# Names of verl's fully asynchronous trainer that are no keys here, with what says the same.
-_OF_VERL = {
-    "require_batches": "a step takes `batch.groups` groups; set `trainer.mini_batches` for the updates of a step",
-    "use_rollout_log_probs": "set `algorithm.old_logprobs: rollout` (true) or `trainer` (false)",
-    "rollout_is": "set `algorithm.correction.kind: token_tis`",
-    "rollout_is_threshold": "set `algorithm.correction.cap`",
-}
-
-
 def suggest(key: str) -> str:
     """Return `; did you mean ...?` for an unknown dotted key, or the list of its section's keys."""
     known = list(walk_keys())
-    if (instead := _OF_VERL.get(key.rsplit(".", 1)[-1])) is not None:
-        return f", it is verl's; {instead}"
     leaf = key.rsplit(".", 1)[-1]
+    if (reason := REFUSED.get(leaf)) is not None:
+        return f", it is verl's: {reason}"
+    if leaf not in {name.rsplit(".", 1)[-1] for name in known} and (meant := target_of(leaf)) is not None:
+        return f", it is verl's name of {meant}"
+    if (usual := USUAL_NAMES.get(leaf)) is not None:
+        return f"; did you mean {usual}?"
     parent = key.rpartition(".")[0]
     siblings = [k for k in known if k.rpartition(".")[0] == parent]
     elsewhere = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
@@ -168,6 +174,19 @@ def suggest(key: str) -> str:
     where = parent or "the top level"
     return f"; keys of {where}: {', '.join(sorted(by_leaf))}" if by_leaf else ""
 
+
+# What other trainers call a key, where neither its own name nor its section is like it.
+USUAL_NAMES = {
+    "learning_rate": "trainer.optimizer.lr",
+    "num_generations": "batch.samples_per_group",
+    "group_size": "batch.samples_per_group",
+    "max_steps": "run.steps",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_completion_length": "sampling.max_tokens",
+    "kl_coef": "algorithm.kl.coef",
+    "tensor_parallel_size": "trainer.parallel.tensor",
+    "output_dir": "run.dir",
+}
 
 _TYPES = {
     "int_type": "an integer",
@@ -186,7 +205,7 @@ _TYPES = {
 }
 
 
-def _explain(detail: ErrorDetails) -> str:
+def explain(detail: ErrorDetails) -> str:
     """Return one pydantic error as `key: what is wrong; how to fix it`."""
     key = ".".join(str(part) for part in detail["loc"])
     kind, value = detail["type"], detail["input"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megarl.common.byte_units import GIB, MIB
@@ -15,6 +16,7 @@ from megarl.config.parameters import (
     state_bytes,
 )
 from megarl.config.schema import Config
+from megarl.config.teachers import known_models, trainer_teachers
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
 
@@ -104,17 +106,37 @@ def _stage_memory(
         logits = activations.logits_bytes
         terms.append(Term("logits chunk", logits(config, info, layout, update=True), "update"))
         terms.append(Term("logits chunk", logits(config, info, layout, update=False), "log-probs"))
-    widest = forward_bytes(config, info, layout, fused=fused)
+    teachers = known_models(config)
+    widest = max(forward_bytes(config, each, layout, fused=fused) for each in (info, *teachers.values()))
     terms.append(Term("forward of one layer", int(widest), "log-probs"))
-    if config.needs_reference:
-        kept = not cuda or config.reference.placement == "gpu"
-        terms.append(Term("reference weights", _raw_weights(config, info, layout, stage),
-                          "always" if kept else "log-probs"))  # fmt: skip
+    terms += _frozen_models(config, info, teachers, layout, stage, cuda)
     terms.append(Term("sync buckets", _built_buckets(config, info)))
     terms.append(Term("largest tensor", _largest_tensor(config, info), "sync"))
     if cuda:
         terms.append(Term("CUDA and NCCL", TRAINER_OVERHEAD, note="estimate"))
     return Memory(tuple(terms), limit)
+
+
+def _frozen_models(
+    config: Config, info: ModelInfo, teachers: Mapping[str, ModelInfo], layout: Layout, stage: int, cuda: bool
+) -> Iterator[Term]:
+    """Yield the weights of the reference policy and of the teachers that the trainer's ranks hold.
+
+    Of those in host memory, one is on the device at a time: the plan counts the largest.
+    """
+    found = [(config.reference.placement, "reference weights", info)] if config.needs_reference else []
+    found += [
+        (each.placement, f"weights of teacher {each.name}", teachers[each.name])
+        for each in trainer_teachers(config)
+        if each.name in teachers
+    ]
+    sized = [(where, name, _raw_weights(config, each, layout, stage)) for where, name, each in found]
+    kept = [(name, size) for where, name, size in sized if not cuda or where == "gpu"]
+    yield from (Term(name, size) for name, size in kept)
+    moved = [(size, name) for where, name, size in sized if (name, size) not in kept]
+    if moved:
+        size, name = max(moved)
+        yield Term(name, size, "log-probs")
 
 
 def _raw_weights(config: Config, info: ModelInfo, layout: Layout, stage: int) -> int:

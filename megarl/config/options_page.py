@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.losses import LOSSES
+from megarl.algorithms.registry import FunctionRegistry
 from megarl.config.load import section_of
 from megarl.config.megatron_reserved import RESERVED
 from megarl.config.schema import Config
@@ -81,6 +84,8 @@ def configuration_page() -> str:
         section = section_of(field.annotation)
         if section is not None:
             parts += list(_section(section, f"{name}[]" if get_origin(field.annotation) is list else name))
+        if name == "algorithm":
+            parts += [*_functions(LOSSES, f"{name}.loss_options"), *_functions(ADVANTAGES, f"{name}.advantage_options")]
     parts.append(_TAIL)
     for target, fields in RESERVED.items():
         parts.append(f"\n| `megatron.{target}` | reason, or key to set instead |\n|---|---|\n")
@@ -90,6 +95,21 @@ def configuration_page() -> str:
         for reason, names in by_reason.items():
             parts.append(f"| {', '.join(f'`{each}`' for each in sorted(names))} | {_cell(reason)} |\n")
     return "".join(parts)
+
+
+def _functions(registry: FunctionRegistry[Any, Any], key: str) -> Iterator[str]:
+    """Yield a heading and a table of the options of all registered functions of one kind."""
+    yield f"\n### `{key}`\n\nThe options of each {registry.kind}; one's own has those of its class of options.\n\n"
+    yield f"| {registry.kind} | key | type | default | meaning |\n|---|---|---|---|---|\n"
+    for entry in registry:
+        about = f"`{entry.name}`: {_cell(entry.title)} ({entry.paper})"
+        fields = entry.options.model_fields if entry.options is not None else {}
+        if not fields:
+            yield f"| {about} | none |  |  |  |\n"
+        for name, field in fields.items():
+            meaning = _cell(field.description or "")
+            yield f"| {about} | `{name}` | {_type(field)} | {_default(field)} | {meaning} |\n"
+            about = ""
 
 
 def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megarl.common.byte_units import GIB, MIB
@@ -19,9 +21,11 @@ from megarl.config.pace import pace_notes
 from megarl.config.parameters import model_parameters
 from megarl.config.pools import Pools, most_replicas, resolve_pools
 from megarl.config.schema import Config
+from megarl.config.teachers import engine_config, engine_teachers, scored_tokens
 from megarl.config.trainer_layout import trainer_layout
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
+from megarl.models.read_config import load_info
 
 # The most effective way to reduce each term, for the error message of a plan that does not fit.
 _REMEDIES = {
@@ -37,6 +41,16 @@ _REMEDIES = {
     "sync buckets": "lower weight_sync.staging_gib or weight_sync.bucket_mb",
     "KV cache": "raise rollout.tensor_parallel or rollout.gpu_memory_utilization, or lower max_model_len",
 }
+
+
+@dataclass(frozen=True)
+class TeacherPlan:
+    """A teacher with engines of its own; `memory` is None if its config.json is not on this machine."""
+
+    name: str
+    replicas: int
+    engine_gpus: int
+    memory: Memory | None
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,7 @@ class RunPlan:
     most_tokens: int | None
     trainer: Memory
     engine: EngineMemory
+    teachers: tuple[TeacherPlan, ...]
     notes: tuple[str, ...]
 
     @property
@@ -88,7 +103,8 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
     config = fit.resolve(config, info, layout, gpu, longest)
     trainer = trainer_memory(config, info, layout, cuda=cuda, fused=gpu.fused, limit=gpu.limit)
     engine = engine_memory(config, info, longest, cuda=cuda, limit=_limit(config.rollout.device_memory_gib, cuda))
-    problems = _memory_problems(config, trainer, engine, longest)
+    teachers = _teacher_plans(config, longest, cuda)
+    problems = [*_memory_problems(config, trainer, engine, longest), *_teacher_problems(config, teachers)]
     if problems:
         raise ConfigError(problems)
     batch = config.batch
@@ -112,8 +128,39 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
         most_tokens=fit.most_tokens(config, info, layout, gpu),
         trainer=trainer,
         engine=engine,
+        teachers=teachers,
         notes=tuple(_notes(config, layout, trainer, engine, cuda)),
     )
+
+
+def _teacher_plans(config: Config, longest: int, cuda: bool) -> tuple[TeacherPlan, ...]:
+    """Return the plans of the teachers with engines. The terms of a sync are left out: they are never given weights."""
+    found = []
+    for each in engine_teachers(config):
+        memory = None
+        with suppress(ValueError):
+            limit = _limit(config.rollout.device_memory_gib, cuda)
+            own, info = engine_config(config, each), load_info(each.path)
+            whole = engine_memory(own, info, scored_tokens(longest), cuda=cuda, limit=limit).memory
+            memory = Memory(tuple(term for term in whole.terms if term.when != "sync"), whole.limit)
+        found.append(TeacherPlan(each.name, each.replicas, each.tensor_parallel, memory))
+    return tuple(found)
+
+
+def _teacher_problems(config: Config, teachers: Sequence[TeacherPlan]) -> Iterator[str]:
+    """Yield the teachers whose engines do not fit into their GPUs."""
+    known = {each.name: (f"teachers.{index}", each) for index, each in enumerate(config.teachers)}
+    for each in teachers:
+        if each.memory is None or each.memory.limit is None:
+            continue
+        key, own = known[each.name]
+        needed = sum(term.bytes for term in each.memory.terms if term.name != "KV cache")
+        allowed = int(each.memory.limit * own.gpu_memory_utilization)
+        if needed > allowed:
+            yield (
+                f"{key}: {gib(needed)} per GPU before any KV cache, of {gib(allowed)} allowed "
+                f"({key}.gpu_memory_utilization): raise {key}.tensor_parallel"
+            )
 
 
 def _fused(cuda: bool) -> bool:

@@ -11,6 +11,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from megarl.config.deadlines import group_deadline_s
 from megarl.config.load import to_yaml
 from megarl.config.megatron_defaults import passes_recompute
 from megarl.config.memory import Memory
@@ -39,6 +40,11 @@ def render_plan(plan: RunPlan) -> RenderableType:
         _pairs(_summary(plan)),
         _memory("trainer, per " + _unit(plan), plan.trainer),
         _memory("rollout, per " + _unit(plan), plan.engine.memory),
+    ]
+    parts += [
+        _memory(f"teacher {each.name}, per {_unit(plan)}", each.memory)
+        for each in plan.teachers
+        if each.memory is not None
     ]
     parts += [Text(f"note: {note}", style="yellow") for note in plan.notes]
     return Group(*parts)
@@ -71,6 +77,9 @@ def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
     more = f", places for {plan.most_replicas}" if plan.most_replicas > plan.replicas else ""
     width = f"{_count(plan.engine_gpus, _unit(plan))}{'' if plan.replicas == 1 else ' each'}"
     yield "rollout", f"{engines} of {width}{more}"
+    for teacher in plan.teachers:
+        width = f"{_count(teacher.engine_gpus, _unit(plan))}{'' if teacher.replicas == 1 else ' each'}"
+        yield f"teacher {teacher.name}", f"{_count(teacher.replicas, 'engine')} of {width}"
     if plan.device == "cuda":
         where = "same nodes" if plan.pools.shared else "nodes of its own"
         yield "trainer devices", _devices(plan.pools.trainer)
@@ -79,6 +88,7 @@ def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
     yield "update", f"up to {plan.samples_per_update} samples"
     yield "micro-batch", _micro_batch(plan)
     yield "recompute", _recompute(plan.config)
+    yield "group deadline", _deadline(plan.config)
     yield "sequence", f"up to {plan.max_sequence_tokens} tokens, {plan.max_response_tokens} of them response"
     if plan.engine.kv_tokens is not None:
         room, each = plan.engine.kv_tokens, plan.engine.kv_bytes_per_token
@@ -89,6 +99,18 @@ def _micro_batch(plan: RunPlan) -> str:
     tokens, most = plan.config.trainer.token_limit, plan.most_tokens
     more = f"; {most} would fit with a tenth of the memory free" if most is not None and most > tokens else ""
     return f"up to {tokens} tokens{more}"
+
+
+def _deadline(config: Config) -> str:
+    seconds, bound = group_deadline_s(config), config.timeouts.generate_s
+    if seconds is None:
+        return (
+            f"none; a response that takes {bound:g} s (timeouts.generate_s) fails its group, or ends the run if the "
+            "trainer has waited for it from its start"
+        )
+    default = "" if config.rollout.group_deadline_s is not None else ", nine tenths of timeouts.generate_s"
+    end = "are cut" if config.rollout.on_group_deadline == "cut" else "fail their group"
+    return f"{seconds:g} s after its start{default}; responses that are unfinished then {end}"
 
 
 def _recompute(config: Config) -> str:

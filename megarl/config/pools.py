@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.common.errors import ConfigError
 from megarl.config.schema import Config
+from megarl.config.teachers import teacher_engines, teacher_gpus
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,27 @@ class Pools:
 
 
 def rollout_gpus(config: Config) -> int:
-    """Return the number of GPUs (on CPU: engine workers) of the rollout pool, those kept for later engines included."""
-    return most_replicas(config) * config.rollout.tensor_parallel
+    """Return the number of GPUs (on CPU: engine workers) of the rollout pool.
+
+    Those kept for later engines and those of the teachers' engines are included.
+    """
+    return most_replicas(config) * config.rollout.tensor_parallel + teacher_gpus(config)
 
 
 def most_replicas(config: Config) -> int:
     """Return the number of engines for which the rollout nodes have places."""
     return config.rollout.max_replicas or config.rollout.replicas
+
+
+def engines_per_node(config: Config) -> int:
+    """Return the number of engines, teachers' included, for which a rollout node has places.
+
+    On several nodes all engines have as many GPUs each.
+    """
+    pool = resolve_pools(config).rollout
+    if pool.nodes == 1:
+        return most_replicas(config) + teacher_engines(config)
+    return pool.gpus_per_node // config.rollout.tensor_parallel
 
 
 def resolve_pools(config: Config) -> Pools:
@@ -60,16 +76,7 @@ def resolve_pools(config: Config) -> Pools:
     r_total = rollout_gpus(config)
     r_per_node = _per_node("rollout", r_total, rollout.gpus_per_node, rollout.devices, problems)
     node_size = rollout.gpus_per_node or (len(rollout.devices) if rollout.devices else r_per_node)
-    if rollout.tensor_parallel > node_size:
-        problems.append(
-            f"rollout.tensor_parallel: {rollout.tensor_parallel} GPUs per engine, but the pool has {node_size} on a "
-            f"node; an engine never spans nodes: lower it to at most {node_size} and raise rollout.replicas"
-        )
-    elif r_per_node % rollout.tensor_parallel:
-        problems.append(
-            f"rollout.gpus_per_node: {r_per_node} is not a multiple of rollout.tensor_parallel="
-            f"{rollout.tensor_parallel}; an engine never spans nodes: change one of them"
-        )
+    problems += _engine_sizes(config, node_size, r_per_node, r_total)
     if problems:
         raise ConfigError(problems)
     shared = _shared(config)
@@ -91,6 +98,30 @@ def resolve_pools(config: Config) -> Pools:
         Pool("rollout", r_total, r_nodes, r_devices),
         shared,
     )
+
+
+def _engine_sizes(config: Config, node_size: int, per_node: int, total: int) -> Iterator[str]:
+    """Yield the engines that do not fit into nodes of `node_size` GPUs, `per_node` of them in use of `total` in all."""
+    own = config.rollout.tensor_parallel
+    if own > node_size:
+        yield (
+            f"rollout.tensor_parallel: {own} GPUs per engine, but the pool has {node_size} on a node; an engine never "
+            f"spans nodes: lower it to at most {node_size} and raise rollout.replicas"
+        )
+    elif per_node % own and per_node < total:
+        yield (
+            f"rollout.gpus_per_node: {per_node} is not a multiple of rollout.tensor_parallel={own}; an engine never "
+            "spans nodes: change one of them"
+        )
+    for index, teacher in enumerate(config.teachers):
+        key = f"teachers.{index}.tensor_parallel: {teacher.tensor_parallel}"
+        if teacher.where == "engine" and teacher.tensor_parallel > node_size:
+            yield f"{key} GPUs per engine, but a node of the pool has {node_size}, and no engine spans nodes: lower it"
+        elif teacher.where == "engine" and teacher.tensor_parallel != own and per_node < total:
+            yield (
+                f"{key} differs from rollout.tensor_parallel={own}, so that engines could block each other's GPUs on "
+                "several nodes; make them equal, or have one node"
+            )
 
 
 def _per_node(name: str, total: int, per_node: int | None, devices: list[int] | None, problems: list[str]) -> int:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megarl.algorithms.correction_config import CorrectionConfig
 from megarl.config.agent_sections import AgentConfig, ToolConfig
 from megarl.config.data_sections import DataConfig, EvaluationConfig, RewardConfig
 from megarl.config.job_sections import (
@@ -21,7 +22,9 @@ from megarl.config.job_sections import (
     TelemetryConfig,
     TimeoutsConfig,
 )
+from megarl.config.monitor_section import MonitorConfig
 from megarl.config.section import Passed, Section
+from megarl.config.teacher_sections import DistillConfig, TeacherConfig
 
 # What the backward pass of the trainer computes again; a number: the first layers of each stage.
 Recompute = Literal["auto", "none", "selective", "full"] | Annotated[int, Field(ge=1)]
@@ -82,8 +85,12 @@ class OptimizerConfig(Section):
 
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after warm-up.")
-    warmup_steps: int = Field(0, ge=0, description="Linear warm-up, in training steps.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Decay after warm-up, until the last update of the run."
+    )
+    warmup_steps: int = Field(
+        0, ge=0, description="Linear warm-up, in optimizer updates; a step makes `trainer.mini_batches` of them."
+    )
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's beta1, beta2.")
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
@@ -119,8 +126,9 @@ class TrainerConfig(Section):
     max_skipped_steps: int = Field(
         2,
         ge=0,
-        description="Steps that a start of the run may skip because their loss or gradient is not finite. The batch "
-        "is kept in `RUN_DIR/failed_batch`, and its groups count as failed; the next such step ends the run.",
+        description="Steps that a start of the run may skip because their loss, their gradient or a log-prob is "
+        "not finite. The batch is kept in `RUN_DIR/failed_batch`, and its groups count as failed; the next such step "
+        "ends the run.",
     )
     logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass.")
     idle_logprobs: bool = Field(
@@ -156,6 +164,12 @@ class ReferenceConfig(Section):
     placement: Literal["gpu", "cpu_offload"] = Field(
         "cpu_offload", description="Where its weights are kept between passes."
     )
+    refresh_steps: int | None = Field(
+        None,
+        ge=1,
+        description="The reference takes the policy's weights after every so many steps; null = it keeps those of "
+        "`path`. A checkpoint then holds the reference's weights too.",
+    )
 
 
 class KLConfig(Section):
@@ -164,6 +178,17 @@ class KLConfig(Section):
     coef: float = Field(0.0, ge=0, description="Coefficient; 0 = no reference pass at all.")
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="One of Schulman's KL estimators.")
     where: Literal["loss", "reward"] = Field("loss", description="Added to the loss, or subtracted from the reward.")
+
+
+class CrossEntropyConfig(Section):
+    """The loss term `ce`: the cross-entropy -log p of tokens, at the sampling temperature. Rows may bring weights."""
+
+    coef: float = Field(1.0, ge=0, description="Coefficient of the term.")
+    tokens: Literal["none", "observations", "sampled", "all"] = Field(
+        "none",
+        description="Response tokens that have the weight 1 in rows which bring no `ce_weights`: none, those that the "
+        "model did not sample (what a tool answered), those that it did, or all.",
+    )
 
 
 class OverlongConfig(Section):
@@ -175,36 +200,37 @@ class OverlongConfig(Section):
     penalty: float = Field(1.0, ge=0, description="Penalty at full length.")
 
 
-class CorrectionConfig(Section):
-    """Correction of the policy loss for tokens that older weights, or the engine's arithmetic, have sampled."""
-
-    kind: Literal["auto", "none", "token_tis"] = Field(
-        "auto",
-        description="token_tis: truncated importance sampling, each token's policy loss times min(p / q, cap); q is "
-        "the engine's probability of the token, p the trainer's before the first update of the step, which then is the "
-        "denominator of the ratio too (decoupled PPO). With several mini-batches that takes a log-prob pass. auto: "
-        "token_tis if generation runs ahead of training, so never with `admission.mode: sync`; otherwise none.",
-    )
-    cap: float = Field(2.0, ge=1, description="Largest weight (C).")
-
-
 class AlgorithmConfig(Section):
     """Advantages and the policy loss."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
-        "grpo", description="grpo: (r-mean)/std; dr_grpo: r-mean; rloo: leave-one-out baseline."
+    advantage: str = Field(
+        "grpo",
+        description="The advantage: a name from the table below, or one's own as package.module:function "
+        "(docs/algorithms.md).",
     )
-    loss: Literal["ppo", "gspo"] = Field("ppo", description="Token-level PPO clip, or GSPO's sequence ratio.")
-    clip_low: float = Field(0.2, ge=0, description="Lower clip: ratio >= 1 - clip_low.")
-    clip_high: float = Field(0.2, ge=0, description="Upper clip: ratio <= 1 + clip_high.")
-    clip_dual: float | None = Field(None, gt=1, description="Dual clip c for negative advantages; null = off.")
+    advantage_options: Passed = Field(default_factory=dict, description="Options of the advantage, by the table below.")
+    loss: str = Field(
+        "ppo",
+        description="The policy loss: a name from the table below, or one's own as package.module:function "
+        "(docs/algorithms.md).",
+    )
+    loss_options: Passed = Field(default_factory=dict, description="Options of the loss, by the table below.")
+    clip_low: float | None = Field(None, description="Short form of `loss_options.clip_low`.")
+    clip_high: float | None = Field(None, description="Short form of `loss_options.clip_high`.")
+    clip_dual: float | None = Field(None, description="Short form of `loss_options.clip_dual`.")
+    ce: CrossEntropyConfig = Field(default_factory=CrossEntropyConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
+    distill: DistillConfig = Field(default_factory=DistillConfig)
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = Field(
         "token_mean", description="How token losses are combined, by global counts of the mini-batch."
     )
     entropy_coef: float = Field(0.0, ge=0, description="Entropy bonus coefficient.")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
-    filter_zero_variance: bool = Field(True, description="Drop (and count) groups whose rewards are all equal.")
+    filter_zero_variance: bool | None = Field(
+        None,
+        description="Drop (and count) groups whose rewards are all equal; default: true, but with reinforce_pp, for "
+        "which they have a signal.",
+    )
     permute_rewards: bool = Field(
         False,
         description="Control experiment: shuffle the rewards inside each group, so that nothing can be learnt.",
@@ -280,6 +306,13 @@ class RolloutConfig(Section):
         description="Engines read the model's weights when they start. The first weight sync brings them in any case, "
         "before the first prompt; only a pool without a trainer (`megarl eval`) needs this.",
     )
+    agent_workers: int = Field(
+        0,
+        ge=0,
+        description="Processes beside the pool that run the agent loops, with their tools and rewards "
+        "(docs/environments.md); 0: the controller's own process does. For agents that call tools, one for each 1,000 "
+        "to 5,000 trajectories in flight.",
+    )
     report_interval_s: float = Field(
         5.0,
         gt=0,
@@ -305,17 +338,22 @@ class RolloutConfig(Section):
         "again.",
     )
     group_deadline_s: float | None = Field(
-        None, gt=0, description="Seconds after which a prompt group has to end; null = no limit of its own."
+        None,
+        gt=0,
+        description="Seconds after which a prompt group has to end; null = nine tenths of `timeouts.generate_s` where "
+        "generation runs ahead (`admission.mode`), and no limit of its own elsewhere.",
     )
     on_group_deadline: Literal["finish", "cut", "fail"] = Field(
         "cut",
-        description="Unfinished responses at that time: finish them, cut them there (they count as truncated, see "
-        "`sampling.truncated`), or fail the group.",
+        description="Unfinished responses at that time: finish them (there is no deadline then), cut them there (they "
+        "count as truncated, see `sampling.truncated`), or fail the group, which is counted with its lengths "
+        "(`rollout/failed_length_mean`).",
     )
     on_group_failure: Literal["count", "stop"] = Field(
         "count",
         description="A prompt group that cannot be generated or scored: count it as failed, or end the run. In both "
-        "cases the run ends when no engine is left, or when as many consecutive groups have failed as a step has.",
+        "cases the run ends when no engine is left, or when as many consecutive groups have failed as a step has. "
+        "Log-probs that are not finite are a matter of `trainer.max_skipped_steps`.",
     )
     engine_kwargs: Passed = Field(
         default_factory=dict, description="Further AsyncEngineArgs fields; `{env: NAME}` for a secret."
@@ -349,7 +387,8 @@ class AdmissionConfig(Section):
         None,
         ge=1,
         description="verl's name of `sync_interval`. verl counts fetches: the number is the same if it makes one "
-        "update per fetch (`require_batches: 1`), else multiply it by the updates per fetch.",
+        "update per fetch (`require_batches: 1`). Give `require_batches` beside it and it is multiplied by that, else "
+        "multiply it by the updates per fetch.",
     )
     staleness_threshold: float | None = Field(
         None,
@@ -391,9 +430,13 @@ class WeightSyncConfig(Section):
         "training and without `rollout.partial_rollout`, where they generate nothing meanwhile.",
     )
     transport: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo without.")
-    recompute_kv: bool = Field(True, description="Recompute KV caches of in-flight requests after a sync.")
+    recompute_kv: bool = Field(
+        True,
+        description="Recompute KV caches of in-flight requests after a sync. false: they go on with the values of the "
+        "old weights; requests that begin afterwards use none of them.",
+    )
     restarts: int = Field(
-        1, ge=0, description="Times a failed sync is repeated, after a restart of the replicas that it made unusable."
+        1, ge=0, description="Times a failed sync is repeated, without the replicas that made it fail or with new ones."
     )
 
 
@@ -418,6 +461,9 @@ class Config(Section):
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    teachers: list[TeacherConfig] = Field(
+        default_factory=list, description="Teachers of on-policy distillation (docs/distillation.md)."
+    )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     batch: BatchConfig
     sampling: SamplingConfig
@@ -433,6 +479,7 @@ class Config(Section):
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     queue: QueueConfig = Field(default_factory=QueueConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     door: DoorConfig = Field(default_factory=DoorConfig)

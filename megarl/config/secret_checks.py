@@ -28,7 +28,7 @@ def secret_problems(config: Config, *, here: bool) -> Iterator[str]:
 
     `here`: the run will be on this machine, or the variables of this process will be passed on to it.
     """
-    given = set(os.environ) | _runtime_variables(config.launch.runtime_env)
+    given = given_variables(config)
     for name, place in referenced_variables(config).items():
         if here and name not in given:
             yield missing(place, name)
@@ -38,6 +38,11 @@ def secret_problems(config: Config, *, here: bool) -> Iterator[str]:
                 f"{place}: by its name a secret, which would be written to config.yaml, checkpoints and trackers; put "
                 "it into an environment variable and write {env: NAME}"
             )
+
+
+def given_variables(config: Config) -> set[str]:
+    """Return the names of the environment variables that the processes of a run on this machine will have."""
+    return set(os.environ) | _runtime_variables(config.launch.runtime_env)
 
 
 def _passed_on(config: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:

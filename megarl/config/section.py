@@ -1,4 +1,4 @@
-"""The base class of all config sections, and the type of the fields that are passed to a library."""
+"""The type of the fields that are passed to a library, beside the base class of all config sections."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
+from megarl.common.options import Section
 
-class Section(BaseModel):
-    """A config section: unknown keys are errors, values are immutable.
-
-    Infinities and NaN are refused, because the config is sent to the rollout pool as JSON, which would make them null.
-    """
-
-    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, allow_inf_nan=False)
+__all__ = ["Passed", "Section"]
 
 
 def _all_finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, overload
@@ -17,7 +18,7 @@ from megarl.config.checks import PARQUET_SUFFIXES
 from megarl.config.data_sections import DataConfig
 from megarl.data.formats import Format, Prompt, RowError, detect_format, to_prompt
 
-__all__ = ["Prompt", "PromptDataset", "load_prompts"]
+__all__ = ["Prompt", "PromptDataset", "load_prompts", "row_problems"]
 
 
 class PromptDataset(Sequence[Prompt]):
@@ -29,13 +30,8 @@ class PromptDataset(Sequence[Prompt]):
         self._config = config
         self._format: Format | None = None
         self._length = 0
-        for where, row in islice(rows.scan(), limit):
-            try:
-                if self._format is None:
-                    self._format = detect_format(row, config)
-                to_prompt(self._length, row, self._format, config)
-            except RowError as error:
-                raise ValueError(f"{where}: {error}") from error
+        for where, read in islice(rows.scan(), limit):
+            self._format = _check_row(self._length, where, read, self._format, config)
             self._length += 1
         if self._length == 0:
             raise ValueError(f"{self.path} holds no rows")
@@ -68,11 +64,44 @@ def load_prompts(path: Path | str, config: DataConfig, limit: int | None = None)
     `path` may differ from `config.path`, as for evaluation sets; only the other fields of `config` are used. Raises
     ValueError that names the file and the line (Parquet: row) and field of the first problem.
     """
-    path = Path(path)
+    return PromptDataset(_open(Path(path)), config, limit)
+
+
+def row_problems(path: Path | str, config: DataConfig, limit: int) -> list[str]:
+    """Return what is wrong with each of the first `limit` rows of a prompt file, with file and line.
+
+    Raises ValueError if the file cannot be opened, or holds no rows.
+    """
+    rows, count, found = _open(Path(path)), 0, []
+    form: Format | None = None
+    for where, read in islice(rows.scan(), limit):
+        try:
+            form = _check_row(count, where, read, form, config)
+        except ValueError as error:
+            found.append(str(error))
+        count += 1
+    if count == 0:
+        raise ValueError(f"{path} holds no rows")
+    return found
+
+
+def _open(path: Path) -> _JsonLines | _Parquet:
     if not path.is_file():
         raise ValueError(f"data file {path} does not exist" if not path.exists() else f"{path} is not a file")
-    rows = _Parquet(path) if path.suffix in PARQUET_SUFFIXES else _JsonLines(path)
-    return PromptDataset(rows, config, limit)
+    return _Parquet(path) if path.suffix in PARQUET_SUFFIXES else _JsonLines(path)
+
+
+def _check_row(
+    number: int, where: str, read: Callable[[], dict[str, Any]], form: Format | None, config: DataConfig
+) -> Format:
+    """Return the format of the file, which its first readable row has. Raises ValueError that says where."""
+    row = read()
+    try:
+        form = form or detect_format(row, config)
+        to_prompt(number, row, form, config)
+    except RowError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return form
 
 
 class _JsonLines:
@@ -83,16 +112,15 @@ class _JsonLines:
         self._offsets = array("Q")
         self._stamp = _stamp(path)
 
-    def scan(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (`path:line`, row) for every row, and record its offset."""
+    def scan(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        """Yield (`path:line`, a function that reads the row) for every row, and record its offset."""
         offset = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     where = f"{self.path}:{number}"
-                    row = _parse(line, where)
                     self._offsets.append(offset)
-                    yield where, row
+                    yield where, partial(_parse, line, where)
                 offset += len(line)
 
     def read(self, position: int) -> dict[str, Any]:
@@ -117,13 +145,13 @@ class _Parquet:
         except (pyarrow.ArrowException, OSError) as error:
             raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
 
-    def scan(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (`path, row N`, row) for every row; N counts from 1."""
+    def scan(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        """Yield (`path, row N`, a function that returns the row) for every row; N counts from 1."""
         number = 0
         for batch in self._table.to_batches():
             for row in batch.to_pylist():
                 number += 1
-                yield f"{self.path}, row {number}", row
+                yield f"{self.path}, row {number}", partial(dict, row)
 
     def read(self, position: int) -> dict[str, Any]:
         """Return a row by its position, counted from 0."""

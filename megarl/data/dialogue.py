@@ -9,7 +9,10 @@ of all tokens before it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from megarl.data.token_decoder import library_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +48,7 @@ class Dialogue:
         self._tokenizer, self._stops = tokenizer, frozenset(stop_token_ids)
         self._kwargs = dict(template_kwargs or {})
         self._specials = _special_texts(tokenizer)
+        self._library = library_tokenizer(tokenizer)
         self._end: str | None = None  # of a turn, as the template writes it; found when it is first needed
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
@@ -78,7 +82,10 @@ class Dialogue:
         ids = list(response_ids)
         while ids and ids[-1] in self._stops:
             ids.pop()
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if self._library is not None:  # transformers would look at every token id first
+            text: str = self._library.decode(ids, skip_special_tokens=False)
+        else:
+            text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def check(self, tools: bool = False) -> None:
@@ -86,7 +93,7 @@ class Dialogue:
         for messages in _PROBES if tools else _PROBES[:1]:
             self._after_turn(messages)
 
-    @property
+    @cached_property
     def _ends(self) -> frozenset[int]:
         """The tokens that may end a turn: one of the stop tokens, and what the template writes there if special."""
         first = self._encode(self._turn_end())[:1]
@@ -148,6 +155,9 @@ class Dialogue:
 
     def _encode(self, text: str) -> list[int]:
         # The template writes its special tokens itself; the tokenizer must not add a BOS.
+        if self._library is not None and self._library.padding is None and self._library.truncation is None:
+            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+            return ids
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -19,12 +19,16 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem; `index` is its number among the file's rows, `row` holds all fields of the row unchanged."""
+    """A problem; `index` is its number among the file's rows, `row` holds all fields of the row unchanged.
+
+    `demonstration`: the text of the response that is to be learnt; "" if the model answers itself.
+    """
 
     index: int
     messages: list[Message]
     answer: str
     row: dict[str, Any]
+    demonstration: str = ""
 
     @property
     def text(self) -> str:
@@ -47,7 +51,7 @@ def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
     )
     if not renamed and isinstance(row.get("question"), str) and "####" in str(row.get("answer", "")):
         return "gsm8k"
-    if not renamed and "problem" in row and "answer" in row:
+    if not renamed and "problem" in row and ("answer" in row or config.demonstration_field):
         return "problem_answer"
     if _lookup(row, config.prompt_field) is not None:
         return "fields"
@@ -61,7 +65,16 @@ def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
 
 
 def to_prompt(index: int, row: dict[str, Any], kind: Format, config: DataConfig) -> Prompt:
-    """Make a prompt of a row in format `kind`; raises RowError naming a field that is missing or of a wrong type."""
+    """Make a prompt of a row in format `kind`; raises RowError naming a field that is missing or of a wrong type.
+
+    With `demonstration_field` the row need not have a reference answer: there is nothing to score.
+    """
+    if config.demonstration_field:
+        shown = _text(row, config.demonstration_field)
+        field = {"gsm8k": "question", "problem_answer": "problem", "messages": "messages"}.get(
+            kind, config.prompt_field
+        )
+        return Prompt(index, _messages(_required(row, field), field, config), "", row, shown)
     if kind == "gsm8k":
         question, answer = _text(row, "question"), _text(row, "answer")
         reference = answer.rpartition("####")[2].strip()

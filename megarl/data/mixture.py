@@ -74,6 +74,21 @@ class Mixture:
             self._spans.pop()
         self._spans.append(self._span(start, checked, drawn))
 
+    def follow(self, start: int, schedule: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Draw by a schedule of (first group, weights) from group `start` on, of which none has been drawn.
+
+        Changes that were set for later groups are dropped. Raises ValueError as `reweight`, and if the schedule has no
+        weights for `start`.
+        """
+        del self._spans[1 + bisect.bisect_right(self._spans[1:], start, key=lambda each: each.start) :]
+        present = [weights for group, weights in schedule if group <= start]
+        if not present:
+            raise ValueError(f"no weights are set for group {start}")
+        self.reweight(start, present[-1])
+        for group, weights in schedule:
+            if group > start:
+                self.reweight(group, weights)
+
     def forget(self, group: int) -> None:
         """Drop the changes that only groups before `group` need: these cannot be asked for any more."""
         del self._spans[: bisect.bisect_right(self._spans, group, key=lambda each: each.start) - 1]

@@ -18,7 +18,7 @@ class TokenDecoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._library = _library_tokenizer(self._tokenizer)
+        self._library = library_tokenizer(self._tokenizer)
 
     def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts of sequences of token ids, without special tokens."""
@@ -29,12 +29,20 @@ class TokenDecoder:
         return [self._tokenizer.decode(list(ids), skip_special_tokens=True) for ids in sequences]
 
 
-def _library_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401  # the library has no types
-    """Return the tokenizer of the `tokenizers` library that does all the decoding of `tokenizer`, if there is one."""
+def library_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401  # the library has no types
+    """Return the tokenizer of the `tokenizers` library that encodes and decodes for `tokenizer`, if there is one.
+
+    Its `encode` equals a call of `tokenizer` as long as it neither pads nor truncates.
+    """
     from transformers import PreTrainedTokenizerFast
 
     own = type(tokenizer)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
-    unchanged = own.decode is PreTrainedTokenizerFast.decode and own._decode is PreTrainedTokenizerFast._decode
+    if tokenizer.clean_up_tokenization_spaces or tokenizer.split_special_tokens:
+        return None
+    unchanged = all(
+        getattr(own, name) is getattr(PreTrainedTokenizerFast, name)
+        for name in ("decode", "_decode", "__call__", "_encode_plus")
+    )
     return tokenizer.backend_tokenizer if unchanged else None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import stat
 from pathlib import Path
 
+from megarl.common.files import write_private
 from megarl.common.run_token import MIN_CHARACTERS, derive_key
 
 DOOR_FILE = "door.json"
@@ -36,25 +36,17 @@ def read_token(path: Path) -> str:
 def write_token(run_dir: Path, token: str) -> Path:
     """Write a token to the file that only the user can read; return it."""
     path = run_dir.resolve() / TOKEN_FILE
-    _write(path, token + "\n")
+    write_private(path, token + "\n")
     return path
 
 
 def write_door_file(run_dir: Path, url: str, token_file: Path) -> None:
     """Write RUN_DIR/door.json: the URL, and the file with the token."""
     content = {"url": url, "base_url": f"{url}/v1", "token_file": str(token_file)}
-    _write(run_dir / DOOR_FILE, json.dumps(content, indent=1) + "\n")
+    write_private(run_dir / DOOR_FILE, json.dumps(content, indent=1) + "\n")
 
 
 def read_door_file(run_dir: Path) -> dict[str, str]:
     """Read what `write_door_file` wrote. Raises FileNotFoundError if no door has been opened there."""
     content: dict[str, str] = json.loads((run_dir / DOOR_FILE).read_text())
     return content
-
-
-def _write(path: Path, content: str) -> None:
-    """Replace a file, at once as a whole, by one of mode 0600."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(content)
-    temporary.replace(path)

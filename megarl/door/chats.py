@@ -105,15 +105,13 @@ class Chats:
             before, added = recording.ids_through(parent), request.messages[known:]
             response = parent.response_ids.tolist()
             prompt = await self._text.next_prompt(before, response, added, request.template_kwargs)
-        sampling = request.sampling(self._limits, len(prompt))
+        sampling = recording.sampling(request.sampling(self._limits, len(prompt)))
         format_ = await self._text.tool_format() if request.tools else None
         return _Chat(request, request_id, prompt, parent, keys[-1], sampling, format_)
 
     def _open(self, chat: _Chat, recording: Recording, interval_s: float | None) -> Any:  # noqa: ANN401  # a context
-        replica = chat.parent.replica if chat.parent is not None else None
-        return self._generations.open(
-            chat.prompt_ids, chat.sampling, prefix=recording.prefix, replica=replica, interval_s=interval_s
-        )
+        place = recording.place(chat.parent)
+        return self._generations.open(chat.prompt_ids, chat.sampling, place, interval_s=interval_s)
 
     async def _whole(self, chat: _Chat, recording: Recording) -> list[tuple[ResponsePart, bool, int]]:
         """Return each response, whether a stop string ended it, and its replica."""

@@ -40,7 +40,9 @@ class Generation:
         self.replica = -1
         self.failure: Failure = ""
         self.error = ""
-        self.until = time.monotonic() + request.timeout_s
+        now = time.monotonic()
+        self.until = now + request.timeout_s
+        self.deadline = None if request.group is None else request.group.deadline(now)
         self._news: asyncio.Event = asyncio.Event()
 
     @property
@@ -177,8 +179,11 @@ class ControllerLink:
         """Return a request as the present controller gets it: from the tokens so far, with the time that is left."""
         generation = self._open[name]
         request = replace(generation.request.request, request_id=name)
-        left_s = max(0.0, generation.until - time.monotonic())
-        return replace(generation.request, request=request, timeout_s=left_s, so_far=generation.part)
+        now, group = time.monotonic(), generation.request.group
+        if group is not None and generation.deadline is not None:
+            group = replace(group, left_s=max(0.0, generation.deadline.at - now))
+        left_s = max(0.0, generation.until - now)
+        return replace(generation.request, request=request, timeout_s=left_s, so_far=generation.part, group=group)
 
     async def _connect(self) -> None:
         """Find the controller, and begin everything that is open there under new names.
@@ -187,7 +192,8 @@ class ControllerLink:
         """
         while True:
             try:
-                controller = await self._find()
+                async with asyncio.timeout(self._rpc_s):
+                    controller = await self._find()
                 generations = list(self._open.values())
                 self._open.clear()
                 self._names.clear()

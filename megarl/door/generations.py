@@ -6,17 +6,27 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from megarl.door.api_errors import ApiError, not_generated
 from megarl.door.controller_link import ControllerLink, Generation
 from megarl.door.sampling_fields import SamplingChoice
-from megarl.rollout.foreign_requests import ForeignRequest
+from megarl.rollout.foreign_requests import ForeignRequest, GroupTerms
 from megarl.rollout.requests import GenerateRequest, request_seed
 from megarl.rollout.response_parts import ResponsePart
 
 MOST_OPEN = 16_384  # responses under way: 2,000 sessions with eight each
 # The controller's own message comes first: it knows for whom the request waits.
 MARGIN_S = 15.0
+
+
+@dataclass(frozen=True)
+class SessionPlace:
+    """Holds where a request belongs; see `ForeignRequest`."""
+
+    prefix: str
+    replica: int | None = None
+    group: GroupTerms | None = None
 
 
 class Generations:
@@ -27,12 +37,11 @@ class Generations:
 
     @asynccontextmanager
     async def open(
-        self, prompt_ids: list[int], sampling: SamplingChoice, *, prefix: str, replica: int | None = None,
-        interval_s: float | None = None,
-    ) -> AsyncIterator[list[Generation]]:  # fmt: skip
+        self, prompt_ids: list[int], sampling: SamplingChoice, place: SessionPlace, *, interval_s: float | None = None
+    ) -> AsyncIterator[list[Generation]]:
         """Give the responses to a prompt, which are under way; those that are still at the end are dropped.
 
-        `prefix`, `replica` and `interval_s`: see `ForeignRequest`. Raises ApiError if there are too many, and if the
+        `interval_s`: see `ForeignRequest`. Raises ApiError if there are too many, and if the
         block lasts longer than a response may take.
         """
         if self._link.open_requests + sampling.n > MOST_OPEN:
@@ -42,7 +51,7 @@ class Generations:
             self._link.open(
                 ForeignRequest(
                     GenerateRequest("", prompt_ids, sampling.spec, _seed(sampling.seed, index)),
-                    prefix, self._timeout_s, replica, interval_s,
+                    place.prefix, self._timeout_s, place.replica, interval_s, group=place.group,
                 )
             )
             for index in range(sampling.n)

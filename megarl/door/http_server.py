@@ -26,7 +26,8 @@ from megarl.door.controller_link import ControllerLink
 from megarl.door.generations import Generations, ends_of
 from megarl.door.recording import Recording, recording_in, session_content
 from megarl.door.sampling_fields import ModelLimits, parse_object
-from megarl.door.sessions import NoRoom, Sessions
+from megarl.door.session_terms import SessionTerms, read_opening
+from megarl.door.sessions import NoRoom, SessionExists, Sessions
 from megarl.door.token_route import read_token_request, token_answer
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ REACHED_S = 30.0  # for which the controller may be gone before the door says th
 BACKLOG = 2048
 _SESSION_NAME = re.compile(r"[\x21-\x7e]{1,256}")
 _JSON = "application/json"
+_IN_SESSION = "/in/{session}"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -66,7 +68,12 @@ class DoorRoutes:
                 web.get("/v1/models", self._list_models),
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/v1/chat/completions", self._chat),
+                # The same for clients that cannot send the header: their base URL names the session.
+                web.get(f"{_IN_SESSION}/v1/models", self._list_models),
+                web.post(f"{_IN_SESSION}/inference/v1/generate", self._generate),
+                web.post(f"{_IN_SESSION}/v1/chat/completions", self._chat),
                 web.get("/v1/sessions/{name}", self._show_session),
+                web.put("/v1/sessions/{name}", self._open_session),
                 web.delete("/v1/sessions/{name}", self._end_session),
             ]
         )
@@ -125,10 +132,8 @@ class DoorRoutes:
         self._check_model(asked.model)
         with recording_in(self._sessions, _session_of(request), asked.request_id) as recording:
             parent = recording.continued_by(asked.prompt_ids)
-            replica = None if parent is None else parent.replica
-            async with self._generations.open(
-                asked.prompt_ids, asked.sampling, prefix=recording.prefix, replica=replica
-            ) as opened:
+            sampling, place = recording.sampling(asked.sampling), recording.place(parent)
+            async with self._generations.open(asked.prompt_ids, sampling, place) as opened:
                 parts = await ends_of(opened)
             for part, each in zip(parts, opened, strict=True):
                 recording.add(asked.prompt_ids, part, parent, asked.request_id, each.replica)
@@ -165,6 +170,15 @@ class DoorRoutes:
             raise _no_session()
         return _json(session_content(session))
 
+    async def _open_session(self, request: web.Request) -> web.Response:
+        name, opening = _checked_name(request.match_info["name"]), read_opening(await _body(request))
+        now = time.monotonic()
+        try:
+            self._sessions.open(name, SessionTerms.of(opening, now), now, opening.replaces)
+        except SessionExists as error:
+            raise ApiError(409, str(error), code="session_exists") from None
+        return _json({"opened": True})
+
     async def _end_session(self, request: web.Request) -> web.Response:
         if not self._sessions.end(request.match_info["name"]):
             raise _no_session()
@@ -182,8 +196,12 @@ def _no_session() -> ApiError:
 
 
 def _session_of(request: web.Request) -> str | None:
-    name = request.headers.get(SESSION_HEADER)
-    if name is not None and not _SESSION_NAME.fullmatch(name):
+    name = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
+    return None if name is None else _checked_name(name)
+
+
+def _checked_name(name: str) -> str:
+    if not _SESSION_NAME.fullmatch(name):
         raise ApiError(400, f"{SESSION_HEADER} must have 1 to 256 visible ASCII characters", field=SESSION_HEADER)
     return name
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megarl.door.generations import SessionPlace
+from megarl.door.sampling_fields import SamplingChoice
 from megarl.door.sessions import DoorSession, RecordedTurn, Sessions
 from megarl.door.token_route import finite, wire_spans
 from megarl.rollout.response_parts import ResponsePart
@@ -19,9 +21,25 @@ class Recording:
         """`session`: None if the request has none."""
         self._sessions, self._session = sessions, session
         # Requests without a session share no beginning with others, as far as the door knows.
-        self.prefix = request_id if session is None else f"session {session.name}"
+        self._prefix = request_id if session is None else f"session {session.name}"
+        self._terms = None if session is None else session.terms
         self._parent: int | None = None
         self._turns: list[int] = []
+
+    def sampling(self, asked: SamplingChoice) -> SamplingChoice:
+        """Return how the request is sampled: as it asks for, or as its session says."""
+        if self._session is None or self._terms is None:
+            return asked
+        number, self._session.asked = self._session.asked, self._session.asked + 1
+        return self._terms.choice(asked, number)
+
+    def place(self, parent: RecordedTurn | None) -> SessionPlace:
+        """Return where a request belongs that continues `parent`."""
+        terms, prefix = self._terms, self._prefix
+        if terms is not None and terms.prefix is not None and parent is None:
+            prefix = terms.prefix
+        group = None if terms is None else terms.group(time.monotonic())
+        return SessionPlace(prefix, None if parent is None else parent.replica, group)
 
     def by_key(self, key: str) -> RecordedTurn | None:
         """Return the turn that ended the conversation with this key."""

@@ -13,8 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from megarl.door.session_terms import SessionTerms
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.response_parts import ResponsePart
+
+
+class SessionExists(RuntimeError):  # noqa: N818
+    """A session of that name has begun already."""
 
 
 class NoRoom(RuntimeError):  # noqa: N818
@@ -46,10 +51,14 @@ class RecordedTurn:
 
 
 class DoorSession:
-    """The turns of one session. `used_at`: when it was used last; `open_requests`: how many are under way."""
+    """The turns of one session. `used_at`: when it was used last; `open_requests`: how many are under way.
 
-    def __init__(self, name: str, now: float) -> None:
-        self.name, self.used_at, self.open_requests = name, now, 0
+    `terms`: what it fixes for its requests; None if a client has begun it by using it.
+    """
+
+    def __init__(self, name: str, now: float, terms: SessionTerms | None = None) -> None:
+        self.name, self.used_at, self.terms, self.open_requests = name, now, terms, 0
+        self.asked = 0  # requests so far
         self.turns: list[RecordedTurn] = []
         self._children: dict[int | None, list[int]] = {}
         self._by_key: dict[str, int] = {}
@@ -144,12 +153,39 @@ class Sessions:
         """Return a session; None if there is none."""
         return self._sessions.get(name)
 
+    def open(self, name: str, terms: SessionTerms, now: float, replaces: str = "") -> None:
+        """Begin a session that fixes `terms` for its requests. Raises SessionExists, and NoRoom as `using`.
+
+        It takes the place of the sessions whose names begin with `replaces`, unless that is "".
+        """
+        if name in self._sessions:
+            raise SessionExists(f"there is a session {name!r} already; open each session once, under a name of its own")
+        if replaces:
+            for left in [each for each in self._sessions if each.startswith(replaces)]:
+                self.end(left)
+        self._check_room(name, now)
+        self._sessions[name] = DoorSession(name, now, terms)
+
     @contextmanager
     def using(self, name: str, now: float) -> Iterator[DoorSession]:
         """Give the session during the block, in which it is not forgotten; make it if there is none.
 
         Raises NoRoom if there is no room for it, or for another turn.
         """
+        self._check_room(name, now)
+        session = self._sessions.pop(name, None) or DoorSession(name, now)
+        self._sessions[name] = session
+        session.used_at = now
+        session.open_requests += 1
+        try:
+            yield session
+        finally:
+            session.open_requests -= 1
+            empty = not session.open_requests and not session.turns and session.terms is None
+            if empty and self._sessions.get(name) is session:
+                self.end(name)  # a request that failed keeps no place
+
+    def _check_room(self, name: str, now: float) -> None:
         self.expire(now)
         if self.tokens >= self._most_tokens:
             raise NoRoom(
@@ -161,16 +197,6 @@ class Sessions:
                 f"there are {self._most} sessions (door.max_sessions), all used within {self._idle_s:.0f} s: end those "
                 "that are finished by DELETE /v1/sessions/ID"
             )
-        session = self._sessions.pop(name, None) or DoorSession(name, now)
-        self._sessions[name] = session
-        session.used_at = now
-        session.open_requests += 1
-        try:
-            yield session
-        finally:
-            session.open_requests -= 1
-            if not session.open_requests and not session.turns and self._sessions.get(name) is session:
-                self.end(name)  # a request that failed keeps no place
 
     def recorded(self, session: DoorSession, turn: RecordedTurn, now: float) -> None:
         """Count a new turn. One of a session that was ended meanwhile does not count."""

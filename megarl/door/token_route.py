@@ -66,12 +66,16 @@ class TokenLogprobs(msgspec.Struct):
     content: list[TokenLogprob]
 
 
-class WireSpan(msgspec.Struct):
-    """Holds a span of tokens [start, end) that weights of one version made; the version is text, as in vLLM."""
+class WireSpan(msgspec.Struct, omit_defaults=True):
+    """Holds a span of tokens [start, end) that weights of one version made; the version is text, as in vLLM.
+
+    `replica`: index of the replica whose engine it was, which vLLM does not tell; left out if it is not known.
+    """
 
     version: str
     start: int
     end: int
+    replica: int = -1
 
 
 class TokenChoice(msgspec.Struct):
@@ -157,7 +161,7 @@ def token_answer(
 
 def wire_spans(versions: Sequence[VersionSpan]) -> list[WireSpan]:
     """Return version spans as they are sent."""
-    return [WireSpan(str(span.version), span.start, span.end) for span in versions]
+    return [WireSpan(str(span.version), span.start, span.end, span.replica) for span in versions]
 
 
 def finite(logprob: float) -> float:

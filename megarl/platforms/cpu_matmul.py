@@ -2,26 +2,45 @@
 
 torch 2.13 takes MKL, whose float32 products use no AVX-512 on processors of other makers than Intel: on an AMD EPYC,
 oneDNN needs 0.45 of its time for x @ wᵀ of [2048, 448] and [1344, 448], and 0.55 for the product that gives the
-gradient of w. Both round in float32. The product is the one that torch itself takes for bfloat16, and for compiled
-linear layers in float32.
+gradient of w. Both round in float32, not alike in the last bits. The product is the one that torch itself takes for
+bfloat16, and for compiled linear layers in float32.
+
+The environment variable MEGARL_CPU_MATMUL=torch keeps torch's own products, to compare a run bit for bit with one of
+another processor, or of a commit without this module.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 
 import torch
 from torch import Tensor
 
+VARIABLE = "MEGARL_CPU_MATMUL"
+CHOICES = ("onednn", "torch")
 MIN_MULTIPLICATIONS = 1 << 22  # below them the call costs more than it gains
+# Products that oneDNN and torch's layer above it keep prepared, by shape; 1024 each by default. A micro-batch has a few
+# shapes, and the next one has other lengths: more of them only fill memory, 0.45 GiB in 75 steps of the quickstart.
+CACHE_VARIABLES, CACHED_PRODUCTS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 64
 
 
 @functools.cache  # the registration ends with the object that is returned
 def install() -> torch.library.Library | None:
-    """Take oneDNN for the large float32 products of this process; return None where that gains nothing."""
+    """Take oneDNN for the large float32 products of this process; return None where that gains nothing.
+
+    Also None if MEGARL_CPU_MATMUL is `torch`. Raises ValueError if it is neither that nor `onednn`.
+    """
+    chosen = os.environ.get(VARIABLE, CHOICES[0])
+    if chosen not in CHOICES:
+        raise ValueError(f"{VARIABLE} is {chosen!r}; set it to one of {', '.join(CHOICES)}, or unset it")
+    if chosen == "torch":
+        return None
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return None
+    for name in CACHE_VARIABLES:  # read at the first product
+        os.environ.setdefault(name, str(CACHED_PRODUCTS))
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is replaced, as is meant

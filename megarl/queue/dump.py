@@ -21,10 +21,10 @@ from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT = "3"
+FORMAT = "5"
 # Files of format 1 have neither masks nor streams: all their response tokens are sampled. Before format 3 no tokens of
-# lost updates were trained.
-READABLE = ("1", "2", FORMAT)
+# lost updates were trained, before format 4 each sample had one trajectory, and before format 5 no replica is known.
+READABLE = ("1", "2", "3", "4", FORMAT)
 _PART = re.compile(r"step_(\d{6,})\.(\d+)-of-(\d+)\.parquet")
 
 
@@ -34,7 +34,7 @@ class DumpError(ValueError):
 
 @dataclass(frozen=True)
 class DumpedBatch:
-    """One step's batch, sorted by (group, sample); `version` is that of the weights at the start of the step."""
+    """One step's batch, sorted by (group, sample, part); `version` is that of the weights at the start of the step."""
 
     step: int
     version: int
@@ -102,7 +102,7 @@ def read_batch(directory: Path, step: int) -> DumpedBatch:
                 raise DumpError(f"{path}: sample {trajectory.key} is recorded twice in step {step}")
             rows[trajectory.key] = trajectory
     assert version is not None
-    ordered = sorted(rows.values(), key=lambda row: (row.group_id, row.sample_index))
+    ordered = sorted(rows.values(), key=lambda row: (row.group_id, row.sample_index, row.part))
     return DumpedBatch(step, version, ordered)
 
 
@@ -129,12 +129,13 @@ def _parts(directory: Path) -> dict[int, dict[tuple[int, int], Path]]:
 def _schema() -> pa.Schema:
     import pyarrow as pa
 
-    span = pa.struct([(name, pa.int64()) for name in ("version", "start", "end", "lost", "epoch")])
+    span = pa.struct([(name, pa.int64()) for name in ("version", "start", "end", "lost", "epoch", "replica")])
     component = pa.struct([("name", pa.string()), ("value", pa.float64())])
     return pa.schema(
         [
             ("group_id", pa.int64()),
             ("sample_index", pa.int32()),
+            ("part", pa.int32()),
             ("prompt_ids", pa.list_(pa.int32())),
             ("response_ids", pa.list_(pa.int32())),
             ("response_mask", pa.list_(pa.int8())),
@@ -147,6 +148,7 @@ def _schema() -> pa.Schema:
             ("failure", pa.string()),
             ("reward_error", pa.string()),
             ("dataset", pa.string()),
+            ("demonstrated", pa.bool_()),
             *((stream_column(stream), pa.list_(_arrow_type(stream))) for stream in STREAMS.from_rollout),
         ]
     )
@@ -168,7 +170,11 @@ def _to_table(step: int, version: int, trajectories: Sequence[Trajectory]) -> pa
             "reward_components": [
                 {"name": name, "value": value} for name, value in trajectory.reward_components.items()
             ],
-            **{stream_column(stream): stream_row(stream, trajectory) for stream in STREAMS.from_rollout},
+            **{
+                stream_column(stream): stream_row(stream, trajectory)
+                for stream in STREAMS.from_rollout
+                if not stream.optional or stream.name in trajectory.streams
+            },
         }
         for trajectory in trajectories
     ]
@@ -179,6 +185,7 @@ def _to_table(step: int, version: int, trajectories: Sequence[Trajectory]) -> pa
 _PLAIN = (
     "group_id",
     "sample_index",
+    "part",
     "prompt_ids",
     "response_ids",
     "response_mask",
@@ -189,6 +196,7 @@ _PLAIN = (
     "failure",
     "reward_error",
     "dataset",
+    "demonstrated",
 )
 
 
@@ -216,6 +224,8 @@ def _from_row(row: dict[str, Any]) -> Trajectory:
         versions=tuple(VersionSpan(**span) for span in row["versions"]),
         reward_components={item["name"]: item["value"] for item in row["reward_components"]},
         streams={
-            stream.name: row[stream_column(stream)] for stream in STREAMS.from_rollout if stream_column(stream) in row
+            stream.name: values
+            for stream in STREAMS.from_rollout
+            if (values := row.get(stream_column(stream))) is not None
         },
     )

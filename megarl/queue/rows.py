@@ -1,8 +1,9 @@
 """Converts trajectories to rows of the trajectory queue and back: one column of bytes, and a tag of scalars as JSON.
 
 All numbers of a trajectory are in one column, because the work of TransferQueue (0.1.11) for a put or a fetch is done
-for each row and column, whatever their size. A row is a head of three int64 (the numbers of prompt tokens, of response
-tokens, and of values that its version spans have), then the values of `_layout` in the machine's byte order.
+for each row and column, whatever their size. A row is a head of four int64 (the numbers of prompt tokens, of response
+tokens, and of values that its version spans have, and a bit for each optional stream that it has), then the values of
+`_layout` in the machine's byte order.
 
 Shapes: B the bytes of all rows.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +26,25 @@ if TYPE_CHECKING:
 
 COLUMN = "trajectory"
 TAG = "tag"
-_HEAD = 3  # numbers in a row's head
+_HEAD = 4  # numbers in a row's head
 _FIELDS = ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")  # those that a row has as they are
 _TEXTS = ("failure", "reward_error")  # in the tags, but not of those that every rank reads
-_SPAN = 5  # version, start, end, lost, epoch
+_SPAN = 6  # version, start, end, lost, epoch, replica
 _CODES = {"int64": "q", "float32": "f", "bool": "b"}  # of `array`, by the dtype of a stream
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """The row of a trajectory before it is one of a column: its key, its bytes and its tag."""
+
+    key: str
+    content: bytes
+    tag: dict[str, str]
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> EncodedRow:
+        """Return the row of a trajectory."""
+        return cls(trajectory.key, _row(trajectory), _tag(trajectory))
 
 
 def encode(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, list[dict[str, str]]]:
@@ -36,20 +52,25 @@ def encode(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, list[dict[st
 
     Token ids are int32 in it, masks int8, log-probs float32 and bitwise equal to the engine's.
     """
+    return join_rows([EncodedRow.of(trajectory) for trajectory in trajectories])
+
+
+def join_rows(encoded: Sequence[EncodedRow]) -> tuple[TensorDict, list[dict[str, str]]]:
+    """Return what `encode` returns, for rows that are encoded already."""
     import torch
     from tensordict import TensorDict
 
-    rows = [_row(trajectory) for trajectory in trajectories]
+    rows = [row.content for row in encoded]
     # One tensor for all rows, because a tensor per row takes six times as long.
     values_B = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
     offsets = torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64)
     column = torch.nested.nested_tensor_from_jagged(values_B, offsets)
-    return TensorDict({COLUMN: column}, batch_size=len(rows)), [_tag(trajectory) for trajectory in trajectories]
+    return TensorDict({COLUMN: column}, batch_size=len(rows)), [row.tag for row in encoded]
 
 
 def _layout(head: Sequence[int], streams: Sequence[Stream]) -> list[tuple[str, str, int]]:
     """Return (name, code of `array`, number of values) of the parts of a row after its head."""
-    prompt, response, spans = head
+    prompt, response, spans, _ = head
     return [
         ("versions", "q", spans),
         ("prompt_ids", "i", prompt),
@@ -60,18 +81,28 @@ def _layout(head: Sequence[int], streams: Sequence[Stream]) -> list[tuple[str, s
     ]
 
 
-def _streams() -> list[Stream]:
-    """Return the streams of a row by name: processes may have declared them in another order."""
-    return sorted(STREAMS.from_rollout, key=lambda stream: stream.name)
+def _declared() -> tuple[list[Stream], list[Stream]]:
+    """Return the streams that every row has, and the optional ones; processes may have declared them in any order."""
+    known = sorted(STREAMS.from_rollout, key=lambda stream: stream.name)
+    return [stream for stream in known if not stream.optional], [stream for stream in known if stream.optional]
+
+
+def _streams(bits: int) -> list[Stream]:
+    """Return the streams of a row with these bits in its head."""
+    always, optional = _declared()
+    return always + [stream for place, stream in enumerate(optional) if bits >> place & 1]
 
 
 def _row(trajectory: Trajectory) -> bytes:
-    streams = _streams()
+    bits = sum(1 << place for place, stream in enumerate(_declared()[1]) if stream.name in trajectory.streams)
+    streams = _streams(bits)
     values: dict[str, Sequence[float]] = {stream.name: stream_row(stream, trajectory) for stream in streams}
-    values["versions"] = [n for s in trajectory.versions for n in (s.version, s.start, s.end, s.lost, s.epoch)]
+    values["versions"] = [
+        n for s in trajectory.versions for n in (s.version, s.start, s.end, s.lost, s.epoch, s.replica)
+    ]
     for name in _FIELDS:
         values[name] = getattr(trajectory, name)
-    head = array("q", [len(values[name]) for name in ("prompt_ids", "response_ids", "versions")])
+    head = array("q", [*(len(values[name]) for name in ("prompt_ids", "response_ids", "versions")), bits])
     # The codes of `array` are more than its type stubs can tell apart.
     parts: list[array[Any]] = [array(code, values[name]) for name, code, _ in _layout(head, streams)]
     return b"".join([head.tobytes(), *(part.tobytes() for part in parts)])
@@ -112,8 +143,10 @@ def decode(data: TensorDict, tags: Sequence[Mapping[str, str]]) -> list[Trajecto
                 status=tag["status"],
                 failure=tag["failure"],
                 reward_error=tag["reward_error"],
-                streams={stream.name: values[stream.name] for stream in STREAMS.from_rollout},
+                streams={stream.name: values[stream.name] for stream in STREAMS.from_rollout if stream.name in values},
                 dataset=tag["dataset"],
+                part=tag["part"],
+                demonstrated=tag["demonstrated"],
                 **own,
             )
         )
@@ -122,16 +155,16 @@ def decode(data: TensorDict, tags: Sequence[Mapping[str, str]]) -> list[Trajecto
 
 def _values(row: memoryview, key: str) -> dict[str, list[Any]]:  # of int, float or bool, by the part
     """Return the parts of a row by name."""
-    streams = _streams()
     head, start = array("q"), _HEAD * 8
     head.frombytes(row[:start])
+    streams = _streams(head[-1])
     layout = _layout(head, streams)
     parts = [array(code) for _, code, _ in layout]
     needed = start + sum(count * part.itemsize for (*_, count), part in zip(layout, parts, strict=True))
-    if needed != len(row):
+    if needed != len(row) or head[2] % _SPAN:
         raise ValueError(
-            f"the row of sample {key} has {len(row)} bytes, but its head {head.tolist()} means {needed}; or this "
-            f"process has declared other streams: {[stream.name for stream in streams]}"
+            f"the row of sample {key} has {len(row)} bytes, but its head {head.tolist()} means {needed} and spans of "
+            f"{_SPAN} values; or this process has declared other streams: {[stream.name for stream in streams]}"
         )
     values: dict[str, list[Any]] = {}
     for (name, _, count), part in zip(layout, parts, strict=True):

@@ -9,18 +9,18 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from megarl.queue.trajectory import Trajectory, VersionSpan
+from megarl.queue.trajectory import Trajectory, VersionSpan, key_order
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text. Special tokens are kept, because they are part of the model's output."""
 
 
 def choose_keys(keys: Sequence[str], count: int, seed: int, step: int) -> list[str]:
-    """Draw `count` of a batch's sample keys, or all if there are fewer; return them in (group, sample) order.
+    """Draw `count` of a batch's sample keys, or all if there are fewer; return them in (group, sample, part) order.
 
     The random draw depends only on the seed, the step and the set of keys, not on the order of `keys`.
     """
-    ordered = sorted(keys, key=lambda key: tuple(map(int, key.split(":"))))
+    ordered = sorted(keys, key=key_order)
     if count >= len(ordered):
         return ordered
     picked = random.Random(f"{seed}:{step}").sample(range(len(ordered)), count)
@@ -37,6 +37,8 @@ def sample_record(step: int, trajectory: Trajectory, decode: Decode, reference: 
         **({"dataset": trajectory.dataset} if trajectory.dataset else {}),
         "group_id": trajectory.group_id,
         "sample_index": trajectory.sample_index,
+        **({"part": trajectory.part} if trajectory.part else {}),
+        **({"demonstrated": True} if trajectory.demonstrated else {}),
         "prompt": decode(trajectory.prompt_ids),
         "response": decode(trajectory.response_ids),
         **({} if all(trajectory.response_mask) else {"parts": _parts(trajectory, decode)}),
@@ -67,5 +69,10 @@ def _finite(value: float) -> float | None:
 
 
 def _span(span: VersionSpan) -> dict[str, int]:
-    """Return a span; without `lost` and `epoch` if no updates of its weights were lost, as is the rule."""
-    return {name: value for name, value in asdict(span).items() if span.lost or name not in ("lost", "epoch")}
+    """Return a span; without `lost` and `epoch` if no updates of its weights were lost, as is the rule.
+
+    Also without `replica` if that is not known.
+    """
+    left_out = set() if span.lost else {"lost", "epoch"}
+    left_out |= set() if span.replica >= 0 else {"replica"}
+    return {name: value for name, value in asdict(span).items() if name not in left_out}

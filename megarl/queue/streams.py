@@ -20,7 +20,8 @@ DType = Literal["float32", "int64", "bool"]
 class Stream:
     """The declaration of a stream; `made_by` is the side that produces it.
 
-    `fill` is the value for the tokens of a trajectory without this stream, and for padding.
+    `fill` is the value for the tokens of a trajectory without this stream, and for padding. `optional`: it is not
+    transported for a trajectory that lacks it, and is packed for all samples if one of them has it.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Stream:
     dtype: DType = "float32"
     made_by: Literal["rollout", "trainer"] = "rollout"
     fill: float = 0.0
+    optional: bool = False
 
 
 class StreamRegistry:
@@ -63,13 +65,30 @@ class StreamRegistry:
 OLD_LOGPROBS = "old_logprobs"
 ROLLOUT_LOGPROBS = "rollout_logprobs"
 REFERENCE_LOGPROBS = "reference_logprobs"
+PROXIMAL_ALPHA = "proximal_alpha"
+TEACHER_LOGPROBS = "teacher_logprobs"
 ADVANTAGES = "advantages"
+RL_WEIGHTS = "rl_weights"
+CE_WEIGHTS = "ce_weights"
+REF_KL_WEIGHTS = "ref_kl_weights"
+SOURCES = "sources"
 
 STREAMS = StreamRegistry(
     Stream(OLD_LOGPROBS, "Log-probs under the old policy, the denominator of the ratio.", made_by="trainer"),
     Stream(ROLLOUT_LOGPROBS, "Log-probs under the policy that sampled, for a correction.", made_by="trainer"),
     Stream(REFERENCE_LOGPROBS, "Log-probs under the reference policy.", made_by="trainer"),
+    Stream(
+        PROXIMAL_ALPHA,
+        "Share of the current policy in the proximal one, where that is interpolated by version.",
+        made_by="trainer",
+        fill=1.0,
+    ),
+    Stream(TEACHER_LOGPROBS, "Log-probs under the teacher, by an engine or by the trainer.", optional=True),
     Stream(ADVANTAGES, "Advantage of each token.", made_by="trainer"),
+    Stream(RL_WEIGHTS, "Weight of each sampled token in the policy loss.", fill=1.0, optional=True),
+    Stream(CE_WEIGHTS, "Weight of each token in the cross-entropy.", fill=0.0, optional=True),
+    Stream(REF_KL_WEIGHTS, "Weight of each sampled token in the KL to the reference.", fill=1.0, optional=True),
+    Stream(SOURCES, "Bucket of the replica and the version lag of each token.", "int64", made_by="trainer"),
 )
 
 

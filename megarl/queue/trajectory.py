@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,13 +10,26 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "abort"]
 SampleStatus = Literal["ok", "failed"]
 
+# vLLM's value for a log-prob that is NaN or missing. It must never be averaged.
+MISSING_LOGPROB = -9999.0
+
+
+def first_bad_logprob(logprobs: Sequence[float]) -> int | None:
+    """Return the position of the first log-prob that is not finite, or missing; None if all are sound."""
+    # A sum is not finite if one of its values is not. A loop in Python takes several times as long.
+    if math.isfinite(sum(logprobs)) and min(logprobs, default=0.0) > MISSING_LOGPROB:
+        return None
+    bad = (not math.isfinite(value) or value <= MISSING_LOGPROB for value in logprobs)
+    return next((position for position, is_bad in enumerate(bad) if is_bad), None)
+
 
 @dataclass(frozen=True)
 class VersionSpan:
     """Response tokens [start, end) were produced by weights of `version`.
 
     `lost`: the number of the last updates of these weights that a resume has discarded, made in restart epoch `epoch`.
-    Both are 0 for weights of the history that is trained.
+    Both are 0 for weights of the history that is trained. `replica`: index of the engine's replica; -1 if it is not
+    known.
     """
 
     version: int
@@ -23,6 +37,7 @@ class VersionSpan:
     end: int
     lost: int = 0
     epoch: int = 0
+    replica: int = -1
 
     @property
     def counts_as(self) -> int:
@@ -48,6 +63,9 @@ class Trajectory:
             that of `reward.on_error`.
         streams: further values per response token (`megarl.queue.streams`).
         dataset: the name of the prompt's data set; "" if the run has only one.
+        part: which trajectory of its sample this is. An agent may return several of one sample, with equal rewards.
+        demonstrated: the response was given with the data and no weights have made it: it has neither versions nor a
+            reward, its log-probs are 0, and it is trained by the loss term `ce` alone.
     """
 
     group_id: int
@@ -65,6 +83,8 @@ class Trajectory:
     response_mask: list[int] = field(default_factory=list)
     streams: Mapping[str, Sequence[float]] = field(default_factory=dict)
     dataset: str = ""
+    part: int = 0
+    demonstrated: bool = False
 
     def __post_init__(self) -> None:
         if not self.response_mask:
@@ -72,8 +92,8 @@ class Trajectory:
 
     @property
     def key(self) -> str:
-        """The key of the sample's row in the queue."""
-        return sample_key(self.group_id, self.sample_index)
+        """The key of this trajectory's row in the queue."""
+        return sample_key(self.group_id, self.sample_index, self.part)
 
     @property
     def oldest_version(self) -> int:
@@ -96,14 +116,36 @@ class Trajectory:
             reward_components=dict(self.reward_components),
             status=self.status,
             dataset=self.dataset,
+            bad_logprobs=self.has_bad_logprobs,
+            part=self.part,
+            replicas=sorted({span.replica for span in self.versions if span.replica >= 0}),
+            version_tokens=self._version_tokens(),
+            demonstrated=self.demonstrated,
         )
+
+    def _version_tokens(self) -> dict[str, int]:
+        """Return the number of sampled tokens by the version that they count as."""
+        counts: dict[str, int] = {}
+        for span in self.versions:
+            name = str(span.counts_as)
+            counts[name] = counts.get(name, 0) + sum(self.response_mask[span.start : span.end])
+        return counts
+
+    @property
+    def has_bad_logprobs(self) -> bool:
+        """True for a failed sample whose engine has returned log-probs that are not finite. It keeps its tokens."""
+        return self.status == "failed" and first_bad_logprob(self.rollout_logprobs) is not None
 
 
 @dataclass(frozen=True)
 class SampleTag:
-    """The summary of a sample that every rank reads for all samples of a batch: scalars, no tokens.
+    """The summary of a trajectory that every rank reads for all samples of a batch: scalars, no tokens.
 
     `response_tokens` counts all tokens after the prompt, `sampled_tokens` those of them that the model sampled.
+    `bad_logprobs`: the sample has failed, and its engine has returned log-probs that are not finite. `replicas`:
+    indices of the replicas that are known to have sampled tokens of it, sorted. `version_tokens`: the sampled tokens by
+    the version that they count as (`VersionSpan.counts_as`), as text. `demonstrated`: as `Trajectory.demonstrated`;
+    such a sample is never stale.
     """
 
     key: str
@@ -118,6 +160,11 @@ class SampleTag:
     reward_components: dict[str, float]
     status: SampleStatus
     dataset: str = ""
+    bad_logprobs: bool = False
+    part: int = 0
+    replicas: list[int] = field(default_factory=list)
+    version_tokens: dict[str, int] = field(default_factory=dict)
+    demonstrated: bool = False
 
     @property
     def failed(self) -> bool:
@@ -135,6 +182,13 @@ class SampleTag:
         return self.prompt_tokens + self.response_tokens
 
 
-def sample_key(group_id: int, sample_index: int) -> str:
-    """Return the key of a sample's row in the queue."""
-    return f"{group_id}:{sample_index}"
+def sample_key(group_id: int, sample_index: int, part: int = 0) -> str:
+    """Return the key of a row in the queue: `group:sample`, and `group:sample.part` for the later parts of a sample."""
+    return f"{group_id}:{sample_index}.{part}" if part else f"{group_id}:{sample_index}"
+
+
+def key_order(key: str) -> tuple[int, int, int]:
+    """Return (group, sample, part) of a key."""
+    group, _, sample = key.partition(":")
+    index, _, part = sample.partition(".")
+    return int(group), int(index), int(part or 0)

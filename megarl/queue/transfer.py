@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megarl.common.errors import RolloutError
 from megarl.queue.curve import lock
-from megarl.queue.rows import decode, decode_tag, encode
+from megarl.queue.rows import EncodedRow, decode, decode_tag, join_rows
 from megarl.queue.trajectory import SampleTag, Trajectory
 
 if TYPE_CHECKING:
@@ -196,16 +196,17 @@ class _Client:
     """A TransferQueue client, separate from the library's process-wide one, whose calls have a timeout."""
 
     def __init__(
-        self, client: TransferQueueClient, partition: str, timeout_s: float, check: Callable[[], None]
+        self, client: TransferQueueClient, partition: str, timeout_s: float, check: Callable[[], None], who: str = ""
     ) -> None:
-        self._client = client
+        """`who`: the name of this process in messages; by default its pid."""
+        self._client, self._who = client, who or f"process {os.getpid()}"
         self.partition = partition
         self.timeout_s = timeout_s
         self._check = check
 
     @classmethod
     def attach(
-        cls, partition: str, namespace: str, timeout_s: float, check: Callable[[], None] = lambda: None
+        cls, partition: str, namespace: str, timeout_s: float, check: Callable[[], None] = lambda: None, who: str = ""
     ) -> _Client:
         """Connect to the queue of `partition`; Ray must be initialised. `check`: see `QueueReader.attach`.
 
@@ -228,7 +229,8 @@ class _Client:
                 conf = None
             if conf is None:
                 time.sleep(0.05)
-        return cls(bounded(lambda: _connect(conf), timeout_s, f"attaching to {name}"), partition, timeout_s, check)
+        client = bounded(lambda: _connect(conf), timeout_s, f"attaching to {name}")
+        return cls(client, partition, timeout_s, check, who)
 
     async def submit(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Await a client coroutine from any event loop; raises TimeoutError that names the action `what`."""
@@ -262,7 +264,7 @@ class _Client:
                 raise TimeoutError(self._late(what))
 
     def _late(self, what: str) -> str:
-        return f"process {os.getpid()} waited {self.timeout_s:.0f} s for the trajectory queue to {what}"
+        return f"{self._who} waited {self.timeout_s:.0f} s (timeouts.queue_s) for the trajectory queue to {what}"
 
     def close(self) -> None:
         self._client.close()
@@ -310,15 +312,18 @@ class QueueWriter:
 
     def __init__(self, client: _Client) -> None:
         self._client = client
-        self._waiting: list[tuple[Sequence[Trajectory], asyncio.Future[None]]] = []
+        self._waiting: list[tuple[Sequence[EncodedRow], asyncio.Future[None]]] = []
         self._task: asyncio.Task[None] | None = None
         self._next_at = 0.0
         self._urgent = asyncio.Event()
 
     @classmethod
-    def attach(cls, partition: str, *, namespace: str, timeout_s: float) -> QueueWriter:
-        """Connect to the queue of `partition`; raises TimeoutError if it does not exist in time."""
-        return cls(_Client.attach(partition, namespace, timeout_s))
+    def attach(cls, partition: str, *, namespace: str, timeout_s: float, who: str = "") -> QueueWriter:
+        """Connect to the queue of `partition`; raises TimeoutError if it does not exist in time.
+
+        `who`: the name of this process in messages; by default its pid.
+        """
+        return cls(_Client.attach(partition, namespace, timeout_s, who=who))
 
     async def put_group(self, trajectories: Sequence[Trajectory], *, more: bool = False) -> None:
         """Write all samples of a group, including failed ones; raises TimeoutError after the writer's `timeout_s`.
@@ -327,7 +332,8 @@ class QueueWriter:
         """
         loop = asyncio.get_running_loop()
         written: asyncio.Future[None] = loop.create_future()
-        self._waiting.append((trajectories, written))
+        # Now, and not all groups together at the put, which would hold up the event loop for longer.
+        self._waiting.append(([EncodedRow.of(trajectory) for trajectory in trajectories], written))
         if not more:
             self._urgent.set()
         if self._task is None or self._task.done():
@@ -345,11 +351,11 @@ class QueueWriter:
             self._drop_waiting()  # no one else would write them
             raise
 
-    async def _write(self, batch: Sequence[tuple[Sequence[Trajectory], asyncio.Future[None]]]) -> None:
+    async def _write(self, batch: Sequence[tuple[Sequence[EncodedRow], asyncio.Future[None]]]) -> None:
         """Write some groups in one put, and tell each caller how it ended, also if this is cancelled."""
-        rows = [row for trajectories, _ in batch for row in trajectories]
+        rows = [row for encoded, _ in batch for row in encoded]
         try:
-            fields, tags = encode(rows)
+            fields, tags = join_rows(rows)
             put = self._client.put([row.key for row in rows], fields, tags)
             await self._client.submit(put, f"take {len(rows)} rows")
         except Exception as error:
@@ -382,14 +388,18 @@ class QueueWriter:
         """Remove rows; unknown keys are ignored."""
         await self._client.submit(self._client.clear(list(keys)), f"clear {len(keys)} rows")
 
+    async def settle(self) -> None:
+        """Wait for the end of a put that is in progress. Cancels those calls of `put_group` that are in none yet."""
+        self._drop_waiting()
+        if self._task is not None:
+            await asyncio.shield(self._task)  # others wait for its put, even if this call is cancelled
+
     async def clear_all(self) -> None:
         """Remove every row, including those of a put that is in progress.
 
         Cancels the calls of `put_group` whose rows are not in a put yet.
         """
-        self._drop_waiting()
-        if self._task is not None:
-            await asyncio.shield(self._task)  # others wait for its put, even if this call is cancelled
+        await self.settle()
         keys = await self._client.submit(self._client.tags(), "list its rows")
         if keys:
             await self.clear(list(keys))
@@ -407,13 +417,15 @@ class QueueReader:
 
     @classmethod
     def attach(
-        cls, partition: str, *, namespace: str, timeout_s: float, check: Callable[[], None] = lambda: None
-    ) -> QueueReader:
+        cls, partition: str, *, namespace: str, timeout_s: float, check: Callable[[], None] = lambda: None,
+        who: str = "",
+    ) -> QueueReader:  # fmt: skip
         """Connect to the queue of `partition`; raises TimeoutError if it does not exist in time.
 
-        `check` raises if the queue's processes have ended; a call that waits then raises the same, and soon.
+        `check` raises if the queue's processes have ended; a call that waits then raises the same, and soon. `who`: the
+        name of this process in messages; by default its pid.
         """
-        return cls(_Client.attach(partition, namespace, timeout_s, check))
+        return cls(_Client.attach(partition, namespace, timeout_s, check, who))
 
     def read_tags(self, keys: Sequence[str]) -> list[SampleTag]:
         """Return the tags of `keys` in their order; raises KeyError if one is not in the queue."""

@@ -19,6 +19,8 @@ _BRACES = re.compile(r"\\?(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<cl
 _TAIL_CHARACTERS = 3000  # a final answer without a box is at the end, and math-verify is slow on long text
 # What math-verify evaluates in text without a box: formulas, and expressions of digits and operators.
 _FORMULA = re.compile(r"\$\$?[^$]+\$\$?|\\\[.*?\\\]|\\\(.*?\\\)|[\d(][\d\s.+\-*×/^()÷]*\^[\d\s.+\-*×/^()÷]*", re.DOTALL)
+# One way to write each of them, so two that differ are different numbers. Longer ones are left to math-verify.
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,14}")
 _LEFT_OUT_TEXT = "too large"
 _LEFT_OUT = rf"$\text{{{_LEFT_OUT_TEXT}}}$"
 Parsed = list[Any]  # math-verify's result, untyped: sympy expressions, then the text that they were read from
@@ -68,9 +70,9 @@ def compare(reference: str, answer: str) -> tuple[str | None, bool]:
     Results are cached, because the samples of a group mostly give the same few answers and math-verify takes
     milliseconds for each. Raises ValueError if the reference cannot be parsed.
     """
-    from math_verify import verify
-
     content, expected_text = last_boxed(answer), _reference_text(reference)
+    if content is not None and _INTEGER.fullmatch(content) and _INTEGER.fullmatch(expected_text):
+        return content, content == expected_text
     if content is not None and (is_too_large(content) or is_too_large(expected_text)):
         same = "".join(content.split()) == "".join(expected_text.split())
         return ("".join(content.split()), True) if same else (None, False)
@@ -83,6 +85,8 @@ def compare(reference: str, answer: str) -> tuple[str | None, bool]:
         raise ValueError(
             f"the reference answer {reference[-60:]!r} cannot be read by math-verify; correct the data file"
         )
+    from math_verify import verify
+
     found = _parse(answer) if answer else []
     if not found or found[-1] == _LEFT_OUT_TEXT:
         return None, False

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megarl.queue.trajectory import Trajectory
+from megarl.common.sample_parts import first_parts
+from megarl.queue.trajectory import SampleTag
 from megarl.rollout.engine_load import EngineLoad
+from megarl.rollout.sample_times import SLOWEST, TrajectoryTimes, slowest
 
 
 class BusyClock:
@@ -54,12 +56,15 @@ class BatchStats:
 
     generate_seconds: list[float] = field(default_factory=list)
     reward_seconds: list[float] = field(default_factory=list)
+    teacher_seconds: list[float] = field(default_factory=list)  # of each group
     reward_errors: Counter[str] = field(default_factory=Counter)
     rewards_redone: int = 0
     skipped_prompts: int = 0
     continued: int = 0
     cut: int = 0
     kept: int = 0  # groups that a resume has used again
+    workers_lost: int = 0
+    redone: int = 0  # groups that another worker has gone on with
     engine_seconds: float = 0.0
     tool_calls: int = 0
     tool_errors: int = 0
@@ -70,17 +75,34 @@ class BatchStats:
     interval: float | None = None  # since the batch before was taken, in which the engines ran for `engine_seconds`
     replaced_rewards: list[float] = field(default_factory=list)  # the mean of each replaced group, unshaped
     replaced_tokens: int = 0
+    failed_lengths: list[int] = field(default_factory=list)  # response tokens of each sample of the failed groups
+    slowest: list[TrajectoryTimes] = field(default_factory=list)
 
-    def note_replaced(self, rows: Sequence[Trajectory]) -> None:
+    def note_replaced(self, samples: Sequence[SampleTag]) -> None:
         """Record a group without signal that is replaced; at least one of its samples has not failed."""
-        rewards = [row.reward for row in rows if row.status == "ok"]
+        rewards = [each.reward for each in first_parts(samples) if each.status == "ok"]
         self.replaced_rewards.append(sum(rewards) / len(rewards))
-        self.replaced_tokens += sum(len(row.response_ids) for row in rows)
+        self.replaced_tokens += sum(each.response_tokens for each in samples)
+
+    def note_times(self, times: TrajectoryTimes) -> None:
+        """Keep the times of a sample if it is one of the slowest."""
+        if len(self.slowest) < SLOWEST or times.seconds > self.slowest[-1].seconds:
+            self.slowest = slowest([*self.slowest, times])
+
+    def add(self, other: BatchStats) -> None:
+        """Add what a worker has measured of its samples."""
+        for name in _OF_SAMPLES:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.slowest = slowest([*self.slowest, *other.slowest])
 
     def metrics(
-        self, *, replicas_serving: int, replicas_lost: int, replicas_idle: int = 0, load: EngineLoad
-    ) -> dict[str, float]:
-        """Return the declared `rollout/*` and `reward/*` metrics that only the rollout side can measure."""
+        self, *, replicas_serving: int, replicas_lost: int, replicas_idle: int = 0, load: EngineLoad,
+        workers: int | None = None,
+    ) -> dict[str, float]:  # fmt: skip
+        """Return the declared `rollout/*` and `reward/*` metrics that only the rollout side can measure.
+
+        `workers`: agent workers that are alive; None if the run has none.
+        """
         values: dict[str, float] = {
             "rollout/skipped_prompts": self.skipped_prompts,
             "rollout/continued": self.continued,
@@ -96,12 +118,23 @@ class BatchStats:
             "reward/errors": sum(self.reward_errors.values()),
             "reward/redone": self.rewards_redone,
         }
+        if workers is not None:
+            values |= {
+                "rollout/workers_alive": workers,
+                "rollout/workers_lost": self.workers_lost,
+                "rollout/groups_redone": self.redone,
+            }
         if self.interval:
             values["rollout/idle_ratio"] = max(0.0, 1.0 - self.engine_seconds / self.interval)
         if self.replaced_rewards:
             values |= {
                 "rollout/replaced_reward_mean": sum(self.replaced_rewards) / len(self.replaced_rewards),
                 "rollout/replaced_tokens": self.replaced_tokens,
+            }
+        if self.failed_lengths:
+            values |= {
+                "rollout/failed_length_mean": sum(self.failed_lengths) / len(self.failed_lengths),
+                "rollout/failed_length_max": max(self.failed_lengths),
             }
         if self.turns:
             values |= self._agent_metrics()
@@ -117,6 +150,11 @@ class BatchStats:
             values |= {
                 "rollout/reward_seconds_mean": sum(self.reward_seconds) / len(self.reward_seconds),
                 "rollout/reward_seconds_max": max(self.reward_seconds),
+            }
+        if self.teacher_seconds:
+            values |= {
+                "rollout/teacher_seconds_mean": sum(self.teacher_seconds) / len(self.teacher_seconds),
+                "rollout/teacher_seconds_max": max(self.teacher_seconds),
             }
         return values
 
@@ -134,6 +172,13 @@ class BatchStats:
             values["agent/tool_seconds_mean"] = sum(self.tool_seconds) / len(self.tool_seconds)
             values["agent/tool_seconds_max"] = max(self.tool_seconds)
         return values
+
+
+# What is measured where the loops of the samples run; the rest belongs to the process that takes the batches.
+_OF_SAMPLES = (
+    "generate_seconds", "reward_seconds", "teacher_seconds", "reward_errors", "rewards_redone", "continued", "cut",
+    "tool_calls", "tool_errors", "malformed_calls", "overflows", "turns", "tool_seconds",
+)  # fmt: skip
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:

@@ -15,27 +15,26 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import BatchNotReady, RolloutError
-from megarl.common.garbage import collect_rarely, exempt_present_objects
+from megarl.common.garbage import collect_for_loops, exempt_present_objects
 from megarl.common.notices import write_notice
 from megarl.common.output import redirect_output
-from megarl.config.datasets import reward_functions
+from megarl.config.agent_sections import SHIPPED_LOOPS
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
-from megarl.rewards.types import RewardSpec
-from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.admission import Admission
 from megarl.rollout.agents.find_loop import find_loop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.answered_calls import AnsweredCalls
 from megarl.rollout.background import BackgroundTasks, cancel_all
+from megarl.rollout.batch_events import record_batch_taken
 from megarl.rollout.batch_stats import BatchStats, BusyClock
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.counters import Counters
@@ -53,6 +52,12 @@ from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import BatchReady, PublicationNeeded, ReadyBatches
 from megarl.rollout.replica import EndedReplica, ReplicaSpec, create_replica, start_replica
 from megarl.rollout.retention import History
+from megarl.rollout.reward_pool import reward_pool
+from megarl.rollout.teachers.teacher_client import attach_teachers
+from megarl.rollout.workers.agent_worker import AgentWorker, WorkerSpec, start_worker
+from megarl.rollout.workers.worker_groups import WorkerGroups
+from megarl.telemetry import events
+from megarl.telemetry.event_budget import CONTROLLER
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -63,7 +68,12 @@ _LOOK_S = 0.5  # between two looks at failures and lost replicas while a drain o
 
 
 class RolloutController:
-    """The actor that the supervisor creates; see the module's docstring."""
+    """The actor that the supervisor creates; see the module's docstring.
+
+    `worker_kind`: the class of its agent workers.
+    """
+
+    worker_kind: type[AgentWorker] = AgentWorker
 
     def __init__(self, spec: ReplicaSpec, partition: str, *, cwd: str = "", replaces: bool = False) -> None:
         """`cwd`: the launcher's working directory, to which the config's paths and the user's modules are relative.
@@ -74,13 +84,18 @@ class RolloutController:
         self.config = Config.model_validate_json(spec.config_json)
         self.run_dir = Path(spec.run_dir)
         redirect_output(self.run_dir / "logs" / "controller.log")
+        events.open_events(self.config, self.run_dir, CONTROLLER)
+        if replaces:
+            events.fault(
+                "controller", "the rollout controller, or the queue, had died; this one is started in its place"
+            )
         if cwd:
             os.chdir(cwd)
             sys.path.insert(0, cwd)
         # Decoding with them costs more than it brings, and a process that has used them warns when it starts another.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of the tokenizers library
         spec.watch_supervisor()
-        self._batches = ReadyBatches(self.config.batch.samples_per_group)
+        self._batches = ReadyBatches(self._keys)
         self._engine_time = BusyClock()
         self._taken_at: float | None = None  # when the batch before was taken
         self._publishes = False  # whether a trainer is there that brings replicas by a publication when none is left
@@ -89,6 +104,8 @@ class RolloutController:
         self._calls = AnsweredCalls()
         self._journal = RolloutJournal(self.config, self.run_dir)
         self._foreign_requests: ForeignRequests | None = None  # until the fleet is there
+        self._workers: WorkerGroups | None = None
+        self._cwd = cwd
 
     async def start(self) -> dict[str, float]:
         """Start queue and reward processes, load prompts and tokenizer, attach to the replicas.
@@ -97,17 +114,8 @@ class RolloutController:
         """
         started = time.monotonic()
         config, timeouts = self.config, self.config.timeouts
-        self._rewards = RewardPool(
-            [RewardSpec(each.function, each.kwargs, key) for key, each in reward_functions(config).items()],
-            workers=config.reward.workers,
-            timeout_s=config.reward.timeout_s,
-            on_error=config.reward.on_error,
-            start_timeout_s=timeouts.engine_start_s,
-            memory_gib=config.reward.memory_gib,
-            max_error_share=config.reward.max_error_share,
-            min_errors=config.reward.min_errors,
-            report=partial(write_notice, self.run_dir),
-        )
+        shares = config.rollout.agent_workers + 1
+        self._rewards = reward_pool(config, partial(write_notice, self.run_dir), shares=shares)
         # Slow calls run in threads, outside the event loop.
         self._queue, self._source, self._loop, self._fleet, _ = await asyncio.gather(
             asyncio.to_thread(self._start_queue),
@@ -127,6 +135,7 @@ class RolloutController:
             self._rewards,
             partition=self.partition,
             toolboxes=self._source.toolboxes,
+            teachers=attach_teachers(config, self.spec.namespace),
         )
         self._runner.stats.skipped_prompts = self._source.skipped
         self._evaluations = Evaluator(
@@ -139,11 +148,18 @@ class RolloutController:
             loop=None if isinstance(self._loop, SingleTurn) else self._loop,
         )
         self._writer = await asyncio.to_thread(
-            QueueWriter.attach, self.partition, namespace=self.spec.namespace, timeout_s=timeouts.queue_s
+            QueueWriter.attach,
+            self.partition,
+            namespace=self.spec.namespace,
+            timeout_s=timeouts.queue_s,
+            who="the rollout controller",
         )
+        if config.rollout.agent_workers:
+            self._workers = self._worker_groups()
+            await self._workers.start()
         self._groups = self._prompt_groups()
         exempt_present_objects()
-        collect_rarely()
+        collect_for_loops(shipped=self._workers is not None and config.agent.loop in SHIPPED_LOOPS)
         return {"start_s": time.monotonic() - started}
 
     def _elastic_pool(self) -> ElasticPool:
@@ -151,8 +167,8 @@ class RolloutController:
 
         timeouts, needs = self.config.timeouts, engine_needs(self.config, cuda=self.spec.cuda)
 
-        async def start(index: int) -> ActorHandle:
-            return await start_replica(create_replica(self.spec, index), index, timeouts)
+        async def start(index: int, placed: Callable[[], object]) -> ActorHandle:
+            return await start_replica(create_replica(self.spec, index), index, timeouts, placed=placed)
 
         def end(replica: ActorHandle | EndedReplica) -> None:
             if not isinstance(replica, EndedReplica):
@@ -171,6 +187,26 @@ class RolloutController:
             writer=self._writer,
             journal=self._journal,
             tasks=self._tasks,
+            workers=self._workers,
+        )
+
+    def _worker_groups(self) -> WorkerGroups:
+        import ray
+
+        bound_s = self.config.timeouts.engine_start_s
+
+        async def start(index: int) -> ActorHandle:
+            spec = WorkerSpec(self.spec, self.partition, index, self._cwd)
+            return await start_worker(spec, bound_s, self.worker_kind)
+
+        return WorkerGroups(
+            self.config,
+            self._source,
+            self._runner,
+            self._writer,
+            start=start,
+            end=ray.kill,
+            notify=partial(write_notice, self.run_dir),
         )
 
     @property
@@ -184,6 +220,10 @@ class RolloutController:
     def _admission(self) -> Admission:
         """The admission of the present history."""
         return self._groups.admission
+
+    def _keys(self, group: int) -> list[str]:
+        """Return the keys of the rows that a group has in the queue."""
+        return self._groups.queued.keys(group)
 
     def _start_queue(self) -> QueueServer:
         """Start the queue's actors, which this actor owns because its process imports the library in any case."""
@@ -286,8 +326,12 @@ class RolloutController:
                 refilled = f", {replaced} groups without signal replaced (admission.refill)" if replaced else ""
                 raise BatchNotReady(
                     f"the trainer waited {timeout_s:.0f} s for the batch of step {step}; {len(groups)} groups in "
-                    f"flight: {groups[:8]}{refilled}, replicas alive: {self._fleet.serving}{self._rewards.waiting()}"
+                    f"flight: {groups[:8]}{refilled}, replicas alive: {self._fleet.serving}{self._waiting()}"
                 ) from None
+
+    def _waiting(self) -> str:
+        """Describe what rewards and agent workers work on, as the end of a sentence."""
+        return self._rewards.waiting() + (self._workers.waiting() if self._workers is not None else "")
 
     def _take(self, step: int) -> BatchReady | None:
         """Take the batch of `step`, if its groups are ready."""
@@ -302,15 +346,21 @@ class RolloutController:
         metrics = stats.metrics(
             replicas_serving=len(fleet.serving), replicas_lost=len(fleet.lost),
             replicas_idle=len(fleet.idle), load=fleet.take_load(),
+            workers=None if self._workers is None else self._workers.alive,
         )  # fmt: skip
-        return self._batches.take(step, self._admission, metrics, self._source.rewards)
+        metrics |= fleet.take_rates()
+        batch = self._batches.take(step, self._admission, metrics, self._source.rewards)
+        record_batch_taken(batch, stats.slowest, in_flight=len(self._admission.in_flight))
+        return batch
 
-    async def upcoming(self, step: int) -> list[int]:
-        """Return the groups in the queue that `step` would take now; [] once it has taken its batch.
+    async def upcoming(self, step: int) -> dict[int, list[str]]:
+        """Return the groups in the queue that `step` would take now, with the keys of their rows.
+
+        There are none once it has taken its batch.
 
         A failure of rollout is not raised here: the trainer that asks also waits for the batch, which raises it.
         """
-        return self._admission.upcoming(step)
+        return {group: self._keys(group) for group in self._admission.upcoming(step)}
 
     async def commit(
         self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
@@ -469,6 +519,7 @@ class RolloutController:
             self._admission.announce(handover.announced)
         elif handover.admits:
             self._groups.start()
+        events.recovery("controller", "the new rollout controller has taken over")
         return self._admission.counters
 
     async def _go_back(self, state: dict[str, Any] | None) -> None:
@@ -491,6 +542,8 @@ class RolloutController:
         await self._tasks.drop()
         self._evaluations.drop()
         await self._batcher.cancel()
+        if self._workers is not None:
+            await self._workers.drop_all()
         await self._writer.clear_all()
         self._batches.clear()
         self._runner.stats, self._taken_at, self._needed = BatchStats(), None, -1
@@ -531,6 +584,10 @@ class RolloutController:
         """Start further engines, which join with the next publication. Raises RolloutError if that cannot be."""
         return await self.elastic.add(count)
 
+    async def quarantine(self, index: int, reason: str) -> tuple[bool, str]:
+        """Take a replica out until the next publication has replaced it; return whether that was done, and in words."""
+        return self._fleet.quarantine(index, reason)
+
     async def devices(self) -> list[HeldDevices]:
         """Return the devices that each serving replica holds."""
         return await self._fleet.devices()
@@ -539,13 +596,21 @@ class RolloutController:
         """Replace replicas by new ones, which serve after the next `set_version`. Raises RolloutError if one fails."""
         await self._fleet.restart(indices)
 
+    async def replace_replicas_later(self, indices: list[int]) -> None:
+        """End replicas; new ones join with a later publication. Raises RolloutError as `restart_replicas`."""
+        await self.elastic.replace_later(indices)
+
     async def shutdown(self) -> None:
         """Cancel the groups in flight, end the reward processes and close the queue."""
         self._tasks.cancel()
         if self._foreign_requests is not None:
             self._foreign_requests.close()
         try:
+            if self._workers is not None:
+                await self._workers.close()
             await self._source.close_tools()
         finally:
             await asyncio.to_thread(self._rewards.close)
             self._queue.close()
+            await asyncio.to_thread(self._evaluations.close)
+            await asyncio.to_thread(events.close_events)

@@ -11,12 +11,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.common.errors import NoPlace, RolloutError
 from megarl.config.schema import TimeoutsConfig
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.replica import ReplicaStatus
+from megarl.telemetry import events
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -50,19 +52,22 @@ class ElasticPool:
         self,
         fleet: Fleet,
         timeouts: TimeoutsConfig,
-        start: Callable[[int], Awaitable[ActorHandle]],
+        start: Callable[[int, Callable[[], object]], Awaitable[ActorHandle]],
         end: Callable[[ActorHandle], object],
         places: Callable[[], int],
         notify: Callable[[str], object],
     ) -> None:
-        """`start(index)`: creates and starts an engine. `end`: kills one. `places()`: how many more Ray has room for.
+        """`start(index, placed)`: creates and starts an engine, and calls `placed` when it has taken its place.
 
-        `notify`: tells the user what happens without a command.
+        `end`: kills an engine. `places()`: how many more Ray has room for; it runs in a thread. `notify`: tells the
+        user what happens without a command.
         """
         self._fleet, self._timeouts, self._start, self._end = fleet, timeouts, start, end
         self._places, self._notify = places, notify
         self._removals: set[asyncio.Task[None]] = set()
         self._growth: asyncio.Task[None] | None = None
+        self._reserving = asyncio.Lock()  # a free place is given once: from a look at them until it is reserved
+        self._look: asyncio.Future[int] | None = None
         self._told_missing = 0
         self._failures = 0  # in a row, of engines in the place of missing ones
         self._look_at = 0.0  # when places for missing ones are looked for again
@@ -141,8 +146,7 @@ class ElasticPool:
         if count < 1:
             raise RolloutError(f"{count} engines cannot be added: give a number of at least 1")
         self._refuse_closed()
-        await self._refuse_without_room(count)
-        indices = self._fleet.membership.reserve(count)
+        indices = await self._reserve_all(count)
         logger.info("starting replicas %s", indices)
         ends = await asyncio.gather(*(self._start_one(index) for index in indices))
         up = [index for index, failure in zip(indices, ends, strict=True) if failure is None]
@@ -152,14 +156,29 @@ class ElasticPool:
             raise RolloutError(f"{len(failed)} of {count} engines did not start: {'; '.join(failed)}; {joins}")
         return joins
 
+    async def replace_later(self, indices: Sequence[int]) -> None:
+        """End replicas that a publication has failed on, which then goes on with the others; `tend` starts new ones.
+
+        If no other one serves training, they are restarted, and waited for. Raises RolloutError as `Fleet.restart`.
+        """
+        members = self._fleet.membership
+        if not self._fleet.go_on_without(indices):
+            await self._fleet.restart(indices)
+            return
+        for index in members.leaving:
+            members.excuse(index)
+        for index in set(indices) & members.all - members.leaving:
+            logger.warning("the pool goes on without replica %d, in whose place a new one is started", index)
+            self._end(self._fleet.give_up(index))
+
     async def tend(self) -> None:
         """Start engines in the place of missing ones if Ray has room again. Call it now and then; it does not wait."""
         members = self._fleet.membership
         if members.missing > self._told_missing:
             self._failures, self._look_at = 0, 0.0
             self._notify(
-                f"the pool goes on with {len(members.members)} engines: there is no room for {members.missing} that "
-                "were lost; they are started again when there is"
+                f"the pool goes on with {len(members.members)} engines; {members.missing} that were lost are started "
+                "again as soon as there is room"
             )
         self._told_missing = members.missing
         now = time.monotonic()
@@ -167,13 +186,14 @@ class ElasticPool:
         if members.missing and not growing and now >= self._look_at and self._failures < MOST_FAILURES:
             self._look_at = now + GROW_S
             self._growth = asyncio.create_task(self._grow())
+            self._growth.add_done_callback(self._growth_ended)
 
     async def _grow(self) -> None:
         members = self._fleet.membership
-        count = min(members.missing, await asyncio.to_thread(self._places))
-        if not count:
+        indices, _ = await self._reserve(1, members.missing)
+        if not indices:
             return
-        ends = await asyncio.gather(*(self._start_one(index) for index in members.reserve(count)))
+        ends = await asyncio.gather(*(self._start_one(index) for index in indices))
         started = sum(end is None for end in ends)
         members.missing -= started
         self._told_missing = members.missing
@@ -181,13 +201,22 @@ class ElasticPool:
         self._failures = self._failures + 1 if failed else 0
         if started:
             self._notify(f"{started} engines that were lost are up again; they join with the next publication")
+            events.recovery("engine", f"{started} engines that were lost with their places are up again")
         if failed:
             self._notify(f"{len(failed)} engines did not start in the place of lost ones: {failed[0]}")
+
+    def _growth_ended(self, growth: asyncio.Task[None]) -> None:
+        """Tell the user why missing engines could not be started, if something else than an engine failed."""
+        if not growth.cancelled() and (error := growth.exception()) is not None:
+            self._failures += 1
+            logger.error("missing engines could not be started", exc_info=error)
+            self._notify(f"engines that were lost could not be started again: {error}")
 
     async def _start_one(self, index: int) -> Exception | None:
         """Start an engine and add it; return why it did not start."""
         try:
-            self._fleet.add(index, await self._start(index))
+            placed = partial(self._fleet.membership.placed, index)
+            self._fleet.add(index, await self._start(index, placed))
         except Exception as error:
             logger.warning("replica %d did not start: %s", index, error)
             self._fleet.membership.not_started(index)
@@ -212,16 +241,52 @@ class ElasticPool:
         self._end(self._fleet.ended(index))
         logger.info("replica %d has ended", index)
 
-    async def _refuse_without_room(self, count: int) -> None:
-        """Raise RolloutError if Ray has no room for `count` engines, also after a short time."""
+    async def _reserve_all(self, count: int) -> list[int]:
+        """Reserve places for `count` engines. Raises RolloutError if Ray has no room for them, also after a while."""
         until = time.monotonic() + ROOM_S
-        while (room := await asyncio.to_thread(self._places)) < count:
+        while True:
+            indices, room = await self._reserve(count, count)
+            if indices:
+                return indices
             if time.monotonic() > until:
+                placing = len(self._fleet.membership.unplaced)
+                besides = f" besides {placing} that are being started" if placing else ""
                 raise RolloutError(
-                    f"{count} engines cannot be added: Ray has room for {room}. Remove others, add nodes to the Ray "
-                    "cluster, or start the run with a larger rollout.max_replicas, which keeps places free"
+                    f"{count} engines cannot be added: Ray has room for {room}{besides}. Remove others, add nodes to "
+                    "the Ray cluster, or start the run with a larger rollout.max_replicas, which keeps places free"
                 )
             await asyncio.sleep(LOOK_S)
+
+    async def _reserve(self, least: int, most: int) -> tuple[list[int], int]:
+        """Reserve as many places as are free, `most` at most. Return the indices, and how many places were free.
+
+        With fewer than `least` free places none is reserved.
+        """
+        async with self._reserving:
+            room = await self._room()
+            return self._fleet.membership.reserve(min(room, most)) if room >= least else [], room
+
+    async def _room(self) -> int:
+        """Return how many engines Ray has room for besides those that are being started.
+
+        Raises RolloutError after `timeouts.rpc_s`. The thread that asks cannot be ended; until it has, no other one
+        is started.
+        """
+        rpc_s, placing = self._timeouts.rpc_s, len(self._fleet.membership.unplaced)
+        try:
+            async with asyncio.timeout(rpc_s):
+                if self._look is not None:
+                    await asyncio.wait([self._look])
+                self._look = asyncio.ensure_future(asyncio.to_thread(self._places))
+                self._look.add_done_callback(
+                    lambda look: look.cancelled() or look.exception()
+                )  # nobody may wait for it
+                return max(0, await asyncio.shield(self._look) - placing)
+        except TimeoutError:
+            raise RolloutError(
+                f"the rollout controller waited {rpc_s:.0f} s (timeouts.rpc_s) for Ray to tell the free places of its "
+                "nodes: Ray's head is overloaded or cannot be reached; try again later"
+            ) from None
 
     def _refuse_closed(self) -> None:
         if not self._has_trainer:

@@ -5,10 +5,13 @@ The scheduler's numbers come with the step's tokens; nobody asks for them, and n
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from megarl.common import held_outputs
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -38,8 +41,13 @@ class EngineLoad:
 class EngineMonitor:
     """Hears of every engine step; it has the methods of vLLM's stat loggers that an engine calls."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        heard: Callable[[float, EngineLoad], object] = lambda now, load: None,
+    ) -> None:
+        """`heard`: gets the time and the load of each step."""
+        self._now, self._told = now, heard
         self.latest = EngineLoad()  # of the last step
         self._peak = EngineLoad()
         self._heard = now()
@@ -53,6 +61,7 @@ class EngineMonitor:
                 scheduler_stats.kv_cache_usage, scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
             )
             self._peak |= self.latest
+            self._told(self._heard, self.latest)
 
     def log_engine_initialized(self) -> None:
         """Do nothing: vLLM calls this once."""
@@ -77,7 +86,7 @@ class EngineMonitor:
 
 
 def build_monitored(arguments: AsyncEngineArgs, monitor: EngineMonitor) -> AsyncLLM:
-    """Build an engine whose steps `monitor` hears of.
+    """Build an engine of whose steps `monitor` hears, and whose process sends the tokens of several steps together.
 
     vLLM's own statistics are left out, unless `disable_log_stats` is false: they cost time for each token.
     """
@@ -91,4 +100,5 @@ def build_monitored(arguments: AsyncEngineArgs, monitor: EngineMonitor) -> Async
                 self.logger_manager.stat_loggers[:] = [monitor]
             super()._run_output_handler()
 
+    os.environ.setdefault(held_outputs.VARIABLE, str(held_outputs.HOLD_S))  # for the engine's process
     return MonitoredLLM.from_engine_args(arguments, stat_loggers=[lambda config, index: monitor])

@@ -11,11 +11,12 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import ReplicaFailed, RequestFailed
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.engine_load import EngineMonitor
+from megarl.rollout.request_times import RequestTimes
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import ResponsePart
 
@@ -41,6 +42,15 @@ class EngineRequests:
         """`replica`: index for errors. `silence_s`: how long an engine with requests may make no step."""
         self._engine, self._replica, self._monitor, self._silence_s = engine, replica, monitor, silence_s
         self._open: dict[str, _Open] = {}
+        self.times = RequestTimes()
+        self._weights = 0  # how often they were replaced while the engine kept its cache
+
+    def keep_cache(self) -> None:
+        """Let requests that start from now on use no KV values of those before.
+
+        Call it when the engine gets other weights and keeps its cache: only requests in flight go on with old values.
+        """
+        self._weights += 1
 
     def start(self, requests: Sequence[GenerateRequest]) -> None:
         """Begin to work on requests. Raises RequestFailed, and begins none, if one has the id of an open one."""
@@ -51,6 +61,7 @@ class EngineRequests:
             now = time.monotonic()
             task = asyncio.create_task(self._generate(request, now))
             self._open[request.request_id] = _Open(now, task)
+            self.times.begin(request.request_id, now)
 
     async def report(self, reported: Mapping[str, int], wait_s: float) -> dict[str, ResponsePart]:
         """Return the new tokens of each request in `reported`: when all have ended, after `wait_s` at the latest.
@@ -62,13 +73,8 @@ class EngineRequests:
         _, unfinished = await asyncio.wait(
             [each.task for each in asked], timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION
         )
-        silent_s = self._monitor.silent_s(min(each.started for each in asked)) if unfinished else 0.0
-        if silent_s > self._silence_s:
-            raise ReplicaFailed(
-                self._replica,
-                f"the engine of replica {self._replica} has made no step for {silent_s:.0f} s; "
-                f"{len(self._open)} requests wait for it",
-            )
+        if unfinished:
+            self._check_silence(asked)
         try:
             return {name: self._part(name, known) for name, known in reported.items()}
         except BaseException:
@@ -76,14 +82,29 @@ class EngineRequests:
             raise
 
     async def end(self, reported: Mapping[str, int]) -> dict[str, ResponsePart]:
-        """Stop working on requests; return the last tokens of each, with the end `abort` if it was stopped."""
+        """Stop working on requests; return the last tokens of each, with the end `abort` if it was stopped.
+
+        Raises RequestFailed for an unknown one, ReplicaFailed if the engine is silent.
+        """
         await asyncio.sleep(0)  # what has just ended can say so
+        if open_ones := [each for each in map(self._find, reported) if not each.task.done()]:
+            self._check_silence(open_ones)
         parts = {}
         for name, known in reported.items():
             part = self._part(name, known)
             parts[name] = part if part.finish_reason is not None else replace(part, finish_reason="abort")
         self._forget(reported)
         return parts
+
+    def _check_silence(self, waiting: Sequence[_Open]) -> None:
+        """Raise ReplicaFailed if the engine has made no step for too long since the first of `waiting` came."""
+        silent_s = self._monitor.silent_s(min(each.started for each in waiting))
+        if silent_s > self._silence_s:
+            raise ReplicaFailed(
+                self._replica,
+                f"the engine of replica {self._replica} has made no step for {silent_s:.0f} s; "
+                f"{len(self._open)} requests wait for it",
+            )
 
     def drop(self) -> None:
         """Forget all requests."""
@@ -99,30 +120,33 @@ class EngineRequests:
         for name in names:
             if (found := self._open.pop(name, None)) is None:
                 continue
+            self.times.end(name)
             if not found.task.cancel() and not found.task.cancelled():
                 found.task.exception()  # it has been reported for another request of the call
 
     def _part(self, name: str, known: int) -> ResponsePart:
         """Return what follows the first `known` tokens; a request that has ended is closed."""
         found = self._find(name)
+        times = self.times.parts(name, ended=found.task.done())
         if found.task.done():
             del self._open[name]
+            self.times.end(name)
             output, seconds = found.task.result()
             end: FinishReason = output.finish_reason if output.finish_reason in {"stop", "length"} else "abort"
             spans = output.weight_versions or ()
-            return self._read(name, output.token_ids, output.logprobs, spans, known, end, seconds)
+            return self._read(name, output.token_ids, output.logprobs, spans, known, end, seconds, times)
         seconds = time.monotonic() - found.started
         processor = self._engine.output_processor
         for internal_id in processor.external_req_ids.get(name, ()):
             state = processor.request_states[internal_id]
             ids, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
-            return self._read(name, ids, logprobs, state._weight_version_spans() or (), known, None, seconds)
+            return self._read(name, ids, logprobs, state._weight_version_spans() or (), known, None, seconds, times)
         # It has not reached the engine yet, or has just ended, which the next report says.
-        return ResponsePart(seconds=seconds)
+        return ResponsePart(seconds=seconds, queue_s=times[0], prefill_s=times[1])
 
     def _read(
         self, name: str, ids: Sequence[int], logprobs: FlatLogprobs, spans: Sequence[WeightVersionSpan],
-        known: int, end: FinishReason | None, seconds: float,
+        known: int, end: FinishReason | None, seconds: float, times: tuple[float, float],
     ) -> ResponsePart:  # fmt: skip
         """Return the tokens from `known` on. Raises ReplicaFailed unless there is one log-prob per token."""
         new = list(ids[known:])
@@ -133,16 +157,20 @@ class EngineRequests:
             )
         values = [math.nan if value is None else float(value) for value in logprobs.logprobs[known:]]
         versions = tuple(
-            VersionSpan(_version(span.version), max(span.start - known, 0), span.end - known)
+            VersionSpan(_version(span.version), max(span.start - known, 0), span.end - known, replica=self._replica)
             for span in spans
             if span.end > known
         )
-        return ResponsePart(new, values, versions, end, seconds)
+        queue_s, prefill_s = min(times[0], seconds), times[1]
+        return ResponsePart(new, values, versions, end, seconds, queue_s, min(prefill_s, seconds - queue_s))
 
     async def _generate(self, request: GenerateRequest, started: float) -> tuple[CompletionOutput, float]:
         """Return the whole response, and the seconds since `started`."""
         final = None
-        prompt = {"prompt_token_ids": request.prompt_ids}
+        # vLLM shares the cached values of a prefix among requests of the same salt.
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+        if self._weights:
+            prompt["cache_salt"] = str(self._weights)
         outputs = self._engine.generate(
             prompt, _parameters(request), request_id=request.request_id, priority=request.priority
         )

@@ -73,6 +73,16 @@ class EvalContext(LoopContext):
         return self._set.seed
 
     @property
+    def trains(self) -> bool:
+        """See `AgentContext.trains`."""
+        return False
+
+    @property
+    def seed(self) -> int | None:
+        """See `AgentContext.seed`."""
+        return None if self._place.mode == "greedy" else self._seed(0)
+
+    @property
     def stats(self) -> BatchStats:
         """See `LoopContext.stats`."""
         return self._stats

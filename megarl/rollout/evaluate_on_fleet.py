@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megarl.common.errors import RequestFailed, ToolFailed
@@ -19,7 +18,8 @@ from megarl.rollout.eval_context import EVAL_SEED_OFFSET, EvalContext, EvalPlace
 from megarl.rollout.eval_sets import EvalProblem, EvalSet
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
-from megarl.rollout.to_trajectory import check_trajectory, failed_trajectory, generation_failure
+from megarl.rollout.sample_rows import sample_rows
+from megarl.rollout.to_trajectory import failed_trajectory, generation_failure
 
 CHUNK = 32
 
@@ -52,13 +52,14 @@ async def evaluate_on_fleet(
         place = EvalPlace(index, mode, sample, tag)
         ctx = EvalContext(eval_set, problem, place, batcher, score, decode, share)
         try:
-            row = await loop.run(ctx)
+            made = await loop.run(ctx)
         except (ToolFailed, RequestFailed) as error:  # of this response alone, as a group fails in training
-            row = failed_trajectory(ctx.group_id, ctx.sample_index, str(error))
-        check_trajectory(row, ctx.group_id, ctx.sample_index)
-        seen.update(span.version for span in row.versions if span.version >= 0)
-        eval_set.records.append(ctx.record(row))
-        return ctx.scored(row)
+            made = failed_trajectory(ctx.group_id, ctx.sample_index, str(error))
+        rows = sample_rows(made, ctx.group_id, ctx.sample_index)
+        seen.update(span.version for row in rows for span in row.versions if span.version >= 0)
+        longest = max(rows, key=lambda row: len(row.response_ids))
+        eval_set.records.append(ctx.record(longest))
+        return ctx.scored(longest)
 
     async def respond_once(problem: EvalProblem, index: int, mode: Mode, sample: int) -> ScoredResponse:
         request = GenerateRequest(
@@ -120,9 +121,8 @@ def _record(
     }
 
 
-def write_records(path: Path, eval_sets: Sequence[EvalSet]) -> None:
-    """Write one JSON line per response, for people to read."""
-    with path.open("w") as file:
-        for eval_set in eval_sets:
-            for record in eval_set.records:
-                file.write(json.dumps({"set": eval_set.name, **record}, ensure_ascii=False) + "\n")
+def record_lines(eval_sets: Sequence[EvalSet]) -> Iterator[str]:
+    """Yield one JSON line per response, for people to read."""
+    for eval_set in eval_sets:
+        for record in eval_set.records:
+            yield json.dumps({"set": eval_set.name, **record}, ensure_ascii=False)

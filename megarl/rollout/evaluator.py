@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megarl.common.errors import RolloutError
+from megarl.common.notices import write_notice
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.rewards.types import RewardInput, RewardOutcome
@@ -24,10 +25,11 @@ from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.background import BackgroundTasks
 from megarl.rollout.eval_context import Share
 from megarl.rollout.eval_sets import EvalSet
-from megarl.rollout.evaluate_on_fleet import evaluate_on_fleet, write_records
+from megarl.rollout.evaluate_on_fleet import evaluate_on_fleet, record_lines
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import PublicationNeeded
+from megarl.rollout.response_files import ResponseFiles
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,10 @@ class FinishedEvaluation:
 
 
 class Evaluator:
-    """Evaluates every configured set, greedy and sampled; writes the responses to RUN_DIR/eval_{label}.jsonl."""
+    """Evaluates every configured set, greedy and sampled; writes the responses to RUN_DIR/eval_{label}.jsonl.
+
+    A disk that does not take these ends nothing: they are written later.
+    """
 
     def __init__(
         self,
@@ -80,6 +85,8 @@ class Evaluator:
         self._source, self._fleet, self._score = source, fleet, score
         self._running: str | None = None
         self._finished: list[FinishedEvaluation] = []
+        self._files = ResponseFiles(partial(write_notice, run_dir))
+        self._trying = False  # to write files that wait
 
     async def run(self, version: int, label: str) -> list[SetReport]:
         """Evaluate the weights of `version`, which all replicas serve; without a label, write no file."""
@@ -137,6 +144,11 @@ class Evaluator:
         self._running = None
         self._fleet.release()
         self._finished.clear()
+        self._trying = False
+
+    def close(self) -> None:
+        """Write what waits for the disk, for the last time. It may block."""
+        self._files.close()
 
     async def _in_background(self, version: int, label: str, share: Share) -> None:
         try:
@@ -150,8 +162,16 @@ class Evaluator:
         eval_sets = await asyncio.to_thread(self._source.eval_sets)
         reports = [await self._evaluate_set(each, version, label, share) for each in eval_sets]
         if label and eval_sets:
-            await asyncio.to_thread(write_records, self._run_dir / f"eval_{label}.jsonl", eval_sets)
+            path = self._run_dir / f"eval_{label}.jsonl"
+            await asyncio.to_thread(self._files.write, path, partial(record_lines, eval_sets))
+            if self._files.waits and not self._trying:
+                self._trying = True
+                self._tasks.start(self._write_later())
         return reports
+
+    async def _write_later(self) -> None:
+        await self._files.keep_trying()
+        self._trying = False
 
     def _evaluate_set(self, eval_set: EvalSet, version: int, label: str, share: Share | None) -> Awaitable[SetReport]:
         score: Callable[[RewardInput], Awaitable[RewardOutcome]] = partial(self._score, function=eval_set.reward)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megarl.common.errors import NoReplicaLeft, RolloutError, clear_text
+from megarl.common.errors import NoReplicaLeft, NoWorkerLeft, RolloutError, clear_text
 from megarl.rewards.worker_pool import RewardPoolError
 
 OnGroupFailure = Literal["count", "stop"]
@@ -13,8 +13,8 @@ OnGroupFailure = Literal["count", "stop"]
 class FailurePolicy:
     """Decides for each failed group; the controller reports every failure and every success to it.
 
-    A failure ends the run if the policy is `stop`, if no replica or reward process is left, or if `limit` groups in a
-    row have failed, because then the cause is not in one group.
+    A failure ends the run if the policy is `stop`, if no replica, agent worker or reward process is left, or if `limit`
+    groups in a row have failed, because then the cause is not in one group.
     """
 
     def __init__(self, on_group_failure: OnGroupFailure, limit: int) -> None:
@@ -29,7 +29,7 @@ class FailurePolicy:
     def decide(self, group_id: int, error: Exception) -> RolloutError | None:
         """Return the error that ends the run; None if the group is to be counted as failed."""
         self._in_a_row += 1
-        if isinstance(error, NoReplicaLeft | RewardPoolError) or self._on_group_failure == "stop":
+        if isinstance(error, NoReplicaLeft | NoWorkerLeft | RewardPoolError) or self._on_group_failure == "stop":
             return error if isinstance(error, RolloutError) else RolloutError(f"rollout failed: {clear_text(error)}")
         if self._in_a_row >= self._limit:
             return RolloutError(

@@ -27,9 +27,12 @@ from megarl.rollout.membership import Membership
 from megarl.rollout.progress_rates import ProgressRates
 from megarl.rollout.replacements import Replacements
 from megarl.rollout.replica import EndedReplica, ReplicaSpec, replica_name, restart_replica
+from megarl.rollout.replica_work import ReplicaWork, rate_metrics
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.response_parts import EngineReport, ResponsePart
 from megarl.rollout.responses_so_far import ResponsesSoFar
+from megarl.rollout.shared_calls import CallLink
+from megarl.telemetry import events
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -39,6 +42,9 @@ logger = logging.getLogger(__name__)
 # A lost replica that does not answer within this time does not answer the weight sync either.
 _RETIRE_S = 2.0
 _RESET_S = 5.0  # in which a lost replica that is sound drops its requests
+
+# Every turn of a loop makes some of these calls, so they share Ray calls; and their order is kept.
+_SHARED = frozenset({"generate", "report", "end"})
 
 _REPLACED = -1  # stands for the index of a replica that was lost or replaced meanwhile
 
@@ -50,12 +56,14 @@ Restart = Callable[[int, "ActorHandle"], Awaitable["ActorHandle"]]
 class CallTerms:
     """Holds how the fleet treats a call, where that differs from a call for a training group.
 
-    `foreign`: it belongs to somebody outside the run, who bounds its time: no replica is lost because a response takes
-    long, no publication waits for its end, and a cancelled call ends its requests in the engine, which for training a
-    reset does. `report_interval_s`: instead of the fleet's own.
+    `foreign`: it comes from outside the run, where somebody bounds its time: no replica is lost because a response
+    takes long, no publication waits for its end, and a cancelled call ends its requests in the engine, which for
+    training a reset does. `of_group`: a harness makes it for one of the run's groups, so publications wait for its end
+    as for that of any call for a group. `report_interval_s`: instead of the fleet's own.
     """
 
     foreign: bool = False
+    of_group: bool = False
     report_interval_s: float | None = None
 
 
@@ -109,7 +117,9 @@ class Fleet:
         self.lost: dict[int, ReplicaFailed] = {}  # all that do not serve, the last one lost at the end
         self._losses: Counter[int] = Counter()
         self._rates = ProgressRates(timeouts.rpc_s)
+        self._work = ReplicaWork()
         self._stopping: set[asyncio.Future[EngineReport]] = set()
+        self._links: dict[int, CallLink] = {}
         self._replaced_next: set[int] = set()  # lost ones that answer, but must not serve again
 
     @classmethod
@@ -183,6 +193,10 @@ class Fleet:
         """Return the peaks of all replicas since the last call, as far as they have reported."""
         return self._dispatcher.take_load()
 
+    def take_rates(self) -> dict[str, float]:
+        """Return the speed of each replica since the last call as metrics."""
+        return rate_metrics(self._work.take())
+
     async def generate(
         self,
         prefix: Hashable,
@@ -203,10 +217,12 @@ class Fleet:
         They have no time limit of their own: the wait for the evaluation has one.
 
         Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica for them was lost and no other
-        one is coming, RolloutError if the group fails by its deadline or none has room within `timeouts.generate_s`.
+        one is coming, RolloutError if the group fails by its deadline, if no replica has room within
+        `timeouts.generate_s`, or if one that works has not ended them within that time.
         """
         responses = ResponsesSoFar(requests, tokens)
-        with self._calls.of(responses, background=background, foreign=terms.foreign) as call:
+        outside = terms.foreign and not terms.of_group
+        with self._calls.of(responses, background=background, foreign=outside) as call:
             await self._run(call, prefix, home, deadline, near, terms)
             return call.responses.results()
 
@@ -300,8 +316,9 @@ class Fleet:
 
         At the deadline, or when it is drained, the replica stops the others, which stay unfinished.
 
-        Raises ReplicaFailed if the replica is lost or replaced, if a report does not come within `timeouts.rpc_s` of
-        the time when it is due, or after `timeout_s` in all.
+        Raises ReplicaFailed if the replica is lost or replaced, or if a report does not come within `timeouts.rpc_s` of
+        the time when it is due; RolloutError if responses are unfinished after `timeout_s`, which a replica that works
+        stops.
         """
         service = _Service(self._replicas[index], self._losses[index])
         until = time.monotonic() + timeout_s
@@ -312,6 +329,7 @@ class Fleet:
         def holder() -> int:
             return index if self._ended(index, service) is None else _REPLACED
 
+        self._work.begin(index, time.monotonic())
         try:
             while left:
                 if (reason := self._ended(index, service)) is not None:
@@ -322,10 +340,14 @@ class Fleet:
                     return
                 left_s = until - time.monotonic()
                 if left_s <= 0:
-                    raise self._late(index, "generate", timeout_s)
+                    left -= await self._end(prefix, index, responses, holder)
+                    if left:
+                        raise responses.unfinished_at(f"after {timeout_s:g} s (timeouts.generate_s) in replica {index}")
+                    return
                 deadline_s = math.inf if deadline is None else max(deadline.at - time.monotonic(), 0.0)
                 wait_s = min(interval_s, left_s, deadline_s)
                 report = await self.call(index, *call, wait_s, timeout_s=wait_s + self._timeouts.rpc_s)
+                self._work.note(index, report.tokens, time.monotonic())
                 self._note_progress(index, service, responses.progress(report.parts))
                 ended = responses.add(report.parts)
                 self._dispatcher.reported(prefix, holder(), ended, report.load)
@@ -336,14 +358,17 @@ class Fleet:
                 call = ("report", responses.reported)
         except asyncio.CancelledError:
             if terms.foreign:
-                self._stop(service.replica, responses.reported)
+                self._stop(index, service, responses.reported)
             raise
         finally:
+            self._work.end(index, time.monotonic())
             self._dispatcher.release(prefix, holder(), left)
 
-    def _stop(self, replica: ActorHandle, reported: dict[str, int]) -> None:
+    def _stop(self, index: int, service: _Service, reported: dict[str, int]) -> None:
         """Have a replica stop requests that nobody waits for any more, and do not wait for that either."""
-        stopping = asyncio.ensure_future(replica.end.remote(reported))
+        if self._replicas.get(index) is not service.replica:
+            return
+        stopping = asyncio.ensure_future(self._link(index).call("end", reported))
         self._stopping.add(stopping)
         stopping.add_done_callback(self._stopped)
 
@@ -355,6 +380,7 @@ class Fleet:
     async def _end(self, prefix: Hashable, index: int, responses: ResponsesSoFar, holder: Callable[[], int]) -> int:
         """Have a replica stop its unfinished responses; add their last tokens. Return how many ended with them."""
         report = await self.call(index, "end", responses.reported, timeout_s=self._timeouts.rpc_s)
+        self._work.note(index, report.tokens, time.monotonic())
         ended = responses.add_last(report.parts)
         self._dispatcher.reported(prefix, holder(), ended, report.load)
         return ended
@@ -367,10 +393,26 @@ class Fleet:
         if self._ended(index, service) is not None:
             return
         reason = self._rates.note(index, *progress, time.monotonic())
-        if reason and self._dispatcher.open_to(background=False) - {index}:
-            self._replaced_next.add(index)
-            self.lose(index, ReplicaFailed(index, f"replica {index} {reason}; {self._describe(index)}"))
-            logger.warning("replica %d %s; it is drained and replaced", index, reason)
+        if reason and self.serves_without(index):
+            self._replace_next(index, reason)
+
+    def _replace_next(self, index: int, reason: str) -> None:
+        """Send nothing more to a replica that answers, and have the next sync replace it."""
+        self._replaced_next.add(index)
+        self.lose(index, ReplicaFailed(index, f"replica {index} {reason}; {self._describe(index)}"))
+        logger.warning("replica %d %s; it is drained and replaced", index, reason)
+
+    def quarantine(self, index: int, reason: str) -> tuple[bool, str]:
+        """Take a replica out because of what it generates; the next sync replaces it.
+
+        Its work goes on elsewhere. The last one for training stays. Returns whether it was taken out, and in words.
+        """
+        if index not in self._replicas or index in self.lost:
+            return False, f"replica {index} does not serve any more; the next publication brings or replaces it"
+        if not self.serves_without(index):
+            return False, f"replica {index} stays, because no other replica serves training"
+        self._replace_next(index, f"was quarantined by the trainer: {reason}")
+        return True, f"replica {index} is quarantined until the next publication has replaced it"
 
     def _ended(self, index: int, service: _Service) -> ReplicaFailed | None:
         """Return why a replica does not work on what was placed on it any more; None if it does."""
@@ -390,14 +432,21 @@ class Fleet:
         Raises RequestFailed for a request that the engine refused, ReplicaFailed for any other failure and after
         `timeout_s`.
         """
-        reference = getattr(self._replicas[index], method).remote(*args)
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                return await reference
+                if method in _SHARED:
+                    return await self._link(index).call(method, *args)
+                return await getattr(self._replicas[index], method).remote(*args)
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 raise self._late(index, method, timeout_s) from None
             raise as_rollout_error(index, method, error, self._describe(index)) from error
+
+    def _link(self, index: int) -> CallLink:
+        link, replica = self._links.get(index), self._replicas[index]
+        if link is None or link.replica is not replica:
+            link = self._links[index] = CallLink(replica, self._timeouts.rpc_s)
+        return link
 
     def _late(self, index: int, method: str, waited_s: float) -> ReplicaFailed:
         return ReplicaFailed(index, f"waited {waited_s:.0f} s for replica {index} to {method}; {self._describe(index)}")
@@ -406,6 +455,7 @@ class Fleet:
         """Send nothing more to a replica; its unfinished responses go on elsewhere after its next report."""
         if index in self._replicas and index not in self.lost:
             self.lost[index] = reason
+            events.fault("engine", str(reason), replica=index)
             self._withdraw(index)
 
     def _withdraw(self, index: int) -> None:
@@ -477,7 +527,22 @@ class Fleet:
         """Forget a replica that has left; return its actor, which is to be ended."""
         self.lost.pop(index, None)
         self.membership.forget(index)
+        self._links.pop(index, None)
         return self._replicas.pop(index)
+
+    def give_up(self, index: int) -> ActorHandle:
+        """Take a replica out of the pool, in which one is missing then; return its actor, which is to be ended.
+
+        Its responses go on elsewhere from the tokens that it has reported.
+        """
+        self._withdraw(index)
+        self.membership.missing += 1
+        return self.ended(index)
+
+    def go_on_without(self, indices: Collection[int]) -> bool:
+        """Tell whether a publication without these replicas brings its version to one that serves training."""
+        serving = self._dispatcher.open_to(background=False)
+        return bool(serving & set(self.members) - set(indices) - self.membership.leaving)
 
     async def restart(self, indices: Sequence[int]) -> None:
         """Replace replicas by new ones under the same names; they serve after `admit_joining`, and not before.
@@ -511,8 +576,7 @@ class Fleet:
                 raise error
         for index, error in failures.items():
             logger.warning("the pool goes on without replica %d: %s", index, error)
-            self.ended(index)
-            self.membership.missing += 1
+            self.give_up(index)
 
     async def begin_sync(self) -> None:
         """Record that a weight sync is about to begin, which replaces the replicas that its failure leaves unusable.
@@ -576,7 +640,8 @@ class Fleet:
         Those that the publication has left out (`leave_out`), and drained ones, do not.
         """
         for index in self._replacements.take_joining():
-            self.lost.pop(index, None)
+            if self.lost.pop(index, None) is not None:
+                events.recovery("engine", f"replica {index} serves again", replica=index)
             if index in self._replicas and index not in self._dispatcher.load and not self._is_drained(index):
                 self._dispatcher.add(index)
         self._replacements.end_sync()

@@ -1,9 +1,12 @@
 """Requests from outside the run, which the door passes on to the controller: begun, watched, dropped.
 
 They go through the fleet like those of training groups, so they wait out a publication and go on elsewhere when a
-replica is lost; admission knows nothing of them. The door begins many in one call. One call of the door waits for news
-of all of them: a call per response would cost more than a short response. News are repeated until the door has asked
-for the next ones, so an answer that is lost on its way loses no token.
+replica is lost; admission knows nothing of them. Some are of the run's own groups, whose samples a harness acts for:
+these have the group's deadline, and a publication that lets responses end waits for them.
+
+The door begins many in one call. One call of the door waits for news of all of them: a call per response would cost
+more than a short response. News are repeated until the door has asked for the next ones, so an answer that is lost on
+its way loses no token.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Literal
 from megarl.common.errors import RequestFailed, RolloutError, clear_text
 from megarl.rollout.background import cancel_all
 from megarl.rollout.fleet import CallTerms, Fleet
+from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import ResponsePart, tokens_from
 
@@ -29,12 +33,29 @@ Failure = Literal["", "refused", "late", "unavailable"]
 
 
 @dataclass(frozen=True)
+class GroupTerms:
+    """The deadline that a request has from the group of the run for which it is made; a group may have none.
+
+    `left_s`: the seconds until then, from the arrival at the controller; None without a deadline. `seconds` and
+    `policy`: see `GroupDeadline`.
+    """
+
+    left_s: float | None = None
+    seconds: float = 0.0
+    policy: Literal["cut", "fail"] = "cut"
+
+    def deadline(self, now: float) -> GroupDeadline | None:
+        """Return the deadline on the clock that says `now`."""
+        return None if self.left_s is None else GroupDeadline(now + self.left_s, self.seconds, self.policy)
+
+
+@dataclass(frozen=True)
 class ForeignRequest:
     """A request of the door. `timeout_s` counts from its arrival at the controller.
 
     `prefix`: requests with the same one share the beginning of their prompts; `replica` has it in its KV cache, if that
     is known. `interval_s`: the time between two news of its tokens; None: that of training's responses. `so_far`: the
-    tokens that it has from a controller that has died.
+    tokens that it has from a controller that has died. `group`: None unless it is made for a group of the run.
     """
 
     request: GenerateRequest
@@ -43,6 +64,7 @@ class ForeignRequest:
     replica: int | None = None
     interval_s: float | None = None
     so_far: ResponsePart = field(default_factory=ResponsePart)
+    group: GroupTerms | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +114,7 @@ class _Open:
     tokens: _Tokens
     until: float  # time.monotonic
     told: int  # tokens that were in earlier news
+    deadline: GroupDeadline | None = None
     end: ForeignNews | None = None  # without the tokens
     task: asyncio.Task[None] | None = None
 
@@ -126,8 +149,10 @@ class ForeignRequests:
             if name in self._open:
                 continue
             tokens = _Tokens(name, each.so_far, self._changed, self._wake)
-            until = time.monotonic() + each.timeout_s
-            opened = self._open[name] = _Open(each, tokens, until, len(each.so_far.response_ids))
+            now = time.monotonic()
+            deadline = None if each.group is None else each.group.deadline(now)
+            opened = _Open(each, tokens, now + each.timeout_s, len(each.so_far.response_ids), deadline)
+            self._open[name] = opened
             if self._serves:
                 self._start(opened)
             else:
@@ -204,14 +229,16 @@ class ForeignRequests:
     async def _run(self, opened: _Open) -> None:
         """Bring a request to its end, whatever it is. A cancelled one has none."""
         asked = opened.request
-        terms = CallTerms(foreign=True, report_interval_s=asked.interval_s)
+        of_group = asked.group is not None
+        terms = CallTerms(foreign=True, of_group=of_group, report_interval_s=asked.interval_s)
         failure: Failure = ""
         error, replica = "", -1
         try:
             async with asyncio.timeout(opened.until - time.monotonic()) as limit:
                 [result] = await self._fleet.generate(
-                    asked.prefix, [asked.request], tokens=opened.tokens, near=asked.replica, terms=terms
-                )
+                    asked.prefix, [asked.request], tokens=opened.tokens, near=asked.replica, terms=terms,
+                    deadline=opened.deadline,
+                )  # fmt: skip
             replica = result.replica
             if result.finish_reason == "abort":
                 failure, error = "unavailable", result.failure or "the engine dropped the request"

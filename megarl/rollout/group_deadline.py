@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.common.errors import RolloutError
-from megarl.config.schema import RolloutConfig
+from megarl.config.deadlines import group_deadline_s
+from megarl.config.schema import Config
 from megarl.rollout.responses_so_far import ResponsesSoFar
 
 
@@ -19,20 +19,16 @@ class GroupDeadline:
     policy: Literal["cut", "fail"]
 
     @classmethod
-    def of(cls, rollout: RolloutConfig, now: float) -> GroupDeadline | None:
-        """Return the deadline of a group that starts `now`; None if its responses may take as long as they need."""
-        if rollout.group_deadline_s is None or rollout.on_group_deadline == "finish":
+    def of(cls, config: Config, now: float) -> GroupDeadline | None:
+        """Return the deadline of a group that starts `now`; None if it has none of its own."""
+        seconds, policy = group_deadline_s(config), config.rollout.on_group_deadline
+        if seconds is None or policy == "finish":
             return None
-        return cls(now + rollout.group_deadline_s, rollout.group_deadline_s, rollout.on_group_deadline)
+        return cls(now + seconds, seconds, policy)
 
     def settle(self, responses: ResponsesSoFar) -> None:
         """Cut the unfinished responses. Raises RolloutError naming them if the policy is to fail."""
         if self.policy == "cut":
             responses.cut()
             return
-        names = responses.unfinished
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise RolloutError(
-            f"{len(names)} of {len(responses)} responses were unfinished at the group's deadline of {self.seconds:g} s "
-            f"(rollout.group_deadline_s), with {responses.tokens} tokens: {', '.join(names[:3])}{more}"
-        )
+        raise responses.unfinished_at(f"at the group's deadline of {self.seconds:g} s (rollout.group_deadline_s)")

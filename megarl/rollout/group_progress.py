@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megarl.rollout.loop_records import FrozenLoop
+from megarl.rollout.loop_records import FrozenLoop, LoopRecord
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import ResponsePart
 
@@ -27,7 +27,7 @@ class UnfinishedGroup:
     """The progress of a group: the responses that have tokens, and the records of agent loops by sample."""
 
     responses: Mapping[RequestPlace, BegunResponse] = field(default_factory=dict)
-    loops: Mapping[int, FrozenLoop] = field(default_factory=dict)
+    loops: Mapping[int, LoopRecord] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -47,7 +47,8 @@ class GroupProgress:
     """The tokens of each request of a group, those included that an attempt before has made; the loops' records.
 
     `tokens`: by request id. Whoever generates continues what is there, and keeps it up to date (`ResponsesSoFar`).
-    `loops`: by sample, of the loops that have frozen a state or called a tool.
+    `loops`: by sample, of the loops that have frozen a state or called a tool; `record` changes them. `changed`: the
+    samples of which that is so, until somebody who passes them on empties it.
     """
 
     def __init__(self, prompt_ids: Sequence[int], dataset: str, kept: UnfinishedGroup | None = None) -> None:
@@ -55,7 +56,9 @@ class GroupProgress:
         self.prompt_ids, self.dataset = prompt_ids, dataset
         self.tokens: dict[str, ResponsePart] = {}
         self._kept = dict(kept.responses) if kept is not None else {}
-        self.loops: dict[int, FrozenLoop] = dict(kept.loops) if kept is not None else {}
+        loops = kept.loops if kept is not None else {}
+        self.loops: dict[int, FrozenLoop] = {sample: each.decoded() for sample, each in loops.items()}
+        self.changed: set[int] = set()
         self._requests: dict[str, _Request] = {}
         self._names: dict[RequestPlace, str] = {}
 
@@ -67,6 +70,15 @@ class GroupProgress:
         if kept is not None and kept.prompt == prompt:
             self.tokens[request.request_id] = kept.tokens
 
+    def record(self, sample: int, loop: FrozenLoop) -> None:
+        """Replace the records of a sample's loop."""
+        self.loops[sample] = loop
+        self.changed.add(sample)
+
+    def place(self, request_id: str) -> RequestPlace:
+        """Return which request of the group has this id. Raises KeyError for one that was not begun."""
+        return self._requests[request_id].place
+
     def finished(self, place: RequestPlace) -> ResponsePart | None:
         """Return the response to a request of this attempt or the one before; None if it has not ended there."""
         if (name := self._names.get(place)) is not None:
@@ -75,6 +87,14 @@ class GroupProgress:
             kept = self._kept.get(place)
             tokens = kept.tokens if kept is not None else None
         return tokens if tokens is not None and tokens.finish_reason not in (None, "abort") else None
+
+    def lengths(self) -> list[int]:
+        """Return the response tokens so far of each sample that has made a request, those before a resume included."""
+        lengths: dict[int, int] = {}
+        for (sample, _), name in self._names.items():
+            tokens = self.tokens.get(name, ResponsePart())
+            lengths[sample] = lengths.get(sample, 0) + len(tokens.response_ids)
+        return list(lengths.values())
 
     def begun(self) -> UnfinishedGroup:
         """Return what can go on: the responses that have tokens, one that an engine has dropped too, and the loops."""

@@ -4,25 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from megarl.common.errors import first_exception
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.rewards.types import RewardOutcome, Turn
-from megarl.rewards.worker_pool import RewardPool
+from megarl.rewards.types import RewardInput, RewardOutcome, Turn
 from megarl.rollout.agents.agent_loop import AgentLoop
+from megarl.rollout.agents.demonstrate import Demonstrate
 from megarl.rollout.batch_decoder import BatchDecoder
 from megarl.rollout.batch_stats import BatchStats
-from megarl.rollout.batcher import Batcher
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.group_progress import GroupProgress, UnfinishedGroup
 from megarl.rollout.loop_context import LoopContext
-from megarl.rollout.prompts import Drawn, PromptSource
+from megarl.rollout.prompts import Drawn
 from megarl.rollout.requests import GenerateRequest, GenerateResult
-from megarl.rollout.to_trajectory import check_trajectory, defect, failed_trajectory
+from megarl.rollout.response_parts import ResponsePart
+from megarl.rollout.sample_rows import sample_rows
+from megarl.rollout.teachers.teacher_client import Teachers
+from megarl.rollout.to_trajectory import defect, failed_trajectory
 from megarl.rollout.toolbox import Toolbox
+from megarl.telemetry import events
+
+
+class Problems(Protocol):
+    """The problems of groups, and the text of responses to them (`PromptSource`)."""
+
+    def draw(self, group_id: int) -> Drawn:
+        """Return the problem of a group."""
+        ...
+
+    def dataset(self, group_id: int) -> str:
+        """Return the name of a group's data set; "" if there is only one."""
+        ...
+
+    @property
+    def decode_all(self) -> Callable[[Sequence[Sequence[int]]], list[str]]:
+        """The function that returns the texts of several sequences of tokens; any thread may call it."""
+        ...
+
+
+class Engines(Protocol):
+    """The way to the engines (`Batcher`)."""
+
+    async def generate(
+        self, request: GenerateRequest, prefix: Hashable = None, home: int | None = None,
+        deadline: GroupDeadline | None = None, tokens: MutableMapping[str, ResponsePart] | None = None,
+        near: int | None = None,
+    ) -> GenerateResult:  # fmt: skip
+        """Return the response to one request."""
+        ...
+
+
+class Judges(Protocol):
+    """The reward functions (`RewardPool`)."""
+
+    async def score(self, sample: RewardInput, function: int = 0) -> RewardOutcome:
+        """Score one sample by the function of that number."""
+        ...
 
 
 class GroupRunner:
@@ -32,56 +73,82 @@ class GroupRunner:
         self,
         config: Config,
         loop: AgentLoop,
-        source: PromptSource,
-        batcher: Batcher,
-        rewards: RewardPool,
+        source: Problems,
+        batcher: Engines,
+        rewards: Judges,
         *,
         partition: str,
         toolboxes: Mapping[str, Toolbox] | None = None,
+        decoder: BatchDecoder | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         """`partition` makes the request ids of this attempt of the run unique.
 
-        `toolboxes`: by data set, for loops that need them.
+        `toolboxes`: by data set, for loops that need them. `decoder`: one that others use too; default: its own.
+        `teachers`: those that have engines; None: the run has none.
         """
         self.config = config
         self.loop = loop
         self.source = source
         self.batcher = batcher
         self.rewards = rewards
-        self.decoder = BatchDecoder(source.decode_all)
+        self.decoder = decoder or BatchDecoder(source.decode_all, config.timeouts.rpc_s)
         self.partition = partition
         self.toolboxes = toolboxes or {}
+        self.teachers = teachers
         self.persist: Callable[[int], Awaitable[None]] = _not_persisted
         self.stats = BatchStats()
         self.progress: dict[int, GroupProgress] = {}  # of the groups that are running
 
-    async def run(self, group_id: int, kept: UnfinishedGroup | None = None) -> list[Trajectory]:
-        """Return the group's trajectories in sample order. Raises the exception of the first loop that fails.
+    async def run(
+        self, group_id: int, kept: UnfinishedGroup | None = None, left_s: float | None = None
+    ) -> list[Trajectory]:
+        """Return the group's trajectories by sample and part. Raises the exception of the first loop that fails.
 
-        `kept`: what it had in an attempt before, which is continued.
+        `kept`: what it had in an attempt before, which is continued. `left_s`: the seconds until its deadline if it has
+        begun elsewhere; None: it begins now.
         """
         prompt = self.source.draw(group_id)
         self.progress[group_id] = GroupProgress(prompt.ids, prompt.dataset, kept)
         try:
-            return await self._run(group_id, prompt)
+            return await self._run(group_id, prompt, left_s)
+        except Exception:
+            self.stats.failed_lengths += self.progress[group_id].lengths()
+            raise
         finally:
             self.progress.pop(group_id)
 
-    async def _run(self, group_id: int, prompt: Drawn) -> list[Trajectory]:
-        deadline = GroupDeadline.of(self.config.rollout, time.monotonic())
+    async def _run(self, group_id: int, prompt: Drawn, left_s: float | None) -> list[Trajectory]:
+        now = time.monotonic()
+        deadline = GroupDeadline.of(self.config, now)
+        if deadline is not None and left_s is not None:
+            deadline = replace(deadline, at=now + left_s)
         samples = range(self.config.batch.samples_per_group)
+        loop = Demonstrate() if prompt.demonstrations else self.loop
         try:
             async with asyncio.TaskGroup() as tasks:  # the first failure cancels the others
                 running = [
-                    tasks.create_task(self.loop.run(SampleContext(self, prompt, group_id, index, deadline)))
+                    tasks.create_task(self._run_sample(loop, SampleContext(self, prompt, group_id, index, deadline)))
                     for index in samples
                 ]
         except BaseExceptionGroup as group:
             raise first_exception(group) from None
-        rows = [task.result() for task in running]
-        for index, row in enumerate(rows):
-            check_trajectory(row, group_id, index)
-        return _of_set(rows, prompt.dataset)
+        rows = [row for index, task in enumerate(running) for row in sample_rows(task.result(), group_id, index)]
+        return await self._taught(_of_set(rows, prompt.dataset), prompt.dataset)
+
+    async def _taught(self, rows: list[Trajectory], dataset: str) -> list[Trajectory]:
+        """Return a group's rows with the log-probs of the teacher, if its data set has one that has engines."""
+        if self.teachers is None or not self.teachers.scores(dataset):
+            return rows
+        started = time.monotonic()
+        rows = await self.teachers.teach(rows, dataset)
+        self.stats.teacher_seconds.append(time.monotonic() - started)
+        return rows
+
+    async def _run_sample(self, loop: AgentLoop, context: SampleContext) -> Trajectory | Sequence[Trajectory]:
+        result = await loop.run(context)
+        context.note_times()
+        return result
 
     def failed(self, group_id: int, reason: str) -> list[Trajectory]:
         """Return the trajectories of a group that could not be run: without tokens, counted, never trained on."""
@@ -125,6 +192,17 @@ class SampleContext(LoopContext):
     async def _persist(self) -> None:
         await self._runner.persist(self.group_id)
 
+    def note_times(self) -> None:
+        """Take note of where the time of the sample went, at its end."""
+        now = time.monotonic()
+        times = self.times.end(self.group_id, self.sample_index, now, time.time())
+        self.stats.note_times(times)
+        if events.are_wanted("trajectory", self.group_id):
+            events.record(
+                "trajectory", self.times.began, now, key=self.group_id, group=self.group_id, sample=self.sample_index,
+                replica=times.replica, args=times.args(),
+            )  # fmt: skip
+
     def _request(self, token_ids: Sequence[int], turn: int) -> GenerateRequest:
         return GenerateRequest(
             request_id=f"{self._runner.partition}-{self.group_id}-{self.sample_index}-{turn}",
@@ -159,8 +237,13 @@ class SampleContext(LoopContext):
         if turns:
             reward_input = replace(reward_input, turns=tuple(turns))
         outcome: RewardOutcome = await self._runner.rewards.score(reward_input, self.prompt.reward)
-        stats = self.stats
-        stats.reward_seconds.append(time.monotonic() - started)
+        stats, ended = self.stats, time.monotonic()
+        stats.reward_seconds.append(ended - started)
+        self.times.add("reward", ended - started)
+        events.record(
+            "reward", started, ended, key=self.group_id, group=self.group_id, sample=self.sample_index,
+            args={"error": int(outcome.error is not None)},
+        )  # fmt: skip
         if outcome.error is not None:
             stats.reward_errors[outcome.reason or "error"] += 1  # the pool reports them
         stats.rewards_redone += outcome.redone

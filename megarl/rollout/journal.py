@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 JOURNAL_FILE = "rollout.journal"
 FORMAT = 2  # of the records; those of another one are not read
 PENDING_BYTES = 8 << 20  # written at once if this much waits
+GROUPS_AT_ONCE = 16  # that are looked at for what they have more, between which other tasks run
 SLACK_BYTES = 64 << 20  # what the file may grow before it is searched for what can be removed
+_BEFORE_A_CALL = "a tool whose calls must not be repeated was about to be called"
 
 
 class RolloutJournal:
@@ -50,6 +52,7 @@ class RolloutJournal:
         self.every_s = 0.0 if config.run.deterministic else config.rollout.journal_s
         self.resuming = False  # from `begin` to `begin_epoch`
         self._pace, self._identity = pace_of(config), identity(config)
+        self._timeout_s = config.timeouts.rpc_s
         self._continues = config.rollout.partial_rollout  # else each response is of one version
         self._file = JournalFile(run_dir / JOURNAL_FILE)
         self._lineage: Lineage = ()
@@ -101,6 +104,9 @@ class RolloutJournal:
         kept.resume(resumed, version)
         if others := kept.drop(lambda each: each.head["problem"] != _problem_of(source, each.group)):
             logger.warning("%d kept groups are drawn again: they have other prompts now", others)
+        # The trainer would refuse them after every start, although sound engines may answer them well.
+        if others := kept.drop(lambda each: each.has_bad_logprobs):
+            logger.warning("%d kept groups are drawn again: log-probs of theirs are not finite", others)
         return kept
 
     async def begin_epoch(self, version: int, used: Collection[KeptGroup]) -> None:
@@ -124,8 +130,14 @@ class RolloutJournal:
         """Take a finished group; it is written soon."""
         if not self.every_s or self._retention is None:
             return
-        group = rows[0].group_id
-        self._pending.append(encode_group(rows, problem(rows[0].prompt_ids, rows[0].dataset, source.reference(group))))
+        # Rows need not have the tokens of the problem: a failed one has none, and a harness makes a prompt of its own.
+        self.note_record(encode_group(rows, _problem_of(source, rows[0].group_id)))
+
+    def note_record(self, record: bytes) -> None:
+        """Take the record of a finished group, as `note`."""
+        if not self.every_s or self._retention is None:
+            return
+        self._pending.append(record)
         self._pending_bytes += len(self._pending[-1])
         if self._pending_bytes > PENDING_BYTES:
             self._full.set()
@@ -134,11 +146,14 @@ class RolloutJournal:
         """Take what groups have that are about to be cancelled; it is written soon."""
         if self.every_s and self._retention is not None:
             # Before what waits: a group that ends while it is being cancelled has its last record there.
-            self._pending[:0] = self._grown(progress, source)()
+            self._sizes, records = self._grown(progress, source)
+            self._pending[:0] = records()
             self._pending_bytes = sum(map(len, self._pending))
 
-    def _grown(self, progress: Mapping[int, GroupProgress], source: PromptSource) -> Callable[[], list[bytes]]:
-        """Return what makes the records of those groups that have more than when they were written last."""
+    def _grown(
+        self, progress: Mapping[int, GroupProgress], source: PromptSource
+    ) -> tuple[dict[int, int], Callable[[], list[bytes]]]:
+        """Return the sizes of groups, and what makes records of those that have grown since they were written last."""
         begun = {group: each.begun() for group, each in progress.items()} if self._continues else {}
         sizes = {group: each.size for group, each in begun.items()}
         grown = [group for group in begun if sizes[group] > self._sizes.get(group, 0)]
@@ -146,36 +161,59 @@ class RolloutJournal:
             group: problem(progress[group].prompt_ids, progress[group].dataset, source.reference(group))
             for group in grown
         }
+        return sizes, lambda: [encode_unfinished(group, begun[group], asked[group]) for group in grown]
+
+    async def _take_grown(self, progress: Mapping[int, GroupProgress], source: PromptSource) -> list[bytes]:
+        """Return the records of `_grown`. Of thousands of loops this takes long: other tasks run meanwhile."""
+        sizes: dict[int, int] = {}
+        makers = []
+        groups = list(progress.items())
+        for start in range(0, len(groups), GROUPS_AT_ONCE):
+            some, make = self._grown(dict(groups[start : start + GROUPS_AT_ONCE]), source)
+            sizes |= some
+            makers.append(make)
+            await asyncio.sleep(0)
         self._sizes = sizes
-        return lambda: [encode_unfinished(group, begun[group], asked[group]) for group in grown]
+        return await asyncio.to_thread(lambda: [record for make in makers for record in make()])
 
     async def persist(self, group: int, progress: Mapping[int, GroupProgress], source: PromptSource) -> None:
         """Write what a group has now, and return when it is on the disk: a call that must not be repeated follows.
 
-        Groups that wait for it at the same time are written together. Raises RolloutError if that fails. Without a
+        Groups that wait for it at the same time are written together. Raises RolloutError if that fails, or takes more
+        than `timeouts.rpc_s`; a write that hangs goes on in its thread, and no other one overtakes it. Without a
         journal nothing is written: then no run could continue the group.
         """
         if not self.every_s or self._retention is None or not self._continues:
             return
         self._urgent.add(group)
+        writing = asyncio.ensure_future(self._write_urgent(group, progress, source))
+        writing.add_done_callback(_note_end)
+        ended, _ = await asyncio.wait({writing}, timeout=self._timeout_s)
+        if not ended:
+            raise RolloutError(
+                f"group {group} waited {self._timeout_s:g} s (timeouts.rpc_s) for {self._file.path} to be written, and "
+                f"{_BEFORE_A_CALL}; check the disk"
+            )
+        writing.result()
+
+    async def _write_urgent(self, group: int, progress: Mapping[int, GroupProgress], source: PromptSource) -> None:
+        """Write what the groups have that wait for it, `group` among them unless another one has written it."""
         async with self._one_writer:
             if group not in self._urgent:  # another one has written it after it was added
                 return
             groups, self._urgent = self._urgent & set(progress), set()
             records = [_unfinished_record(each, progress[each], source) for each in sorted(groups)]
-            epoch = [self._epoch] if self._epoch else []
+            epoch = self._epoch
             try:
-                await asyncio.to_thread(self._file.append, [*epoch, *records])
+                await asyncio.to_thread(self._file.append, [*([epoch] if epoch else []), *records])
             except OSError as error:
                 self._urgent |= groups  # whoever waits with this one tries it again
-                raise RolloutError(
-                    f"{self._file.path} cannot be written, and a tool whose calls must not be repeated was about to be "
-                    f"called: {error}"
-                ) from error
+                raise RolloutError(f"{self._file.path} cannot be written, and {_BEFORE_A_CALL}: {error}") from error
             except BaseException:
                 self._urgent |= groups
                 raise
-            self._epoch = b""
+            if self._epoch == epoch:  # else another one has begun while the disk was slow
+                self._epoch = b""
 
     async def write(self, unfinished: Sequence[bytes] = ()) -> None:
         """Write what waits, after records of `unfinished` groups.
@@ -214,7 +252,7 @@ class RolloutJournal:
                 unfinished: list[bytes] = []
                 if not self._full.is_set():  # else finished groups fill the memory before it is time
                     next_at = time.monotonic() + self.every_s
-                    unfinished = await asyncio.to_thread(self._grown(progress, source))
+                    unfinished = await self._take_grown(progress, source)
                 self._full.clear()
                 await self.write(unfinished)
             if self._settled or self._file.size > 2 * self._live_bytes + SLACK_BYTES:
@@ -254,6 +292,8 @@ def identity(config: Config) -> dict[str, str]:
     content = config.model_dump(mode="json")
     chosen = {name: content[name] for name in ("data", "sampling", "reward", "agent", "tools")}
     chosen |= {"model.path": content["model"]["path"], "run.seed": content["run"]["seed"]}
+    if config.teachers:
+        chosen["teachers"] = content["teachers"]
     chosen["format of the journal"] = FORMAT
     chosen["batch.samples_per_group"] = content["batch"]["samples_per_group"]
     return {name: _digest(json.dumps(value, sort_keys=True).encode()) for name, value in chosen.items()}
@@ -262,6 +302,12 @@ def identity(config: Config) -> dict[str, str]:
 def problem(prompt_ids: Sequence[int], dataset: str, reference: str) -> str:
     """Return a digest of a problem: its token ids, its data set and its reference answer."""
     return _digest(array("q", prompt_ids).tobytes() + json.dumps([dataset, reference]).encode())
+
+
+def _note_end(writing: asyncio.Future[None]) -> None:
+    """Take note of a failure for which nobody waits any more; whoever waits raises it."""
+    if not writing.cancelled():
+        writing.exception()
 
 
 def _unfinished_record(group: int, progress: GroupProgress, source: PromptSource) -> bytes:

@@ -22,7 +22,7 @@ from megarl.rollout.response_parts import ResponsePart
 
 _HEAD = struct.Struct("<I")  # bytes of the head
 _TEXTS = ("failure", "reward_error", "dataset")
-_PLAIN = ("sample_index", "finish_reason", "reward", "reward_components", "status", *_TEXTS)
+_PLAIN = ("sample_index", "part", "finish_reason", "reward", "reward_components", "status", "demonstrated", *_TEXTS)
 _TOKENS = (("response_ids", "i"), ("logprobs", "f"))  # of an unfinished group
 _ARRAYS = (("prompt_ids", "i"), ("response_ids", "i"), ("response_mask", "b"), ("rollout_logprobs", "f"))
 
@@ -83,9 +83,10 @@ def encode_unfinished(group: int, begun: UnfinishedGroup, problem: str) -> bytes
         for place, each in begun.responses.items()
     ]
     arrays = [array(kind, getattr(each.tokens, name)) for each in begun.responses.values() for name, kind in _TOKENS]
-    loops = [[sample, loop.content()] for sample, loop in begun.loops.items()]
-    head = {"kind": "unfinished", "group": group, "problem": problem, "rows": heads, "loops": loops}
-    return _join(head, arrays)
+    head = {"kind": "unfinished", "group": group, "problem": problem, "rows": heads}
+    # Records of loops that run in another process are JSON already.
+    loops = b",".join(b"[%d,%s]" % (sample, loop.encoded()) for sample, loop in begun.loops.items())
+    return _joined(_text(head)[:-1] + b',"loops":[' + loops + b"]}", arrays)
 
 
 def decode_unfinished(record: bytes) -> UnfinishedGroup:
@@ -158,5 +159,12 @@ def _span_content(spans: Sequence[VersionSpan]) -> list[list[int]]:
 
 
 def _join(head: Mapping[str, object], arrays: Sequence[array[Any]]) -> bytes:
-    text = json.dumps(head, separators=(",", ":")).encode()
+    return _joined(_text(head), arrays)
+
+
+def _text(head: Mapping[str, object]) -> bytes:
+    return json.dumps(head, separators=(",", ":")).encode()
+
+
+def _joined(text: bytes, arrays: Sequence[array[Any]]) -> bytes:
     return b"".join([_HEAD.pack(len(text)), text, *(each.tobytes() for each in arrays)])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl.queue.trajectory import Trajectory, VersionSpan
+from megarl.queue.trajectory import Trajectory, VersionSpan, first_bad_logprob
 from megarl.rollout.group_progress import UnfinishedGroup
 from megarl.rollout.journal_records import EpochRecord, decode_group, decode_unfinished, read_head, spans_of
 from megarl.rollout.lineage import Lineage, common_version, recount
@@ -52,6 +52,15 @@ class KeptGroup:
         if not self.finished and not any(spans_of(self.head)) and self.head["loops"]:
             return {self.version}
         return {span.counts_as for row in spans_of(self.head) for span in self._recounted(row)}
+
+    @property
+    def has_bad_logprobs(self) -> bool:
+        """True if an engine has returned log-probs that are not finite. The tokens are decoded to tell."""
+        if self.finished:
+            failed = any(row["status"] == "failed" for row in self.head["rows"])
+            return failed and any(row.has_bad_logprobs for row in decode_group(self.record))
+        responses = decode_unfinished(self.record).responses.values()
+        return any(first_bad_logprob(each.tokens.logprobs) is not None for each in responses)
 
     def rows(self) -> list[Trajectory]:
         """Return the trajectories of a finished group."""

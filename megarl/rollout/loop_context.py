@@ -22,9 +22,12 @@ from megarl.rollout.group_progress import GroupProgress
 from megarl.rollout.loop_records import INTERRUPTED, CallRecord, FrozenLoop, call_digest
 from megarl.rollout.prompts import Drawn
 from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
+from megarl.rollout.sample_times import SampleTimes
 from megarl.rollout.toolbox import Toolbox
+from megarl.telemetry import events
 from megarl.tools.tool import Tool, ToolAnswer
 
+MOST_NAME_CHARACTERS = 64  # of a tool's name in an event
 GRACE_S = 90.0  # beyond its time, after which a call is given up; a tool may let calls wait for a place first
 
 
@@ -39,6 +42,7 @@ class LoopContext(ABC):
         self._requests = self._calls = 0
         self._replica: int | None = None  # of the last response
         self._results: dict[int, GenerateResult] = {}  # of this attempt
+        self.times = SampleTimes(time.monotonic())
 
     @property
     @abstractmethod
@@ -69,6 +73,21 @@ class LoopContext(ABC):
     def _deadline(self) -> GroupDeadline | None:
         return None
 
+    @property
+    def deadline(self) -> GroupDeadline | None:
+        """See `AgentContext.deadline`."""
+        return self._deadline
+
+    @property
+    def trains(self) -> bool:
+        """See `AgentContext.trains`."""
+        return True
+
+    @property
+    def seed(self) -> int | None:
+        """See `AgentContext.seed`."""
+        return self._seed(0)
+
     @cached_property
     def rng(self) -> random.Random:
         """See `AgentContext.rng`. Made when it is first used, because most loops use none."""
@@ -88,13 +107,29 @@ class LoopContext(ABC):
         """See `AgentContext.generate`."""
         turn, self._requests = self._requests, self._requests + 1
         request = self._request(token_ids, turn)
-        if max_tokens is not None:
-            sampling = replace(request.sampling, max_tokens=min(max_tokens, request.sampling.max_tokens))
-            request = replace(request, sampling=sampling)
+        if max_tokens is not None and max_tokens < request.sampling.max_tokens:
+            request = replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))
         self._progress.begin(request, (self.sample_index, turn))
+        begin = time.monotonic()
         result = self._results[turn] = await self._respond(request, turn)
+        self._note_turn(turn, result, begin)
         self._replica = result.replica if result.replica >= 0 else self._replica
         return result
+
+    def _note_turn(self, turn: int, result: GenerateResult, begin: float) -> None:
+        end = time.monotonic()
+        self.times.add_turn(result, end - begin)
+        if self.trains and events.are_wanted("turn", self.group_id):
+            version = result.versions[-1].version if result.versions else None
+            decode_s = max(0.0, result.seconds - result.queue_s - result.prefill_s)
+            events.record(
+                "turn", begin, end, key=self.group_id, group=self.group_id, sample=self.sample_index,
+                replica=result.replica, version=version, args={
+                    "turn": turn, "tokens": len(result.response_ids),
+                    "queue_s": round(max(0.0, end - begin - result.seconds) + result.queue_s, 4),
+                    "prefill_s": round(result.prefill_s, 4), "decode_s": round(decode_s, 4),
+                },
+            )  # fmt: skip
 
     def finished(self, turn: int) -> GenerateResult:
         """See `AgentContext.finished`."""
@@ -114,7 +149,7 @@ class LoopContext(ABC):
     def freeze(self, state: object) -> None:
         """See `AgentContext.freeze`. Raises TypeError for a state that msgspec cannot write."""
         text = msgspec.json.encode(state).decode()
-        self._progress.loops[self.sample_index] = self._loop.freeze(text, self._requests, self._calls)
+        self._progress.record(self.sample_index, self._loop.freeze(text, self._requests, self._calls))
 
     def frozen(self, kind: type[LoopState]) -> LoopState | None:
         """See `AgentContext.frozen`. Raises RolloutError for a state of another loop."""
@@ -147,7 +182,14 @@ class LoopContext(ABC):
             await self._persist()
         started = time.monotonic()
         answer = await self._timed(found, arguments, self._left_s())
-        seconds = time.monotonic() - started
+        ended = time.monotonic()
+        seconds = ended - started
+        self.times.add("tool", seconds)
+        if self.trains:
+            events.record(
+                "tool", started, ended, key=self.group_id, group=self.group_id, sample=self.sample_index,
+                args={"tool": tool[:MOST_NAME_CHARACTERS], "error": int(answer.error)},
+            )  # fmt: skip
         text = self.toolbox.shortened(answer.text)
         return self._answered(number, CallRecord(digest, text, answer.error, seconds))
 
@@ -195,4 +237,4 @@ class LoopContext(ABC):
         return ToolAnswer(call.text, call.error)
 
     def _record(self, number: int, call: CallRecord) -> None:
-        self._progress.loops[self.sample_index] = self._loop.record(number, call)
+        self._progress.record(self.sample_index, self._loop.record(number, call))

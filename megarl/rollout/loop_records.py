@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 INTERRUPTED = "the call was interrupted, and it is unknown whether it has had an effect; it was not repeated"
 
@@ -57,13 +57,54 @@ class FrozenLoop:
 
     def content(self) -> dict[str, Any]:
         """Return the records as JSON content."""
-        return asdict(self)
+        return {**vars(self), "calls": {number: vars(call) for number, call in self.calls.items()}}
+
+    def encoded(self) -> bytes:
+        """See `LoopRecord.encoded`."""
+        return json.dumps(self.content(), separators=(",", ":")).encode()
+
+    def decoded(self) -> FrozenLoop:
+        """See `LoopRecord.decoded`."""
+        return self
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> FrozenLoop:
         """Return the records with a content. Raises KeyError or TypeError for another one."""
         calls = {int(number): CallRecord(**call) for number, call in content["calls"].items()}
         return cls(**{**content, "calls": calls})
+
+
+class LoopRecord(Protocol):
+    """The records of a loop, decoded or not."""
+
+    @property
+    def version(self) -> int:
+        """A number that grows with every change."""
+        ...
+
+    def encoded(self) -> bytes:
+        """Return the records as a JSON text."""
+        ...
+
+    def decoded(self) -> FrozenLoop:
+        """Return what can be gone on with."""
+        ...
+
+
+@dataclass(frozen=True)
+class EncodedLoop:
+    """The records of a loop that runs in another process: nobody here has to read them."""
+
+    version: int
+    text: bytes
+
+    def encoded(self) -> bytes:
+        """See `LoopRecord.encoded`."""
+        return self.text
+
+    def decoded(self) -> FrozenLoop:
+        """See `LoopRecord.decoded`. Raises KeyError, TypeError or ValueError for a text that is no such record."""
+        return FrozenLoop.of(json.loads(self.text))
 
 
 def call_digest(tool: str, arguments: Mapping[str, Any]) -> str:

@@ -49,7 +49,7 @@ class Toolboxes:
         if agent.loop == TOOL_AGENT:
             dialogue.check(tools=bool(tools))
         form = tool_format(agent.tool_format, self._tokenizer, kwargs) if tools else HERMES
-        return Toolbox.of(dialogue, agent, tools, form)
+        return Toolbox.of(dialogue, agent, tools, form, self._config.run_dir if self._config.door.enabled else None)
 
     def _tool(self, chosen: ToolConfig, key: str) -> Tool:
         same = chosen.model_dump_json()

@@ -18,6 +18,7 @@ class Membership:
         self._next = max(self._all, default=-1) + 1
         self._published_to: set[int] | None = None  # the members of the publication that is being made
         self.starting: set[int] = set()  # added ones whose engines are not up yet
+        self.unplaced: set[int] = set()  # those of them that may not have taken their place yet
         self.new: set[int] = set()  # those that serve after the next publication that includes them
         self.drained: set[int] = set()
         self.leaving: set[int] = set()  # removed ones whose engines have not ended
@@ -47,17 +48,24 @@ class Membership:
         indices = list(range(self._next, self._next + count))
         self._next += count
         self.starting |= set(indices)
+        self.unplaced |= set(indices)
         return indices
+
+    def placed(self, index: int) -> None:
+        """Record that a new replica has taken its place, which is therefore not free any more."""
+        self.unplaced.discard(index)
 
     def started(self, index: int) -> None:
         """Record that the engine of a new replica is up."""
         self.starting.remove(index)
+        self.placed(index)
         self._all.add(index)
         self.new.add(index)
 
     def not_started(self, index: int) -> None:
         """Record that the engine of a new replica did not come up."""
         self.starting.remove(index)
+        self.unplaced.discard(index)
 
     def needed(self, index: int) -> bool:
         """Tell whether the publication that is being made needs the engine of a replica."""

@@ -7,9 +7,7 @@ queue, usable or not; it has no signal and leaves its place to another group; or
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,35 +15,39 @@ from typing import Any
 
 from megarl.algorithms.filters import without_signal
 from megarl.common.errors import RolloutError
-from megarl.common.files import write_json
+from megarl.common.notices import write_notice
+from megarl.common.sample_parts import by_sample
 from megarl.config.datasets import response_limits
 from megarl.config.pace import capacity_groups, pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.config.shaping import shaping_of
-from megarl.queue.trajectory import Trajectory, sample_key
 from megarl.queue.transfer import QueueWriter
-from megarl.rollout.admission import Admission, usable_samples
+from megarl.rollout.admission import Admission
+from megarl.rollout.attempts_file import AttemptsFile
 from megarl.rollout.background import BackgroundTasks
 from megarl.rollout.failure_policy import FailurePolicy
 from megarl.rollout.fleet import Fleet
+from megarl.rollout.group_end import GroupEnd, RowsHere
 from megarl.rollout.group_progress import UnfinishedGroup
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.journal import RolloutJournal
 from megarl.rollout.kept_groups import KeptGroup
 from megarl.rollout.prompts import PromptSource
+from megarl.rollout.queued_rows import QueuedRows
 from megarl.rollout.retention import History
 from megarl.rollout.schedule import SCHEDULE_FILE, RecordedAdmission, ScheduleFile
+from megarl.rollout.workers.worker_groups import WorkerGroups
+from megarl.telemetry import events
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS_FILE = "attempts.json"
 DECODED_AT_ONCE = 4  # kept groups, whose trajectories may be large
 
 
 class PromptGroups:
     """Starts the groups that admission allows and brings each to its end, in the background tasks of the controller.
 
-    `admission` is that of the present history; `begin` replaces it.
+    `admission` is that of the present history; `begin` replaces it. `queued`: the rows in the queue.
     """
 
     def __init__(
@@ -59,27 +61,31 @@ class PromptGroups:
         writer: QueueWriter,
         journal: RolloutJournal,
         tasks: BackgroundTasks,
+        workers: WorkerGroups | None = None,
     ) -> None:
-        """`tasks`: a failure of a group that ends the run is a failure of its task."""
-        self._config, self._run_dir = config, run_dir
+        """`tasks`: a failure of a group that ends the run is a failure of its task.
+
+        `workers` run the loops of the groups; None: `runner` does, in this process.
+        """
+        self._config = config
         self._source, self._fleet, self._runner = source, fleet, runner
-        self._writer, self._journal, self._tasks = writer, journal, tasks
+        self._writer, self._journal, self._tasks, self._workers = writer, journal, tasks, workers
         self._schedule = ScheduleFile(run_dir / SCHEDULE_FILE)
+        self._attempts = AttemptsFile(run_dir, partial(write_notice, run_dir))
         self._shaping = shaping_of(config)
         self._failures = self._failure_policy()
         self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
         self._putting = 0  # groups that are being written to the queue
+        self.queued = QueuedRows()
         self.admission = self._new_admission()
         runner.persist = partial(journal.persist, progress=runner.progress, source=source)
 
     def begin(self, state: dict[str, Any] | None) -> None:
         """Go back to a committed history of admission (None: to its beginning), with no group in flight."""
-        attempts = self.admission.attempts
-        counted = self._run_dir / ATTEMPTS_FILE
-        if counted.is_file():
-            attempts = max(attempts, int(json.loads(counted.read_text())["attempts"]))
+        attempts = max(self.admission.attempts, self._attempts.read())
         self._schedule.close()  # a trainer that begins a new history has moved it aside
         self._failures, self.admission = self._failure_policy(), self._new_admission()
+        self.queued.clear()
         self.admission.load_state_dict(state or self.admission.state_dict(), attempts)
 
     def _new_admission(self) -> Admission:
@@ -118,7 +124,8 @@ class PromptGroups:
     async def _settle_kept(self, kept: KeptGroup) -> None:
         """Settle a finished group of before the resume. A few are decoded at a time: they may be large."""
         async with self._decoding:
-            await self._settle(kept.group, await asyncio.to_thread(kept.rows))
+            rows = await asyncio.to_thread(kept.rows)
+            await self._settle(kept.group, RowsHere(rows, self._writer))
 
     def check_present(self, admission: Admission, what: str) -> None:
         """Raise RolloutError if a trainer has begun since `admission` was the present one."""
@@ -132,18 +139,17 @@ class PromptGroups:
     def start(self) -> None:
         """Start every group that admission allows now; groups that may be used again may have to leave the queue."""
         groups = self.admission.admit()
-        if groups:
+        if groups or self._attempts.waits:
             # Written before any of them starts, so that a resume can count the groups that were started in vain.
-            write_json(self._run_dir / ATTEMPTS_FILE, {"attempts": self.admission.attempts})
+            self._attempts.write(self.admission.attempts)
         for group_id in groups:
             self._tasks.start(self._run(group_id))
         self.free_rows()
 
     def free_rows(self) -> None:
         """Remove the rows that no step needs any more from the queue, in the background."""
-        if released := self.admission.take_released():
-            samples = range(self._config.batch.samples_per_group)
-            self._tasks.start(self._writer.clear([sample_key(group, index) for group in released for index in samples]))
+        if keys := self.queued.leave(self.admission.take_released()):
+            self._tasks.start(self._writer.clear(keys))
 
     async def _run(self, group_id: int, begun: UnfinishedGroup | None = None) -> None:
         """Run one prompt group to its end; `begun`: what it had in an attempt before, which is continued.
@@ -152,58 +158,82 @@ class PromptGroups:
         """
         try:
             await self._fleet.may_begin()  # the group's deadline counts from then
-            rows = await self._runner.run(group_id, begun)
+            end = await self._end_of(group_id, begun)
         except Exception as error:
             logger.warning("group %d failed", group_id, exc_info=error)
-            if (end := self._failures.decide(group_id, error)) is not None:
-                raise end from error
-            rows = self._runner.failed(group_id, str(error) or type(error).__name__)
+            if (failure := self._failures.decide(group_id, error)) is not None:
+                raise failure from error
+            reason = str(error) or type(error).__name__
+            events.fault("group", f"group {group_id} failed: {reason}", key=group_id)
+            rows = self._runner.failed(group_id, reason)
+            end = RowsHere(rows, self._writer)
         else:
-            self._judge(group_id, rows)
-            self._journal.note(rows, self._source)
-        await self._settle(group_id, rows)
+            self._judge(group_id, end)
+            if not end.demonstrated:  # the data file has them, and no engine has worked for them
+                end.note(self._journal, self._source)
+        await self._settle(group_id, end)
 
-    def _judge(self, group_id: int, rows: Sequence[Trajectory]) -> None:
+    async def _end_of(self, group_id: int, begun: UnfinishedGroup | None) -> GroupEnd:
+        """Run the loops of a group, here or in a worker."""
+        if self._workers is not None:
+            return await self._workers.run(group_id, begun)
+        return RowsHere(await self._runner.run(group_id, begun), self._writer)
+
+    def _judge(self, group_id: int, ended: GroupEnd) -> None:
         """Tell the failure policy how a group has ended; one whose samples cannot be used has failed too.
 
-        Raises RolloutError if that ends the run.
+        Log-probs that are not finite are left to the trainer, which keeps the batch and bounds the number of such
+        steps. Raises RolloutError if a failure ends the run.
         """
-        if usable_samples(row.status for row in rows):
+        if ended.usable:
             self._failures.succeeded()
             return
-        reasons = [row.failure for row in rows if row.status != "ok"]
-        error = RolloutError(f"{len(reasons)} of {len(rows)} samples cannot be used; the first: {reasons[0]}")
-        if (end := self._failures.decide(group_id, error)) is not None:
+        self._runner.stats.failed_lengths += [
+            sum(row.response_tokens for row in rows) for rows in by_sample(ended.tags)
+        ]
+        if any(tag.bad_logprobs for tag in ended.tags):
+            logger.warning("group %d failed, and the trainer decides what follows: %s", group_id, _reason(ended))
+            return
+        if (end := self._failures.decide(group_id, RolloutError(_reason(ended)))) is not None:
             raise end
 
-    async def _settle(self, group_id: int, rows: Sequence[Trajectory]) -> None:
+    async def _settle(self, group_id: int, end: GroupEnd) -> None:
         """Queue a finished group, or replace it by another one if it has no signal."""
-        self._source.finish(group_id, [row.reward for row in rows if row.status == "ok"])
-        versions = {span.counts_as for row in rows for span in row.versions}
-        if self._replaces(group_id, rows, versions):
+        self._source.finish(group_id, [] if end.demonstrated else end.rewards)
+        versions = end.versions
+        if self._replaces(group_id, end):
+            end.drop()
             self.start()
         else:
-            await self._put(rows)
-            self.admission.finish(group_id, usable_samples(row.status for row in rows), versions)
+            await self._put(end)
+            self.admission.finish(group_id, end.usable, versions)
         self._tasks.changed.set()
 
-    async def _put(self, rows: Sequence[Trajectory]) -> None:
+    async def _put(self, end: GroupEnd) -> None:
         """Write a finished group to the queue, at once if no other group is in flight."""
         self._putting += 1
+        self.queued.note(end.tags)
         try:
-            await self._writer.put_group(rows, more=self._putting < len(self.admission.in_flight))
+            await end.put(more=self._putting < len(self.admission.in_flight))
         finally:
             self._putting -= 1
 
-    def _replaces(self, group_id: int, rows: Sequence[Trajectory], versions: Set[int]) -> bool:
+    def _replaces(self, group_id: int, end: GroupEnd) -> bool:
         """Give the place of a group to another one if nothing could be learnt from it; False if it must be queued."""
         if not self._config.admission.refill:
             return False
+        tags = end.tags
         limits = response_limits(self._config)
-        shaping = replace(self._shaping, max_tokens=limits[rows[0].dataset]) if limits else self._shaping
-        if not without_signal([row.tag for row in rows], shaping):
+        shaping = replace(self._shaping, max_tokens=limits[tags[0].dataset]) if limits else self._shaping
+        if any(tag.bad_logprobs for tag in tags) or not without_signal(tags, shaping):
+            return False  # the trainer has to see log-probs that are not finite
+        if not self.admission.replace(group_id, end.versions):
             return False
-        if not self.admission.replace(group_id, versions):
-            return False
-        self._runner.stats.note_replaced(rows)
+        self._runner.stats.note_replaced(tags)
         return True
+
+
+def _reason(ended: GroupEnd) -> str:
+    """Return why a group cannot be trained on."""
+    samples = len(ended.failures) + len(ended.rewards)
+    return f"{len(ended.failures)} of {samples} samples cannot be used; the first: {ended.failures[0]}"

@@ -15,12 +15,20 @@ from typing import TYPE_CHECKING, Any
 from megarl.common.errors import RolloutError
 from megarl.config.checks import PromptLimit, evaluation_prompt_limit, prompt_limit
 from megarl.config.data_sections import RewardConfig
-from megarl.config.datasets import HeldOutSet, TrainSet, held_out_sets, reward_functions, train_sets
+from megarl.config.datasets import (
+    HeldOutSet,
+    TrainSet,
+    held_out_sets,
+    reward_functions,
+    train_sets,
+    weight_schedule,
+)
 from megarl.config.schema import Config
 from megarl.data.curriculum import Curriculum
 from megarl.data.cursor import Cursor
 from megarl.data.dataset import Prompt, load_prompts
 from megarl.data.mixture import Mixture, stable_hash
+from megarl.data.shown_responses import DemonstrationEncoder, ShownResponse, end_token
 from megarl.data.token_decoder import TokenDecoder
 from megarl.data.tokenize import PromptEncoder, load_tokenizer, stop_token_ids
 from megarl.models.read_config import load_info
@@ -39,6 +47,7 @@ class Drawn:
     """A prompt, its token ids, and what its set says about its responses.
 
     `dataset`: the name of the set, "" if there is only one; `reward`: the number of the reward function in the pool.
+    `demonstrations`: one for each sample of the group, the first one of this prompt; empty if the model answers.
     """
 
     prompt: Prompt
@@ -46,6 +55,7 @@ class Drawn:
     sampling: SamplingSpec
     dataset: str = ""
     reward: int = 0
+    demonstrations: tuple[ShownResponse, ...] = ()
 
     @property
     def answer(self) -> str:
@@ -78,6 +88,7 @@ class PromptSource:
                 prompt_limit(config, info, each.sampling.max_tokens),
                 config.run.seed,
                 self._toolbox(each),
+                self.stop_token_ids,
             )
             for each in train_sets(config)
         ]
@@ -93,7 +104,9 @@ class PromptSource:
         self._drawn: dict[int, Drawn] = {}  # of the groups that are not finished
         first = self._weights if self._curriculum is None else self._curriculum.first_weights
         self._mixture = Mixture(first, self.config.run.seed)
-        if self._curriculum is not None:
+        if self._curriculum is None:
+            self._mixture.follow(0, weight_schedule(self.config))
+        else:
             self._curriculum.clear()
 
     def _toolbox(self, chosen: TrainSet | HeldOutSet) -> Toolbox | None:
@@ -114,20 +127,22 @@ class PromptSource:
     @property
     def skipped(self) -> int:
         """The number of prompts that are left out because they are too long."""
-        return sum(each.encoder.skipped for each in self._sets)
+        return sum(each.skipped for each in self._sets)
 
     def draw(self, group_id: int) -> Drawn:
         """Return the problem of a group, the same one at every call; it is kept until the group is finished."""
         if group_id in self._drawn:
             return self._drawn[group_id]
-        index, prompt = self._find(group_id)
+        index, draw = self._mixture.at(group_id)
         own = self._sets[index]
+        prompt, ids, shown = own.drawn(draw, self.config.batch.samples_per_group)
         drawn = self._drawn[group_id] = Drawn(
             prompt,
-            own.encoder.encode(prompt),
+            ids,
             self._samplings[index],
             own.chosen.name,
             self._reward(own.chosen.reward),
+            shown,
         )
         return drawn
 
@@ -138,11 +153,11 @@ class PromptSource:
     def reference(self, group_id: int) -> str:
         """Return the reference answer of a group's problem."""
         drawn = self._drawn.get(group_id)
-        return self._find(group_id)[1].answer if drawn is None else drawn.answer
-
-    def _find(self, group_id: int) -> tuple[int, Prompt]:
+        if drawn is not None:
+            return drawn.answer
         index, draw = self._mixture.at(group_id)
-        return index, self._sets[index].at(draw)
+        own = self._sets[index]
+        return "" if own.chosen.demonstrates else own.at(draw).answer
 
     def _reward(self, chosen: RewardConfig) -> int:
         return self._rewards.index(chosen)
@@ -262,7 +277,7 @@ class PromptSource:
             except ValueError as error:
                 raise ValueError(f"{each.chosen.key} ({each.chosen.name}): {error}") from None
         if self._curriculum is None:
-            self._mixture.reweight(next_group, self._weights)
+            self._mixture.follow(next_group, weight_schedule(self.config))
         else:
             self._curriculum.load_state_dict(state.get("progress", {}))
 
@@ -277,6 +292,7 @@ class _TrainingPrompts:
         limit: PromptLimit,
         seed: int,
         toolbox: Toolbox | None,
+        stops: Sequence[int],
     ) -> None:
         self.chosen, self.toolbox = chosen, toolbox
         try:
@@ -290,12 +306,35 @@ class _TrainingPrompts:
                 tools=toolbox.schemas if toolbox is not None else (),
             )
             self._valid = self.encoder.valid_indices(self._prompts)
+            self._shown: DemonstrationEncoder | None = None
+            if chosen.demonstrates:
+                end = end_token(tokenizer, stops)
+                self._shown = DemonstrationEncoder(self.encoder, end, chosen.sampling.max_tokens)
+                self._valid = self._shown.valid_indices(self._prompts, self._valid)
         except ValueError as error:
             if not chosen.name:
                 raise
             raise ValueError(f"{chosen.key} ({chosen.name}): {error}") from error
         own_seed = stable_hash(f"{seed}/{chosen.name}") if chosen.name else seed
         self.cursor = Cursor(len(self._valid), own_seed, chosen.data.shuffle)
+
+    @property
+    def skipped(self) -> int:
+        """The number of its rows that are left out because they are too long."""
+        return self.encoder.skipped + (0 if self._shown is None else self._shown.skipped)
+
+    def drawn(self, draw: int, samples: int) -> tuple[Prompt, list[int], tuple[ShownResponse, ...]]:
+        """Return the prompt of a group, its token ids, and the demonstrations of its samples.
+
+        Each sample of a group of demonstrations has one of its own: group number `draw` takes as many rows as it has
+        samples.
+        """
+        if self._shown is None:
+            prompt = self.at(draw)
+            return prompt, self.encoder.encode(prompt), ()
+        prompts = [self.at(draw * samples + index) for index in range(samples)]
+        shown = tuple(map(self._shown.encode, prompts))
+        return prompts[0], shown[0].prompt_ids, shown
 
     def at(self, draw: int) -> Prompt:
         """Return the prompt of a draw, counted from 0."""

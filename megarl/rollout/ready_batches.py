@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megarl.queue.trajectory import sample_key
 from megarl.rollout.admission import Admission
 from megarl.rollout.counters import Counters, Taken
 
 
 @dataclass(frozen=True)
 class BatchReady:
-    """A batch that the trainer may take: its new `groups`, and `keys` of all its samples, failed ones too, in order.
+    """A batch that the trainer may take: its new `groups`, and `keys` of all its rows, failed ones too, in order.
 
     `timings`: declared `rollout/*` and `reward/errors` metrics of this batch. `replaced`: ids of the groups without
     signal that were replaced before it, which the step counts as filtered. `reused`: ids of the batch's other groups,
@@ -45,8 +44,9 @@ class PublicationNeeded:
 class ReadyBatches:
     """The batches that were taken from admission and are not committed."""
 
-    def __init__(self, samples_per_group: int) -> None:
-        self._samples = range(samples_per_group)
+    def __init__(self, keys: Callable[[int], Sequence[str]]) -> None:
+        """`keys`: returns those of the rows that a finished group has in the queue."""
+        self._keys = keys
         self._batches: dict[int, BatchReady] = {}
 
     def get(self, step: int) -> BatchReady | None:
@@ -81,7 +81,7 @@ class ReadyBatches:
             shares["rollout/groups_reusable"] = counters.reusable
         batch = BatchReady(
             step=step,
-            keys=[sample_key(group, index) for group in sorted(groups + reused) for index in self._samples],
+            keys=[key for group in sorted(groups + reused) for key in self._keys(group)],
             counters=counters,
             timings={
                 **metrics,

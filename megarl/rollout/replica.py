@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,8 +30,13 @@ from megarl.rollout.engine_args import engine_args, engine_environment, reads_we
 from megarl.rollout.engine_load import EngineMonitor, build_monitored
 from megarl.rollout.engine_requests import EngineRequests
 from megarl.rollout.placement import engine_needs
+from megarl.rollout.replica_activity import ReplicaActivity
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import EngineReport, ResponsePart
+from megarl.rollout.shared_calls import CallDesk, CallResults, SharedCall
+from megarl.rollout.weight_state import WeightState
+from megarl.telemetry import events
+from megarl.telemetry.event_budget import replica_process
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -78,6 +83,7 @@ def replica_name(index: int) -> str:
     return f"replica-{index}"
 
 
+DEATH_CHECK_S = 0.5  # between two looks whether the engine lives, while one of its calls is awaited
 # Calls at once: each response of the door has one nearly all the time, and must not keep out those of a weight sync.
 MOST_CALLS = 40_000
 
@@ -142,9 +148,10 @@ async def restart_replica(
 
 
 async def start_replica(
-    handle: ActorHandle, index: int, timeouts: TimeoutsConfig, began: float | None = None
-) -> ActorHandle:
-    """Wait until a created replica is placed and its engine is up; end it if that fails.
+    handle: ActorHandle, index: int, timeouts: TimeoutsConfig, began: float | None = None,
+    placed: Callable[[], object] = lambda: None,
+) -> ActorHandle:  # fmt: skip
+    """Wait until a created replica is placed, call `placed`, and wait until its engine is up; end it if that fails.
 
     Raises NoPlace if Ray has not placed it within `timeouts.node_s`, ReplicaFailed if it is not up within
     `timeouts.engine_start_s`. Both count from the time `began` (`time.monotonic`), by default now.
@@ -154,6 +161,7 @@ async def start_replica(
     began = time.monotonic() if began is None else began
     try:
         await _placed(handle, index, timeouts.node_s)
+        placed()
         try:
             async with asyncio.timeout(timeouts.engine_start_s - (time.monotonic() - began)):
                 await handle.start.remote()
@@ -189,16 +197,18 @@ class EngineReplica:
         self.cuda = spec.cuda
         self.max_model_len = spec.max_model_len
         self._engine: AsyncLLM | None = None
-        self._monitor = EngineMonitor()
         self._calls = AnsweredCalls()
+        self._desk = CallDesk(lambda method, args: getattr(self, method)(*args))
         self._requests: EngineRequests
         self._failed: str | None = None
-        self._has_weights = reads_weights(self.config)
+        self._weights = WeightState(reads_weights(self.config))
         self._version: str | None = None  # the label of what is generated now
-        self._in_sync = False  # between the start of a weight sync (or of joining its group) and its end
+        self._activity = ReplicaActivity(index)
+        self._monitor = EngineMonitor(heard=self._activity.step)
         self._log_file = Path(spec.run_dir) / "logs" / f"replica-{index}.log"
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
         redirect_output(self._log_file)
+        events.open_events(self.config, Path(spec.run_dir), replica_process(index))
         os.environ.update(engine_environment(self.config, cuda=spec.cuda))
         name_shared_memory()
         spec.watch_supervisor()
@@ -206,6 +216,14 @@ class EngineReplica:
     async def answer(self, key: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401  # of any method
         """Call a method once, however often a trainer that had lost the connection sends the same `key`."""
         return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
+
+    async def begin_calls(self, link: str, calls: Sequence[SharedCall]) -> None:
+        """Start calls of methods of this replica, see `CallDesk.begin`."""
+        self._desk.begin(link, calls)
+
+    async def take_answers(self, link: str, seen: int, wait_s: float) -> CallResults:
+        """Return the answers to such calls that have come, see `CallDesk.take`."""
+        return await self._desk.take(link, seen, wait_s)
 
     async def start(self) -> dict[str, float]:
         """Build the engine and generate one token; return the seconds that each took.
@@ -216,6 +234,7 @@ class EngineReplica:
         try:
             self._engine = self._build()
             self._requests = EngineRequests(self._engine, self.index, self._monitor, self.config.timeouts.rpc_s)
+            self._requests.times.listen(self._engine)
             built = time.monotonic()
             await self._probe(self._engine)
             exempt_present_objects()
@@ -248,7 +267,7 @@ class EngineReplica:
         Raises ReplicaFailed if the engine died or has no weights yet, RequestFailed if it refused a request.
         """
         self._check()
-        if not self._has_weights:
+        if not self._weights.has_weights:
             raise ReplicaFailed(
                 self.index,
                 f"replica {self.index} has no weights yet: no weight sync has been completed since its engine started",
@@ -279,23 +298,29 @@ class EngineReplica:
             raise RequestFailed(f"replica {self.index} refused a request: {_reason(error)}") from error
         return EngineReport(parts, self._monitor.take())
 
-    async def pause(self, clear_cache: bool = True) -> None:
-        """Pause generation and keep the requests in flight. `clear_cache`: recompute their KV cache after `resume`."""
+    async def pause(self, clear_cache: bool = True, keeps_weights: bool = False) -> None:
+        """Pause generation and keep the requests in flight. `clear_cache`: recompute their KV cache after `resume`.
+
+        Without it they go on with the KV values that they have, which no later request uses unless the engine
+        `keeps_weights`.
+        """
         engine = self._check()
+        self._activity.pause()
         self._monitor.hold("pause")
+        if not clear_cache and not keeps_weights:
+            self._requests.keep_cache()
         await self._guard(engine.pause_generation(mode="keep", clear_cache=clear_cache), "pause")
 
     async def resume(self) -> None:
-        """Resume generation after `pause`."""
-        engine = self._check()
+        """Resume generation after `pause`. Raises ReplicaFailed if the weights are not those of one version."""
+        engine = self._check_weights()
         await self._guard(engine.resume_generation(), "resume")
         self._monitor.release("pause")
+        self._activity.resume(self._version)
 
     async def reset(self) -> None:
         """Drop every request and be ready to serve. Raises ReplicaFailed if a weight sync was interrupted."""
-        engine = self._check()
-        if self._in_sync:
-            raise ReplicaFailed(self.index, f"replica {self.index} was left in the middle of a weight sync")
+        engine = self._check_weights()
         self._requests.drop()
         await self._guard(engine.pause_generation(mode="abort", clear_cache=True), "reset")
         await self.resume()
@@ -305,24 +330,30 @@ class EngineReplica:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         engine = self._check()
-        self._in_sync = True
+        self._weights.join()
         self._monitor.hold("join")  # the engine waits for the other members in its main loop
         request = WeightTransferInitRequest(init_info=init_info)
-        await self._guard(engine.init_weight_transfer_engine(request), "init_weight_transfer")
-        self._in_sync = False
+        with events.span("join_group"):
+            await self._guard(engine.init_weight_transfer_engine(request), "init_weight_transfer")
+        self._weights.joined()
         self._monitor.release("join")
 
     async def start_weight_update(self) -> None:
         """Prepare the engine's model for new weights."""
         engine = self._check()
-        self._in_sync = True
+        self._activity.begin_weights()
+        self._weights.begin()
         await self._guard(engine.start_weight_update(), "start_weight_update")
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load all buckets of one sync. `update_info`: fields of `MegarlUpdateInfo`."""
+        """Receive and load all buckets of one sync. `update_info`: fields of `MegarlUpdateInfo`.
+
+        If another member fails, this returns early and without an error, and the sync must be abandoned.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         engine = self._check()
+        self._weights.receive(update_info["load"])
         request = WeightTransferUpdateRequest(update_info=update_info)
         await self._guard(engine.update_weights(request), "update_weights")
 
@@ -333,9 +364,25 @@ class EngineReplica:
         """
         engine = self._check()
         await self._guard(engine.finish_weight_update(version), "finish_weight_update")
-        self._in_sync = False
-        self._has_weights |= version is not None
+        self._weights.finished(published=version is not None)
         self._version = version or self._version
+        self._activity.end_weights(version)
+
+    async def abandon_weight_update(self, update_info: dict[str, Any]) -> None:
+        """Give up a sync that has not finished here, keep the requests, and stay paused until a later one is complete.
+
+        `update_info`: what tells the engine so. Raises ReplicaFailed if the engine cannot be loaded again; it must be
+        replaced then.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        engine = self._check()
+        if not self._weights.in_session:
+            return
+        request = WeightTransferUpdateRequest(update_info=update_info)
+        await self._guard(engine.update_weights(request), "abandon_weight_update")
+        await self._guard(engine.finish_weight_update(None), "abandon_weight_update")
+        self._weights.abandoned()
 
     async def set_weight_version(self, version: str) -> None:
         """Label what is generated from then on with `version`, without a change of the weights."""
@@ -366,6 +413,8 @@ class EngineReplica:
             # The engine process has nothing to save, and does not end on SIGTERM within its default time-out (5 s).
             self._engine.shutdown(timeout=0.5)
             self._engine = None
+        self._activity.end()
+        events.close_events()
 
     def _check(self) -> AsyncLLM:
         """Return the engine. Raises ReplicaFailed if it has failed or is not started."""
@@ -377,12 +426,31 @@ class EngineReplica:
             )
         return self._engine
 
+    def _check_weights(self) -> AsyncLLM:
+        """Return the engine, if its weights are those of one version. Raises ReplicaFailed otherwise."""
+        engine = self._check()
+        if (obstacle := self._weights.obstacle) is not None:
+            raise ReplicaFailed(self.index, f"replica {self.index} {obstacle}")
+        return engine
+
     async def _guard(self, call: Awaitable[T], what: str) -> T:
-        """Await an engine call; convert its exception to ReplicaFailed."""
+        """Await an engine call; convert its exception to ReplicaFailed, and raise that too if the engine has died.
+
+        vLLM 0.32 leaves a call of a weight sync unanswered for ever when the engine's process dies.
+        """
+        task = asyncio.ensure_future(call)
         try:
-            return await call
+            while not (await asyncio.wait({task}, timeout=DEATH_CHECK_S))[0]:
+                if self._engine is not None and self._engine.errored:
+                    self._failed = f"replica {self.index} is dead: its engine's process ended in {what}"
+                    raise ReplicaFailed(self.index, self._failed)
+            return task.result()
+        except ReplicaFailed:
+            raise
         except Exception as error:
             raise self._failure(f"{what} failed: {_reason(error)}", error) from error
+        finally:
+            task.cancel()
 
     def _failure(self, message: str, cause: Exception) -> ReplicaFailed:
         """Return the error to raise, and refuse every later call if the engine is dead."""

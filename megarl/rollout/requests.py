@@ -68,7 +68,8 @@ class GenerateResult:
     """The response to one request, produced by replica number `replica`.
 
     `logprobs` are processed (temperature applied), one float32 value per response token, EOS included. `seconds`: time
-    from the request's arrival at the replica to its last token. `lost_replicas`: replicas that were lost while they
+    from the request's arrival at the replica to its last token; of these, `queue_s` passed before an engine began with
+    it, and `prefill_s` from then to its first token. `lost_replicas`: replicas that were lost while they
     worked on it; `replica` continued from the tokens that they had reported. `cut`: it ended at its group's deadline.
     `failure`: why it was given up; empty if it was not.
     """
@@ -83,6 +84,8 @@ class GenerateResult:
     lost_replicas: int = 0
     cut: bool = False
     failure: str = ""
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 def request_seed(run_seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:

@@ -19,7 +19,8 @@ class ResponsePart:
     """Consecutive tokens of one response, with one log-prob for each of them; `versions` counts from the part's start.
 
     `finish_reason`: how the response ended with this part, `abort` if the engine dropped it; None if more tokens
-    follow. `seconds`: time from the request's arrival at the engine to the part's end.
+    follow. `seconds`: time from the request's arrival at the engine to the part's end; of these, `queue_s` passed
+    before the engine began with it, and `prefill_s` from then to its first token.
     """
 
     response_ids: list[int] = field(default_factory=list)
@@ -27,10 +28,16 @@ class ResponsePart:
     versions: tuple[VersionSpan, ...] = ()
     finish_reason: FinishReason | None = None
     seconds: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.logprobs) != len(self.response_ids):
             raise ValueError(f"{len(self.logprobs)} log-probs for {len(self.response_ids)} tokens")
+
+    def without_times(self, finish_reason: FinishReason | None) -> ResponsePart:
+        """Return the tokens without the times on an engine that works on them no more."""
+        return replace(self, finish_reason=finish_reason, seconds=0.0, queue_s=0.0, prefill_s=0.0)
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,19 @@ class EngineReport:
     parts: Mapping[str, ResponsePart]
     load: EngineLoad = field(default_factory=EngineLoad)
 
+    @property
+    def size(self) -> int:
+        """About how many numbers it has."""
+        return 1 + sum(2 * len(part.response_ids) for part in self.parts.values())
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all requests."""
+        return sum(len(part.response_ids) for part in self.parts.values())
+
 
 def join_parts(first: ResponsePart, second: ResponsePart) -> ResponsePart:
-    """Return the tokens of both; spans of one version that meet become one. `seconds` and the end are the second's.
+    """Return the tokens of both; spans of one version that meet become one. Times and the end are the second's.
 
     Raises ValueError if the response ended with `first`.
     """
@@ -64,6 +81,8 @@ def join_parts(first: ResponsePart, second: ResponsePart) -> ResponsePart:
         tuple(spans),
         second.finish_reason,
         second.seconds,
+        second.queue_s,
+        second.prefill_s,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
+from megarl.common.errors import RolloutError
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.response_parts import ResponsePart, continue_request, join_parts, tokens_end
 
@@ -20,9 +21,17 @@ class _Response:
     sent_at: int = 0  # tokens that it had when it was sent to `replica`
     lost_replicas: int = 0
     lost_seconds: float = 0.0  # of engine time, on the replicas before
+    lost_queue_s: float = 0.0
+    lost_prefill_s: float = 0.0
     attempts: int = 0  # in a row that ended with the loss of the replica, without a new token
     failure: str = ""
     cut: bool = False
+
+    def leave(self, tokens: ResponsePart) -> None:
+        """Keep the times on a replica that works on it no more."""
+        self.lost_seconds += tokens.seconds
+        self.lost_queue_s += tokens.queue_s
+        self.lost_prefill_s += tokens.prefill_s
 
 
 class ResponsesSoFar:
@@ -46,7 +55,7 @@ class ResponsesSoFar:
         begun = self._tokens.get(request.request_id, ResponsePart())
         end = begun.finish_reason or tokens_end(request, begun)
         # `seconds` are of an engine that has gone.
-        self._tokens[request.request_id] = replace(begun, finish_reason=end, seconds=0.0)
+        self._tokens[request.request_id] = begun.without_times(end)
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -55,6 +64,15 @@ class ResponsesSoFar:
     def unfinished(self) -> list[str]:
         """Ids of the requests whose response has not ended, in the order of the requests."""
         return [name for name in self._responses if self._tokens[name].finish_reason is None]
+
+    def unfinished_at(self, when: str) -> RolloutError:
+        """Return the error of a group that fails because responses have not ended; `when` ends its first clause."""
+        names = self.unfinished
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return RolloutError(
+            f"{len(names)} of {len(self)} responses were unfinished {when}, with {self.tokens} tokens: "
+            f"{', '.join(names[:3])}{more}"
+        )
 
     @property
     def tokens(self) -> int:
@@ -121,20 +139,20 @@ class ResponsesSoFar:
         for name in self.unfinished:
             response, tokens = self._responses[name], self._tokens[name]
             response.lost_replicas += 1
-            response.lost_seconds += tokens.seconds
+            response.leave(tokens)
             response.attempts = response.attempts + 1 if len(tokens.response_ids) == response.sent_at else 0
             end = tokens_end(response.request, tokens)
             if end is None and response.attempts >= MOST_ATTEMPTS:
                 end = "abort"
                 response.failure = f"{response.attempts} replicas in a row were lost before they made a token of it"
-            self._tokens[name] = replace(tokens, finish_reason=end, seconds=0.0)
+            self._tokens[name] = tokens.without_times(end)
 
     def move(self) -> None:
         """Record that another replica goes on with the unfinished responses, because theirs is drained."""
         for name in self.unfinished:
             tokens = self._tokens[name]
-            self._responses[name].lost_seconds += tokens.seconds
-            self._tokens[name] = replace(tokens, seconds=0.0)
+            self._responses[name].leave(tokens)
+            self._tokens[name] = tokens.without_times(tokens.finish_reason)
 
     def results(self) -> list[GenerateResult]:
         """Return the responses in the order of the requests. Raises ValueError if one has not ended."""
@@ -155,4 +173,6 @@ def _result(response: _Response, tokens: ResponsePart) -> GenerateResult:
         response.lost_replicas,
         response.cut,
         response.failure,
+        response.lost_queue_s + tokens.queue_s,
+        response.lost_prefill_s + tokens.prefill_s,
     )

@@ -27,8 +27,8 @@ class ScheduleMismatch(ValueError):  # noqa: N818
 class ScheduledBatch:
     """The groups that a step has taken: trainable ones and failed ones, and those that were replaced before it.
 
-    `pace`: that of the attempt of the run. `dropped_stale`: how many groups were too old; None if the step was not
-    committed. `reused`: further groups, which earlier steps have trained.
+    `pace`: that of the attempt of the run. `dropped_stale`, `trained`: how many groups were too old, and how many the
+    step was the first to train; None if it was not committed. `reused`: further ones, which earlier steps have trained.
     """
 
     step: int
@@ -37,6 +37,7 @@ class ScheduledBatch:
     replaced: list[int]
     pace: Pace
     dropped_stale: int | None = None
+    trained: int | None = None
     reused: list[int] = field(default_factory=list)
 
     def check(self, batch: DumpedBatch) -> None:
@@ -45,7 +46,11 @@ class ScheduledBatch:
         if (groups := sorted(found)) != (taken := sorted(self.ok + self.failed + self.reused)):
             raise ScheduleMismatch(f"step {self.step}: the schedule has groups {taken}, the recorded batch {groups}")
         oldest = batch.version + self.pace.updates_per_step - 1 - self.pace.max_staleness
-        stale = [group for group in groups if any(not t.failed and t.oldest_version < oldest for t in found[group])]
+        stale = [
+            group
+            for group in groups
+            if any(not t.failed and not t.demonstrated and t.oldest_version < oldest for t in found[group])
+        ]
         if self.dropped_stale is not None and len(stale) != self.dropped_stale:
             raise ScheduleMismatch(
                 f"step {self.step}: {self.dropped_stale} groups were dropped as stale, but {len(stale)} of the "
@@ -152,7 +157,8 @@ class _Replay:
         step, numbers = event["step"], {name: event[name] for name in _ENDS}
         uses = {name: event[name] for name in _USES if name in event}
         self.admission.commit(step, **numbers, **uses)
-        self.batches[step] = replace(self.batches[step], dropped_stale=numbers["dropped_stale"])
+        counted = {name: numbers[name] for name in ("dropped_stale", "trained")}
+        self.batches[step] = replace(self.batches[step], **counted)
 
 
 _ENDS: Sequence[str] = ("trained", "filtered", "dropped_stale", "failed")

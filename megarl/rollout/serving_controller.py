@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ from megarl.rollout.fleet import Fleet
 from megarl.rollout.foreign_requests import ForeignReport, ForeignRequest, ForeignRequests
 from megarl.rollout.placement import engine_needs, free_places
 from megarl.rollout.replica import EndedReplica, ReplicaSpec, create_replica, start_replica
+from megarl.telemetry import events
+from megarl.telemetry.event_budget import CONTROLLER
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -42,6 +45,7 @@ class ServingController:
         self.spec, self._replaces = spec, replaces
         self.config = Config.model_validate_json(spec.config_json)
         redirect_output(Path(spec.run_dir) / "logs" / "controller.log")
+        events.open_events(self.config, Path(spec.run_dir), CONTROLLER)
         spec.watch_supervisor()
         self._foreign_requests: ForeignRequests | None = None
         self._renewal: asyncio.Task[None] | None = None
@@ -84,8 +88,8 @@ class ServingController:
         timeouts, needs = self.config.timeouts, engine_needs(self.config, cuda=self.spec.cuda)
         run_dir = Path(self.spec.run_dir)
 
-        async def start(index: int) -> ActorHandle:
-            return await start_replica(create_replica(self.spec, index), index, timeouts)
+        async def start(index: int, placed: Callable[[], object]) -> ActorHandle:
+            return await start_replica(create_replica(self.spec, index), index, timeouts, placed=placed)
 
         def end(replica: ActorHandle | EndedReplica) -> None:
             if not isinstance(replica, EndedReplica):
@@ -169,3 +173,4 @@ class ServingController:
         """Drop all requests."""
         if self._foreign_requests is not None:
             self._foreign_requests.close()
+        events.close_events()

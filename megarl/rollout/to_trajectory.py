@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from megarl.queue.streams import STREAMS, stream_row
-from megarl.queue.trajectory import FinishReason, Trajectory, VersionSpan
+from megarl.queue.trajectory import FinishReason, Trajectory, VersionSpan, first_bad_logprob
 from megarl.rewards.types import RewardOutcome
 from megarl.rollout.requests import GenerateResult
-
-# vLLM's value for a log-prob that is NaN or missing. It must never be averaged.
-MISSING_LOGPROB = -9999.0
 
 
 def generation_failure(result: GenerateResult) -> str:
@@ -23,12 +19,8 @@ def generation_failure(result: GenerateResult) -> str:
         return "empty response"
     if result.finish_reason == "abort":
         return "aborted"
-    # A sum is not finite if one of its values is not. A loop in Python takes several times as long.
-    if math.isfinite(sum(result.logprobs)) and min(result.logprobs, default=0.0) > MISSING_LOGPROB:
-        return ""
-    for position, value in enumerate(result.logprobs):
-        if not math.isfinite(value) or value <= MISSING_LOGPROB:
-            return f"log-prob {value} at response token {position}"
+    if (position := first_bad_logprob(result.logprobs)) is not None:
+        return f"log-prob {result.logprobs[position]} at response token {position}"
     return ""
 
 
@@ -159,7 +151,7 @@ def check_trajectory(row: Trajectory, group_id: int, sample_index: int) -> None:
             raise ValueError(f"sample {row.key}: stream {name!r} is made by the trainer, not by an agent loop")
         stream_row(stream, row)
     if row.status == "ok":
-        missing = _without_version(row)
+        missing = None if row.demonstrated else _without_version(row)
         if not tokens or missing is not None:
             what = f"no weight version for response token {missing}" if tokens else "no response token"
             raise ValueError(f"sample {row.key}: {what}")

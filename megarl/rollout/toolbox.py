@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megarl.config.agent_sections import AgentConfig
@@ -16,20 +17,27 @@ CUT = "\n[... {} characters left out ...]\n"
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of a data set by name, and what a loop needs to talk with the model about them."""
+    """The tools of a data set by name, and what a loop needs to talk with the model about them.
+
+    `run_dir`: the directory of the run, where the address of its door is; None if the loop does not act through it.
+    """
 
     dialogue: Dialogue
     bounds: AgentConfig
     tools: Mapping[str, Tool]
     tool_format: ToolFormat = HERMES
+    run_dir: Path | None = None
 
     @classmethod
-    def of(cls, dialogue: Dialogue, bounds: AgentConfig, tools: Sequence[Tool], tool_format: ToolFormat) -> Toolbox:
+    def of(
+        cls, dialogue: Dialogue, bounds: AgentConfig, tools: Sequence[Tool], tool_format: ToolFormat,
+        run_dir: Path | None = None,
+    ) -> Toolbox:  # fmt: skip
         """Return the box of these tools. Raises ValueError if two have the same name."""
         names = [tool.name for tool in tools]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"several tools are called {repeated[0]!r}; give all but one a `name` of their own")
-        return cls(dialogue, bounds, dict(zip(names, tools, strict=True)), tool_format)
+        return cls(dialogue, bounds, dict(zip(names, tools, strict=True)), tool_format, run_dir)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
+from megarl.common.sample_parts import first_parts
 from megarl.evaluation.accuracy import CORRECT_AT
 from megarl.queue.trajectory import SampleTag
 from megarl.run.step import StepPlan
 from megarl.telemetry.metrics import StepMetrics
 
+LENGTHS = (10, 50, 90, 99)  # percentiles of the response length
+
 
 def record_batch(metrics: StepMetrics, plan: StepPlan) -> None:
     """Record `reward/*`, `groups/*`, `batch/*`, the lengths and lags under `rollout/*`, `data/*` of several sets.
 
-    Samples that an earlier step has trained are in `batch/*` only: they were generated and scored once.
+    Samples that an earlier step has trained are in `batch/*` only: they were generated and scored once. So are
+    demonstrations, which never were. Numbers of samples and means of rewards are over samples; lengths, tokens and lags
+    are over all their trajectories.
     """
     tags, new = list(plan.tags.values()), plan.new_tags
     usable = [tag for tag in tags if tag.status == "ok"]
     newly_usable = [tag for tag in new if tag.status == "ok"]
-    _rewards(metrics, newly_usable)
-    _groups(metrics, plan, newly_usable)
-    _lengths(metrics, plan, newly_usable)
-    _datasets(metrics, new)
+    generated = [tag for tag in newly_usable if not tag.demonstrated]
+    _rewards(metrics, first_parts(generated))
+    _groups(metrics, plan, first_parts(generated))
+    _lengths(metrics, plan, generated)
+    _datasets(metrics, first_parts(new))
     trained = [plan.tags[sample.key] for group in plan.shaped.groups for sample in group]
     in_loss = [plan.tags[sample.key] for group in plan.shaped.groups for sample in group if sample.trained]
     metrics.update(
         {
-            "samples": len(tags),
-            "trained_samples": len(in_loss),
-            "failed_samples": len(tags) - len(usable),
+            "samples": len(first_parts(tags)),
+            "trained_samples": len(first_parts(in_loss)),
+            "failed_samples": len(first_parts(tags)) - len(first_parts(usable)),
+            "demonstrations": sum(tag.demonstrated for tag in first_parts(usable)),
             "masked_samples": plan.shaped.masked_samples,
             "prompt_tokens": sum(tag.prompt_tokens for tag in tags),
             "response_tokens": sum(tag.response_tokens for tag in tags),
@@ -58,6 +67,7 @@ def _staleness(metrics: StepMetrics, plan: StepPlan) -> None:
         for number, mini_batch in enumerate(plan.mini_batches)
         for part in mini_batch
         for key in part
+        if not plan.tags[key].demonstrated
     )
     if lags:
         p95 = lags[min(len(lags) - 1, int(0.95 * len(lags)))]
@@ -78,12 +88,29 @@ def _rewards(metrics: StepMetrics, usable: list[SampleTag]) -> None:
         },
         prefix="reward/",
     )
+    groups: dict[int, list[float]] = defaultdict(list)
+    for tag in usable:
+        groups[tag.group_id].append(tag.reward)
+    if len(groups) > 1:
+        metrics.record("reward/stderr", clustered_stderr(list(groups.values())))
     components: dict[str, list[float]] = defaultdict(list)
     for tag in usable:
         for name, value in tag.reward_components.items():
             components[name].append(value)
     for name, values in components.items():
         metrics.record(f"reward/component/{name}", statistics.fmean(values))
+
+
+def clustered_stderr(groups: Sequence[Sequence[float]]) -> float:
+    """Return the standard error of the mean of all values, if those of one group depend on each other.
+
+    It is the cluster-robust estimate (Liang and Zeger, 1986) with the factor G / (G - 1) for G >= 2 groups. The samples
+    of a prompt group share its difficulty, so the error without groups would be too small.
+    """
+    count = sum(map(len, groups))
+    mean = math.fsum(value for group in groups for value in group) / count
+    squares = math.fsum(math.fsum(value - mean for value in group) ** 2 for group in groups)
+    return math.sqrt(squares * len(groups) / (len(groups) - 1)) / count
 
 
 def _groups(metrics: StepMetrics, plan: StepPlan, usable: list[SampleTag]) -> None:
@@ -111,15 +138,16 @@ def _lengths(metrics: StepMetrics, plan: StepPlan, usable: list[SampleTag]) -> N
     if not usable:
         return
     prompts = [tag.prompt_tokens for tag in usable]
-    responses = [tag.response_tokens for tag in usable]
+    responses = sorted(tag.response_tokens for tag in usable)
     lags = [plan.version - tag.oldest_version for tag in usable]
     metrics.update(
         {
             "prompt_length_mean": statistics.fmean(prompts),
             "prompt_length_max": max(prompts),
             "response_length_mean": statistics.fmean(responses),
-            "response_length_max": max(responses),
-            "response_length_min": min(responses),
+            "response_length_max": responses[-1],
+            "response_length_min": responses[0],
+            **{f"response_length_p{p}": responses[min(len(responses) - 1, p * len(responses) // 100)] for p in LENGTHS},
             "truncated_share": statistics.fmean(tag.finish_reason == "length" for tag in usable),
             "aborted_share": statistics.fmean(tag.finish_reason == "abort" for tag in usable),
             "version_lag_mean": statistics.fmean(lags),
@@ -127,6 +155,11 @@ def _lengths(metrics: StepMetrics, plan: StepPlan, usable: list[SampleTag]) -> N
         },
         prefix="rollout/",
     )
+    by_lag: Counter[int] = Counter()
+    for tag in usable:
+        for version, tokens in tag.version_tokens.items():
+            by_lag[plan.version - int(version)] += tokens
+    metrics.update({str(lag): by_lag[lag] for lag in sorted(by_lag)}, prefix="rollout/version_lag_tokens/")
 
 
 def _datasets(metrics: StepMetrics, tags: list[SampleTag]) -> None:
@@ -136,6 +169,6 @@ def _datasets(metrics: StepMetrics, tags: list[SampleTag]) -> None:
             by_set[tag.dataset].append(tag)
     for name, own in sorted(by_set.items()):
         metrics.record(f"data/{name}/groups", len({tag.group_id for tag in own}))
-        if usable := [tag for tag in own if not tag.failed]:
+        if usable := [tag for tag in own if not tag.failed and not tag.demonstrated]:
             metrics.record(f"data/{name}/reward_mean", statistics.fmean(tag.reward for tag in usable))
             metrics.record(f"data/{name}/truncated_share", statistics.fmean(tag.truncated for tag in usable))

@@ -1,9 +1,9 @@
-"""The batches of the steps, each taken from the pool, planned and fetched; if generation runs ahead, a step early.
+"""The batches of the steps, each taken from the pool, planned, fetched and packed; if generation runs ahead, early.
 
-The next batch is then prepared by a thread while the current one trains. If the trainer computes log-probs while it
-waits (`idle_logprobs.py`), a thread waits for every batch, in synchronous training too. A batch that was prepared and
-is not trained, because the run stops or fails, was never committed: the run that resumes uses its groups again or draws
-them again.
+The next batch is then prepared by a thread while the current one trains, and none after it. If the trainer computes
+log-probs while it waits (`idle_logprobs.py`), a thread waits for every batch, in synchronous training too. A batch that
+was prepared and is not trained, because the run stops or fails, was never committed: the run that resumes uses its
+groups again or draws them again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from megarl.common.errors import PartsLost
+from megarl.common.object_collectives import TEXT
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
@@ -23,11 +26,14 @@ from megarl.run.channel import SLICE_S, BackgroundChannel, ChannelClosed
 from megarl.run.early_logprobs import EarlyLogprobs
 from megarl.run.failure import PeerFailedError
 from megarl.run.idle_logprobs import IdleLogprobs
+from megarl.run.pack_step import pack_step
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 from megarl.run.step import StepPlan, plan_step
 from megarl.run.step_batch import StepBatch
+from megarl.telemetry import events
 from megarl.trainer import parallel
+from megarl.trainer.packed_batch import PackedStep, Packer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +44,8 @@ class PreparedBatch:
 
     `rows`: this replica's trajectories by key. `samples`: on rank 0, those that are shown in samples.jsonl, with their
     reference answers. `early`: log-probs of this replica's samples that were computed while the trainer waited.
-    `share`: on leaders, a part of all rows, if batches are written to the disk.
+    `share`: on leaders, a part of all rows, if batches are written to the disk. `packed`: this replica's samples as the
+    step's updates need them.
     """
 
     batch: StepBatch
@@ -47,14 +54,18 @@ class PreparedBatch:
     samples: list[tuple[Trajectory, str | None]]
     early: EarlyLogprobs = field(default_factory=EarlyLogprobs)
     share: list[Trajectory] = field(default_factory=list)
+    packed: PackedStep | None = None
 
 
 class BatchSource:
     """Gives each step its batch. Every method is collective over the trainer ranks."""
 
-    def __init__(self, config: Config, pool: PoolLink, recorder: Recorder, idle: IdleLogprobs | None = None) -> None:
-        """`idle`: what the trainer does while it waits for a batch; None for nothing."""
+    def __init__(
+        self, config: Config, pool: PoolLink, recorder: Recorder, packer: Packer, idle: IdleLogprobs | None = None
+    ) -> None:
+        """`packer`: how the policy packs samples; `idle`: what the trainer does while it waits, None for nothing."""
         self._config, self._pool, self._recorder, self._idle = config, pool, recorder, idle
+        self._packer = packer
         self._runs_ahead = pace_of(config).runs_ahead
         in_thread = self._runs_ahead or idle is not None
         self._background = BackgroundChannel(config.timeouts) if in_thread else None
@@ -119,7 +130,7 @@ class BatchSource:
                 return batch
             prepared = self._read(batch, channel)
             if self._pool.keep(batch, lost=prepared is None, channel=channel) and prepared is not None:
-                return prepared
+                return self._pack(prepared, channel)
             logger.warning("the queue has died before the batch of step %d was read; it is taken again", step)
 
     def _read(self, batch: StepBatch, channel: BackgroundChannel | None) -> PreparedBatch | None:
@@ -141,6 +152,18 @@ class BatchSource:
         if channel is not None:
             batch.timings["rollout/prefetch_seconds"] = time.perf_counter() - started
         return PreparedBatch(batch, plan, rows, samples, share=share)
+
+    def _pack(self, prepared: PreparedBatch, channel: BackgroundChannel | None) -> PreparedBatch:
+        """Return the batch with this replica's samples packed for its updates. Collective: every rank has read it."""
+        started = time.perf_counter()
+        gather = channel.of_replicas if channel else partial(parallel.dp_all_gather_object, codec=TEXT)
+        with nullcontext() if channel else self._recorder.phase("update"):
+            packed = pack_step(
+                self._packer, prepared.plan, prepared.rows, self._config, replica=parallel.dp_rank(), gather=gather
+            )
+        if channel is not None:
+            prepared.batch.timings["rollout/prefetch_seconds"] += time.perf_counter() - started
+        return replace(prepared, packed=packed)
 
     def finish(self) -> None:
         """End a preparation that is running. Bounded by `timeouts.shutdown_s`; one that goes on is logged."""
@@ -182,7 +205,10 @@ class _Preparation:
         self.thread.start()
 
     def _run(self, source: BatchSource, channel: BackgroundChannel) -> None:
+        step = self.of[0] + 1
         try:
-            self.future.set_result(source._prepare(*self.of, channel))
+            with events.span("prepare_batch", key=step, step=step):
+                prepared = source._prepare(*self.of, channel)
+            self.future.set_result(prepared)
         except BaseException as error:
             self.future.set_exception(error)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.queue.streams import OLD_LOGPROBS
+from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS
 from megarl.queue.trajectory import SampleTag
 from megarl.trainer.packing import assign_to_ranks
 
@@ -70,27 +70,40 @@ class EarlyLedger:
     """Keeps account of which replica holds which log-probs, of samples of the groups that have finished.
 
     Old log-probs are those of the weights of `version` and are forgotten with it. Those of the reference stay until
-    the group's batch is taken, so the ledger holds no more than the groups in the queue.
+    the group's batch is taken, or the reference takes other weights, so the ledger holds no more than the groups in the
+    queue.
     """
 
-    def __init__(self, streams: Sequence[str]) -> None:
+    def __init__(self, streams: Sequence[str], only: Mapping[str, Collection[str]] | None = None) -> None:
+        """`streams`: the names of the passes. `only`: the data sets of those that are not over all samples."""
         self.streams = tuple(streams)
+        self._only = dict(only or {})
         self.version = -1
+        self.reference_step = 0
         self.rebuilds = 0  # of the pool: a group that another queue had may have other samples under the same keys
         self.upcoming: list[int] = []
         self._tags: dict[int, list[SampleTag]] = {}
         self._holders: dict[str, dict[str, int]] = {stream: {} for stream in streams}
 
-    def begin(self, version: int) -> None:
-        """Begin the wait for a batch that updates the weights of `version`. Nothing is known to be upcoming yet."""
+    def begin(self, version: int, reference_step: int = 0) -> None:
+        """Begin the wait for a batch that updates the weights of `version`. Nothing is known to be upcoming yet.
+
+        `reference_step`: the steps after which the reference has taken the policy's weights.
+        """
         if version != self.version and OLD_LOGPROBS in self._holders:
             self._holders[OLD_LOGPROBS] = {}
-        self.version, self.upcoming = version, []
+        if reference_step != self.reference_step and REFERENCE_LOGPROBS in self._holders:
+            self._holders[REFERENCE_LOGPROBS] = {}
+        self.version, self.reference_step, self.upcoming = version, reference_step, []
 
     def forget(self, rebuilds: int) -> None:
         """Forget all samples and their log-probs: from now on they are those of the queue after `rebuilds` new ones."""
         self.rebuilds, self.upcoming, self._tags = rebuilds, [], {}
         self._holders = {stream: {} for stream in self.streams}
+
+    def concerns(self, stream: str, tag: SampleTag) -> bool:
+        """Tell whether a pass is over a sample."""
+        return stream not in self._only or tag.dataset in self._only[stream]
 
     def unknown(self, groups: Iterable[int]) -> list[int]:
         """Return those of `groups` whose tags are not known."""
@@ -117,7 +130,9 @@ class EarlyLedger:
         missing: dict[str, list[str]] = {}
         tokens = 0
         for tag in wanted:
-            lacking = [stream for stream in self.streams if tag.key not in self._holders[stream]]
+            lacking = [
+                stream for stream in self.streams if self.concerns(stream, tag) and tag.key not in self._holders[stream]
+            ]
             if not lacking:
                 continue
             if chosen and tokens + tag.total_tokens * len(lacking) > limit:

@@ -7,6 +7,7 @@ no evaluation of the committed history is lost, and none is counted twice.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ class Evaluations:
         self._config, self._pool, self._recorder, self._stopped = config, pool, recorder, stopped
         self._beside_training = evaluates_beside_training(config)
         self._running: dict[str, tuple[int, int]] = {}  # label -> steps done, version; on rank 0
+        self._began: dict[str, float] = {}  # label -> when it began beside training
         # A stop request has ended an evaluation: the run stops, also if it is withdrawn. The same on every rank.
         self.ended_by_stop = False
 
@@ -45,8 +47,10 @@ class Evaluations:
             return needed
         if self._beside_training and 0 < steps_done < self._config.run.steps:
             self._running[label] = (steps_done, version)
+            self._began[label] = time.monotonic()
             self._pool.start_evaluation(version, label)
             return True
+        began = time.monotonic()
         with self._recorder.phase("eval", f"evaluating ({label})"):
             reports = self._pool.evaluate(version, label, self._stopped)
         if isinstance(reports, PublicationNeeded):
@@ -57,7 +61,7 @@ class Evaluations:
             if 0 < steps_done < self._config.run.steps:  # the loop itself makes the first and the last one again
                 self._running[label] = (steps_done, version)
             return False
-        self._recorder.evaluation(steps_done, version, label, reports)
+        self._recorder.evaluation(steps_done, version, label, reports, began=began)
         return True
 
     def resume(self, version: int) -> PublicationNeeded | None:
@@ -108,7 +112,8 @@ class Evaluations:
             began_at, version = self._running.pop(each.label)
             if each.version is not None:  # later than asked for, if a new controller has begun it again
                 version = each.version
-            self._recorder.evaluation(began_at, version, each.label, each.reports, written_at=steps_done)
+            began = self._began.pop(each.label, None)
+            self._recorder.evaluation(began_at, version, each.label, each.reports, written_at=steps_done, began=began)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which evaluations have not ended. On rank 0."""

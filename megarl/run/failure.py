@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 from typing import TextIO
 
+from megarl.checkpoint.save.history import ROLLED_BACK
 from megarl.common import run_files
 from megarl.common.claim import Holder, other_holder
 from megarl.common.files import write_json
@@ -17,8 +18,8 @@ from megarl.common.line_parts import older_parts
 from megarl.common.run_files import ExitRecord, write_exit
 from megarl.telemetry.summary import RunSummary
 
-RESULTS = ("metrics.jsonl", "samples.jsonl", "summary.json", "error.txt", "tensorboard", "wandb.json", "batches",
-           "failed_batch", "rolled_back.jsonl", "attempts.json", "rollout.journal", "schedule.jsonl",
+RESULTS = ("metrics.jsonl", "samples.jsonl", "summary.json", "error.txt", "tensorboard", "wandb.json", "mlflow.json",
+           "batches", "failed_batch", ROLLED_BACK, "events", "attempts.json", "rollout.journal", "schedule.jsonl",
            "checkpoints")  # fmt: skip
 
 
@@ -28,7 +29,7 @@ def set_aside(run_dir: Path) -> Path | None:
     One rank calls it at the start.
     """
     paths = [*(run_dir / name for name in RESULTS), *run_dir.glob("eval_*.jsonl")]
-    paths += [part for _, part in older_parts(run_dir / "samples.jsonl")]
+    paths += [part for name in ("samples.jsonl", ROLLED_BACK) for _, part in older_parts(run_dir / name)]
     found = [path for path in paths if path.exists()]
     if not found:
         return None

@@ -19,7 +19,7 @@ from torch import Tensor
 from megarl.common.errors import PartsLost
 from megarl.common.object_collectives import Codec, codec_of
 from megarl.config.datasets import own_temperatures
-from megarl.config.old_logprobs import logprob_passes
+from megarl.config.old_logprobs import logprob_passes, teacher_passes
 from megarl.config.schema import Config
 from megarl.queue.streams import REFERENCE_LOGPROBS
 from megarl.queue.trajectory import SampleTag, Trajectory
@@ -31,6 +31,7 @@ from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 from megarl.run.step import StepPlan, plan_step
 from megarl.run.step_batch import StepBatch
+from megarl.telemetry import events
 from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
@@ -62,12 +63,15 @@ class IdleLogprobs:
     def __init__(self, config: Config, policy: Policy, peers: Peers, pool: PoolLink, recorder: Recorder) -> None:
         self._config, self._policy, self._peers = config, policy, peers
         self._pool, self._recorder = pool, recorder
-        self._ledger = EarlyLedger(logprob_passes(config))
+        self._teachers = {each.name: each for each in teacher_passes(config)}
+        only = {name: each.datasets for name, each in self._teachers.items()}
+        self._ledger = EarlyLedger([*logprob_passes(config), *self._teachers], only)
         self._values: dict[str, dict[str, Tensor]] = {stream: {} for stream in self._ledger.streams}
         self._wanted: list[SampleTag] = []  # of the upcoming groups, the samples that the step would train
         self._temperatures = own_temperatures(config)
         self._uploads = policy.uploads_reference
         self._seconds = 0.0
+        self._step = 0  # steps before the one whose log-probs are computed
 
     def work_until(self, ready: Future[Any], step: int, version: int) -> None:
         """Compute log-probs of the groups that `step` will train, until `ready` is done on rank 0.
@@ -75,8 +79,8 @@ class IdleLogprobs:
         `version`: that of the policy's weights now, which the step updates. The batch waits for one portion at most.
         Returns early on a rank whose own `ready` has failed for a reason that rank 0 does not know.
         """
-        self._ledger.begin(version)
-        self._wanted = []
+        self._ledger.begin(version, self._policy.reference_step)
+        self._wanted, self._step = [], step
         while not _failed_here(ready):
             found = self._peers.on_first_rank(lambda: self._look(ready, step), _FOUND)
             if found is None:
@@ -94,13 +98,12 @@ class IdleLogprobs:
         until = time.monotonic() + SLICE_S
         ledger = self._ledger
         while not ready.done():
-            groups, rebuilds = self._pool.upcoming(step)
-            same = rebuilds == ledger.rebuilds
+            keys, rebuilds = self._pool.upcoming(step)
+            groups, same = list(keys), rebuilds == ledger.rebuilds
             if not same or groups != ledger.upcoming or self._next_portion() is not None or time.monotonic() > until:
+                asked = [key for group in (ledger.unknown(groups) if same else groups) for key in keys[group]]
                 try:
-                    return _Found(
-                        groups, self._pool.tags_of(ledger.unknown(groups) if same else groups, rebuilds), rebuilds
-                    )
+                    return _Found(groups, self._pool.tags_of(asked, rebuilds), rebuilds)
                 except PartsLost:  # the thread that waits for the batch brings the new queue
                     wait([ready], timeout=POLL_S)
                     return _Found([], [], ledger.rebuilds)
@@ -139,10 +142,12 @@ class IdleLogprobs:
             return
         samples = {row.key: TrainSample.of(row, temperature=self._temperatures.get(row.dataset)) for row in rows}
         started = time.perf_counter()
-        with self._recorder.phase("logprobs"):
+        step = self._step + 1
+        with self._recorder.phase("logprobs"), events.span("idle_logprobs", key=step, step=step):
             for stream in filter(portion.needs, self._ledger.streams):
                 part = [samples[key] for key in portion.part(stream, mine)]
-                results = self._policy.compute_logprobs(part, reference=stream == REFERENCE_LOGPROBS)
+                teacher = self._teachers[stream].teacher if stream in self._teachers else ""
+                results = self._policy.compute_logprobs(part, reference=stream == REFERENCE_LOGPROBS, teacher=teacher)
                 for sample, result in zip(part, results, strict=True):
                     self._values[stream][sample.key] = result.logprobs_R
         self._seconds += time.perf_counter() - started
@@ -158,17 +163,22 @@ class IdleLogprobs:
         if batch.rebuilds != self._ledger.rebuilds:  # they are those of other samples
             self._forget(batch.rebuilds)
         owners = {key: replica for replica in range(parallel.dp_size()) for key in plan.keys_of(replica)}
-        held = {stream: self._ledger.held(stream, owners) for stream in self._ledger.streams}
+        concerned = {
+            stream: [key for key in owners if self._ledger.concerns(stream, plan.tags[key])]
+            for stream in self._ledger.streams
+        }
+        held = {stream: self._ledger.held(stream, keys) for stream, keys in concerned.items()}
         with self._recorder.phase("logprobs"):
             values = self._exchange(owners, plan) if any(held.values()) else {}
-        batch.timings.update(self._metrics(held, owners, plan))
+        batch.timings.update(self._metrics(held, concerned, plan))
         groups = {tag.group_id for tag in batch.tags}
         kept = set(self._ledger.settle(groups))
         self._values = {
             stream: {key: value for key, value in own.items() if (stream, key) in kept}
             for stream, own in self._values.items()
         }
-        return EarlyLogprobs(values, frozenset(stream for stream in held if len(held[stream]) == len(owners)))
+        complete = frozenset(stream for stream, keys in concerned.items() if len(held[stream]) == len(keys))
+        return EarlyLogprobs(values, complete)
 
     def _exchange(self, owners: dict[str, int], plan: StepPlan) -> dict[str, dict[str, Tensor]]:
         """Send each sample's log-probs to the replica that trains it; return those of this one."""
@@ -184,15 +194,16 @@ class IdleLogprobs:
                 found.setdefault(stream, {})[key] = values_R
         return found
 
-    def _metrics(self, held: dict[str, list[str]], owners: dict[str, int], plan: StepPlan) -> dict[str, float]:
+    def _metrics(self, held: dict[str, list[str]], concerned: dict[str, list[str]], plan: StepPlan) -> dict[str, float]:
         """Return the share of samples and of tokens, over all passes that the step needs, and the seconds."""
         seconds, self._seconds = self._seconds, 0.0
         result = {"seconds": seconds}
-        if owners:
+        needed = [key for keys in concerned.values() for key in keys]
+        if needed:
             early = [key for keys in held.values() for key in keys]
-            tokens = sum(plan.tags[key].total_tokens for key in owners) * len(held)
-            result["samples_share"] = len(early) / (len(owners) * len(held))
-            result["tokens_share"] = sum(plan.tags[key].total_tokens for key in early) / tokens
+            tokens = {key: plan.tags[key].total_tokens for key in needed}
+            result["samples_share"] = len(early) / len(needed)
+            result["tokens_share"] = sum(tokens[key] for key in early) / sum(tokens[key] for key in needed)
         return {f"perf/idle_logprobs_{name}": value for name, value in result.items()}
 
 

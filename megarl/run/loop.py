@@ -13,7 +13,7 @@ from megarl.run.batches import PreparedBatch
 from megarl.run.session import Session
 from megarl.run.step import train_step
 from megarl.run.step_batch import StepBatch
-from megarl.trainer.policy import NonFiniteError
+from megarl.trainer.policy import StepRefused
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def train(session: Session) -> None:
         evaluate(session, 0, "before")
     else:
         publish_as_needed(session, lambda: session.evaluations.resume(session.version), most=MOST_PUBLICATIONS)
-    recorder.start_clock()
+    recorder.start_clock(session.first_step)
     for step in session.steps():
         prepared = take_batch(session, step)
         batch, plan = prepared.batch, prepared.plan
@@ -44,16 +44,19 @@ def train(session: Session) -> None:
             with pool.keep_batch_on_failure(batch):
                 train_step(
                     policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step,
-                    early=prepared.early,
+                    early=prepared.early, packed=prepared.packed, watch=session.monitor.watch,
                 )  # fmt: skip
-        except NonFiniteError as error:
+        except StepRefused as error:
             plan = session.skip(error, plan)
+        session.refresh_reference(step + 1)
         recorder.samples(batch, prepared.samples)
+        del prepared  # its rows need no place beside those of the next batch and of the one that is prepared then
         counted = pool.commit(batch, plan)
         session.version += pace.updates_per_step
+        alarmed = session.monitor.act(session.version)
         if evaluation_due(session, step + 1):
             finish_evaluation(session, step + 1)  # so that the next one finds all replicas with the newest weights
-        if pace.publishes_after(step + 1) or publishes_early(session, batch):
+        if alarmed or pace.publishes_after(step + 1) or publishes_early(session, batch):
             publish(session)
         recorder.step(batch, plan, session.version, counted)
         session.evaluations.collect(step + 1)

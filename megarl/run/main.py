@@ -14,7 +14,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -26,14 +26,19 @@ from megarl.common import run_files
 from megarl.common.claim import Holder, RunClaim
 from megarl.common.errors import ConfigError
 from megarl.common.output import redirect_output
-from megarl.config.arguments import add_config_arguments
+from megarl.config.arguments import add_run_arguments
 from megarl.config.load import load_config, to_yaml
 from megarl.config.plan import RunPlan, make_plan
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
+from megarl.data.check_files import check_data_files
 from megarl.run.claim_for_ranks import claim_for_ranks, holder_for_ranks
 from megarl.run.failure import FailureReport, set_aside
 from megarl.run.stop_signals import StopSignals, end_before_start
+from megarl.run.torchrun_start import SAFE_TORCHRUN, notice_of_open_stores
+from megarl.run.trainer_events import begin_events, end_with_failure
+from megarl.telemetry import events
+from megarl.telemetry.prometheus import check_endpoint
 
 if TYPE_CHECKING:
     from megarl.cluster.handle import SupervisorHandle
@@ -54,9 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.dry_run:
             from megarl.config.plan_tables import print_dry_run
 
+            check_data_files(config)
             print_dry_run(plan, sys.stdout)
             return
         _check_launch(config)
+        if rank == 0 and not _is_restart():
+            check_endpoint(config)
+            check_data_files(config)
         claim = claim_for_ranks(config, rank)
     except (ConfigError, ValueError, FileNotFoundError, TimeoutError) as error:
         if rank != 0:
@@ -65,21 +74,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(2)
         sys.stderr.write(f"megarl: {error}\n")
         sys.exit(2)
+    if rank == 0 and (notice := notice_of_open_stores(os.environ, sys.argv)) is not None:
+        sys.stderr.write(f"megarl: {notice}\n")
     sys.exit(run(config, plan, claim))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Reinforcement learning of a language model: Megatron-Core trainer, vLLM rollout pool.",
-        epilog="example: torchrun --nproc-per-node 2 examples/rl/train_rl.py "
+        epilog=f"example: {SAFE_TORCHRUN} --nproc-per-node 2 examples/rl/train_rl.py "
         "--config examples/rl/configs/quickstart_cpu.yaml run.steps=10",
     )
-    add_config_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan; start nothing")
-    parser.add_argument(
-        "--resume", metavar="auto|PATH|never", help="which checkpoint to resume from (default: checkpoint.resume)"
-    )
-    parser.add_argument("--dump-batches", action="store_true", help="keep whole batches for `megarl replay`")
+    add_run_arguments(parser)
     return parser
 
 
@@ -95,7 +101,7 @@ def _check_launch(config: Config) -> None:
     gpus = config.trainer.gpus
     if world is None:
         raise ValueError(
-            f"not started by torchrun; use: torchrun --nproc-per-node {gpus} {sys.argv[0]} "
+            f"not started by torchrun; use: {SAFE_TORCHRUN} --nproc-per-node {gpus} {sys.argv[0]} "
             "--config ..., or add --dry-run to see the plan"
         )
     if int(world) != gpus:
@@ -113,10 +119,11 @@ def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:
     terminal: TextIO = sys.stderr
     try:
         terminal = redirect_output(log_file)
-        code = _run(config, plan, claim, terminal)
+        code = _run(config, plan, claim, terminal, lambda error: failures.claim(error, terminal, log_file))
     except Exception as error:
         try:
             failures.claim(error, terminal, log_file)
+            end_with_failure(error, restarts=_restarts_left())
             if claim is not None and not _restarts_left():
                 claim.release()
         finally:
@@ -127,15 +134,20 @@ def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:
     return code
 
 
-def _run(config: Config, plan: RunPlan, claim: RunClaim | None, terminal: TextIO) -> int:
-    """Take RUN_DIR over and train; return the exit code. Raises what ends the run."""
+def _run(
+    config: Config, plan: RunPlan, claim: RunClaim | None, terminal: TextIO, report: Callable[[Exception], object]
+) -> int:
+    """Take RUN_DIR over and train; return the exit code. Raises what ends the run.
+
+    `report`: tells the user of a failure that a thread has found.
+    """
     if claim is not None:
         claim.renew_in_background(lambda other: _end_without_a_trace(other, config.run_dir, terminal))
     this_start = config_of_this_start(plan.config)
     if int(os.environ["RANK"]) == 0:
         _take_over(this_start)
         (config.run_dir / "config.yaml").write_text(to_yaml(plan.config), encoding="utf-8")  # read by `megarl replay`
-    code = _train(config, this_start, plan, terminal)
+    code = _train(config, this_start, plan, terminal, report)
     (config.run_dir / run_files.RESERVE_FILE).unlink(missing_ok=True)
     return code
 
@@ -153,8 +165,7 @@ def _take_over(config: Config) -> None:
         (config.run_dir / "error.txt").unlink(missing_ok=True)
     else:
         set_aside(config.run_dir)
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if restarted or LAUNCH_ID_VARIABLE in os.environ:
+    if _is_restart() or LAUNCH_ID_VARIABLE in os.environ:
         # A stop request that exists is for this run: torchrun has restarted it, or its launch script has checked.
         (config.run_dir / run_files.EXIT_FILE).unlink(missing_ok=True)
     else:
@@ -162,11 +173,13 @@ def _take_over(config: Config) -> None:
     run_files.make_reserve(config.run_dir)
 
 
-def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) -> int:
+def _train(
+    config: Config, this_start: Config, plan: RunPlan, terminal: TextIO, report: Callable[[Exception], object]
+) -> int:
     """Build the session and train. Return 0; 1 if the run was stopped, could not save there and is not restarted.
 
     `this_start`: the config of this start of the ranks, without `auto`. The pool gets `config`, that of the launch, so
-    that a restart of the ranks finds it unchanged and keeps the pool.
+    that a restart of the ranks finds it unchanged and keeps the pool. `report`: as in `_run`.
     """
     from megarl.cluster.nodes.network import one_node_environment
     from megarl.common.processes import die_with_parent
@@ -179,17 +192,21 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
     launch = _launch_pool(config) if rank == 0 else None
     from megarl import platforms
     from megarl.run.peers import join_peers
+    from megarl.run.rank_watch import watch_ranks
 
     platform = platforms.activate(_own_device(plan, int(os.environ["LOCAL_RANK"])))
     import torch
 
-    join_peers(platform.backend, config.timeouts.collective_s, config.run_dir)
+    store = join_peers(platform.backend, config.timeouts.collective_s, config.run_dir)
+    begin_events(config, rank)  # after rank 0 has moved those of an earlier run aside
+    watch = watch_ranks(store, config.run_dir, config.timeouts, report)
     if rank == 0:
         terminal.write(f"megarl: {config.run.name}: {_headline(config, plan)}\n")
     from megarl.run.loop import train
     from megarl.run.session import Session
 
     session = Session(this_start, launch, terminal, signals)
+    watch.follow(lambda: session.steps_done)
     try:
         train(session)
         session.finish()
@@ -200,6 +217,8 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
             error.add_note(f"closing failed too: {failure!r}")
         raise
     session.close()
+    events.close_events()
+    watch.close()
     torch.distributed.destroy_process_group()
     # torchrun would start the ranks again for another code, if it may; the run that was stopped must stay so.
     return 1 if session.lost_its_stop and not _restarts_left() else 0
@@ -208,6 +227,11 @@ def _train(config: Config, this_start: Config, plan: RunPlan, terminal: TextIO) 
 def _own_device(plan: RunPlan, local_rank: int) -> int:
     """Return the index of this rank's GPU among those it sees. A node's agent shows its ranks the trainer's only."""
     return local_rank if LAUNCH_ID_VARIABLE in os.environ else plan.pools.trainer.devices[local_rank]
+
+
+def _is_restart() -> bool:
+    """Tell whether torchrun has started the ranks of this run before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _restarts_left() -> bool:

@@ -27,8 +27,13 @@ T = TypeVar("T")
 _OUTCOME: Codec[tuple[bytes, str | None]] = codec_of(tuple[bytes, str | None])
 
 
-def join_peers(backend: str, timeout_s: float, run_dir: Path) -> None:
+StoreAddress = tuple[str, int]  # host and port
+
+
+def join_peers(backend: str, timeout_s: float, run_dir: Path) -> StoreAddress:
     """Call `init_process_group` for a torchrun rank, including one that torchrun has restarted.
+
+    Return the address of the store of the ranks, which rank 0 serves.
 
     The store of the process group is one of the ranks' own, which listens on one address and begins empty. torchrun
     would share its rendezvous' store with the ranks: that one listens on all addresses and outlives a restart, so a
@@ -39,6 +44,7 @@ def join_peers(backend: str, timeout_s: float, run_dir: Path) -> None:
     store = _own_store(rank, timeout_s, run_secret(run_dir))
     guard_object_collectives()
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    return store.host, store.port
 
 
 def _own_store(rank: int, timeout_s: float, secret: bytes) -> TCPStore:

@@ -23,7 +23,7 @@ from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.queue.dump import write_batch
-from megarl.queue.trajectory import SampleTag, Trajectory, sample_key
+from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices, own_device, refuse_overlap
@@ -38,7 +38,7 @@ from megarl.run.row_codec import ROWS
 from megarl.run.step import StepPlan
 from megarl.run.step_batch import StepBatch
 from megarl.trainer import parallel
-from megarl.trainer.policy import NonFiniteError
+from megarl.trainer.policy import StepRefused
 from megarl.weights.handles import EngineHandles
 
 logger = logging.getLogger(__name__)
@@ -204,20 +204,18 @@ class PoolLink:
             lambda bound_s: bool(self._client.use(lambda pool: pool.keep(batch.step, batch.rebuilds))), _KEPT
         )
 
-    def upcoming(self, step: int) -> tuple[list[int], int]:
-        """Return the finished groups that `step` would take now, and the number of the queue. On rank 0 only.
+    def upcoming(self, step: int) -> tuple[dict[int, list[str]], int]:
+        """Return the finished groups that `step` would take now, with the keys of their rows, and the queue's number.
 
-        Not collective.
+        On rank 0 only; not collective.
         """
-        return self._client.use(lambda pool: pool.upcoming(step)) or ([], 0)
+        return self._client.use(lambda pool: pool.upcoming(step)) or ({}, 0)
 
-    def tags_of(self, groups: Sequence[int], rebuilds: int) -> list[SampleTag]:
-        """Return the tags of all samples of groups in the queue; [] but on leaders. Not collective.
+    def tags_of(self, keys: Sequence[str], rebuilds: int) -> list[SampleTag]:
+        """Return the tags of rows in the queue; [] but on leaders. Not collective.
 
         Raises PartsLost if the queue that `rebuilds` tells has died.
         """
-        samples = range(self._config.batch.samples_per_group)
-        keys = [sample_key(group, index) for group in groups for index in samples]
         if not keys:
             return []
         return self._queue.use(lambda queue: queue.read(rebuilds, lambda reader: reader.read_tags(keys))) or []
@@ -244,13 +242,13 @@ class PoolLink:
 
     @contextmanager
     def keep_batch_on_failure(self, batch: StepBatch) -> Iterator[None]:
-        """Write the batch to RUN_DIR/failed_batch, for `megarl replay`, if the block raises NonFiniteError.
+        """Write the batch to RUN_DIR/failed_batch, for `megarl replay`, if the block raises StepRefused.
 
         If a rank cannot write its share, the error says so, and is raised all the same.
         """
         try:
             yield
-        except NonFiniteError as error:
+        except StepRefused as error:
             directory = self._config.run_dir / "failed_batch"
             problem: OSError | PartsLost | None = None
             try:
@@ -263,9 +261,19 @@ class PoolLink:
             incomplete = self._peers.any(problem is not None)
             told = f"the batch could not be kept in {directory}: {problem or 'another rank failed to write its share'}"
             told = told if incomplete else f"the batch is kept in {directory}"
-            kept = NonFiniteError(f"step {batch.step}: {error}; {told}")
+            kept = type(error)(f"step {batch.step}: {error}; {told}")
             kept.updates = error.updates
             raise kept from error
+
+    def quarantine(self, replica: int, reason: str) -> bool:
+        """Take a replica out until the next publication has replaced it, and tell the user; False if that cannot be.
+
+        Not collective: only rank 0 acts, and True elsewhere.
+        """
+        told = self._client.use(lambda pool: pool.quarantine(replica, reason))
+        if told is not None:
+            self._recorder.say(f"{reason}; {told[1]}")
+        return told is None or told[0]
 
     def commit(self, batch: StepBatch, plan: StepPlan) -> Counters | None:
         """Tell the controller how every group ended; it then frees the rows that it does not use again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -55,6 +56,7 @@ class QueueLink:
             namespace=handle.namespace,
             timeout_s=self._timeouts.queue_s,
             check=handle.check_parts,
+            who=f"trainer rank {os.environ.get('RANK', '0')}",
         )
 
     def close(self) -> None:

@@ -5,8 +5,10 @@ Every rank has a recorder, because every rank measures; only the one of rank 0 w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 from megarl.checkpoint.save.history import ROLLED_BACK, positions, roll_back
@@ -27,7 +29,10 @@ from megarl.run.performance import Performance, peak_memory_gib
 from megarl.run.stateful import Stateful
 from megarl.run.step import StepPlan
 from megarl.run.step_batch import StepBatch
+from megarl.run.trainer_events import StepEvents, end_of_history
+from megarl.telemetry import events
 from megarl.telemetry.declarations import step_metrics
+from megarl.telemetry.monitor import RUN, Alarm
 from megarl.telemetry.sinks import MetricsWriter
 from megarl.telemetry.summary import RunSummary
 from megarl.telemetry.timer import Phase, PhaseTimer
@@ -109,7 +114,7 @@ class ResultFiles:
     key = "files"
 
     def __init__(self, config: Config, waiting: Callable[[], Mapping[str, int]] = dict) -> None:
-        """`waiting`: the bytes that a full disk has not taken yet, by file name."""
+        """`waiting`: has all lines written, and returns the bytes that a full disk has not taken, by file name."""
         self._run_dir, self._waiting = config.run_dir, waiting
 
     def state_dict(self) -> dict[str, int]:
@@ -121,6 +126,11 @@ class ResultFiles:
         """Do nothing: the files are already truncated."""
 
 
+def _replica_of(subject: int) -> int | None:
+    """Return the replica that a rule of the monitor is about; None for the run."""
+    return None if subject == RUN else subject
+
+
 class Recorder:
     """Collects the current step in `metrics` and `timer`; `step` closes it and writes it."""
 
@@ -130,11 +140,13 @@ class Recorder:
         self._writer = MetricsWriter.open(config, terminal) if peers.is_first else MetricsWriter.silent()
         self._notices = NoticeWatch(self._run_dir, self.say) if peers.is_first else None
         self.metrics = step_metrics()
-        self.timer = PhaseTimer()
+        self._events = StepEvents()
+        self.timer = PhaseTimer(time.monotonic, self._events.phase)
         self.summary = RunSummary()
         self._totals = Totals()
         self._evaluated = LastEvaluation()
         self._performance: Performance | None = None
+        self._begun = (0, time.monotonic())  # steps done when the clock was started, and that time
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
@@ -155,6 +167,17 @@ class Recorder:
         """Print a line for the user."""
         self._writer.progress.message(text)
 
+    def alarm(self, alarm: Alarm) -> None:
+        """Record that an alarm of the monitor begins in this step. Only rank 0 writes it."""
+        if self._peers.is_first:
+            step, replica = self._events.step, _replica_of(alarm.subject)
+            events.fault("alarm", alarm.text, replica=replica, step=step, rule=alarm.rule.name)
+
+    def alarm_ended(self, rule: str, subject: int, how: str) -> None:
+        """Record that the alarm of a rule about a replica, or the run, ends in this step. Only rank 0 writes it."""
+        if self._peers.is_first:
+            events.recovery("alarm", how, replica=_replica_of(subject), step=self._events.step, rule=rule)
+
     def status(self, text: str) -> None:
         """Show the current activity on the live line of a terminal."""
         self._writer.progress.status(text)
@@ -167,9 +190,14 @@ class Recorder:
         with self.timer.phase(name):
             yield
 
-    def start_clock(self) -> None:
-        """Begin the first step: the time of start-up, of version 0 and of the first evaluation belongs to no step."""
+    def start_clock(self, steps_done: int = 0) -> None:
+        """Begin the first step: the time of start-up, of version 0 and of the first evaluation belongs to no step.
+
+        `steps_done`: those of the history that the run resumes.
+        """
         exempt_present_objects()
+        self._begun = (steps_done, time.monotonic())
+        self._events.begin(steps_done + 1)
         self.timer.finish_step()
         self.metrics.reduce()
 
@@ -197,7 +225,7 @@ class Recorder:
         """Append trajectories, with reference answers, to samples.jsonl."""
         for row, reference in rows:
             assert self._tokenizer is not None  # load_tokenizer loads it wherever there are rows
-            record = sample_record(batch.step + 1, row, self._tokenizer.decode, reference)
+            record = partial(sample_record, batch.step + 1, row, self._tokenizer.decode, reference)
             self._writer.sample(batch.step + 1, record)
 
     def step(self, batch: StepBatch, plan: StepPlan, version: int, counted: Counters | None) -> None:
@@ -214,14 +242,18 @@ class Recorder:
         hidden_s = values.get("perf/idle_logprobs_seconds", 0.0)
         engine_s = max(0.0, values.get("rollout/engine_seconds", 0.0) - hidden_s)
         values |= self.timer.finish_step(engine_s)
+        self._events.finish_step()
         values |= self._performance.of_step(values)
         values["perf/trainer_peak_memory_gib"] = peak_memory_gib(self._peers.group)
         values |= self._totals.add(values)
         if self._writer.failures:
             values["total/failed_writes"] = self._writer.failures
+        if lost := events.lost_events():
+            values["total/lost_events"] = lost
         values["total/wall_seconds"] = self.summary.wall_seconds
         steps_done = batch.step + 1
-        values["time/eta"] = values["total/wall_seconds"] / steps_done * (self._config.run.steps - steps_done)
+        made = max(1, steps_done - self._begun[0])  # by this start of the run, whose own start-up counts for nothing
+        values["time/eta"] = (time.monotonic() - self._begun[1]) / made * (self._config.run.steps - steps_done)
         self.summary.step(values)
         self._writer.write(steps_done, values)
         self._writer.write_summary(self.summary, "running")
@@ -229,13 +261,20 @@ class Recorder:
             self._totals.compare(steps_done, counted)
 
     def evaluation(
-        self, steps_done: int, version: int, label: str, reports: Sequence[SetReport], *, written_at: int | None = None
-    ) -> None:
+        self, steps_done: int, version: int, label: str, reports: Sequence[SetReport], *,
+        written_at: int | None = None, began: float | None = None,
+    ) -> None:  # fmt: skip
         """Record and print an evaluation, one report per set, that began after `steps_done` steps with `version`.
 
         `written_at`: the step with which its metrics are written, if others were done meanwhile: that of its end,
-        because sinks want steps in order, and a resume discards what was written after its checkpoint.
+        because sinks want steps in order, and a resume discards what was written after its checkpoint. `began`: when
+        it began, by `time.monotonic`.
         """
+        if began is not None and self._peers.is_first:
+            events.record(
+                "evaluation", began, time.monotonic(), step=steps_done, version=version,
+                args={"label": label, "beside_training": int(written_at is not None)},
+            )  # fmt: skip
         first = reports[0]
         self.summary.evaluation(label, first.greedy.mean.value, first.sampled.mean.value, first.n, first.reward_errors)
         if all(report.of_one_version for report in reports):
@@ -254,6 +293,8 @@ class Recorder:
     def roll_back(self, step: int) -> None:
         """Note that the run resumes from `step`."""
         self._writer.roll_back(step)
+        if self._peers.is_first:
+            events.mark("rolled_back", step=step, args={"since": end_of_history(self._run_dir)})
 
     def finish(self, record: ExitRecord) -> None:
         """Write RUN_DIR/summary.json and RUN_DIR/exit.json."""

@@ -30,12 +30,14 @@ from megarl.run.idle_logprobs import IdleLogprobs
 from megarl.run.peers import Peers
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
+from megarl.run.run_monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
 from megarl.run.stateful import Stateful, collect, restore
 from megarl.run.step import StepPlan
 from megarl.run.stop_signals import StopSignals
 from megarl.run.stop_vote import StopVote
+from megarl.telemetry import events
 from megarl.trainer import parallel
-from megarl.trainer.policy import NonFiniteError, Policy
+from megarl.trainer.policy import Policy, StepRefused
 from megarl.weights.sender import WeightSender
 
 
@@ -56,6 +58,7 @@ class Session:
         self.config = config
         self.peers = Peers(config.timeouts)
         self._refuse_different_plans()
+        self._meet()
         self.recorder = Recorder(config, self.peers, terminal)
         self.recorder.say("building the policy")
         info = load_info(config.model.path)
@@ -66,14 +69,15 @@ class Session:
         dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
         self.pool = PoolLink(config, self.peers, self.recorder)
-        self.batches = BatchSource(config, self.pool, self.recorder, self._idle_logprobs())
+        self.batches = BatchSource(config, self.pool, self.recorder, self.policy.packer, self._idle_logprobs())
         self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
+        self.monitor = RunMonitor(config, self.pool, self.recorder)
         self.sender = WeightSender(config, self._exporter)
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
         self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank
         self.unsaved_steps = 0  # trained, and lost because the save at the stop failed
-        self.version = self.skipped_steps = 0
+        self.version = self.skipped_steps = self.skipped_by_alarms = 0
         self.first_step = self.steps_done = self._resume()
         self._connect(launch)
         self._stop_vote.install()
@@ -81,7 +85,7 @@ class Session:
     @property
     def parts(self) -> Sequence[Stateful]:
         """The parts whose state a checkpoint holds besides the trainer's own state."""
-        return (self.pool, *self.recorder.parts, self.evaluations)
+        return (self.pool, *self.recorder.parts, self.evaluations, self.monitor)
 
     def _idle_logprobs(self) -> IdleLogprobs | None:
         """Return the work of the trainer's idle time; None if the run has none."""
@@ -101,14 +105,21 @@ class Session:
                 ]
             )
 
+    def _meet(self) -> None:
+        """Record a moment at which all ranks are in one collective, by which a trace aligns the clocks of hosts."""
+        number = self.peers.gather(time.time_ns() // 1000, JSON)[0]  # from here on all are about equally far
+        begin = time.monotonic()
+        self.peers.gather(number, JSON)
+        events.record("ranks_meet", begin, time.monotonic(), args={"id": str(number)})
+
     def _resume(self) -> int:
         """Load the checkpoint that `checkpoint.resume` names, if any; return the steps done by its history."""
 
         record = self.checkpointer.restore(self._cut_result_files)
         if record is None:
             return 0
-        # Earlier releases waited for every evaluation, so their checkpoints say nothing about them.
-        restore(self.parts, {self.evaluations.key: {}, **record})
+        # Checkpoints of earlier releases say nothing about evaluations, for which these waited, and have no monitor.
+        restore(self.parts, {self.evaluations.key: {}, self.monitor.key: {}, **record})
         self.recorder.roll_back(record["step"])
         self.version = int(record["version"])
         return int(record["step"])
@@ -160,18 +171,43 @@ class Session:
             self.unsaved_steps = step - self.steps_done
             self.stopped = f"{self.stopped}; {self.checkpointer.failure}"
 
-    def skip(self, error: NonFiniteError, plan: StepPlan) -> StepPlan:
+    def skip(self, error: StepRefused, plan: StepPlan) -> StepPlan:
         """Return the plan of a step that is skipped because of `error`, which is raised if it may not be.
 
-        It may be if it has made no update, and `trainer.max_skipped_steps` allows it.
+        It may be if it has made no update, and `trainer.max_skipped_steps`, for an alarm `monitor.max_skipped_steps`,
+        allows it. An alarm that stops the run saves the last step before.
         """
-        most = self.config.trainer.max_skipped_steps
-        skipped = plan.skipped() if not error.updates and self.skipped_steps < most else None
+        by_alarm = isinstance(error, AlarmSkipsStep)
+        if isinstance(error, AlarmStopsRun):
+            self._save_before_failure()
+            raise error
+        most = (self.config.monitor if by_alarm else self.config.trainer).max_skipped_steps
+        done = self.skipped_by_alarms if by_alarm else self.skipped_steps
+        skipped = plan.skipped() if not error.updates and done < most else None
         if skipped is None:
             raise error
-        self.skipped_steps += 1
-        self.recorder.say(f"{error}; the step is skipped ({self.skipped_steps} of at most {most})")
+        self.skipped_by_alarms += by_alarm
+        self.skipped_steps += not by_alarm
+        self.recorder.say(f"{error}; the step is skipped ({done + 1} of at most {most})")
+        if self.peers.is_first:
+            events.fault("step", str(error), step=self.steps_done + 1)
         return skipped
+
+    def _save_before_failure(self) -> None:
+        """Save the steps before the present one, which has changed no weight, unless that has been done."""
+        step = self.steps_done
+        if step > self.first_step and self.checkpointer.newest != step:
+            self.save(step, wait=True)
+
+    def refresh_reference(self, steps_done: int) -> None:
+        """Give the reference policy the weights after `steps_done` steps, if that is due. Called before the next step.
+
+        The log-probs of the old reference that were computed ahead are forgotten with it (`EarlyLedger.begin`).
+        """
+        with self.recorder.phase("update"):
+            refreshed = self.policy.refresh_reference(steps_done)
+        if refreshed:
+            self.recorder.say(f"the reference policy has the weights after {steps_done} steps")
 
     def checkpoint(self, steps_done: int) -> None:
         """Complete the save that is running in the background, and start one if it is due. Called between steps."""

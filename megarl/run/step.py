@@ -9,51 +9,60 @@ Shapes: `_R` the response tokens of one sample.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 
-from megarl.algorithms.advantages import group_advantages
 from megarl.algorithms.aggregation import GlobalCounts
-from megarl.algorithms.filters import ShapedBatch, shape_batch
-from megarl.algorithms.losses import kl_penalty
-from megarl.algorithms.stats import LossStats
+from megarl.algorithms.filters import ShapedBatch, alive_samples, shape_batch, with_advantages
+from megarl.algorithms.kl import kl_penalty
 from megarl.common.object_collectives import Codec, codec_of
+from megarl.common.sample_parts import by_sample, first_parts
+from megarl.config.algorithm import advantage_of
 from megarl.config.datasets import own_temperatures, response_limits
-from megarl.config.old_logprobs import correction_of, logprob_passes, recomputes_old_logprobs
+from megarl.config.old_logprobs import (
+    correction_of,
+    interpolates_proximal,
+    logprob_passes,
+    recomputes_old_logprobs,
+    teacher_passes,
+)
 from megarl.config.pace import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.config.shaping import shaping_of
-from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS, ROLLOUT_LOGPROBS
+from megarl.config.training_loss import default_weights
+from megarl.queue.streams import (
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    ROLLOUT_LOGPROBS,
+    SOURCES,
+    TEACHER_LOGPROBS,
+)
 from megarl.queue.trajectory import SampleTag, Trajectory
+from megarl.run.compare_logprobs import StepMeasures
+from megarl.run.distill import add_teacher_logprobs, distil
 from megarl.run.early_logprobs import EarlyLogprobs
-from megarl.run.update_metrics import engine_against_trainer, record_mismatch, record_update
+from megarl.run.off_policy import reject_before_updates, set_interpolation
+from megarl.run.sources import TokenSources
+from megarl.run.update_metrics import record_measures, record_update
+from megarl.telemetry import events
 from megarl.telemetry.metrics import StepMetrics
 from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample
+from megarl.trainer.packed_batch import PackedBatch, PackedStep
 from megarl.trainer.packing import assign_to_ranks, partition_hash
-from megarl.trainer.policy import NonFiniteError, Policy
+from megarl.trainer.policy import NonFiniteError, NoTokensError, Policy, StepRefused
 
 T = TypeVar("T")
 
+_KEYS: Codec[list[str]] = codec_of(list[str])
 _SUMS: Codec[dict[str, float]] = codec_of(dict[str, float])
-_VECTORS: Codec[tuple[list[float], list[float]]] = codec_of(tuple[list[float], list[float]])
-
-
-def _encode_stats(stats: LossStats) -> bytes:
-    return _VECTORS.encode((stats.sum_vector().tolist(), stats.max_vector().tolist()))
-
-
-def _decode_stats(content: bytes) -> LossStats:
-    sums_K, maxima_M = (torch.tensor(part, dtype=torch.float64) for part in _VECTORS.decode(content))
-    return LossStats.from_vectors(sums_K, maxima_M)
-
-
-_STATS = Codec(_encode_stats, _decode_stats)
 
 
 class ReuseError(ValueError):
@@ -103,7 +112,7 @@ class StepPlan:
     def ended(self) -> dict[str, list[int]]:
         """The same ids by how the groups ended, each list sorted; found without the numbers in `outcome`."""
         stale = {self.tags[key].group_id for key in self.stale}
-        usable = Counter(tag.group_id for tag in self.new_tags if not tag.failed)
+        usable = Counter(tag.group_id for tag in first_parts(self.new_tags) if not tag.failed)
         trained = set(self.trained_groups)
         failed = {group for group in self.admitted - self.replaced if usable[group] < 2} | self.not_finite
         filtered = self.admitted - trained - stale - failed
@@ -143,6 +152,10 @@ class StepPlan:
         return partition_hash(self.mini_batches)
 
 
+# Is shown the plan of a step and what was measured, once a step, on every rank. It may raise StepRefused.
+StepWatch = Callable[[StepPlan, StepMeasures], None]
+
+
 def plan_step(
     tags: Sequence[SampleTag],
     config: Config,
@@ -167,16 +180,16 @@ def plan_step(
     groups = [
         list(group)
         for _, group in itertools.groupby(
-            sorted(tags, key=lambda tag: (tag.group_id, tag.sample_index)), key=lambda tag: tag.group_id
+            sorted(tags, key=lambda tag: (tag.group_id, tag.sample_index, tag.part)), key=lambda tag: tag.group_id
         )
     ]
     # A group with too few usable samples has failed on the rollout side already, however old its tokens are.
-    usable = [[tag for tag in group if not tag.failed] for group in groups]
-    in_time = [len(alive) < 2 or all(tag.oldest_version >= oldest for tag in alive) for alive in usable]
+    usable = [alive_samples(group) for group in groups]
+    in_time = [len(alive) < 2 or _oldest_version(alive, otherwise=version) >= oldest for alive in usable]
     stale = list(itertools.compress(groups, [not each for each in in_time]))
     fresh, limits = list(itertools.compress(groups, in_time)), response_limits(config)
     own_limits = [limits[group[0].dataset] for group in fresh] if limits else None
-    shaped = shape_batch(fresh, shaping_of(config), own_limits)
+    shaped = shape_batch(fresh, shaping_of(config), advantage_of(config), own_limits)
     by_key = {tag.key: tag for tag in tags}
     _check_all_trained(reused, {by_key[group[0].key].group_id for group in shaped.groups}, stale)
     mini_batches = []
@@ -193,6 +206,12 @@ def plan_step(
     )
     stale_keys = [tag.key for group in stale for tag in group]
     return StepPlan(by_key, shaped, mini_batches, outcome, version, stale_keys, frozenset(reused), frozenset(replaced))
+
+
+def _oldest_version(samples: Sequence[Sequence[SampleTag]], *, otherwise: int) -> int:
+    """Return the version of the oldest token; `otherwise` for demonstrations, which no weights have made."""
+    versions = (tag.oldest_version for rows in samples for tag in rows if not tag.demonstrated)
+    return min(versions, default=otherwise)
 
 
 def _check_replaced(tags: Sequence[SampleTag], config: Config, replaced: Sequence[int]) -> None:
@@ -238,53 +257,144 @@ def train_step(
     *,
     step: int,
     early: EarlyLogprobs | None = None,
+    packed: PackedStep | None = None,
+    watch: StepWatch = lambda plan, measured: None,
 ) -> None:
     """Compute the log-probs that are missing, then make one optimizer update per mini-batch. Collective.
 
     `rows`: this DP rank's trajectories by key, at least those of `plan.keys_of(dp_rank)`. `step`: the number of steps
-    before this one. `early`: log-probs of this rank's samples that are there already.
+    before this one. `early`: log-probs of this rank's samples that are there already. `packed`: these samples, packed
+    on every rank; None: the step makes and packs them, with equal results. `watch` is called before the first update
+    changes a weight.
 
-    Records `policy/*`, `correction/*`, `mismatch/*` and `reward/shaped_mean`. A step whose groups are all filtered
-    makes no update and records `policy/updates` 0. Raises NonFiniteError before any weight has changed.
+    Records `policy/*`, `correction/*`, `mismatch/*` and `reward/shaped_mean`. A mini-batch without a weight in any term
+    of the loss makes no update; a step whose groups are all filtered makes none, and records `policy/updates` 0. Raises
+    NonFiniteError before any weight has changed, also if an engine has returned a log-prob that is not finite: its
+    weights, or its arithmetic, may be damaged; and what `watch` raises.
     """
+    _refuse_bad_logprobs(plan)
     recomputes = recomputes_old_logprobs(config)
-    samples = _train_samples(plan, rows, config)
+    packed = packed or PackedStep(train_samples(plan, rows, config, parallel.dp_rank()))
+    samples = packed.samples
+    passes = logprob_passes(config) if plan.mini_batches else []
     with timer.phase("logprobs"):
-        for stream in logprob_passes(config) if plan.mini_batches else []:
-            _compute_logprobs(policy, samples, stream, early or EarlyLogprobs())
+        for stream in passes:
+            _compute_logprobs(policy, packed, stream, early or EarlyLogprobs())
+        used = {key: plan.tags[key] for part in plan.mini_batches for keys in part for key in keys}
+        add_teacher_logprobs(policy, used, samples, config, early or EarlyLogprobs())
+    if teacher_passes(config):
+        passes = [*passes, TEACHER_LOGPROBS]
+    if passes:
+        _refuse_bad_passes(samples, passes)
+    measured = StepMeasures.begin(plan.tags.values(), config)
     if recomputes and plan.mini_batches:
-        record_mismatch(metrics, _compare(samples, rows))
+        measured.compare_in_pass(samples, rows)
     _set_advantages(plan, samples, rows, config, metrics)
-    counted = [(mini_batch, _counts(plan, mini_batch, config)) for mini_batch in plan.mini_batches]
-    # A mini-batch whose samples are all masked as truncated makes no update.
-    trained = [(mini_batch, counts) for mini_batch, counts in counted if counts.tokens]
+    distil(plan.tags, samples, config, metrics)
+    kept = reject_before_updates(samples, config, metrics) if plan.mini_batches else None
+    updates, made = list(_updates(plan, packed, config, kept)), 0
+
+    def check(values: Mapping[str, float]) -> None:
+        measured.compare_in_update(values, None if recomputes else policy.source_gaps)
+        record_measures(metrics, measured)
+        watch(plan, measured)
+
     with timer.phase("update"):
-        for number, (mini_batch, counts) in enumerate(trained):
-            mine = [samples[key] for key in mini_batch[parallel.dp_rank()]]
-            try:
-                values = policy.update(
-                    mine,
-                    counts,
-                    another_follows=number + 1 < len(trained),
-                    measure_entropy=number == 0 and entropy_due(config, step),
-                )
-            except NonFiniteError as error:
-                error.updates = number
-                raise
-            if number == 0 and not recomputes:
-                record_mismatch(metrics, engine_against_trainer(values))
+        for number, (mine, counts, ready) in enumerate(updates):
+            if interpolates_proximal(config):
+                set_interpolation(mine, rows, version=plan.version, updates=made)
+            update = partial(
+                policy.update, mine, counts, packed=ready, another_follows=number + 1 < len(updates),
+                measure_entropy=made == 0 and entropy_due(config, step), check=_unchecked if made else check,
+            )  # fmt: skip
+            if (values := _make_update(update, mine, made, step)) is None:
+                continue
+            if made and not recomputes:
+                measured.gaps.merge(policy.source_gaps)
+            made += 1
             record_update(metrics, values, config)
-    metrics.record("policy/updates", len(trained))
+    if not made:
+        watch(plan, measured)
+    metrics.record("policy/updates", made)
 
 
-def _compute_logprobs(policy: Policy, samples: Mapping[str, TrainSample], stream: str, early: EarlyLogprobs) -> None:
+def _make_update(
+    update: Callable[[], dict[str, float]], mine: Sequence[TrainSample], made: int, step: int
+) -> dict[str, float] | None:
+    """Call `update` for the samples `mine` and record its time. Return its metrics; None if no token has a weight.
+
+    `made`: the updates of the step before this one, which a refusal names.
+    """
+    begin = time.monotonic()
+    try:
+        values = update()
+    except NoTokensError:
+        return None
+    except StepRefused as error:
+        error.updates = made
+        raise
+    tokens = sum(len(each.prompt_ids) + len(each.response_ids) for each in mine)
+    args = {"samples": len(mine), "tokens": tokens}
+    events.record("mini_batch", begin, time.monotonic(), key=step + 1, step=step + 1, args=args)
+    return values
+
+
+def _unchecked(values: Mapping[str, float]) -> None:
+    """Accept an update after the first one of a step."""
+
+
+def _refuse_bad_logprobs(plan: StepPlan) -> None:
+    """Raise NonFiniteError, on every rank, if a sample of the batch has failed by its engine's log-probs."""
+    bad = [key for key, tag in plan.tags.items() if tag.bad_logprobs]
+    if bad:
+        raise NonFiniteError(
+            f"the log-probs that the engines returned are not finite in {len(bad)} of {len(plan.tags)} samples (the "
+            f"first: sample {bad[0]}); no weight was changed"
+        )
+
+
+def _refuse_bad_passes(samples: Mapping[str, TrainSample], streams: Sequence[str]) -> None:
+    """Raise NonFiniteError, on every rank, if a pass of the trainer has given a log-prob that is not finite.
+
+    The loss would tell it too, but perhaps only after a first update of the step.
+    """
+    own = [
+        key
+        for key, each in samples.items()
+        if not all(each.streams[name].isfinite().all() for name in streams if name in each.streams)
+    ]
+    bad = [key for part in parallel.dp_all_gather_object(own, _KEYS) for key in part]
+    if bad:
+        raise NonFiniteError(
+            f"the log-probs ({', '.join(streams)}) that the trainer computed are not finite in {len(bad)} samples (the "
+            f"first: sample {bad[0]}); no weight was changed"
+        )
+
+
+def _updates(
+    plan: StepPlan, packed: PackedStep, config: Config, kept: Mapping[str, int] | None
+) -> Iterator[tuple[list[TrainSample], GlobalCounts, PackedBatch | None]]:
+    """Yield for each update this rank's samples, the counts of all ranks, and the samples packed, if they are.
+
+    `kept`: the tokens that each sample trains, if masks have taken some out since the samples were packed. A mini-batch
+    whose samples are all masked, as truncated or by a correction, makes no update.
+    """
+    ready_made = packed.updates if kept is None else []
+    ahead: list[PackedBatch | None] = [*ready_made] or [None] * len(plan.mini_batches)
+    for mini_batch, ready in zip(plan.mini_batches, ahead, strict=True):
+        if (counts := _counts(plan, mini_batch, config, kept)).tokens:
+            yield [packed.samples[key] for key in mini_batch[parallel.dp_rank()]], counts, ready
+
+
+def _compute_logprobs(policy: Policy, packed: PackedStep, stream: str, early: EarlyLogprobs) -> None:
     """Give every sample the log-probs `stream`: those of `early`, and by a pass those that it lacks. Collective."""
+    samples = packed.samples
     found = early.of(stream)
     for key, values_R in found.items():
         samples[key].streams[stream] = values_R
     missing = [sample for key, sample in samples.items() if key not in found]
     if stream not in early.complete:
-        results = policy.compute_logprobs(missing, reference=stream == REFERENCE_LOGPROBS)
+        results = policy.compute_logprobs(missing, reference=stream == REFERENCE_LOGPROBS, packed=packed.whole)
         for sample, result in zip(missing, results, strict=True):
             sample.streams[stream] = result.logprobs_R
     elif missing:
@@ -297,16 +407,28 @@ def entropy_due(config: Config, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _train_samples(plan: StepPlan, rows: Mapping[str, Trajectory], config: Config) -> dict[str, TrainSample]:
-    """Return this rank's samples by key, with the engine's log-probs: the old ones, unless the trainer's own are."""
+def train_samples(
+    plan: StepPlan, rows: Mapping[str, Trajectory], config: Config, replica: int
+) -> dict[str, TrainSample]:
+    """Return a replica's samples by key, with the engine's log-probs: the old ones, unless the trainer's own are."""
     trained = {sample.key: sample.trained for group in plan.shaped.groups for sample in group}
+    sources, compares_all = TokenSources.of(plan.tags.values(), config), recomputes_old_logprobs(config)
+    # A mini-batch is compared with the weights after the updates before it, unless all are with those before the first.
+    made = [int(_counts(plan, parts, config, None).tokens > 0) for parts in plan.mini_batches]
+    before = itertools.accumulate(made, initial=0)
+    update_of = {
+        key: number for number, parts in zip(before, plan.mini_batches, strict=False) for key in parts[replica]
+    }
     engine = ROLLOUT_LOGPROBS if correction_of(config) else OLD_LOGPROBS
     temperatures = own_temperatures(config)
     samples = {}
-    for key in plan.keys_of(parallel.dp_rank()):
+    for key in plan.keys_of(replica):
         row = rows[key]
+        row = replace(row, streams={**row.streams, **default_weights(config, row)})
         samples[key] = TrainSample.of(row, trained=trained[key], temperature=temperatures.get(row.dataset))
         samples[key].streams[engine] = torch.tensor(row.rollout_logprobs, dtype=torch.float32)
+        version = plan.version + (0 if compares_all else update_of[key])
+        samples[key].streams[SOURCES] = sources.of_row(row, version)
     return samples
 
 
@@ -317,23 +439,34 @@ def _set_advantages(
     config: Config,
     metrics: StepMetrics,
 ) -> None:
-    """Set each sample's advantage from shaped rewards; with `kl.where: reward`, subtract the response's KL first."""
-    rewards = [[sample.reward for sample in group] for group in plan.shaped.groups]
-    advantages = [[sample.advantage for sample in group] for group in plan.shaped.groups]
+    """Set each sample's advantage from shaped rewards; with `kl.where: reward`, subtract the sample's KL first."""
+    groups = [by_sample(group) for group in plan.shaped.groups]
     kl = config.algorithm.kl
-    if config.needs_reference and kl.where == "reward" and rewards:
+    if config.needs_reference and kl.where == "reward" and groups:
         penalty = _kl_of_all(samples, rows, config)
-        rewards = [[sample.reward - kl.coef * penalty[sample.key] for sample in group] for group in plan.shaped.groups]
-        advantages = group_advantages(rewards, config.algorithm.advantage)
-    for group, values in zip(plan.shaped.groups, advantages, strict=True):
-        for sample, advantage in zip(group, values, strict=True):
-            if sample.key in samples:
-                samples[sample.key].set_advantage(advantage)
-    new = [plan.tags[group[0].key].group_id not in plan.reused for group in plan.shaped.groups]
+        lowered = [
+            [
+                replace(row, reward=row.reward - kl.coef * sum(penalty[each.key] for each in rows))
+                for rows in group
+                for row in rows
+            ]
+            for group in groups
+        ]
+        groups = [by_sample(group) for group in with_advantages(lowered, advantage_of(config))]
+    rewards = [[rows[0].reward for rows in group] for group in groups]
+    advantages = [[rows[0].advantage for rows in group] for group in groups]
+    for group, values in zip(groups, advantages, strict=True):
+        for rows_of_sample, advantage in zip(group, values, strict=True):
+            for row in rows_of_sample:
+                if row.key in samples:
+                    samples[row.key].set_advantage(advantage)
+    first = [plan.tags[group[0].key] for group in plan.shaped.groups]
+    new = [tag.group_id not in plan.reused and not tag.demonstrated for tag in first]
     if flat := [value for group in itertools.compress(rewards, new) for value in group]:
         metrics.record("reward/shaped_mean", sum(flat) / len(flat))
-    if rewards:
-        spread = torch.tensor([value for group in advantages for value in group], dtype=torch.float64)
+    judged = itertools.compress(advantages, [not tag.demonstrated for tag in first])
+    if own := [value for group in judged for value in group]:
+        spread = torch.tensor(own, dtype=torch.float64)
         metrics.record("policy/advantage_mean", float(spread.mean()))
         metrics.record("policy/advantage_std", float(spread.std(correction=0)))
 
@@ -343,25 +476,17 @@ def _kl_of_all(samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory
     own = {}
     for key, sample in samples.items():
         old_R = sample.streams.get(OLD_LOGPROBS, sample.streams.get(ROLLOUT_LOGPROBS))
-        assert old_R is not None  # _train_samples sets one of them
+        assert old_R is not None  # train_samples sets one of them
         kl_R = kl_penalty(old_R, sample.streams[REFERENCE_LOGPROBS], config.algorithm.kl.estimator)
         sampled_R = torch.tensor(rows[key].response_mask, dtype=torch.bool)
         own[key] = float(kl_R[sampled_R].double().sum())
     return {key: value for part in parallel.dp_all_gather_object(own, _SUMS) for key, value in part.items()}
 
 
-def _counts(plan: StepPlan, mini_batch: Sequence[Sequence[str]], config: Config) -> GlobalCounts:
+def _counts(
+    plan: StepPlan, mini_batch: Sequence[Sequence[str]], config: Config, kept: Mapping[str, int] | None
+) -> GlobalCounts:
     trained = {sample.key for group in plan.shaped.groups for sample in group if sample.trained}
-    lengths = [plan.tags[key].sampled_tokens for part in mini_batch for key in part if key in trained]
+    keys = [key for part in mini_batch for key in part if key in trained]
+    lengths = [plan.tags[key].sampled_tokens if kept is None else kept[key] for key in keys]
     return GlobalCounts.of(lengths, config.sampling.max_tokens)
-
-
-def _compare(samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory]) -> dict[str, float]:
-    """Compare the engine's log-probs (old) with the trainer's (new) over all sampled tokens, on every rank."""
-    parts = [LossStats.zeros()]
-    for key, sample in samples.items():
-        engine_R = torch.tensor(rows[key].rollout_logprobs, dtype=torch.float32)
-        sampled_R = torch.tensor(rows[key].response_mask, dtype=torch.bool)
-        cuts = torch.tensor([0, engine_R.numel()])
-        parts.append(LossStats.of_pair(engine_R, sample.streams[OLD_LOGPROBS], sampled_R, cuts))
-    return LossStats.merge(parallel.dp_all_gather_object(LossStats.merge(parts), _STATS)).means()

@@ -15,6 +15,7 @@ class StopVote:
 
     def __init__(self, run_dir: Path, peers: Peers, signals: StopSignals) -> None:
         self._run_dir, self._peers, self._signals = run_dir, peers, signals
+        self._request: str | None = None  # what rank 0 has read last in the file
 
     def install(self) -> None:
         """Treat a signal as a request. Call it in the main thread, after `ray.init`, which sets its own handler."""
@@ -22,12 +23,11 @@ class StopVote:
 
     def asked(self) -> bool:
         """Tell whether this rank knows of a request. Not collective."""
-        return self._signals.raised or (self._peers.is_first and stop_reason(self._run_dir) is not None)
+        self._request = stop_reason(self._run_dir) if self._peers.is_first else None
+        return self._signals.raised or self._request is not None
 
     def agree(self) -> str | None:
         """Return why the run was asked to stop, the same on every rank; None if it was not. Collective."""
         if not self._peers.any(self.asked()):
             return None
-        return self._peers.on_first_rank(
-            lambda: stop_reason(self._run_dir) or self._signals.name or "a stop signal", TEXT
-        )
+        return self._peers.on_first_rank(lambda: self._request or self._signals.name or "a stop signal", TEXT)

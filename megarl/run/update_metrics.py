@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megarl.algorithms.correction_config import CorrectionSpec
+from megarl.algorithms.correction_stats import CORRECTION_NUMBERS
 from megarl.algorithms.stats import SAMPLING
+from megarl.config.old_logprobs import correction_of, rejection_of
 from megarl.config.schema import Config
+from megarl.run.compare_logprobs import StepMeasures
 from megarl.telemetry.metrics import StepMetrics
 
 # Names in `LossStats` -> names of the metrics.
@@ -17,32 +21,85 @@ MISMATCH = {
     "pearson": "logprob_pearson",
     "tokens": "tokens",
 }
-CORRECTION = {"weight_mean": "weight_mean", "weight_capped": "capped_share", "weight_ess": "ess"}
+# The terms of the loss beside `rl`: their counts in `LossStats`, and what is reported of them.
+TERMS = {"ref_kl_tokens": ("kl_ref", "ref_kl_loss", "ref_kl_tokens"), "ce_tokens": ("ce", "ce_loss", "ce_tokens")}
+# Names in `correction_numbers` -> names of the metrics, below `correction/`: shares of tokens, and of sequences.
+CORRECTION = {
+    "weight_mean": "weight_mean",
+    "weight_max": "weight_max",
+    "weight_capped": "capped_share",
+    "weight_dropped": "masked_share",
+    "weight_ess": "ess",
+}
+CORRECTION_OF_SEQUENCES = {
+    "sequences_capped": "capped_sequences_share",
+    "sequences_touched": "masked_sequences_share",
+    "sequences_dropped": "dropped_sequences_share",
+    "sequence_ess": "sequence_ess",
+}
 # Raw moments, and what only the comparison of engine and trainer reports.
 HIDDEN = {"ratio_squared", "pearson"}
 
 
 def record_update(metrics: StepMetrics, values: Mapping[str, float], config: Config) -> None:
-    """Record `policy/*`, and with a correction `correction/*`. `kl_ref` is a metric only if there is a reference."""
-    hidden = HIDDEN | CORRECTION.keys() | (set() if config.needs_reference else {"kl_ref"})
-    shown = {name: value for name, value in values.items() if name not in hidden and not name.startswith(SAMPLING)}
-    tokens = values["tokens"]
-    metrics.record("policy/grad_norm_max", values["grad_norm"])
-    metrics.update(shown, prefix="policy/", weight=tokens)
-    corrected = {metric: values[name] for name, metric in CORRECTION.items() if name in values}
-    metrics.update(corrected, prefix="correction/", weight=tokens)
+    """Record `policy/*`, and with a correction `correction/*`, unless that was recorded before the updates.
 
-
-def engine_against_trainer(values: Mapping[str, float]) -> Mapping[str, float]:
-    """Return what the first update of a step tells about the engine's log-probs (old) and the trainer's (new).
-
-    Without a correction its ratio compares them. With one, its ratio has the trainer's log-probs on both sides.
+    Of the terms `ref_kl` and `ce` only if they have tokens.
     """
-    compared = {name.removeprefix(SAMPLING): value for name, value in values.items() if name.startswith(SAMPLING)}
-    return compared or values
+    terms = {name for names in TERMS.values() for name in names}
+    hidden = HIDDEN | CORRECTION_NUMBERS | terms
+    shown = {name: value for name, value in values.items() if name not in hidden and not name.startswith(SAMPLING)}
+    metrics.record("policy/grad_norm_max", values["grad_norm"])
+    metrics.update(shown, prefix="policy/", weight=values["tokens"])
+    for count, names in TERMS.items():
+        if own := values.get(count, 0.0):
+            metrics.update({name: values[name] for name in names}, prefix="policy/", weight=own)
+    correction = correction_of(config)
+    if correction is not None and rejection_of(config) is None and "weight_mean" in values:
+        record_correction(metrics, values, correction)
+
+
+def record_correction(metrics: StepMetrics, values: Mapping[str, float], correction: CorrectionSpec) -> None:
+    """Record `correction/*` of the numbers of `LossStats.means` and `LossStats.correction_means`."""
+    metrics.update(_named(values, CORRECTION), prefix="correction/", weight=values["tokens"])
+    metrics.update(_named(values, CORRECTION_OF_SEQUENCES), prefix="correction/", weight=values["sequences"])
+    for mask in correction.masks:
+        names = {f"rejected_{mask.kind}": f"{mask.kind}/rejected_share", f"largest_{mask.kind}": f"{mask.kind}/largest"}
+        metrics.update(_named(values, names), prefix="correction/", weight=values["tokens"])
+
+
+def _named(values: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
+    return {metric: values[name] for name, metric in names.items()}
 
 
 def record_mismatch(metrics: StepMetrics, values: Mapping[str, float]) -> None:
     """Record the comparison of the engine (old) with the trainer (new), by the names of `LossStats.means`."""
     shown = {metric: values[name] for name, metric in MISMATCH.items()}
     metrics.update(shown, prefix="mismatch/", weight=values["tokens"])
+
+
+MOST_SHOWN = 32  # replicas of which each has metrics of its own in a step
+
+
+def record_measures(metrics: StepMetrics, measured: StepMeasures) -> None:
+    """Record the comparison of engine and trainer: of all tokens, by version lag and by replica."""
+    assert measured.compared is not None  # the step makes an update
+    record_mismatch(metrics, measured.compared)
+    sources, gaps = measured.sources, measured.gaps
+    whole = sources.whole(gaps)
+    if not whole.tokens:
+        return
+    metrics.record("mismatch/ratio_tail_share", whole.tail, weight=whole.tokens)
+    for lag, gap in sources.by_lag(gaps).items():
+        values = {
+            "tokens": gap.tokens,
+            "logprob_abs_diff": gap.logprob_abs_diff,
+            "k3_kl": gap.approx_kl,
+            "ess": gap.ess,
+        }
+        metrics.update(values, prefix=f"mismatch/lag/{lag}/", weight=gap.tokens)
+    for replica, by_lag in list(sources.by_replica(gaps).items())[:MOST_SHOWN]:
+        tokens = sum(gap.tokens for gap in by_lag.values())
+        mean = sum(gap.tokens * gap.logprob_abs_diff for gap in by_lag.values()) / tokens
+        values = {"tokens": tokens, "logprob_abs_diff": mean}
+        metrics.update(values, prefix=f"mismatch/replica/{replica}/", weight=tokens)

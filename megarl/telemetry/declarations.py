@@ -12,11 +12,12 @@ GROUPS: dict[str, str] = {
     "rollout": "Generation.",
     "agent": "Agents: their turns and their calls of tools; none with `agent.loop: single_turn`.",
     "policy": "The update, over every trained response token of the step.",
-    "correction": "Importance weights of the token losses, over every trained token, if there is a correction "
-    "(`algorithm.correction`).",
+    "correction": "Importance weights and masks of the token losses, over every trained token, masked ones included, "
+    "if there is a correction (`algorithm.correction`, docs/corrections.md).",
     "mismatch": "Engine against trainer, before the first update of the step: log-probs of the same tokens, under the "
     "same weights with `admission.mode: sync`, otherwise under weights that may be `rollout/version_lag_max` updates "
     "apart.",
+    "monitor": "Alarms and what they did ([monitor](monitor.md)).",
     "sync": "Weight sync from trainer to engines.",
     "time": "Seconds of the step by phase; phases do not overlap and add up to `time/step`.",
     "perf": "Speed and memory.",
@@ -27,6 +28,12 @@ GROUPS: dict[str, str] = {
 _REWARD = [
     Metric("reward/mean", "reward", "mean", "Mean reward, before KL and length shaping."),
     Metric("reward/std", "reward", "mean", "Standard deviation over the samples of the step."),
+    Metric(
+        "reward/stderr",
+        "reward",
+        "mean",
+        "Standard error of `reward/mean`, with the samples of a prompt group as one cluster; none for a single group.",
+    ),
     Metric("reward/min", "reward", "min", "Smallest reward."),
     Metric("reward/max", "reward", "max", "Largest reward."),
     Metric(
@@ -90,6 +97,7 @@ _BATCH = [
         "sum",
         "Failed samples: engine error, NaN or -9999 log-prob, abort, no reward.",
     ),
+    Metric("batch/demonstrations", "samples", "sum", "Samples whose response was given with the data."),
     Metric("batch/masked_samples", "samples", "sum", "Truncated samples masked from the loss."),
     Metric("batch/prompt_tokens", "tokens", "sum", "Prompt tokens of the batch."),
     Metric("batch/response_tokens", "tokens", "sum", "Response tokens of the batch."),
@@ -114,6 +122,12 @@ _BATCH = [
 _DATA = [
     Metric("data/{set}/groups", "groups", "sum", "Groups of this batch that are of the set."),
     Metric("data/{set}/reward_mean", "reward", "mean", "Their mean reward, before KL and length shaping."),
+    Metric(
+        "data/{set}/teacher_kl",
+        "nats",
+        "mean",
+        "Reverse KL to the set's teacher per sampled token (k1): log-prob of the policy that sampled - teacher's.",
+    ),
     Metric("data/{set}/truncated_share", "share", "mean", "Share of their responses cut at the set's `max_tokens`."),
 ]
 
@@ -123,6 +137,9 @@ _ROLLOUT = [
     Metric("rollout/response_length_mean", "tokens", "mean", "Mean response length, EOS included."),
     Metric("rollout/response_length_max", "tokens", "max", "Longest response."),
     Metric("rollout/response_length_min", "tokens", "min", "Shortest response."),
+    Metric(
+        "rollout/response_length_p{percent}", "tokens", "last", "Percentiles of the response length: 10, 50, 90, 99."
+    ),
     Metric("rollout/truncated_share", "share", "mean", "Share of responses cut at `sampling.max_tokens`."),
     Metric("rollout/aborted_share", "share", "mean", "Share of responses that ended by an abort."),
     Metric("rollout/skipped_prompts", "prompts", "sum", "Prompts skipped because they are too long."),
@@ -133,6 +150,12 @@ _ROLLOUT = [
         "Updates made to the trainer's weights before the step minus those of the oldest token.",
     ),
     Metric("rollout/version_lag_max", "versions", "max", "The same, maximum over samples."),
+    Metric(
+        "rollout/version_lag_tokens/{lag}",
+        "tokens",
+        "sum",
+        "Sampled tokens of the batch whose weights were `lag` updates older than the trainer's before the step.",
+    ),
     Metric(
         "rollout/groups_replaced",
         "groups",
@@ -147,6 +170,15 @@ _ROLLOUT = [
         "Mean reward of the replaced groups: near the largest, prompts are too easy; near the smallest, too hard.",
     ),
     Metric("rollout/replaced_tokens", "tokens", "sum", "Response tokens of the replaced groups."),
+    Metric(
+        "rollout/failed_length_mean",
+        "tokens",
+        "mean",
+        "Mean number of response tokens that the samples of groups had which failed in rollout, for example at their "
+        "deadline.",
+        True,
+    ),
+    Metric("rollout/failed_length_max", "tokens", "max", "The same, longest.", True),
     Metric("rollout/queue_depth", "groups", "last", "Finished groups waiting when the batch was taken."),
     Metric("rollout/groups_reusable", "groups", "last", "Trained groups in the queue that may be trained again."),
     Metric("rollout/generate_seconds_p50", "s", "last", "Time to generate one sample, median.", True),
@@ -155,6 +187,8 @@ _ROLLOUT = [
     Metric("rollout/generate_seconds_max", "s", "max", "The same, slowest sample.", True),
     Metric("rollout/reward_seconds_mean", "s", "mean", "Time to score one sample.", True),
     Metric("rollout/reward_seconds_max", "s", "max", "The same, slowest sample.", True),
+    Metric("rollout/teacher_seconds_mean", "s", "mean", "Time in which a teacher's engines score a group.", True),
+    Metric("rollout/teacher_seconds_max", "s", "max", "The same, slowest group.", True),
     Metric(
         "rollout/idle_ratio",
         "share",
@@ -163,6 +197,17 @@ _ROLLOUT = [
         True,
     ),
     Metric("rollout/engine_seconds", "s", "sum", "Wall time in which at least one engine ran for training.", True),
+    Metric(
+        "rollout/replica_tokens_per_second/{replica}",
+        "tokens/s",
+        "last",
+        "Response tokens that an engine has reported since the batch before, those of evaluations and of the door "
+        "included, over the time in which it had work up to its last report. None if it has reported no token; that "
+        "time counts with its next tokens.",
+        True,
+    ),
+    Metric("rollout/replica_tokens_per_second_min", "tokens/s", "min", "The same, slowest engine.", True),
+    Metric("rollout/replica_tokens_per_second_max", "tokens/s", "max", "The same, fastest engine.", True),
     Metric("rollout/continued", "responses", "sum", "Responses finished by another engine: theirs was lost.", True),
     Metric("rollout/kv_usage_max", "share", "max", "Largest share of an engine's KV cache in use.", True),
     Metric("rollout/running_max", "requests", "max", "Most requests in the batch of one engine.", True),
@@ -173,8 +218,8 @@ _ROLLOUT = [
         "rollout/prefetch_seconds",
         "s",
         "sum",
-        "Time to plan and fetch the batch in a thread, if generation runs ahead or log-probs are computed in idle "
-        "time. `time/generate` contains the part of it for which the trainer waited.",
+        "Time to plan, fetch and pack the batch in a thread, if generation runs ahead or log-probs are computed in "
+        "idle time. `time/generate` contains the part of it for which the trainer waited.",
         True,
     ),
     Metric("rollout/replicas_alive", "replicas", "last", "Replicas that work.", True),
@@ -183,6 +228,23 @@ _ROLLOUT = [
         "times",
         "last",
         "How often the pool has started controller and queue anew, because one of them had died.",
+        True,
+    ),
+    Metric(
+        "rollout/workers_alive",
+        "workers",
+        "last",
+        "Agent workers that run; none with `rollout.agent_workers: 0`.",
+        True,
+    ),
+    Metric(
+        "rollout/workers_lost", "workers", "sum", "Agent workers that died or did not answer, and were replaced.", True
+    ),
+    Metric(
+        "rollout/groups_redone",
+        "groups",
+        "sum",
+        "Groups that another agent worker went on with: theirs was lost.",
         True,
     ),
     Metric("rollout/replicas_lost", "replicas", "last", "Replicas that the next publication replaces.", True),
@@ -197,7 +259,7 @@ _ROLLOUT = [
 
 _POLICY = [
     Metric("policy/loss", "loss", "mean", "The objective that was differentiated, mean over mini-batches."),
-    Metric("policy/policy_loss", "loss", "mean", "Its policy-gradient part, without KL and entropy terms."),
+    Metric("policy/policy_loss", "loss", "mean", "Its policy-gradient part, without KL, entropy and cross-entropy."),
     Metric("policy/entropy", "nats", "weighted", "Entropy of the policy per token; see `telemetry.entropy_every`."),
     Metric("policy/ratio", "ratio", "weighted", "Importance ratio new/old per token; 1 on policy."),
     Metric("policy/ratio_max", "ratio", "max", "Largest importance ratio."),
@@ -207,12 +269,24 @@ _POLICY = [
         "policy/kl_ref",
         "nats",
         "weighted",
-        "KL to the reference policy per token, by `algorithm.kl.estimator`.",
+        "KL to the reference policy per token, by `algorithm.kl.estimator`; with `algorithm.distill.where: loss` that "
+        "to the teacher, by `algorithm.distill.estimator`.",
     ),
+    Metric(
+        "policy/teacher_kl",
+        "nats",
+        "mean",
+        "Reverse KL to the teachers per sampled token of the samples that have one, as `data/{set}/teacher_kl`.",
+    ),
+    Metric("policy/ref_kl_loss", "loss", "mean", "The term `ref_kl` of the objective, before its coefficient."),
+    Metric("policy/ref_kl_tokens", "tokens", "sum", "Tokens in the term `ref_kl`, over all updates of the step."),
+    Metric("policy/ce", "nats", "weighted", "Cross-entropy of the tokens in the term `ce`, per token."),
+    Metric("policy/ce_loss", "loss", "mean", "The term `ce` of the objective, before its coefficient."),
+    Metric("policy/ce_tokens", "tokens", "sum", "Tokens in the term `ce`, over all updates of the step."),
     Metric("policy/clip_fraction", "share", "weighted", "Share of tokens whose ratio was clipped."),
-    Metric("policy/clip_low", "share", "weighted", "Share clipped at 1 - clip_low."),
-    Metric("policy/clip_high", "share", "weighted", "Share clipped at 1 + clip_high."),
-    Metric("policy/clip_dual", "share", "weighted", "Share of tokens limited by the dual clip."),
+    Metric("policy/clip_low", "share", "weighted", "Share of tokens that the loss bounds below (ppo: 1 - clip_low)."),
+    Metric("policy/clip_high", "share", "weighted", "Share of tokens that the loss bounds above (ppo: 1 + clip_high)."),
+    Metric("policy/clip_dual", "share", "weighted", "Share of tokens limited by a second bound (PPO: the dual clip)."),
     Metric("policy/logprob_abs_diff", "nats", "weighted", "|new - old log-prob| per token, during the update."),
     Metric("policy/logprob_abs_diff_max", "nats", "max", "The same, maximum over tokens."),
     Metric("policy/grad_norm", "norm", "mean", "Global gradient norm before clipping, mean over mini-batches."),
@@ -242,8 +316,41 @@ _AGENT = [
 
 _CORRECTION = [
     Metric("correction/weight_mean", "1", "weighted", "Mean weight; 1 where trainer and engine agree."),
+    Metric("correction/weight_max", "1", "max", "Largest weight."),
     Metric("correction/capped_share", "share", "weighted", "Share of tokens whose weight was cut at the cap."),
-    Metric("correction/ess", "share", "weighted", "Relative effective sample size of the weights; 1 if all are equal."),
+    Metric(
+        "correction/masked_share",
+        "share",
+        "weighted",
+        "Share of tokens that take no part: outside the band of the weight, or left out by a mask.",
+    ),
+    Metric(
+        "correction/ess",
+        "share",
+        "weighted",
+        "Relative effective sample size of the weights, masked tokens with 0; 1 if all are equal.",
+    ),
+    Metric(
+        "correction/sequence_ess", "share", "weighted", "The same of the sequences, each by its tokens' mean weight."
+    ),
+    Metric(
+        "correction/capped_sequences_share", "share", "weighted", "Share of sequences with a token that was capped."
+    ),
+    Metric("correction/masked_sequences_share", "share", "weighted", "Share of sequences with a token that is masked."),
+    Metric("correction/dropped_sequences_share", "share", "weighted", "Share of sequences that are masked as a whole."),
+    Metric(
+        "correction/{mask}/rejected_share",
+        "share",
+        "weighted",
+        "Share of tokens that one of `algorithm.correction.masks` leaves out by itself.",
+    ),
+    Metric(
+        "correction/{mask}/largest",
+        "nats",
+        "max",
+        "Largest size of what this mask bounds, over tokens or sequences: of an estimate of the KL, or of the "
+        "logarithm of a ratio.",
+    ),
 ]
 
 _MISMATCH = [
@@ -258,6 +365,62 @@ _MISMATCH = [
     Metric("mismatch/k3_kl", "nats", "weighted", "k3 estimate of KL(engine || trainer) per token."),
     Metric("mismatch/ess", "share", "weighted", "Relative effective sample size of trainer/engine ratios."),
     Metric("mismatch/tokens", "tokens", "sum", "Response tokens compared."),
+    Metric(
+        "mismatch/ratio_tail_share",
+        "share",
+        "weighted",
+        "Share of tokens whose probability differs by a factor of more than 2.",
+    ),
+    Metric(
+        "mismatch/lag/{lag}/tokens",
+        "tokens",
+        "sum",
+        "Tokens whose weights were so many updates older than those they are compared with; the last of 16 lags has "
+        "all older ones.",
+    ),
+    Metric("mismatch/lag/{lag}/logprob_abs_diff", "nats", "weighted", "Mean |engine - trainer| over them."),
+    Metric("mismatch/lag/{lag}/k3_kl", "nats", "weighted", "k3 estimate of KL(engine || trainer) over them."),
+    Metric("mismatch/lag/{lag}/ess", "share", "weighted", "Relative effective sample size over them."),
+    Metric(
+        "mismatch/replica/{replica}/tokens",
+        "tokens",
+        "sum",
+        "Tokens that the engine of this replica sampled; of 32 replicas at most.",
+    ),
+    Metric(
+        "mismatch/replica/{replica}/logprob_abs_diff",
+        "nats",
+        "weighted",
+        "Mean |engine - trainer| over them, at all lags.",
+    ),
+]
+
+_MONITOR = [
+    Metric("monitor/alarms", "alarms", "sum", "Alarms in the step, those that have gone on for a while included."),
+    Metric("monitor/active", "alarms", "last", "Rules, for each replica its own, that are in alarm after the step."),
+    Metric("monitor/skipped", "steps", "sum", "1 if an alarm has kept the batch from the update."),
+    Metric("monitor/forced_syncs", "syncs", "sum", "1 if an alarm has had the weights published after the step."),
+    Metric("monitor/quarantined", "replicas", "sum", "Replicas that alarms have taken out after the step."),
+    Metric(
+        "monitor/logprob_gap",
+        "nats",
+        "last",
+        "Mean |engine - trainer| of the tokens of the smallest version lag that has `monitor.min_tokens`, divided by "
+        "1 + lag.",
+    ),
+    Metric(
+        "monitor/replica_gap_max",
+        "ratio",
+        "last",
+        "Mean |engine - trainer| of a replica over that of the median of the others at equal lags; the largest of all "
+        "replicas. None with one replica.",
+    ),
+    Metric(
+        "monitor/no_signal_share",
+        "share",
+        "last",
+        "Filtered groups, those that rollout replaced included, over trained and filtered ones.",
+    ),
 ]
 
 _SYNC = [
@@ -273,7 +436,7 @@ _SYNC = [
     Metric("sync/bytes", "B", "sum", "Bytes each engine received."),
     Metric("sync/buckets", "buckets", "sum", "Buckets sent."),
     Metric("sync/version", "version", "last", "Version published."),
-    Metric("sync/restarted_replicas", "replicas", "sum", "Replicas restarted because they failed a sync.", True),
+    Metric("sync/restarted_replicas", "replicas", "sum", "Replicas replaced because they failed a sync.", True),
 ]
 
 _TIME = [
@@ -318,7 +481,13 @@ _TIME = [
     ),
     Metric("time/overhead_share", "share", "last", "`time/overhead` over `time/step`.", True),
     Metric("time/trainer_idle_ratio", "share", "last", "`time/generate` and `time/drain` over `time/step`.", True),
-    Metric("time/eta", "s", "last", "Estimated time to the end of the run.", True),
+    Metric(
+        "time/eta",
+        "s",
+        "last",
+        "Estimated time to the end of the run, by the steps since its last start, without start-up.",
+        True,
+    ),
 ]
 
 _PERF = [
@@ -433,12 +602,20 @@ _TOTAL = [
         "run; lines of `metrics.jsonl` and `samples.jsonl` wait and are written later.",
         True,
     ),
+    Metric(
+        "total/lost_events",
+        "events",
+        "last",
+        "Events that trainer rank 0 could not write in this start of the run, because its disk was slow, full or away; "
+        "the other processes count theirs in `RUN_DIR/events`.",
+        True,
+    ),
     Metric("total/trained_samples", "samples", "last", "Samples trained on."),
     Metric("total/trained_tokens", "tokens", "last", "Tokens trained on."),
     Metric("total/wall_seconds", "s", "last", "Wall time since the start.", True),
 ]
 
-_TRAINING = [*_REWARD, *_GROUPS, *_BATCH, *_DATA, *_ROLLOUT, *_AGENT, *_POLICY, *_CORRECTION, *_MISMATCH]
+_TRAINING = [*_REWARD, *_GROUPS, *_BATCH, *_DATA, *_ROLLOUT, *_AGENT, *_POLICY, *_CORRECTION, *_MISMATCH, *_MONITOR]
 
 REGISTRY = Registry([*_TRAINING, *_SYNC, *_TIME, *_PERF, *_EVAL, *_TOTAL])
 

@@ -15,6 +15,8 @@ from typing import Literal
 
 Reducer = Literal["sum", "mean", "max", "min", "last", "weighted"]
 
+MOST_MATCHED = 4096  # names that templates cover, which are kept; more than the replicas and lags of a run have
+
 
 class UndeclaredMetricError(KeyError):
     """A metric was recorded under a name that is not in `declarations.py`."""
@@ -50,6 +52,7 @@ class Registry:
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._exact: dict[str, Metric] = {}
         self._templates: list[tuple[re.Pattern[str], Metric]] = []
+        self._matched: dict[str, Metric] = {}  # names that a template covers
         for metric in metrics:
             if metric.name in self._exact or any(metric.name == other.name for _, other in self._templates):
                 raise ValueError(f"metric {metric.name!r} is declared twice")
@@ -64,15 +67,22 @@ class Registry:
 
     def lookup(self, name: str) -> Metric:
         """Return the declaration of `name`; raises UndeclaredMetricError that suggests similar declared names."""
-        metric = self._exact.get(name)
-        if metric is None:
-            metric = next((m for pattern, m in self._templates if pattern.fullmatch(name)), None)
+        metric = self._exact.get(name) or self._matched.get(name) or self._match(name)
         if metric is None:
             near = difflib.get_close_matches(name, self._exact, n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise UndeclaredMetricError(
                 f"metric {name!r} is not declared{hint} (declare it in megarl/telemetry/declarations.py)"
             )
+        return metric
+
+    def _match(self, name: str) -> Metric | None:
+        """Return the template that covers `name`, and keep it: every step has the same names."""
+        metric = next((m for pattern, m in self._templates if pattern.fullmatch(name)), None)
+        if metric is not None:
+            if len(self._matched) >= MOST_MATCHED:
+                self._matched.clear()
+            self._matched[name] = metric
         return metric
 
 

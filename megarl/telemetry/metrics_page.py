@@ -9,10 +9,10 @@ _HEAD = """# Metrics
 <!-- Generated from megarl/telemetry/declarations.py by `megarl docs`; do not edit. -->
 
 Every step writes one line to `RUN_DIR/metrics.jsonl` (`step`, `wall_time` and the metrics below) and the same numbers
-to TensorBoard, and to Weights & Biases if configured. A name that is not declared here is refused. The reducer defines
-how several values recorded in one step (by mini-batches or ranks) are combined; `weighted` means weighted by tokens.
-Metrics marked ⏱ depend on the clock or the machine; all others repeat exactly in a deterministic run. NaN and
-infinities are written as null.
+to TensorBoard, and to Weights & Biases, MLflow and Prometheus if configured; [observability](observability.md) says
+what they are called there. A name that is not declared here is refused. The reducer defines how several values recorded
+in one step (by mini-batches or ranks) are combined; `weighted` means weighted by tokens. Metrics marked ⏱ depend on the
+clock or the machine; all others repeat exactly in a deterministic run. NaN and infinities are written as null.
 """
 
 

@@ -1,6 +1,7 @@
-"""The outputs for metrics and samples: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases, the terminal.
+"""The outputs for metrics and samples: metrics.jsonl, samples.jsonl, TensorBoard, W&B, MLflow, Prometheus, terminal.
 
-Only one rank writes. A sink never changes a value, and undeclared metrics are refused before any sink gets them.
+Only one rank writes, in a thread of its own (`writer_thread.py`). A sink never changes a value, and undeclared metrics
+are refused before any sink gets them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import math
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,10 +26,13 @@ from megarl.common.byte_units import GIB
 from megarl.common.files import finite, write_json
 from megarl.common.rate_limit import RateLimit
 from megarl.common.run_files import ExitRecord, write_exit
+from megarl.config.job_sections import TimeoutsConfig
 from megarl.config.schema import Config
 from megarl.telemetry.declarations import REGISTRY
 from megarl.telemetry.progress import Progress
+from megarl.telemetry.remote_sink import GATHER_S, RemoteSink
 from megarl.telemetry.summary import RunSummary
+from megarl.telemetry.writer_thread import WriterHungError, WriterThread
 
 logger = logging.getLogger(__name__)
 
@@ -171,23 +176,47 @@ def _wandb_id(path: Path) -> str:
     return str(json.loads(path.read_text())["id"])
 
 
+def _name_of(what: object) -> str:
+    """Return what messages call a target: a file's path, the name of a service, or that of a sink's class."""
+    if isinstance(what, JsonlSink | Path):
+        return str(what.path if isinstance(what, JsonlSink) else what)
+    if isinstance(what, RemoteSink):
+        return what.name
+    return type(what).__name__
+
+
 class MetricsWriter:
     """All sinks of a run; `write` is called once per step with the reduced metrics of the step.
 
-    A sink that fails (a full disk, a lost connection) is reported to the user, counted in `failures`, and tried again
-    with the next step. It never ends the run.
+    A thread writes, in the order of the calls, while the caller goes on; `flush` waits for it. A sink that fails (a
+    full disk, a lost connection) is reported to the user, counted in `failures`, and tried again with the next step. It
+    never ends the run. One that does not return would keep all others from being written: `write`, `sample` and `flush`
+    raise WriterHungError then, which names it.
     """
 
     def __init__(
-        self, sinks: list[Sink], samples: JsonlSink | None, progress: Progress, run_dir: Path | None = None
+        self,
+        sinks: list[Sink],
+        samples: JsonlSink | None,
+        progress: Progress,
+        run_dir: Path | None = None,
+        timeouts: TimeoutsConfig | None = None,
     ) -> None:
-        """`run_dir`: where summary and exit record go; None: nowhere."""
+        """`run_dir`: where summary and exit record go; None: nowhere. `timeouts`: the bounds of all waits."""
         self._run_dir = run_dir
         self._sinks = sinks
         self._samples = samples
         self.progress = progress
         self.failures = 0
         self._complaints = RateLimit(COMPLAIN_S)
+        self._counting = threading.Lock()
+        for sink in sinks:
+            if isinstance(sink, RemoteSink):
+                sink.report_to(partial(self._complain, sink))
+        timeouts = timeouts or TimeoutsConfig()
+        self._shutdown_s = timeouts.shutdown_s
+        self._closed = False
+        self._thread = WriterThread("the metrics writer", timeouts.save_s, "timeouts.save_s")
 
     @classmethod
     def open(cls, config: Config, terminal: TextIO) -> MetricsWriter:
@@ -200,9 +229,21 @@ class MetricsWriter:
             sinks.append(TensorBoardSink(run_dir / "tensorboard"))
         if telemetry.wandb_project is not None:
             sinks.append(WandbSink(telemetry.wandb_project, config))
+        if telemetry.mlflow_experiment is not None:
+            from megarl.telemetry.mlflow_remote import MlflowRemote
+
+            # Half of the time in which all sinks have to close, so that the others have the rest.
+            sinks.append(RemoteSink(MlflowRemote(config), config.timeouts.shutdown_s / 2, gather_s=GATHER_S))
         limit = math.ceil(telemetry.samples_gib * GIB)
         samples = JsonlSink(run_dir / "samples.jsonl", limit) if telemetry.samples_per_step else None
-        return cls(sinks, samples, Progress(terminal, config.run.steps), run_dir)
+        writer = cls(sinks, samples, Progress(terminal, config.run.steps), run_dir, config.timeouts)
+        if telemetry.prometheus_port:
+            from megarl.telemetry.prometheus import PrometheusSink
+
+            endpoint = PrometheusSink(config)
+            writer._sinks.append(endpoint)
+            writer._submit(endpoint, endpoint.listen)  # a port that is taken is reported as any failed write
+        return writer
 
     @classmethod
     def silent(cls) -> MetricsWriter:
@@ -210,31 +251,48 @@ class MetricsWriter:
         return cls([], None, Progress(open(os.devnull, "w", encoding="utf-8"), 0))
 
     def write(self, step: int, values: Mapping[str, float], *, terminal: bool = True) -> None:
-        """Write to every sink, and with `terminal` print a line of the step table.
+        """Have every sink written, and with `terminal` print a line of the step table.
 
         Raises UndeclaredMetricError for an undeclared name, before anything is written.
         """
         for name in values:
             REGISTRY.lookup(name)
+        kept = dict(values)
         for sink in self._sinks:
-            self._attempt(sink, partial(sink.write, step, values))
+            self._submit(sink, partial(sink.write, step, kept))
         if terminal:
             self.progress.step(step, values)
 
+    def flush(self) -> None:
+        """Wait until everything that was given has been written, or refused by its sink.
+
+        Bounded by `timeouts.save_s` without a finished write: WriterHungError.
+        """
+        self._thread.flush()
+
     def roll_back(self, step: int) -> None:
         """Discard what was written after `step` in every sink, because the run resumes there."""
+        self.flush()
         for sink in (*self._sinks, *([self._samples] if self._samples is not None else [])):
             self._attempt(sink, partial(sink.roll_back, step))
 
-    def sample(self, step: int, content: Mapping[str, Any]) -> None:
-        """Append one sample to the newest part of samples.jsonl (`megarl.queue.sample_lines`)."""
-        if self._samples is not None:
-            self._attempt(self._samples, partial(self._samples.write_object, {"step": step, **content}))
+    def sample(self, step: int, make: Callable[[], Mapping[str, Any]]) -> None:
+        """Append one sample to the newest part of samples.jsonl (`megarl.queue.sample_lines`).
+
+        `make` returns it; the thread calls it, because decoding takes time.
+        """
+        if (samples := self._samples) is not None:
+            self._submit(samples, lambda: samples.write_object({"step": step, **make()}))
 
     def waiting(self) -> dict[str, int]:
-        """Return the bytes of each result file that the disk has not taken yet, by file name."""
+        """Return the bytes of each result file that the disk has not taken, by file name, once all lines were tried."""
+        self.flush()
         files = [sink for sink in (*self._sinks, self._samples) if isinstance(sink, JsonlSink)]
         return {sink.path.name: sink.waiting_bytes for sink in files}
+
+    def _submit(self, what: object, action: Callable[[], object]) -> None:
+        """Let the thread do `action` as `_attempt` does."""
+        self._thread.submit(_name_of(what), partial(self._attempt, what, action))
 
     def _attempt(self, what: object, action: Callable[[], object]) -> None:
         """Do `action`; report its failure, and go on. A library's own sink may raise anything."""
@@ -248,31 +306,59 @@ class MetricsWriter:
             self._complain(what, error)
 
     def _complain(self, what: object, error: Exception) -> None:
-        self.failures += 1
-        logger.warning("%s: %r", type(what).__name__, error)
-        if self._complaints.allows():
-            where = what.path if isinstance(what, JsonlSink) else type(what).__name__
+        with self._counting:  # services report from threads of their own
+            self.failures += 1
+            tell = self._complaints.allows()
+        logger.warning("%s: %r", _name_of(what), error)
+        if tell:
             self.progress.message(
-                f"warning: {where} could not be written ({error}); the run goes on and tries again; "
+                f"warning: {_name_of(what)} could not be written ({error}); the run goes on and tries again; "
                 f"{self.failures} failed writes so far"
             )
 
+    def _report_hung(self, error: WriterHungError) -> None:
+        with self._counting:
+            self.failures += 1
+        logger.warning("%s", error)
+        self.progress.message(f"warning: {error}; the run ends without them")
+
     def write_summary(self, summary: RunSummary, status: str) -> None:
-        """Write RUN_DIR/summary.json."""
+        """Have RUN_DIR/summary.json written, as the summary is now."""
         if self._run_dir is not None:
-            self._attempt(summary, partial(summary.write, self._run_dir / "summary.json", status))
+            path, content = self._run_dir / "summary.json", summary.as_dict(status)
+            self._submit(path, partial(write_json, path, content))
 
     def write_exit(self, record: ExitRecord) -> None:
-        """Write RUN_DIR/exit.json."""
+        """Write RUN_DIR/exit.json, after all that was given before. A write that does not end is reported.
+
+        Services get the record's status when they are closed.
+        """
+        for sink in self._sinks:
+            if isinstance(sink, RemoteSink):
+                sink.status = record.status
+        try:
+            self.flush()
+        except WriterHungError as error:
+            self._report_hung(error)
         if self._run_dir is not None:
             write_exit(self._run_dir, record)
 
     def close(self) -> None:
-        """Close every sink and remove the live line."""
-        for sink in (*self._sinks, self._samples):
-            if sink is not None:
-                self._attempt(sink, sink.close)
-        self.progress.close()
+        """Close every sink and remove the live line. Raises what only a mistake in this program can have raised.
+
+        Bounded by `timeouts.shutdown_s`; a sink that does not end is reported, and ends with the process.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        sinks = [sink for sink in (*self._sinks, self._samples) if sink is not None]
+        last = [(_name_of(sink), partial(self._attempt, sink, sink.close)) for sink in sinks]
+        try:
+            self._thread.close(last, self._shutdown_s, "timeouts.shutdown_s")
+        except WriterHungError as error:
+            self._report_hung(error)
+        finally:
+            self.progress.close()
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -17,8 +17,13 @@ class PhaseTimer:
     Evaluation is reported but is not part of the step.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        on_phase: Callable[[Phase, float, float], object] = lambda name, begin, end: None,
+    ) -> None:
+        """`on_phase`: gets each phase at its end, with its beginning and end by the clock; phases inside it count."""
+        self._clock, self._on_phase = clock, on_phase
         self._seconds: dict[str, float] = {}
         self._stack: list[str] = []
         self._since = self._start = clock()
@@ -29,12 +34,14 @@ class PhaseTimer:
         if name not in PHASES:
             raise ValueError(f"unknown phase {name!r}; phases are {', '.join(PHASES)}")
         self._count_time()
+        begin = self._since
         self._stack.append(name)
         try:
             yield
         finally:
             self._count_time()
             self._stack.pop()
+            self._on_phase(name, begin, self._since)
 
     def finish_step(self, engine_seconds: float = 0.0) -> dict[str, float]:
         """Close the step, start the next one, and return the `time/*` metrics.

@@ -6,14 +6,15 @@ a response token are projected onto the vocabulary. Cumulative lengths keep Mega
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megarl.queue.streams import ADVANTAGES, STREAMS, Stream
+from megarl.algorithms.terms import WEIGHT_STREAMS
+from megarl.queue.streams import ADVANTAGES, CE_WEIGHTS, STREAMS, Stream
 from megarl.queue.trajectory import Trajectory
 
 
@@ -35,8 +36,8 @@ class TrainSample:
 
     @classmethod
     def of(cls, row: Trajectory, *, trained: bool = True, temperature: float | None = None) -> TrainSample:
-        """Make the sample of a trajectory, with its streams. `trained` False masks all its tokens."""
-        return cls(
+        """Make the sample of a trajectory, with its streams. `trained` False takes all its tokens out of every term."""
+        sample = cls(
             key=row.key,
             prompt_ids=row.prompt_ids,
             response_ids=row.response_ids,
@@ -47,6 +48,9 @@ class TrainSample:
             },
             temperature=temperature,
         )
+        if not trained and CE_WEIGHTS in sample.streams:  # it weighs tokens that the mask leaves out anyway
+            sample.streams[CE_WEIGHTS] = torch.zeros(len(row.response_ids))
+        return sample
 
     @property
     def length(self) -> int:
@@ -57,6 +61,13 @@ class TrainSample:
     def trained_tokens(self) -> int:
         """The number of response tokens in the loss."""
         return len(self.response_ids) if self.loss_mask_R is None else int(self.loss_mask_R.sum())
+
+    @property
+    def trained_mask(self) -> Tensor:
+        """The trained tokens, bool [R]."""
+        if self.loss_mask_R is None:
+            return torch.ones(len(self.response_ids), dtype=torch.bool)
+        return self.loss_mask_R.bool()
 
     def set_advantage(self, advantage: float) -> None:
         """Give every response token the same advantage."""
@@ -80,7 +91,7 @@ class MicroBatch:
     targets_R: Tensor  # int64: the response tokens
     response_cu_seqlens: Tensor  # int32 [S + 1] over R; a dummy sequence that pads T has no rows
     mask_R: Tensor  # bool: trained tokens
-    streams: dict[str, Tensor]  # [R] each, by name: the streams that all samples of the mini-batch have
+    streams: dict[str, Tensor]  # [R] each, by name: those that the samples of all replicas have (`agreed_streams`)
     samples: tuple[int, ...]  # indices of the samples, in packing order
     tokens: int  # T without padding; weights Megatron's auxiliary losses
     temperature_R: Tensor | None = None  # fp32, of each response token; None: that of the run
@@ -106,6 +117,11 @@ class MicroBatch:
             max_seqlen_q=self.max_seqlen,
             max_seqlen_kv=self.max_seqlen,
         )
+
+    def with_streams(self, samples: Sequence[TrainSample], names: Sequence[str]) -> MicroBatch:
+        """Return the same micro-batch with more streams of `samples`, those it was packed from."""
+        chosen = [samples[index] for index in self.samples]
+        return replace(self, streams=self.streams | {name: _joined(chosen, STREAMS[name]) for name in names})
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same micro-batch with all tensors on `device`."""
@@ -133,11 +149,21 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
                     f"sample {sample.key}: {name} has shape {tuple(value.shape)}, "
                     f"but the response has {len(sample.response_ids)} tokens"
                 )
+        for name in WEIGHT_STREAMS:
+            if name in sample.streams and not bool(sample.streams[name].isfinite().all()):
+                raise ValueError(f"sample {sample.key}: a value of {name} is not finite")
 
 
 def common_streams(samples: Sequence[TrainSample]) -> list[str]:
-    """Return the names of the streams that every sample has, sorted."""
-    return sorted(set.intersection(*(set(sample.streams) for sample in samples))) if samples else []
+    """Return the names of the streams that every sample has, and of the optional ones that one of them has, sorted."""
+    return agreed_streams(sample.streams for sample in samples)
+
+
+def agreed_streams(found: Iterable[Iterable[str]]) -> list[str]:
+    """Return the names that all of `found` have, and those of optional streams that one of them has, sorted."""
+    sets = [set(names) for names in found]
+    optional = {name for names in sets for name in names if STREAMS[name].optional}
+    return sorted(set.intersection(*sets) | optional) if sets else []
 
 
 def pack(
@@ -145,7 +171,8 @@ def pack(
 ) -> MicroBatch:
     """Lay `samples[i] for i in indices` end to end, T padded to a multiple of `align` (TP under sequence parallelism).
 
-    `streams`: names of the streams to pack, which all samples must have; None: the streams that all of `samples` have.
+    `streams`: names of the streams to pack, which all samples must have unless they are optional; None:
+    `common_streams` of `samples`.
     """
     names = common_streams(samples) if streams is None else streams
     chosen = [samples[index] for index in indices]
@@ -172,7 +199,7 @@ def pack(
         rows_R=torch.cat(row_parts),
         targets_R=torch.tensor(targets),
         response_cu_seqlens=_cumulative(responses or [1]),
-        mask_R=torch.cat([_mask(sample) for sample in chosen]) if chosen else torch.zeros(1, dtype=torch.bool),
+        mask_R=torch.cat([sample.trained_mask for sample in chosen]) if chosen else torch.zeros(1, dtype=torch.bool),
         streams={name: _joined(chosen, STREAMS[name]) for name in names},
         samples=tuple(indices),
         tokens=used,
@@ -191,12 +218,6 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def _mask(sample: TrainSample) -> Tensor:
-    if sample.loss_mask_R is None:
-        return torch.ones(len(sample.response_ids), dtype=torch.bool)
-    return sample.loss_mask_R.bool()
-
-
 def _temperatures(chosen: Sequence[TrainSample]) -> Tensor | None:
     """Return the temperature of each response token, [R]; None if the samples have none of their own.
 
@@ -213,8 +234,17 @@ def _temperatures(chosen: Sequence[TrainSample]) -> Tensor | None:
 
 
 def _joined(chosen: Sequence[TrainSample], stream: Stream) -> Tensor:
-    """Return a stream of all chosen samples, [R]; for an empty micro-batch, the fill value of its one masked row."""
+    """Return a stream of all chosen samples, [R], with the fill value for those that lack it, if it is optional.
+
+    For an empty micro-batch it is the fill value of its one masked row.
+    """
     dtype: torch.dtype = getattr(torch, stream.dtype)
     if not chosen:
         return torch.full((1,), stream.fill, dtype=dtype)
-    return torch.cat([sample.streams[stream.name].to(dtype) for sample in chosen])
+    return torch.cat([_stream_of(sample, stream).to(dtype) for sample in chosen])
+
+
+def _stream_of(sample: TrainSample, stream: Stream) -> Tensor:
+    if stream.optional and stream.name not in sample.streams:
+        return torch.full((len(sample.response_ids),), stream.fill)
+    return sample.streams[stream.name]

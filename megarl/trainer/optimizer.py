@@ -26,13 +26,17 @@ from megarl.models.shards import persistent_buffers
 T = TypeVar("T")
 
 
-class NonFiniteError(FloatingPointError):
-    """The loss or the gradient norm is NaN or infinite. Raised on all ranks before any weight has changed.
+class StepRefused(Exception):  # noqa: N818
+    """A batch must not be trained on. Raised on all ranks; no weight has changed by it.
 
     `updates`: those that the same step has made before.
     """
 
     updates = 0
+
+
+class NonFiniteError(StepRefused, FloatingPointError):
+    """A loss, a gradient norm or a log-prob is NaN or infinite."""
 
 
 def precision_wrap(chunk: GPTModel) -> torch.nn.Module:
@@ -129,7 +133,7 @@ def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel]) -
 
 
 def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Build the learning-rate schedule, which counts updates, and `trainer.mini_batches` of them for each step.
+    """Build the learning-rate schedule. Warm-up and decay count updates, of which a step makes `trainer.mini_batches`.
 
     Step it before each update, so that the first update has lr / (length of the warm-up), not 0.
 
@@ -138,10 +142,11 @@ def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerPa
     """
     settings = config.trainer.optimizer
     updates = config.run.steps * config.trainer.mini_batches
-    warmup = settings.warmup_steps * config.trainer.mini_batches
+    warmup = settings.warmup_steps
     if warmup and warmup >= updates:
         raise ValueError(
-            f"trainer.optimizer.warmup_steps={settings.warmup_steps} must be below run.steps={config.run.steps}"
+            f"trainer.optimizer.warmup_steps={warmup} must be below the {updates} updates of the run "
+            f"(run.steps * trainer.mini_batches)"
         )
     if settings.min_lr > settings.lr:
         raise ValueError(f"trainer.optimizer.min_lr={settings.min_lr} is above lr={settings.lr}")

@@ -10,7 +10,7 @@ statistics.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -21,34 +21,46 @@ from torch import Tensor
 
 from megarl import platforms
 from megarl.algorithms.aggregation import GlobalCounts
-from megarl.algorithms.losses import LossFunction, LossInputs, LossSpec, MicroBatchLoss, micro_batch_loss
+from megarl.algorithms.objective import LossFunction, LossInputs, MicroBatchLoss, micro_batch_loss
+from megarl.algorithms.source_gaps import SourceGaps
 from megarl.algorithms.stats import LossStats
+from megarl.algorithms.terms import TermCounts, count_terms
 from megarl.checkpoint.format.load_weights import load_weights
+from megarl.common.malloc import keep_freed_memory
 from megarl.common.object_collectives import Codec, all_gather, codec_of
 from megarl.config.megatron_defaults import transformer_fields
-from megarl.config.old_logprobs import correction_of, recomputes_old_logprobs
+from megarl.config.monitor_checks import SourceBuckets
+from megarl.config.old_logprobs import recomputes_old_logprobs
 from megarl.config.schema import Config
+from megarl.config.teachers import trainer_teachers
+from megarl.config.training_loss import needed_streams, objective_of
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
 from megarl.models.provider import build_model, transformer_config
-from megarl.queue.streams import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, ROLLOUT_LOGPROBS
-from megarl.trainer.batch import MicroBatch, TrainSample, check_samples, common_streams, pack, unpack
+from megarl.models.read_config import load_info
+from megarl.queue.streams import OLD_LOGPROBS, ROLLOUT_LOGPROBS, SOURCES
+from megarl.trainer.batch import MicroBatch, TrainSample, agreed_streams, common_streams, unpack
 from megarl.trainer.compiled_head import is_compiled
 from megarl.trainer.head import response_logprobs, return_hidden_states
 from megarl.trainer.moe import aux_loss_metrics, clear_aux_losses
 from megarl.trainer.optimizer import (
     NonFiniteError,
+    StepRefused,
     aux_loss_scale,
     build_optimizer,
     build_scheduler,
     data_parallel_wrap,
     precision_wrap,
 )
-from megarl.trainer.packing import plan_micro_batches
+from megarl.trainer.packed_batch import PackedBatch, Packer, SampleShape
 from megarl.trainer.pipeline import WithLoss, forward_backward, forward_only
-from megarl.trainer.reference_policy import ReferenceModel
+from megarl.trainer.reference_policy import FrozenModel, ReferenceModel
 
-__all__ = ["LogProbs", "NonFiniteError", "Policy", "TrainSample"]
+__all__ = ["LogProbs", "NoTokensError", "NonFiniteError", "Policy", "StepRefused", "TrainSample"]
+
+
+class NoTokensError(ValueError):
+    """No token of a mini-batch has a weight in any term of the loss. Raised on all ranks; nothing has changed."""
 
 
 @dataclass(frozen=True)
@@ -59,41 +71,15 @@ class LogProbs:
 
 
 @dataclass(frozen=True)
-class _PackedBatch:
-    """The micro-batches of this replica, and counts over all replicas."""
-
-    indices: list[list[int]]  # per micro-batch, of this replica's samples
-    micro_batches: list[MicroBatch]
-    counts: GlobalCounts
-    tokens: int  # of all samples of all replicas, prompts included
-    non_empty: int  # micro-batches of all replicas that hold samples
-
-
-@dataclass(frozen=True)
 class _Shapes:
     """The facts about its samples that a replica sends to all replicas."""
 
-    samples: list[tuple[int, int]]  # (tokens, trained tokens) of each sample
-    streams: list[str]  # the streams that all its samples have
+    samples: list[SampleShape]
+    streams: list[str]  # `common_streams` of its samples
 
 
 _SHAPES: Codec[_Shapes] = codec_of(_Shapes)
-
-
-def _agreed_streams(replicas: Sequence[_Shapes]) -> list[str]:
-    """Return the streams that all samples of all replicas have. A replica without samples packs the same streams."""
-    found = [set(replica.streams) for replica in replicas if replica.samples]
-    return sorted(set.intersection(*found)) if found else []
-
-
-def _needed_streams(config: Config, spec: LossSpec) -> list[str]:
-    """Return the streams without which the configured loss would fail, or would be another one."""
-    return [
-        ADVANTAGES,
-        *([OLD_LOGPROBS] if spec.correction is None or recomputes_old_logprobs(config) else []),
-        *([ROLLOUT_LOGPROBS] if spec.correction else []),
-        *([REFERENCE_LOGPROBS] if spec.kl_coef else []),
-    ]
+_COUNTS: Codec[TermCounts] = codec_of(TermCounts)
 
 
 class Policy:
@@ -105,23 +91,17 @@ class Policy:
 
     def __init__(self, config: Config, layout: Layout, info: ModelInfo, loss: LossFunction | None = None) -> None:
         self.config, self.layout, self.info = config, layout, info
-        algorithm = config.algorithm
-        self._spec = LossSpec(
-            kind=algorithm.loss,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            clip_dual=algorithm.clip_dual,
-            kl_coef=algorithm.kl.coef if algorithm.kl.where == "loss" else 0.0,
-            kl_estimator=algorithm.kl.estimator,
-            entropy_coef=algorithm.entropy_coef,
-            aggregation=algorithm.aggregation,
-            correction=correction_of(config),
-        )
+        self._objective = objective_of(config)
         self._loss = loss or self._configured_loss
         self._compiled_head = is_compiled(config.trainer.compile_logprobs)
         # A loss that the caller brought may need the entropy; the configured one needs it for its bonus only.
-        self._needs_entropy = loss is not None or algorithm.entropy_coef != 0
-        self._needed_streams = _needed_streams(config, self._spec) if loss is None else []
+        self._needs_entropy = loss is not None or self._objective.entropy_coef != 0
+        self._needed_streams = needed_streams(config, self._objective) if loss is None else []
+        # The stream of the engine's log-probs, if an update compares them with the trainer's by their source.
+        self._engine_stream = ROLLOUT_LOGPROBS if self._objective.correction else OLD_LOGPROBS
+        self._buckets = 0 if recomputes_old_logprobs(config) else SourceBuckets.of(config).size
+        self.source_gaps = SourceGaps.zeros(self._buckets)  # of the last update over all ranks, on the CPU
+        self.packer = Packer.of(config, layout, info.vocab_size)
         self.tf_config = transformer_config(
             info,
             layout,
@@ -145,32 +125,66 @@ class Policy:
         self.optimizer = build_optimizer(config, self.module_chunks)
         self.scheduler = build_scheduler(config, self.optimizer)
         self.reference = ReferenceModel(config, layout, info) if config.needs_reference else None
+        self.teachers = {
+            each.name: FrozenModel(config, layout, load_info(each.path), each.path, each.placement)
+            for each in trainer_teachers(config)
+        }
+        if not platforms.current().is_cuda:
+            keep_freed_memory()
 
     @property
     def uploads_reference(self) -> bool:
-        """Tell whether each pass of the reference model brings its weights to the device."""
-        return self.reference is not None and self.reference.placement.uploads
+        """Tell whether a pass of the reference model, or of a teacher, brings its weights to the device."""
+        return any(each.placement.uploads for each in (self.reference, *self.teachers.values()) if each is not None)
 
-    def compute_logprobs(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[LogProbs]:
-        """Return the log-probs of this replica's samples under the policy (or the reference), in the same order.
+    @property
+    def reference_step(self) -> int:
+        """The steps after which the reference model has taken the policy's weights; 0: it has those it began with."""
+        return 0 if self.reference is None else self.reference.refreshed
+
+    def refresh_reference(self, steps_done: int) -> bool:
+        """Give the reference model the policy's weights if that is due after `steps_done` steps; tell whether it was.
+
+        Collective only in that every rank must call it: each copies its own shards.
+        """
+        every = self.config.reference.refresh_steps
+        if self.reference is None or every is None or steps_done == 0 or steps_done % every:
+            return False
+        self.reference.take_weights(self.module_chunks, steps_done)
+        return True
+
+    def compute_logprobs(
+        self,
+        samples: Sequence[TrainSample],
+        *,
+        reference: bool = False,
+        teacher: str = "",
+        packed: PackedBatch | None = None,
+    ) -> list[LogProbs]:
+        """Return the log-probs of this replica's samples under the policy, in the same order.
+
+        Or those under the `reference`, or under a `teacher` that the ranks hold.
 
         Call it on every rank with the samples of its replica, which may be none. All micro-batches run through the
-        pipeline in one pass; the result is complete on every rank.
+        pipeline in one pass; the result is complete on every rank. `packed`: the same samples, packed ahead of the pass
+        on every rank; None: the pass packs them.
 
         Raises:
             ValueError: `reference` is True, but there is no reference model.
+            KeyError: the ranks hold no such teacher.
         """
         if reference and self.reference is None:
             raise ValueError("there is no reference model because algorithm.kl.coef is 0")
-        plan = self._plan(samples)
-        chunks = self.reference.chunks if reference and self.reference else self.module_chunks
-        resident = self.reference.placement.resident() if reference and self.reference else nullcontext()
+        plan = packed or self._pack(samples)
+        frozen = self.teachers[teacher] if teacher else self.reference if reference else None
+        chunks = self.module_chunks if frozen is None else frozen.chunks
+        vocabulary = (self.info if frozen is None else frozen.info).vocab_size
 
         def rows(chunk: GPTModel, hidden_1TH: Tensor, batch: MicroBatch) -> Tensor:
-            return self._response_logprobs(chunk, hidden_1TH, batch, with_entropy=False)[0]
+            return self._response_logprobs(chunk, hidden_1TH, batch, with_entropy=False, vocab_size=vocabulary)[0]
 
-        with resident:
-            parts = forward_only(chunks, plan.micro_batches, rows)
+        with nullcontext() if frozen is None else frozen.placement.resident():
+            parts = forward_only(chunks, plan.complete(samples, platforms.current().device), rows)
         logprobs_R = self._from_last_stage(parts, plan)
         results: list[LogProbs | None] = [None] * len(samples)
         offset = 0
@@ -189,57 +203,81 @@ class Policy:
         *,
         another_follows: bool = False,
         measure_entropy: bool = True,
+        packed: PackedBatch | None = None,
+        check: Callable[[Mapping[str, float]], None] = lambda metrics: None,
     ) -> dict[str, float]:
         """Make one optimizer update on a mini-batch. `samples` are this replica's, `counts` those of all replicas.
 
         `another_follows`: the next call is another update, whose forward pass then gathers the new weights layer by
         layer (`overlap_param_gather`). Otherwise the weights are complete when the method returns.
         `measure_entropy`: False saves the pass over the logits that the entropy needs, unless the loss contains it.
+        `packed`: the same samples, packed ahead of the update on every rank; None: the update packs them. `check` is
+        called on every rank with the metrics of the loss before a weight changes, and may raise StepRefused.
 
         Returns:
             Metrics reduced over all ranks and equal on each: `LossStats.means`, with a correction
             `LossStats.correction_means`, lr, grad_norm, MoE losses. An entropy that was not computed is left out.
 
         Raises:
-            ValueError: `counts` differs from the counts of all replicas' samples, no sample has a trained token, or a
-                sample lacks a stream that the loss needs (`advantages`, `old_logprobs`, ...).
+            ValueError: `counts` differs from the counts of all replicas' samples, or a sample lacks a stream that the
+                loss needs (`advantages`, `old_logprobs`, ...).
+            NoTokensError: no sample has a trained token, or none of them has a weight in any term.
             NonFiniteError: the loss or the gradient norm is not finite; no weight has changed, nor has the schedule.
         """
-        metrics = self.compute_gradients(samples, counts, measure_entropy=measure_entropy)
+        try:
+            metrics = self.compute_gradients(samples, counts, measure_entropy=measure_entropy, packed=packed)
+        except NoTokensError:
+            if not another_follows:  # an update before this one has left its weights to be gathered by this one
+                self._complete_weights()
+            raise
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteError(f"the loss is {metrics['loss']}; no weight was changed")
+        check(metrics)
         self.scheduler.step(1)
         try:
             _, grad_norm, _ = self.optimizer.step()
         except NonFiniteError:
             self.scheduler.step(-1)  # it counts updates, and the rate depends on nothing but their number
             raise
-        for chunk in self.module_chunks:
-            if chunk.ddp_config.overlap_param_gather and not another_follows:
-                # Without this call the gather starts in the next forward, but export and weight sync come before it.
-                chunk.start_param_sync(force_sync=True)
+        if not another_follows:
+            self._complete_weights()
         return metrics | {"grad_norm": float(grad_norm), "lr": self.learning_rate}
 
+    def _complete_weights(self) -> None:
+        """Gather the new weights where the next forward pass would, because export and weight sync come before it."""
+        for chunk in self.module_chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
     def compute_gradients(
-        self, samples: Sequence[TrainSample], counts: GlobalCounts | None = None, *, measure_entropy: bool = True
+        self,
+        samples: Sequence[TrainSample],
+        counts: GlobalCounts | None = None,
+        *,
+        measure_entropy: bool = True,
+        packed: PackedBatch | None = None,
     ) -> dict[str, float]:
         """Run the first half of `update`: leave reduced gradients in DDP's buffers, return the loss's metrics.
 
         The weights do not change. Raises as `update` does, except NonFiniteError.
         """
         self._check_trainable(samples)
-        plan = self._plan(samples)
+        plan = packed or self._pack(samples)
         if counts is not None and counts != plan.counts:
             raise ValueError(f"the replicas hold {plan.counts} together, but the caller counted {counts}")
         if not plan.counts.tokens:
-            raise ValueError("no replica holds a trained token; skip this update")
+            raise NoTokensError("no replica holds a trained token; skip this update")
+        terms = self._term_counts(samples, plan)
         for chunk in self.module_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         clear_aux_losses()
         with_entropy = measure_entropy or self._needs_entropy
-        parts = forward_backward(self.module_chunks, plan.micro_batches, self._loss_function(plan, with_entropy))
-        metrics = self._reduce(parts) | aux_loss_metrics(self.tf_config, plan.non_empty)
+        micro_batches = plan.complete(samples, platforms.current().device)
+        gaps = SourceGaps.zeros(self._buckets, platforms.current().device)
+        function = self._loss_function(plan, terms, with_entropy, gaps)
+        parts = forward_backward(self.module_chunks, micro_batches, function)
+        metrics = self._reduce(parts, gaps) | aux_loss_metrics(self.tf_config, plan.non_empty)
         if not with_entropy:
             del metrics["entropy"]
         return metrics
@@ -250,20 +288,38 @@ class Policy:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _configured_loss(self, inputs: LossInputs) -> MicroBatchLoss:
-        return micro_batch_loss(self._spec, inputs)
+        return micro_batch_loss(self._objective, inputs)
 
-    def _loss_function(self, plan: _PackedBatch, with_entropy: bool) -> WithLoss[LossStats]:
-        """Return the function that the pipeline calls on the hidden states of each micro-batch."""
+    def _term_counts(self, samples: Sequence[TrainSample], plan: PackedBatch) -> TermCounts:
+        """Return the counts of each term over all replicas. Collective if samples bring weights.
+
+        Raises NoTokensError if no token is in any term.
+        """
+        if not plan.weighted:
+            return TermCounts.without_streams(plan.counts)
+        own = count_terms(((sample.trained_mask, sample.streams) for sample in samples), plan.counts.max_tokens)
+        everyone = all_gather(own, _COUNTS, parallel_state.get_data_parallel_group())
+        counts = TermCounts.total(everyone, plan.counts.max_tokens)
+        if counts.empty:
+            raise NoTokensError("no token has a weight in any term of the loss; skip this update")
+        return counts
+
+    def _loss_function(
+        self, plan: PackedBatch, terms: TermCounts, with_entropy: bool, gaps: SourceGaps
+    ) -> WithLoss[LossStats]:
+        """Return the function that the pipeline calls on the hidden states of each micro-batch; it adds to `gaps`."""
         scale = plan.tokens / aux_loss_scale(self.tf_config)
 
         def loss(chunk: GPTModel, hidden_1TH: Tensor, batch: MicroBatch) -> tuple[Tensor, int, LossStats]:
             logprobs_R, entropy_R = self._response_logprobs(chunk, hidden_1TH, batch, with_entropy)
+            if self._buckets and SOURCES in batch.streams:
+                gaps.add(batch.streams[self._engine_stream], logprobs_R, batch.mask_R, batch.streams[SOURCES])
             result = self._loss(
                 LossInputs(
                     logprobs_R=logprobs_R,
                     mask_R=batch.mask_R,
                     cu_seqlens=batch.response_cu_seqlens,
-                    counts=plan.counts,
+                    counts=terms,
                     streams=batch.streams,
                     entropy_R=entropy_R,
                 )
@@ -275,45 +331,32 @@ class Policy:
         return loss
 
     def _response_logprobs(
-        self, chunk: GPTModel, hidden_1TH: Tensor, batch: MicroBatch, with_entropy: bool
+        self,
+        chunk: GPTModel,
+        hidden_1TH: Tensor,
+        batch: MicroBatch,
+        with_entropy: bool,
+        vocab_size: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         return response_logprobs(
             chunk,
             hidden_1TH,
             batch,
             temperature=self.config.sampling.temperature if batch.temperature_R is None else batch.temperature_R,
-            vocab_size=self.info.vocab_size,
+            vocab_size=vocab_size or self.info.vocab_size,
             chunk_rows=self.config.trainer.logprob_chunk_tokens,
             with_entropy=with_entropy,
             compiled=self._compiled_head,
         )
 
-    def _plan(self, samples: Sequence[TrainSample]) -> _PackedBatch:
-        """Agree with the other replicas on the number of micro-batches, and pack those of this replica. Collective."""
-        check_samples(samples, self.info.vocab_size)
+    def _pack(self, samples: Sequence[TrainSample]) -> PackedBatch:
+        """Tell the other replicas about these samples, and pack them. Collective."""
+        own = _Shapes([SampleShape.of(sample) for sample in samples], common_streams(samples))
         group = parallel_state.get_data_parallel_group()
-        own = _Shapes([(sample.length, sample.trained_tokens) for sample in samples], common_streams(samples))
         everyone = all_gather(own, _SHAPES, group)
         shapes = [part.samples for part in everyone]
-        streams = _agreed_streams(everyone)
-        interleaved = self.layout.virtual_pipeline is not None
-        plans = plan_micro_batches(
-            [[length for length, _ in rank] for rank in shapes],
-            self.config.trainer.token_limit,
-            multiple_of=self.layout.pipeline if interleaved else 1,
-            minimum=self.layout.pipeline,  # fewer leave stages idle, and fail in an interleaved schedule
-        )
-        tensor = self.layout.tensor if self.layout.sequence else 1
-        mine = plans[group.rank()]
-        device = platforms.current().device
-        counts = GlobalCounts.of([trained for rank in shapes for _, trained in rank], self.config.sampling.max_tokens)
-        return _PackedBatch(
-            indices=mine,
-            micro_batches=[pack(samples, indices, tensor, streams).to(device) for indices in mine],
-            counts=counts,
-            tokens=sum(length for rank in shapes for length, _ in rank),
-            non_empty=sum(bool(indices) for plan in plans for indices in plan),
-        )
+        agreed = agreed_streams(part.streams for part in everyone if part.samples)
+        return self.packer.pack(samples, shapes, group.rank(), agreed)
 
     def _check_trainable(self, samples: Sequence[TrainSample]) -> None:
         for sample in samples:
@@ -321,7 +364,7 @@ class Policy:
                 if name not in sample.streams:
                     raise ValueError(f"sample {sample.key} has no {name}, which the loss needs")
 
-    def _from_last_stage(self, parts: list[Tensor], plan: _PackedBatch) -> Tensor:
+    def _from_last_stage(self, parts: list[Tensor], plan: PackedBatch) -> Tensor:
         """Return the last stage's `parts` ([R] each) on every rank of the replica, on the CPU.
 
         The result is fp32 [R] with R over all non-empty micro-batches.
@@ -340,13 +383,20 @@ class Policy:
             )
         return values_R.cpu()
 
-    def _reduce(self, parts: list[LossStats]) -> dict[str, float]:
-        """Reduce the statistics of all micro-batches of all replicas, to which one rank per replica contributes."""
+    def _reduce(self, parts: list[LossStats], gaps: SourceGaps) -> dict[str, float]:
+        """Reduce the statistics of all micro-batches of all replicas, to which one rank per replica contributes.
+
+        Those by source travel with the others, and are in `source_gaps` then.
+        """
         device = platforms.current().device
         contributes = parallel_state.is_pipeline_last_stage() and (parallel_state.get_tensor_model_parallel_rank() == 0)
         stats = LossStats.merge(parts if contributes else [], device)
+        own = gaps if contributes else SourceGaps.zeros(self._buckets, device)
         sums_K, maxima_M = stats.sum_vector(), stats.max_vector()
-        torch.distributed.all_reduce(sums_K)
-        torch.distributed.all_reduce(maxima_M, op=torch.distributed.ReduceOp.MAX)
-        reduced = LossStats.from_vectors(sums_K.cpu(), maxima_M.cpu())
-        return reduced.means() | (reduced.correction_means() if self._spec.correction else {})
+        sums, maxima = torch.cat([sums_K, own.sums_BK.flatten()]), torch.cat([maxima_M, own.maxima_B])
+        torch.distributed.all_reduce(sums)
+        torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
+        sums, maxima = sums.cpu(), maxima.cpu()
+        reduced = LossStats.from_vectors(sums[: sums_K.numel()], maxima[: maxima_M.numel()])
+        self.source_gaps = SourceGaps.from_vectors(sums[sums_K.numel() :], maxima[maxima_M.numel() :])
+        return self._objective.report(reduced)

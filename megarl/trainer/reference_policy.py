@@ -1,4 +1,4 @@
-"""The frozen reference model, whose weights are on the device, or in host memory between its forward passes.
+"""Models beside the policy that are never trained, whose weights are on the device, or in host memory between passes.
 
 Its tensors may have any shape.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -19,8 +20,11 @@ from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
 from megarl.models.provider import build_model, transformer_config
+from megarl.models.shards import unwrap
 from megarl.trainer.head import return_hidden_states
 from megarl.trainer.optimizer import precision_wrap
+
+WeightsPlace = Literal["gpu", "cpu_offload"]
 
 
 class Placement:
@@ -33,7 +37,7 @@ class Placement:
         self,
         modules: Sequence[torch.nn.Module],
         device: torch.device,
-        placement: Literal["gpu", "cpu_offload"],
+        placement: WeightsPlace,
     ) -> None:
         self._device = device
         self._tensors: list[Tensor] = []
@@ -63,17 +67,51 @@ class Placement:
         return home.to(self._device, non_blocking=True)
 
 
-class ReferenceModel:
-    """The policy's architecture and layout with the weights of `reference.path` (default: `model.path`)."""
+class FrozenModel:
+    """A model that only computes log-probs, in the policy's layout, with the weights of `path`.
 
-    def __init__(self, config: Config, layout: Layout, info: ModelInfo) -> None:
+    `info`: of the model at `path`, which may have another size than the policy.
+    """
+
+    def __init__(self, config: Config, layout: Layout, info: ModelInfo, path: Path, placement: WeightsPlace) -> None:
+        self.info = info
         tf_config = transformer_config(
             info, layout, config.trainer.precision, transformer_fields(config), initialize=False
         )
         chunks = build_model(info, tf_config, layout)
-        load_weights(chunks, info, config.reference.path or config.model.path)
+        load_weights(chunks, info, path)
         for chunk in chunks:
             chunk.requires_grad_(False)
             return_hidden_states(chunk)
         self.chunks = [precision_wrap(chunk) for chunk in chunks]
-        self.placement = Placement(self.chunks, platforms.current().device, config.reference.placement)
+        self.placement = Placement(self.chunks, platforms.current().device, placement)
+
+
+class ReferenceModel(FrozenModel):
+    """The policy's architecture and layout with the weights of `reference.path` (default: `model.path`).
+
+    `refreshed`: the number of steps after which it has taken the policy's weights; 0 if it has not.
+    """
+
+    def __init__(self, config: Config, layout: Layout, info: ModelInfo) -> None:
+        path = config.reference.path or config.model.path
+        super().__init__(config, layout, info, path, config.reference.placement)
+        self.refreshed = 0
+
+    @torch.no_grad()
+    def take_weights(self, chunks: Sequence[torch.nn.Module], steps: int) -> None:
+        """Copy the policy's `chunks`, as they are after `steps` steps. Every rank copies its own shards."""
+        for own, other in zip(self.chunks, chunks, strict=True):
+            tensors = zip(_tensors(own), _tensors(other), strict=True)
+            for (name, target), (source_name, source) in tensors:
+                if name != source_name or target.shape != source.shape or target.dtype != source.dtype:
+                    raise ValueError(f"the reference model has {name}, where the policy has {source_name}")
+                target.data.copy_(source.data)
+        self.refreshed = steps
+
+
+def _tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a chunk, whatever it is wrapped in."""
+    model = unwrap(chunk)
+    yield from model.named_parameters()
+    yield from model.named_buffers()

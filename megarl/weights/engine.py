@@ -1,11 +1,18 @@
 """vLLM's weight-transfer backend `megarl`, which receives the weights; one instance in every engine worker.
 
-One start/update/finish session is one whole sync: `update_weights` receives all buckets of the plan. After any failure
-here the model is partly loaded, although vLLM reports no error, and the replica must be restarted.
+One start/update/finish session is one whole sync: `update_weights` receives all buckets of the plan. After a failure
+of this worker's own the model is partly loaded, although vLLM reports no error, and the replica must be restarted.
+
+If another member fails, `update_weights` returns as if nothing had happened, and the leader finds the failure in the
+report. It must not raise then: vLLM's executor leaves the answers of the engine's other workers unread after an
+exception, and takes them for the answers to later calls (vLLM 0.32, v1/executor/multiproc_executor.py). The session is
+then ended by `update_weights` with ABANDON and by `finish_weight_update`. The weights are a mixture afterwards, until a
+later session has brought all of them; whoever calls the engine must not let it generate before.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +23,15 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from megarl.common.errors import WeightSyncError
+from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted, WeightSyncError
 from megarl.weights.buckets import unpack_manifest
+from megarl.weights.handles import ABANDON
 from megarl.weights.loaders import ModelLoader, prepack_updated_experts
 from megarl.weights.receiver import Receiver
 from megarl.weights.store import SyncStore
 from megarl.weights.transport import Group, GroupMembers
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -69,6 +79,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         self._receiver: Receiver | None = None
         self._needs_restart: str | None = None  # the failure that left the model partly loaded
         self._loads = False  # this sync changes the model
+        self._interrupted: str | None = None  # the failure of another member, after which not all buckets have come
 
     def init_transfer_engine(self, init_info: MegarlInitInfo) -> None:
         """Join the group. vLLM calls this again for every new generation.
@@ -97,16 +108,25 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         The model is prepared in `receive_weights`, which knows whether it gets the weights.
         """
         self._refuse_if_broken()
-        self._loads = False
+        self._loads, self._interrupted = False, None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive, check and load all buckets. The base class's method would also synchronise an accelerator on CPU."""
+        """Receive, check and load all buckets, or with ABANDON give up the session.
+
+        The base class's method would also synchronise an accelerator on CPU.
+        """
+        if update_info == ABANDON:
+            self.abandon()
+            return
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: MegarlUpdateInfo) -> None:
-        """Receive one sync. Raises WeightSyncError after the failure was reported to the other members."""
+        """Receive one sync, or as much of it as comes before another member fails.
+
+        Every failure is reported to the other members; one of this worker's own is then raised.
+        """
         if self._receiver is None:
             raise WeightSyncError("update_weights was called before init_weight_transfer_engine")
         self._loads = update_info.load
@@ -121,12 +141,32 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
                 plan_hash=update_info.plan_hash,
                 load=self._loads,
             )
+        except (SyncAborted, ConnectionLost, PeerTimeout) as error:
+            self._interrupted = str(error)
+            logger.warning("the weights of version %d have not all come: %s", update_info.version, error)
         except BaseException as error:
             self._needs_restart = str(error) or repr(error)
             raise
 
+    def abandon(self) -> None:
+        """Give up the session, whose weights have not all come: `finish_weight_update` then ends it without effect.
+
+        Raises WeightSyncError if the model cannot be loaded again.
+        """
+        self._refuse_if_broken()
+        try:
+            if self._loads:
+                self.loader.abandon()
+        except BaseException as error:
+            self._needs_restart = str(error) or repr(error)
+            raise
+        self._loads, self._interrupted = False, None
+
     def finish_weight_update(self) -> None:
-        """Complete the new weights, if the model got them."""
+        """Complete the new weights, if the model got them. Raises WeightSyncError if not all of them have come."""
+        self._refuse_if_broken()
+        if self._interrupted is not None:
+            raise WeightSyncError(f"the weights have not all come, so they cannot be completed: {self._interrupted}")
         if not self._loads:
             return
         try:

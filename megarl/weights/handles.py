@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+ABANDON = {"abandon": True}  # the arguments of an engine's `update_weights` that give up a sync
+
 
 class ReplicaHandle(Protocol):
     """One engine replica.
 
     The methods that are called on it are `world_size()`, `init_weight_transfer(init_info)`, `pause(clear_cache)`,
     `start_weight_update()`, `update_weights(update_info)`, `finish_weight_update(version)` (None: it stays the same),
-    `resume()` and `fail(reason)`.
+    `resume()`, `abandon_weight_update(ABANDON)` after a sync that another member has interrupted, and `fail(reason)`.
+    One that has abandoned a sync stays paused, and refuses to resume, until it has loaded all weights of a later one.
     """
 
     @property
@@ -41,9 +44,16 @@ class EngineHandles(Protocol):
         ...
 
     def restart(self, names: Sequence[str], timeout_s: float) -> None:
-        """Replace the named replicas by new ones. `replicas()` returns the others as before.
+        """Replace the named replicas by new ones, and wait for these. `replicas()` returns the others as before.
 
         A replica for which there is no room any more, or that was removed meanwhile, may be left out from then on.
         Raises an exception if they cannot be restarted; the run then ends with the error of the sync.
+        """
+        ...
+
+    def replace_later(self, names: Sequence[str], timeout_s: float) -> None:
+        """End the named replicas; new ones join with a later sync. `replicas()` returns the others as before.
+
+        If none of the others serves training, this is `restart`, which takes up to `timeout_s` and raises as it does.
         """
         ...

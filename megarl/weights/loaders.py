@@ -10,7 +10,6 @@ Shapes: B bytes of a flat uint8 buffer; tensors without a suffix may have any sh
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
 from collections.abc import Sequence
@@ -19,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megarl.common.errors import WeightSyncError
+from megarl.common.malloc import MMAP_OTHERWISE, map_blocks_from
+from megarl.weights.abandoned_reload import LiveTensors, live_tensors, undo_reload
 from megarl.weights.coverage import LoadCoverage, missing_message
 from megarl.weights.in_place import in_place_obstacle
 from megarl.weights.recorded_copies import RecordedCopies
@@ -27,15 +28,14 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 logger = logging.getLogger(__name__)
-_M_MMAP_THRESHOLD = -3  # malloc.h
 MMAP_DURING_SYNC = 2**20
-MMAP_OTHERWISE = 2**25  # the value that glibc's own, dynamic threshold reaches
 
 
 class ModelLoader:
     """The `Loader` of one engine worker. One sync is `start`, `load` for every bucket, `finish`.
 
-    If any of them raises, the model is partly loaded, whichever way is taken.
+    If any of them raises, the model is partly loaded, whichever way is taken, and of no use any more. If the buckets do
+    not all come, `abandon` ends the sync; the model is of use again after a later sync, which brings every weight.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class ModelLoader:
         self._read_at_start = read_at_start
         self._check_next = True
         self._coverage: LoadCoverage | None = None
+        self._before: LiveTensors = {}  # of a reload that has begun
 
     @property
     def way(self) -> str:
@@ -78,11 +79,13 @@ class ModelLoader:
                 self._copies.forget()  # a repetition omits the padding, which was written by then
             self._copies.start(self._model)
         else:
+            self._before = live_tensors(self._model)
             initialize_layerwise_reload(self._model)
             if self._coverage is not None:
                 self._coverage.follow_reload()
         if self._device.type == "cpu":
-            tune_malloc(MMAP_DURING_SYNC)
+            # Loading allocates and frees tensors of many sizes in different orders.
+            map_blocks_from(MMAP_DURING_SYNC)
 
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Load whole tensors. A reload refers to them until their module is complete."""
@@ -127,10 +130,23 @@ class ModelLoader:
             self._copies.finish()
         else:
             finalize_layerwise_reload(self._model, self._model_config)
+            self._before = {}
         if self._device.type == "cpu":
             if self.obstacle is not None:
                 prepack_tied_head(self._model)
-            tune_malloc(MMAP_OTHERWISE)
+            map_blocks_from(MMAP_OTHERWISE)
+
+    def abandon(self) -> None:
+        """End a sync that will not be completed. The weights are of two versions until the end of the next sync.
+
+        That one is checked to bring every weight. Raises WeightSyncError if the model cannot be loaded again.
+        """
+        if self.obstacle is not None:
+            undo_reload(self._model, self._before)
+        self._copies.forget()
+        self._before, self._coverage, self._check_next = {}, None, True
+        if self._device.type == "cpu":
+            map_blocks_from(MMAP_OTHERWISE)
 
     def _check_coverage(self) -> None:
         if self._coverage is None:
@@ -143,18 +159,6 @@ class ModelLoader:
                 f"{missing_message(missing)}; the engine started with random weights and has no others for them (if "
                 "the trainer does not hold them, set rollout.load_weights: true, with which engines read the files)"
             )
-
-
-def tune_malloc(mmap_threshold: int) -> None:
-    """Make glibc map each block of at least `mmap_threshold` bytes separately, and return free memory. CPU only.
-
-    Loading allocates and frees tensors of many sizes in different orders. By default glibc keeps blocks below 32 MiB on
-    its heap, which is then fragmented and grows with every sync.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
-        libc.mallopt(_M_MMAP_THRESHOLD, mmap_threshold)
-        libc.malloc_trim(0)
 
 
 def prepack_updated_experts() -> None:

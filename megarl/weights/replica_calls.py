@@ -2,9 +2,10 @@
 
 Order of one sync, over all replicas: wait until the leader has staged its first buckets, while they generate -> pause
 -> start -> update (all buckets) -> compare every worker's digests with the senders' -> finish, which sets the version
--> resume. After a failure between start and finish the replicas are never resumed, and must be restarted. A replica
-that keeps its version goes through the same calls, because all members take part in a broadcast; it drops what it
-receives, and keeps its KV cache and its label.
+-> resume. After a failure between start and finish the replicas are not resumed: if the sync is repeated, those that
+failed are replaced, and the others give up what they have loaded, stay paused and load all of it again; if not, all
+must be replaced. A replica that keeps its version goes through the same calls, because all members take part in a
+broadcast; it drops what it receives, and keeps its KV cache and its label.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from megarl.common.errors import DigestMismatch, PeerTimeout, SyncAborted, WeightSyncError
+from megarl.telemetry import events
 from megarl.weights.background_call import BackgroundCall
 from megarl.weights.buckets import BucketPlan, pack_manifest
 from megarl.weights.failure_cause import FailedCall, FailureCause, find_cause
-from megarl.weights.handles import EngineHandles, ReplicaHandle
+from megarl.weights.handles import ABANDON, EngineHandles, ReplicaHandle
 from megarl.weights.member_progress import Answer
 from megarl.weights.receiver import NOT_LOADED
 from megarl.weights.store import SyncStore
@@ -56,7 +58,7 @@ class SyncReport:
         float  # from the first call of `pause` (a replica stops before it answers) until the last one has resumed
     )
     phases: dict[str, float] = field(default_factory=dict)  # seconds by the called method; "stage": before all calls
-    restarted: tuple[str, ...] = ()  # replicas that were restarted before the sync succeeded
+    restarted: tuple[str, ...] = ()  # replicas that failed, and were replaced or left out before the sync succeeded
 
 
 @dataclass(frozen=True)
@@ -150,11 +152,12 @@ class EngineCalls:
         of replicas that keep their weights and their version.
 
         Raises:
-            WeightSyncError: with the failed members and the replicas that must be restarted.
+            WeightSyncError: with the failed members, the replicas that must be replaced, and those that need not if
+                the sync is repeated.
         """
         replicas = self._replicas
-        started = time.perf_counter()
-        deadline = time.monotonic() + timeout_s
+        started = time.monotonic()
+        deadline = started + timeout_s
         phases: dict[str, float] = {}
         phase, self._called = _STAGE, False
         info = {"sync": sync, "version": version, "layer_span": plan.layer_span, "plan_hash": plan.hash}
@@ -168,17 +171,20 @@ class EngineCalls:
             if group.aborted() and method != "resume":  # another member failed: go no further
                 raise SyncAborted(group.abort_reason or "")
             phase, self._called = _PHASES[method], True
-            begun = time.perf_counter()
+            begun = time.monotonic()
             arguments = [kept if replica.name in keep else args for replica in replicas]
             returned = self._all(replicas, method, arguments, timeout_s=limit or self._rpc_s, release=release)
-            phases[method] = time.perf_counter() - begun
+            ended = time.monotonic()
+            phases[method] = ended - begun
+            events.record(f"sync_{phase}", begun, ended, key=version, version=version)
             return returned
 
         try:
             _await_staged(staged, group, timeout_s)
-            phases[phase] = time.perf_counter() - started
             pause_begun = time.monotonic()
-            call("pause", self._recompute_kv, kept=(False,))
+            phases[phase] = pause_begun - started
+            events.record("sync_stage", started, pause_begun, key=version, version=version)
+            call("pause", self._recompute_kv, kept=(False, True))
             call("start_weight_update")
             remaining = max(0.1, deadline - time.monotonic())
             update = {**info, "timeout_s": remaining, "load": True}
@@ -188,7 +194,7 @@ class EngineCalls:
             resumed = call("resume")
         except (CallsFailed, WeightSyncError) as error:
             raise self._explain(error, group, replicas, version, phase) from error
-        total = time.perf_counter() - started
+        total = time.monotonic() - started
         pause_s = max(each.at for each in resumed) - pause_begun
         digest_s = _digest_seconds(group.members, reports)
         self._log_ways(version, reports[len(group.members.senders) :])
@@ -261,18 +267,21 @@ class EngineCalls:
             ]
             cause = find_cause(list(reports.values()), calls, answers, group.names, uncalled)
         reasons, failed_members = cause.reasons or (str(error),), cause.failed_members
-        if phase == _STAGE:  # no replica was called: all go on with the weights they have
-            needs_restart = []
-        elif phase == "pause":
-            needs_restart = names_of(group.members, failed_members)
-        else:
-            needs_restart = [replica.name for replica in replicas]
+        needs_restart, interrupted = _left_behind(group.members, failed_members, phase)
         message = (
             f"weight sync of version {version} failed during {phase}: {'; '.join(reasons)}. "
-            f"The version is not published; replicas to restart: {', '.join(needs_restart) or 'none'}"
+            f"The version is not published; replicas to replace: {', '.join(needs_restart) or 'none'}"
         )
+        if interrupted:
+            message += f"; interrupted: {', '.join(interrupted)}"
         logger.error("%s", message)
-        return WeightSyncError(message, version=version, failed_members=failed_members, needs_restart=needs_restart)
+        return WeightSyncError(
+            message,
+            version=version,
+            failed_members=failed_members,
+            needs_restart=needs_restart,
+            interrupted=interrupted,
+        )
 
     def _answers(self, group: Group, workers: Sequence[str]) -> list[Answer]:
         """Return what the trainer ranks and `workers` were doing when the sync failed, of those that answer in time."""
@@ -292,25 +301,40 @@ class EngineCalls:
                 reports[place] = report
         return reports
 
-    def after_failure(self, failure: WeightSyncError) -> None:
-        """Make the replicas that must be restarted refuse requests; resume the others with the version they have.
+    def after_failure(self, failure: WeightSyncError, *, repeats: bool) -> list[str]:
+        """Prepare the replicas for what follows a failed sync; return the names of those that must be replaced.
 
-        If the sync failed before they were paused, they are left alone. All at the same time: the trainer ranks wait
-        for the outcome, and a replica that hangs takes EXTRA_WAIT_S to refuse requests, or `rpc_s` to resume.
+        If the sync `repeats`, those that others have interrupted give up what they have loaded, and stay paused. One
+        that cannot, and all that must be replaced, refuse requests from now on. The others resume with the version they
+        have; if the sync failed before they were paused, they are left alone. All at the same time: the trainer ranks
+        wait for the outcome, and a replica that hangs takes EXTRA_WAIT_S to refuse requests, or `rpc_s` otherwise.
         """
         replicas = self._replicas if self._called else []
-        for call in [BackgroundCall(self._release_replica, replica, failure) for replica in replicas]:
-            call.result()
+        calls = [BackgroundCall(self._release_replica, replica, failure, repeats) for replica in replicas]
+        replaced = [replica.name for replica, call in zip(replicas, calls, strict=True) if call.result()]
+        return replaced if self._called else list(failure.needs_restart)
 
-    def _release_replica(self, replica: ReplicaHandle, failure: WeightSyncError) -> None:
+    def _release_replica(self, replica: ReplicaHandle, failure: WeightSyncError, repeats: bool) -> bool:
+        """Do what `after_failure` says with one replica; tell whether it must be replaced."""
+        reason = f"was left in the middle of a failed weight sync: {failure}"
+        replaced = replica.name in failure.needs_restart
+        if replica.name in failure.interrupted:
+            replaced = not repeats
+            if repeats:
+                try:
+                    replica.call("abandon_weight_update", ABANDON, timeout_s=self._rpc_s)
+                    return False
+                except Exception as error:
+                    replaced, reason = True, f"could not give up a failed weight sync: {_brief(error)}"
+                    logger.warning("engine %s %s", replica.name, reason)
         try:
-            if replica.name in failure.needs_restart:
-                reason = f"was left in the middle of a failed weight sync: {failure}"
+            if replaced:
                 replica.call("fail", reason, timeout_s=EXTRA_WAIT_S)
             else:
                 replica.call("resume", timeout_s=self._rpc_s)
         except Exception as error:  # a dead replica cannot answer, and is reported already
             logger.warning("engine %s after a failed sync: %s", replica.name, _brief(error))
+        return replaced
 
     def _not_reached(self, error: CallsFailed, replicas: list[ReplicaHandle]) -> WeightSyncError:
         """Return the error of a group that could not be formed."""
@@ -378,6 +402,23 @@ class _Release:
 
     aborted: Callable[[], bool]
     abort: Callable[[str], None]
+
+
+def _left_behind(
+    members: GroupMembers, failed_members: Sequence[str], phase: str
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the replicas that a failure in `phase` leaves unusable, and those that it has only interrupted.
+
+    Unless engines alone are known to have failed, every replica that may have begun to load is in doubt.
+    """
+    if phase == _STAGE:  # no replica was called: all go on with the weights they have
+        return (), ()
+    failed = names_of(members, failed_members)
+    if phase == "pause":
+        return failed, ()
+    if not failed or any(name.startswith("trainer rank") for name in failed_members):
+        return members.replicas, ()
+    return failed, [name for name in members.replicas if name not in failed]
 
 
 def _await_staged(staged: threading.Event, group: Group, timeout_s: float) -> None:

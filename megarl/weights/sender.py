@@ -28,6 +28,7 @@ from megarl.common.errors import PeerTimeout, SyncAborted, WeightSyncError
 from megarl.common.run_secret import run_secret
 from megarl.config.schema import Config, TimeoutsConfig, WeightSyncConfig
 from megarl.models.gather import GatherRequest
+from megarl.telemetry import events
 from megarl.weights.backends import BACKENDS
 from megarl.weights.background_call import BackgroundCall
 from megarl.weights.bucket_packer import BucketPacker
@@ -149,8 +150,9 @@ class WeightSender:
         One that has to be restarted gets the weights. If replicas have joined or left the pool since the last sync, the
         group is formed anew first.
 
-        Replicas that a failed sync left between start and finish are restarted, and the sync is repeated, at most
-        `settings.restarts` times.
+        A sync that engines make fail is repeated, at most `settings.restarts` times. The engines that failed are
+        replaced. Those that had begun to load when others failed give that up and load everything again; they do not
+        wait for the new ones, which then join with a later sync.
 
         Raises:
             WeightSyncError: on every rank, with the members that failed. No replica then serves the version.
@@ -161,21 +163,37 @@ class WeightSender:
             self.close()
             self._form_whole_group()
         restarted: tuple[str, ...] = ()
+        begun = time.monotonic()
         for attempt in range(self.settings.restarts + 1):
             outcome = self._attempt(version, set(keep) - set(restarted), may_repeat=attempt < self.settings.restarts)
             if outcome["status"] == "published":
-                return SyncReport(**{**outcome["report"], "restarted": restarted})
+                report = SyncReport(**{**outcome["report"], "restarted": restarted})
+                self._record(report, begun)
+                return report
             if outcome["status"] == "failed":
                 break
             restarted = (*restarted, *outcome["needs_restart"])
-            logger.warning("repeating the sync with new replicas: %s", outcome["message"])
-            self._form_group(restart=outcome["needs_restart"])
+            if self._rank == 0:
+                events.fault("sync", outcome["message"])
+            logger.warning("repeating the sync in another group: %s", outcome["message"])
+            self._form_group(replace=outcome["needs_restart"], later=outcome["interrupted"])
         raise WeightSyncError(
             outcome["message"],
             version=version,
             failed_members=outcome["failed_members"],
             needs_restart=outcome["needs_restart"],
         )
+
+    def _record(self, report: SyncReport, begun: float) -> None:
+        """Record a publication, on the leader. `begun`: the beginning of its first attempt, by `time.monotonic`."""
+        if self._rank == 0:
+            version, names = report.version, ", ".join(report.restarted)
+            args: dict[str, str | int | float] = {"bytes": report.bytes}
+            if names:
+                args["restarted"] = names
+            events.record("publication", begun, time.monotonic(), key=version, version=version, args=args)
+            if names:
+                events.recovery("sync", f"version {version} is published without what failed: {names}")
 
     def close(self) -> None:
         """Leave the group. The engines keep their weights."""
@@ -219,8 +237,8 @@ class WeightSender:
         wait_s = self.settings.rpc_s
         return open_shared_store(name, run_secret(self.settings.run_dir), host, lambda text: _share(name, text, wait_s))
 
-    def _form_group(self, restart: Sequence[str] = ()) -> None:
-        """Form the next generation's group; restart the replicas `restart` first. Collective.
+    def _form_group(self, replace: Sequence[str] = (), *, later: bool = False) -> None:
+        """Form the next generation's group; replace these replicas first, or `later` without waiting. Collective.
 
         Raises WeightSyncError on every rank if that fails.
         """
@@ -230,7 +248,7 @@ class WeightSender:
         error: WeightSyncError | None = None
         in_place = False
         try:
-            in_place = self._join(self._agree_on_members(restart))
+            in_place = self._join(self._agree_on_members(replace, later))
         except WeightSyncError as failure:
             error = failure
         except Exception as failure:
@@ -261,7 +279,7 @@ class WeightSender:
             if not error.needs_restart or self.settings.restarts == 0:
                 raise
             logger.warning("restarting %s: %s", ", ".join(error.needs_restart), error)
-            self._form_group(restart=error.needs_restart)
+            self._form_group(replace=error.needs_restart)
 
     @property
     def _controller_s(self) -> float:
@@ -296,19 +314,20 @@ class WeightSender:
         except Exception as error:
             return {"differ": False, "error": f"{error}"}
 
-    def _agree_on_members(self, restart: Sequence[str]) -> GroupMembers:
+    def _agree_on_members(self, replace: Sequence[str], later: bool) -> GroupMembers:
         """Return the members of the next generation, which rank 0 finds out and sends to the other ranks."""
         assert self._store is not None
         key = f"g{self._generation}/members"
         if self._engines is None:
-            wait_s = self._controller_s + (self.settings.restart_s if restart else 0.0)
+            wait_s = self._controller_s + (self.settings.restart_s if replace else 0.0)
             answer = self._store.wait(key, wait_s, "trainer rank 0 to reach all engine replicas")
             if "error" in answer:
                 raise WeightSyncError(answer["error"])
             return GroupMembers.from_json(answer["members"])
         try:
-            if restart:
-                self._engines.handles.restart(restart, self.settings.restart_s)
+            if replace:
+                handles = self._engines.handles
+                (handles.replace_later if later else handles.restart)(replace, self.settings.restart_s)
             owners, settings = self.plan.owners, self.settings
             members = self._engines.members(self._generation, owners, settings.backend, settings.sync_s)
         except Exception as error:
@@ -435,16 +454,17 @@ class WeightSender:
             mine = any(member.startswith("trainer rank") for member in failure.failed_members)
             own = error is not None and not isinstance(error, WeightSyncError)
             repeat = may_repeat and not mine and not own and bool(failure.needs_restart)
-            self._engines.after_failure(failure)
+            replaced = self._engines.after_failure(failure, repeats=repeat)
             return {
                 "status": "repeat" if repeat else "failed",
                 "message": str(failure),
                 "failed_members": failure.failed_members,
-                "needs_restart": failure.needs_restart,
+                "needs_restart": replaced,
+                "interrupted": bool(set(failure.interrupted) - set(replaced)),
             }
         except Exception as failure:
-            message = f"weight sync: {failure!r}"
-            return {"status": "failed", "message": message, "failed_members": [], "needs_restart": []}
+            outcome = {"status": "failed", "message": f"weight sync: {failure!r}"}
+            return {**outcome, "failed_members": [], "needs_restart": [], "interrupted": False}
         fields = asdict(report)
         return {"status": "published", "report": {**fields, "seconds": max(seconds, report.seconds)}}
 

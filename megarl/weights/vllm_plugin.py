@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 
 BACKEND = "megarl"
 
@@ -19,6 +20,16 @@ def register() -> None:
 
         name_shared_memory()
         die_with_parent()
+        _hold_outputs()
+
+
+def _hold_outputs() -> None:
+    """Let this process send its tokens in larger pieces, if it is EngineCore and its front end is one of megarl's."""
+    from megarl.common import held_outputs
+
+    hold_s = os.environ.get(held_outputs.VARIABLE)
+    if hold_s is not None and multiprocessing.current_process().name.startswith("EngineCore"):
+        held_outputs.hold_outputs(float(hold_s))
 
 
 def _is_vllm_child() -> bool:

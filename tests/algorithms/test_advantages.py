@@ -9,17 +9,22 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.advantages import (
-    apply_truncation,
-    group_advantages,
-    overlong_penalty,
-    zero_variance,
-)
+from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import GlobalCounts, token_weights
+from megarl.algorithms.group_rewards import GroupRewards, advantages_of, zero_variance
+from megarl.algorithms.reward_shaping import apply_truncation, overlong_penalty
 from tests.support.loss_batches import cu_seqlens
 from tests.support.trl_loss import grpo_module
 
 REWARDS = st.lists(st.floats(-5, 5, allow_subnormal=False), min_size=2, max_size=8)
+
+
+def group_advantages(
+    rewards: list[list[float]], name: str, tokens: list[list[int]] | None = None, **options: float
+) -> list[list[float]]:
+    """Advantages of groups whose samples have one token each, unless `tokens` tells other numbers."""
+    counts = tokens if tokens is not None else [[1] * len(group) for group in rewards]
+    return advantages_of(ADVANTAGES.find(name).choose(options), GroupRewards(rewards, counts))
 
 
 def test_grpo_by_hand() -> None:
@@ -48,8 +53,8 @@ def test_grpo_equals_trl_on_a_full_batch() -> None:
 @given(REWARDS, st.floats(-3, 3), st.sampled_from(("grpo", "dr_grpo", "rloo")))
 def test_advantages_are_centred_and_ignore_a_constant(rewards: list[float], shift: float, kind: str) -> None:
     assume(max(rewards) - min(rewards) > 1e-3)
-    (advantages,) = group_advantages([rewards], kind)  # type: ignore[arg-type]
-    (shifted,) = group_advantages([[r + shift for r in rewards]], kind)  # type: ignore[arg-type]
+    (advantages,) = group_advantages([rewards], kind)
+    (shifted,) = group_advantages([[r + shift for r in rewards]], kind)
     assert sum(advantages) == pytest.approx(0.0, abs=1e-9)
     assert shifted == pytest.approx(advantages, abs=1e-6, rel=1e-6)
     order = sorted(range(len(rewards)), key=lambda i: rewards[i])
@@ -69,7 +74,7 @@ def test_equal_rewards_have_exactly_zero_advantage() -> None:
     rewards = [0.1 + 0.2, 0.3, 0.3]  # differ in the last bit
     assert zero_variance(rewards)
     for kind in ("grpo", "dr_grpo", "rloo"):
-        assert group_advantages([rewards], kind) == [[0.0, 0.0, 0.0]]  # type: ignore[arg-type]
+        assert group_advantages([rewards], kind) == [[0.0, 0.0, 0.0]]
     assert not zero_variance([0.0, 1e-6])
 
 
@@ -77,7 +82,7 @@ def test_bad_rewards_and_kinds_are_errors() -> None:
     with pytest.raises(ValueError, match="not finite"):
         group_advantages([[1.0, float("nan")]], "grpo")
     with pytest.raises(ValueError, match="rloo"):
-        group_advantages([[1.0, 0.0]], "gae")  # type: ignore[arg-type]
+        group_advantages([[1.0, 0.0]], "gae")
 
 
 @pytest.mark.parametrize(

@@ -12,30 +12,19 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.correction import CorrectionSpec, importance_weights
-from megarl.algorithms.losses import LossInputs, MicroBatchLoss, micro_batch_loss
+from megarl.algorithms.objective import LossInputs, MicroBatchLoss, micro_batch_loss
 from megarl.algorithms.stats import LossStats
+from megarl.algorithms.terms import TermCounts
+from tests.support.correction_batch import VERL, tensor
 from tests.support.loss_batches import Batch, cu_seqlens, loss_spec, packed_result, random_batch
 
 TIS = CorrectionSpec("token_tis", cap=2.0)
 LOGPROB = st.floats(-200.0, 0.0)
 
 
-def tensor(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-# From verl 0.9.1, fp64: `compute_rollout_correction_weights` with rollout_is "token", rollout_is_threshold 2.0, and
-# `get_policy_loss_fn("vanilla")` with these `rollout_is_weights`, "token-mean", clip ratios 0.2 and 0.28, c = 3. Two
-# sequences of four tokens; the last token of the second is masked.
-VERL = Batch(
-    logprobs=[tensor(-0.9, -0.8, -1.5, -0.1), tensor(-1.9, -29.8, 0.1, 0.3)],
-    old=[tensor(-1.0, -0.5, -2.0, -0.1), tensor(-1.5, -30.0, -0.25, -0.7)],
-    rollout=[tensor(-1.0, -1.5, -1.0, -0.7931), tensor(-2.5, -1.0, -0.75, -9.0)],
-    reference=[torch.zeros(4), torch.zeros(4)],
-    entropy=[tensor(0, 0, 0, 0), tensor(0, 0, 0, 0)],
-    mask=[torch.tensor([True] * 4), torch.tensor([True, True, True, False])],
-    advantages=[0.7, -1.2],
-)
+# From verl 0.9.1 on the batch VERL, fp64: `compute_rollout_correction_weights` with rollout_is "token",
+# rollout_is_threshold 2.0, and `get_policy_loss_fn("vanilla")` with these `rollout_is_weights`, "token-mean", clip
+# ratios 0.2 and 0.28, c = 3.
 VERL_WEIGHTS = [1.0, 2.0, 0.36787944117144233, 1.9999056411060796, 2.0, 2.061153622438558e-09, 1.6487212707001282, 0.0]
 VERL_MEANS = {"weight_mean": 1.2880723345940115, "weight_ess": 0.7325892247701438, "weight_capped": 0.2857142853061225}
 VERL_LOSS = 0.16960816366585166
@@ -48,7 +37,9 @@ VERL_GRADIENT = [
 def test_equals_verl() -> None:
     spec = loss_spec(clip_low=0.2, clip_high=0.28, clip_dual=3.0, correction=TIS)
     result = packed_result(VERL, spec)
-    weights = importance_weights(torch.cat(VERL.old), torch.cat(VERL.rollout), torch.cat(VERL.mask), TIS)
+    weights = importance_weights(
+        torch.cat(VERL.old), torch.cat(VERL.rollout), torch.cat(VERL.mask), TIS, cu_seqlens=cu_seqlens([4, 4])
+    )
     assert weights.weights_R.tolist() == pytest.approx(VERL_WEIGHTS, rel=1e-12)
     means = result.stats.correction_means()
     assert {name: means[name] for name in VERL_MEANS} == pytest.approx(VERL_MEANS, rel=1e-6)  # its metrics are fp32
@@ -60,7 +51,9 @@ def test_equals_verl() -> None:
 def test_weights_are_the_ratio_up_to_the_cap(tokens: list[tuple[float, float, bool]], cap: float) -> None:
     old_R, rollout_R = tensor(*(t[0] for t in tokens)), tensor(*(t[1] for t in tokens))
     keep_R = torch.tensor([t[2] for t in tokens], dtype=torch.bool)
-    got = importance_weights(old_R, rollout_R, keep_R, CorrectionSpec("token_tis", cap))
+    got = importance_weights(
+        old_R, rollout_R, keep_R, CorrectionSpec("token_tis", cap), cu_seqlens=cu_seqlens([len(keep_R)])
+    )
     for (old, rollout, kept), weight, capped in zip(tokens, got.weights_R.tolist(), got.capped_R.tolist(), strict=True):
         ratio = math.exp(max(old - rollout, -20.0))
         assert weight == (pytest.approx(min(ratio, cap), rel=1e-12) if kept else 0.0)
@@ -71,7 +64,9 @@ def test_weights_are_the_ratio_up_to_the_cap(tokens: list[tuple[float, float, bo
 @given(st.lists(LOGPROB, min_size=1, max_size=8), st.floats(1.0, 10.0))
 def test_policies_that_agree_have_weight_one(logprobs: list[float], cap: float) -> None:
     values_R, keep_R = tensor(*logprobs), torch.ones(len(logprobs), dtype=torch.bool)
-    got = importance_weights(values_R, values_R.clone(), keep_R, CorrectionSpec("token_tis", cap))
+    got = importance_weights(
+        values_R, values_R.clone(), keep_R, CorrectionSpec("token_tis", cap), cu_seqlens=cu_seqlens([len(keep_R)])
+    )
     assert got.weights_R.tolist() == [1.0] * len(logprobs) and not got.capped_R.any()
 
 
@@ -82,8 +77,9 @@ def corrected(batch: Batch, kind: str, *, clip: float = 0.2) -> tuple[MicroBatch
     advantages_R = tensor(*batch.advantages).repeat_interleave(torch.tensor(lengths))
     spec = loss_spec(kind=kind, clip_low=clip, clip_high=clip, correction=TIS)
     streams = {"rollout_logprobs": torch.cat(batch.rollout), "advantages": advantages_R}
-    inputs = LossInputs(new_R, torch.cat(batch.mask), cu_seqlens(lengths), batch.counts(), streams)
-    result = micro_batch_loss(spec, inputs)
+    counts = TermCounts.without_streams(batch.counts())
+    inputs = LossInputs(new_R, torch.cat(batch.mask), cu_seqlens(lengths), counts, streams)
+    result = micro_batch_loss(spec.objective, inputs)
     (gradient_R,) = torch.autograd.grad(result.loss, new_R)
     return result, gradient_R
 
@@ -125,14 +121,14 @@ def test_no_tokens_have_weights_of_full_effect() -> None:
 def test_a_correction_needs_the_log_probs_of_the_policy_that_sampled() -> None:
     one = torch.zeros(1)
     streams = {"old_logprobs": one, "advantages": one}
-    inputs = LossInputs(one, one, cu_seqlens([1]), GlobalCounts(1, 1, 1), streams)
+    inputs = LossInputs(one, one, cu_seqlens([1]), TermCounts.without_streams(GlobalCounts(1, 1, 1)), streams)
     with pytest.raises(KeyError, match="rollout_logprobs"):
-        micro_batch_loss(loss_spec(correction=TIS), inputs)
+        micro_batch_loss(loss_spec(correction=TIS).objective, inputs)
     with pytest.raises(KeyError, match="old_logprobs"):  # without a correction nothing takes their place
-        micro_batch_loss(loss_spec(), dataclasses.replace(inputs, streams={"advantages": one}))
+        micro_batch_loss(loss_spec().objective, dataclasses.replace(inputs, streams={"advantages": one}))
 
 
 def test_bf16_log_probs_give_fp32_weights() -> None:
     half = torch.tensor([-1.0], dtype=torch.bfloat16)
-    got = importance_weights(half, half.float() - 1e-3, torch.tensor([True]), TIS).weights_R
+    got = importance_weights(half, half.float() - 1e-3, torch.tensor([True]), TIS, cu_seqlens=cu_seqlens([1])).weights_R
     assert got.dtype == torch.float32 and float(got) == pytest.approx(math.exp(1e-3), rel=1e-6)

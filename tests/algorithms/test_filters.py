@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.filters import ShapingSpec, shape_batch, without_signal
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.filters import ShapedBatch, ShapingSpec, shape_batch, without_signal
 from megarl.queue.trajectory import SampleTag
 from tests.support.samples import judged
 
@@ -20,7 +22,6 @@ def group(name: str, *rewards: float, **kwargs: bool) -> list[SampleTag]:
 def shaping(**changes: Any) -> ShapingSpec:
     """Mean-free rewards, the filter on, everything else off."""
     options: dict[str, Any] = dict(
-        advantage="dr_grpo",
         truncated="keep",
         max_tokens=8,
         overlong_buffer=0,
@@ -28,6 +29,10 @@ def shaping(**changes: Any) -> ShapingSpec:
         filter_zero_variance=True,
     )
     return ShapingSpec(**options | changes)
+
+
+def shaped(groups: list[list[SampleTag]], spec: ShapingSpec, advantage: str = "dr_grpo") -> ShapedBatch:
+    return shape_batch(groups, spec, ADVANTAGES.find(advantage).choose({}))
 
 
 def test_mixed_batch() -> None:
@@ -38,7 +43,7 @@ def test_mixed_batch() -> None:
         [*group("d", 1.0), judged("d:1", 0.0, 5, failed=True)],
         [*group("e", 0.0, 1.0), judged("e:2", 9.0, 5, failed=True)],
     ]
-    batch = shape_batch(groups, shaping())
+    batch = shaped(groups, shaping())
     assert [[(s.key, s.group, s.advantage) for s in g] for g in batch.groups] == [
         [("a:0", 0, 0.5), ("a:1", 0, -0.5)],
         [("e:0", 4, -0.5), ("e:1", 4, 0.5)],  # the failed sample is in no baseline
@@ -47,7 +52,7 @@ def test_mixed_batch() -> None:
 
 
 def test_filter_off_trains_on_zero_advantages() -> None:
-    batch = shape_batch([group("a", 1.0, 1.0)], shaping(advantage="grpo", filter_zero_variance=False))
+    batch = shaped([group("a", 1.0, 1.0)], shaping(filter_zero_variance=False), "grpo")
     assert [s.advantage for s in batch.groups[0]] == [0.0, 0.0]
     assert (batch.trained_groups, batch.filtered_groups) == (1, 0)
 
@@ -55,10 +60,10 @@ def test_filter_off_trains_on_zero_advantages() -> None:
 def test_the_filter_judges_shaped_rewards() -> None:
     """Equal raw rewards with unequal overlong penalties have an advantage; zeroed truncated ones have none."""
     long = [judged("a:0", 1.0, 4), judged("a:1", 1.0, 8, truncated=True)]
-    batch = shape_batch([long], shaping(overlong_buffer=4))
+    batch = shaped([long], shaping(overlong_buffer=4))
     assert [(s.reward, s.advantage) for s in batch.groups[0]] == [(1.0, 0.5), (0.0, -0.5)]
     cut = [judged("a:0", 0.0, 4), judged("a:1", 1.0, 8, truncated=True)]
-    zeroed = shape_batch([cut], shaping(advantage="grpo", truncated="zero_reward"))
+    zeroed = shaped([cut], shaping(truncated="zero_reward"), "grpo")
     assert (zeroed.trained_groups, zeroed.filtered_groups) == (0, 1)
 
 
@@ -78,19 +83,19 @@ def test_the_filter_judges_shaped_rewards() -> None:
 def test_groups_without_signal(changes: dict[str, Any], samples: list[SampleTag], dropped: bool) -> None:
     spec = shaping(**changes)
     assert without_signal(samples, spec) == dropped
-    assert shape_batch([samples], spec).filtered_groups == dropped
+    assert shaped([samples], spec).filtered_groups == dropped
 
 
 def test_masked_samples_stay_in_the_baseline_but_not_in_the_loss() -> None:
     samples = [judged("a:0", 1.0, 4), judged("a:1", 0.0, 8, truncated=True)]
-    batch = shape_batch([samples], shaping(truncated="mask"))
+    batch = shaped([samples], shaping(truncated="mask"))
     assert [(s.trained, s.advantage) for s in batch.groups[0]] == [(True, 0.5), (False, -0.5)]
     assert batch.masked_samples == 1
 
 
 def test_equal_keys_are_an_error() -> None:
     with pytest.raises(ValueError, match="share a key"):
-        shape_batch([group("a", 1.0, 0.0), group("a", 1.0, 0.0)], shaping())
+        shaped([group("a", 1.0, 0.0), group("a", 1.0, 0.0)], shaping())
 
 
 SAMPLE = st.tuples(st.sampled_from((0.0, 0.5, 1.0)), st.integers(0, 8), st.booleans(), st.booleans())
@@ -109,11 +114,59 @@ def test_kept_groups_are_whole_and_each_group_is_counted_once(
         [judged(f"{g}:{i}", r, size, truncated=cut, failed=lost) for i, (r, size, cut, lost) in enumerate(samples)]
         for g, samples in enumerate(raw)
     ]
-    spec = ShapingSpec("grpo", truncated, 8, buffer, 0.5, filtering)  # type: ignore[arg-type]
-    batch = shape_batch(groups, spec)
+    spec = ShapingSpec(truncated, 8, buffer, 0.5, filtering)  # type: ignore[arg-type]
+    batch = shaped(groups, spec, "grpo")
     kept = [sample.key for each in batch.groups for sample in each]
     alive = [[sample.key for sample in each if not sample.failed] for each in groups]
     whole = [keys for keys in alive if keys and set(keys) <= set(kept)]
     assert kept == [key for keys in whole for key in keys] and len(whole) == batch.trained_groups
     assert batch.failed_groups == sum(len(keys) < 2 for keys in alive)
     assert batch.trained_groups + batch.filtered_groups + batch.failed_groups == len(groups)
+
+
+@st.composite
+def split_groups(draw: st.DrawFn) -> tuple[list[list[SampleTag]], list[list[SampleTag]]]:
+    """Groups of samples, and the same groups with each sample split into rows that are no longer than it."""
+    whole, split = [], []
+    for number in range(draw(st.integers(1, 4))):
+        samples = [
+            judged(f"{number}:{index}", draw(st.sampled_from([0.0, 0.5, 1.0])), draw(st.integers(1, 8)),
+                   truncated=draw(st.booleans()), failed=draw(st.booleans()))
+            for index in range(draw(st.integers(2, 4)))
+        ]  # fmt: skip
+        whole.append(samples)
+        split.append([row for sample in samples for row in parts_of(draw, sample)])
+    return whole, split
+
+
+def parts_of(draw: st.DrawFn, sample: SampleTag) -> list[SampleTag]:
+    """Rows of which one is as long as the sample and ends as it does; the others are no longer and may end well."""
+    count = draw(st.integers(1, 3))
+    longest = draw(st.integers(0, count - 1))
+    return [
+        replace(sample, key=f"{sample.key}.{part}" if part else sample.key, part=part) if part == longest
+        else replace(sample, key=f"{sample.key}.{part}" if part else sample.key, part=part, finish_reason="stop",
+                     response_tokens=draw(st.integers(1, sample.response_tokens)))
+        for part in range(count)
+    ]  # fmt: skip
+
+
+@given(
+    groups=split_groups(),
+    advantage=st.sampled_from(["grpo", "dr_grpo", "rloo"]),
+    truncated=st.sampled_from(["keep", "mask", "zero_reward"]),
+    buffer=st.sampled_from([0, 4]),
+    seed=st.sampled_from([None, 3]),
+)
+def test_splitting_a_sample_changes_no_advantage_and_no_count(
+    groups: Any, advantage: str, truncated: str, buffer: int, seed: int | None
+) -> None:
+    spec = shaping(truncated=truncated, overlong_buffer=buffer, permutation_seed=seed)
+    whole, split = (shaped(each, spec, advantage) for each in groups)
+    expected = {row.key: (row.reward, row.advantage, row.trained) for group in whole.groups for row in group}
+    rows = [row for group in split.groups for row in group]
+    assert {row.key.split(".")[0] for row in rows} == expected.keys()
+    for row in rows:
+        assert (row.reward, row.advantage, row.trained) == expected[row.key.split(".")[0]]
+    told = [(b.trained_groups, b.filtered_groups, b.failed_groups, b.masked_samples) for b in (whole, split)]
+    assert told[0] == told[1]

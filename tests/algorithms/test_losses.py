@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,21 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.correction import CorrectionSpec
-from megarl.algorithms.losses import (
-    LossInputs,
-    LossSpec,
-    importance_ratio,
-    kl_penalty,
-    micro_batch_loss,
-    policy_loss,
-)
+from megarl.algorithms.kl import kl_penalty
+from megarl.algorithms.losses import LOSSES
+from megarl.algorithms.objective import LossInputs, micro_batch_loss
 from megarl.algorithms.segments import segment_sum, sequence_ids
 from megarl.algorithms.stats import LossStats
-from tests.support.loss_batches import MAX_TOKENS, Batch, cu_seqlens, loss_spec, packed_result, random_batch
-
-CLIP = {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": None, "kind": "ppo"}
+from megarl.algorithms.terms import TermCounts
+from megarl.algorithms.token_loss import TokenInputs, TokenLoss
+from tests.support.loss_batches import MAX_TOKENS, Batch, LossSpec, cu_seqlens, loss_spec, packed_result, random_batch
 
 LOG2 = math.log(2.0)
+COUNTS = TermCounts.without_streams(random_batch(0).counts())
 SPECS = st.builds(
     LossSpec,
     kind=st.sampled_from(("ppo", "gspo")),
@@ -48,17 +45,18 @@ def numbers(stats: LossStats) -> dict[str, float]:
     return {key: value for key, value in (stats.means() | stats.correction_means()).items() if "pearson" not in key}
 
 
-def loss_of(ratio: float, advantage: float, **kwargs: float | None) -> float:
-    """Loss of one token with the given importance ratio."""
-    loss = policy_loss(
-        tensor(math.log(ratio)),
-        tensor(0.0),
-        tensor(advantage),
-        tensor(1.0),
-        cu_seqlens=cu_seqlens([1]),
-        **{**CLIP, **kwargs},
+def token_loss(
+    name: str, new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, **options: Any
+) -> TokenLoss:
+    """A loss of the tokens of one sequence."""
+    return LOSSES.find(name).choose(options)(TokenInputs.of(new, old, advantages, mask, cu_seqlens([len(mask)])))
+
+
+def loss_of(ratio: float, advantage: float, **options: float | None) -> float:
+    """PPO's loss of one token with the given importance ratio."""
+    return float(
+        token_loss("ppo", tensor(math.log(ratio)), tensor(0.0), tensor(advantage), tensor(1.0), **options).loss_R
     )
-    return float(loss.loss_R)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +84,9 @@ def test_gspo_ratio_by_hand() -> None:
     """Two sequences, (4, 1) and (1/2): geometric means 2 and 1/2; the masked token counts for nothing."""
     log_ratio = tensor(2 * LOG2, 0.0, 9.0, -LOG2).requires_grad_()
     mask = torch.tensor([True, True, False, True])
-    ratio = importance_ratio(log_ratio, mask, cu_seqlens([3, 1]), "gspo")
+    inputs = TokenInputs.of(log_ratio, tensor(0.0, 0.0, 0.0, 0.0), tensor(1, 1, 1, 1), mask, cu_seqlens([3, 1]))
+    ratio = LOSSES.find("gspo").choose({})(inputs).ratio_R
+    assert ratio is not None
     torch.testing.assert_close(ratio[[0, 1, 3]], tensor(2.0, 2.0, 0.5))
     (gradient,) = torch.autograd.grad(ratio[0], log_ratio)
     torch.testing.assert_close(gradient, tensor(2.0, 0.0, 0.0, 0.0))  # the token's own, as in GSPO-token
@@ -194,14 +194,14 @@ def test_huge_ratios_stay_finite() -> None:
             new,
             torch.ones(2),
             cu_seqlens([1, 1]),
-            random_batch(0).counts(),
+            COUNTS,
             {
                 "old_logprobs": torch.full((2,), -500.0),
                 "advantages": torch.tensor([1.0, -1.0]),
                 "reference_logprobs": torch.tensor([400.0, -400.0]),
             },
         )
-        result = micro_batch_loss(loss_spec(kind=kind, kl_coef=1.0), inputs)
+        result = micro_batch_loss(loss_spec(kind=kind, kl_coef=1.0).objective, inputs)
         result.loss.backward()
         assert torch.isfinite(result.loss) and torch.isfinite(new.grad).all()
         assert all(math.isfinite(value) for value in numbers(result.stats).values())
@@ -209,7 +209,7 @@ def test_huge_ratios_stay_finite() -> None:
 
 def test_bf16_inputs_are_computed_in_fp32() -> None:
     new = torch.full((1,), -1.0, dtype=torch.bfloat16)
-    result = policy_loss(new, new.float() - 1e-3, torch.ones(1), torch.ones(1), cu_seqlens=cu_seqlens([1]), **CLIP)
+    result = token_loss("ppo", new, new.float() - 1e-3, torch.ones(1), torch.ones(1))
     assert result.loss_R.dtype == torch.float32
     assert float(result.loss_R) == pytest.approx(-math.exp(1e-3), rel=1e-6)
 
@@ -217,26 +217,24 @@ def test_bf16_inputs_are_computed_in_fp32() -> None:
 def test_an_empty_micro_batch_weighs_nothing_and_has_a_gradient() -> None:
     empty = torch.zeros(0, requires_grad=True)
     streams = dict.fromkeys(("old_logprobs", "advantages", "reference_logprobs"), empty.detach())
-    inputs = LossInputs(empty, empty.detach(), cu_seqlens([]), random_batch(0).counts(), streams, empty)
-    result = micro_batch_loss(loss_spec(kl_coef=0.1, entropy_coef=0.1), inputs)
+    inputs = LossInputs(empty, empty.detach(), cu_seqlens([]), COUNTS, streams, empty)
+    result = micro_batch_loss(loss_spec(kl_coef=0.1, entropy_coef=0.1).objective, inputs)
     result.loss.backward()
     assert float(result.loss) == 0.0
     assert all(float(value) == 0.0 for value in result.stats.sums.values())
 
 
 def test_missing_inputs_and_wrong_shapes_are_errors() -> None:
-    one, counts = torch.zeros(1), random_batch(0).counts()
-    inputs = LossInputs(one, one, cu_seqlens([1]), counts, {"old_logprobs": one, "advantages": one})
+    one = torch.zeros(1)
+    inputs = LossInputs(one, one, cu_seqlens([1]), COUNTS, {"old_logprobs": one, "advantages": one})
     with pytest.raises(ValueError, match="no reference log-probs"):
-        micro_batch_loss(loss_spec(kl_coef=0.1), inputs)
+        micro_batch_loss(loss_spec(kl_coef=0.1).objective, inputs)
     with pytest.raises(ValueError, match="no entropy"):
-        micro_batch_loss(loss_spec(entropy_coef=0.1), inputs)
+        micro_batch_loss(loss_spec(entropy_coef=0.1).objective, inputs)
     with pytest.raises(ValueError, match="equal length"):
-        policy_loss(one, one, torch.zeros(2), one, cu_seqlens=cu_seqlens([1]), **CLIP)
+        token_loss("ppo", one, one, torch.zeros(2), one)
     with pytest.raises(ValueError, match="covers 2 tokens"):
         sequence_ids(cu_seqlens([2]), 1)
-    with pytest.raises(ValueError, match="ppo or gspo"):
-        policy_loss(one, one, one, one, cu_seqlens=cu_seqlens([1]), **{**CLIP, "kind": "cispo"})  # type: ignore[arg-type]
 
 
 def test_segments() -> None:

@@ -79,7 +79,7 @@ def test_faults_are_drawn_by_a_seed_that_is_printed_or_named(
     plan(fault_seed=None)
     seed = capsys.readouterr().out.split("--fault-seed ")[1].split(":")[0]
     assert seed.isdigit()
-    with pytest.raises(SystemExit, match="--faults: unknown faults: kill-cat; known are fill-disk"):
+    with pytest.raises(SystemExit, match="--faults: unknown faults: kill-cat; known are crawl-engine"):
         plan(faults="kill-cat")
 
 
@@ -276,6 +276,7 @@ def test_a_run_whose_faults_went_wrong_has_failed_and_is_counted_all_the_same(
 ) -> None:
     class Broken:
         happened = hit()
+        engine_start_s = None
 
         def __init__(self, *_: Any, **__: Any) -> None: ...
 

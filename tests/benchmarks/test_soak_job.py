@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,21 @@ def test_a_job_that_a_fault_has_ended_is_started_again_by_the_same_command(
     assert len(commands) == 3 and commands[0] == commands[1] == commands[2]
     assert commands[0][commands[0].index("--max-restarts") + 1] == "3"
     assert [text[:32] for text in said] == ["the job has ended with code -9, ", "the job has ended with code 1, l"]
+
+
+def test_a_job_that_a_stop_request_has_ended_is_started_again(
+    tmp_path: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_once(command: list[str], log: Path, until: float, timeout_s: float) -> int:
+        commands.append(command)
+        log.write_text("")
+        (tmp_path / "run").mkdir(exist_ok=True)
+        status = "preempted" if len(commands) == 1 else "finished"
+        (tmp_path / "run" / "exit.json").write_text(json.dumps({"status": status}))
+        return 0
+
+    monkeypatch.setattr(soak_job, "_run_once", run_once)
+    assert run(tmp_path, 1, []) == [{"step": 1}] and len(commands) == 2
 
 
 def test_a_job_that_ends_too_often_has_failed(tmp_path: Path, commands: list[list[str]]) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 import benchmarks.trl_race as script
 from benchmarks.trl_race import TASKS, Race, RaceResult, best_micro_batch, quick, require_trl, rows_of
+from megarl.algorithms.losses.ppo import PPOOptions
+from megarl.config.algorithm import filters_equal_rewards, loss_of
 from megarl.config.pace import pace_problems
 from megarl.config.schema import Config
 from tests.support.checkout import ROOT
@@ -63,8 +65,8 @@ def test_configs(task: script.Task, mode: str, tmp_path: Path) -> None:
         "ppo",
         "token_mean",
     )
-    assert (config.algorithm.clip_low, config.algorithm.clip_high, config.algorithm.kl.coef) == (0.2, 0.2, 0.0)
-    assert not config.algorithm.filter_zero_variance and config.trainer.mini_batches == 1
+    assert loss_of(config).options == PPOOptions(clip_low=0.2, clip_high=0.2) and config.algorithm.kl.coef == 0.0
+    assert not filters_equal_rewards(config) and config.trainer.mini_batches == 1
     assert config.sampling.temperature == 1.0 and config.trainer.optimizer.schedule == "constant"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import os
 import platform
 import signal
@@ -54,6 +55,15 @@ def test_a_replica_whose_actor_has_ended_fails_its_calls_by_name(
     assert [each.name for each in replicas] == ["replica 0", "replica 1"]
     with pytest.raises(ReplicaFailed, match=r"^replica 1 had ended when it was asked to world_size; see .*replica-1"):
         replicas[1].call("world_size", timeout_s=5)
+
+
+def test_replicas_are_replaced_by_their_indices_now_or_later() -> None:
+    asked: list[Any] = []
+    client: Any = SimpleNamespace(call=lambda *call, timeout_s: asked.append((*call, timeout_s)))
+    handles = PoolHandles(client)
+    handles.restart(["replica 0"], timeout_s=7.0)
+    handles.replace_later(["replica 2", "replica 11"], timeout_s=9.0)
+    assert asked == [("restart_replicas", [0], 7.0), ("replace_replicas_later", [2, 11], 9.0)]
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", None])
@@ -125,6 +135,12 @@ class CutOff:
     def answer(self) -> Any:
         return SimpleNamespace(remote=lambda *call: call)
 
+    @property
+    def __ray_ready__(self) -> Any:
+        return SimpleNamespace(remote=lambda: (f"probe {self.sent}", "ready", (), {}))
+
+    async def ready(self) -> None: ...
+
     async def commit(self, step: int) -> int:
         self.commits += 1
         return step
@@ -152,7 +168,7 @@ def cut_off(monkeypatch: pytest.MonkeyPatch, lost: int) -> tuple[CutOff, PoolCli
 def test_a_commit_whose_answer_is_lost_is_sent_again_and_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     actor, client = cut_off(monkeypatch, lost=3)
     assert client.call("commit", 7, timeout_s=30) == 7
-    assert (actor.sent, actor.commits) == (4, 1)
+    assert (actor.sent, actor.commits) == (5, 1), "the commit, three probes, the commit"
 
 
 def test_a_network_that_stays_cut_is_an_error_that_names_it_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +186,70 @@ def test_a_network_that_stays_cut_is_an_error_that_names_it_within_the_bound(mon
         ReplicaFailed, match=r"^replica 5 could not be reached for [0-9]+ s, in which .* commit; see log"
     ):
         replica.call("commit", 7, timeout_s=0.1)
+
+
+@dataclass
+class SlowlyCut:
+    """An actor behind a network, in a time of its own. Ray reports a lost message `report_s` after it was sent.
+
+    `cuts`: from when to when the network is cut; a message is lost if it is then, or its answer would be, under way.
+    """
+
+    cuts: list[tuple[float, float]]
+    report_s: float
+    runs_s: float  # how long a call runs
+    now: float = 0.0
+    calls: int = 0
+
+    @property
+    def answer(self) -> Any:
+        return SimpleNamespace(remote=lambda *call: self._send(self.runs_s))
+
+    @property
+    def __ray_ready__(self) -> Any:
+        return SimpleNamespace(remote=lambda: self._send(0.0))
+
+    def _send(self, runs_s: float) -> tuple[float, bool]:
+        """Holds when the answer, or the report of the loss, comes, and which of the two."""
+        self.calls += runs_s > 0
+        arrives = self.now + runs_s
+        lost = [begin for begin, end in self.cuts if begin <= arrives and self.now < end]
+        return (max(self.now, lost[0]) + self.report_s, False) if lost else (arrives, True)
+
+    def get(self, reference: tuple[float, bool], timeout: float) -> str:
+        at, answered = reference
+        if at > self.now + timeout:
+            self.sleep(timeout)
+            raise ray.exceptions.GetTimeoutError
+        self.now = max(self.now, at)
+        if not answered:
+            raise ray.exceptions.ActorUnavailableError("The actor is temporarily unavailable: RpcError", b"0" * 16)
+        return "answered"
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, 0.001)
+
+
+def slowly_cut(monkeypatch: pytest.MonkeyPatch, *cuts: tuple[float, float]) -> tuple[SlowlyCut, ReplicaClient]:
+    """Reports come after 70 s, longer than half of `timeouts.rpc_s`; a call runs for 200 s."""
+    actor = SlowlyCut(list(cuts), report_s=70.0, runs_s=200.0)
+    monkeypatch.setattr(ray, "get", actor.get)
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: actor.now, sleep=actor.sleep))
+    return actor, ReplicaClient(5, actor, Path("log"), ok, 60.0)  # type: ignore[arg-type]
+
+
+def test_a_cut_for_ever_ends_a_long_call_soon_after_ray_has_noticed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, replica = slowly_cut(monkeypatch, (50.0, math.inf))
+    with pytest.raises(ReplicaFailed, match=r"could not be reached for 60 s, in which it was asked to generate"):
+        replica.call("generate", timeout_s=1800.0)
+    assert actor.now <= 50 + 70 + 60 + 1
+
+
+def test_each_of_several_cuts_of_one_call_has_the_whole_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two of them the call was under way for longer than the bound, which nothing but a probe shows."""
+    actor, replica = slowly_cut(monkeypatch, (50.0, 120.0), (250.0, 310.0), (500.0, 550.0))
+    assert replica.call("generate", timeout_s=1800.0) == "answered"
+    assert actor.calls == 4 and actor.now > 700
 
 
 def test_a_cut_that_is_the_end_of_the_pool_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +325,7 @@ class Mortal:
         answers = {
             "commit_and_tell": Committed(Counters(trained=steps), {"admission": {"steps": steps}}),
             "wait_batch": BatchReady(args[0] if args else 0, ["0:0"], Counters(), {}, [0]),
-            "upcoming": [4],
+            "upcoming": {4: ["4:0"]},
         }
         return answers.get(method, Counters())
 
@@ -303,7 +383,7 @@ def test_a_commit_at_which_the_controller_dies_is_made_by_the_new_one(
 def test_a_controller_that_dies_while_it_takes_over_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
     old, next_one, last = Mortal("old", {"upcoming": False}), Mortal("next", {"take_over": False}), Mortal("last")
     client = Mortals(monkeypatch, old, next_one, last).trains()
-    assert client.upcoming(0) == ([4], 2) and [method for method, _ in last.asked] == ["take_over", "upcoming"]
+    assert client.upcoming(0) == ({4: ["4:0"]}, 2) and [method for method, _ in last.asked] == ["take_over", "upcoming"]
 
 
 def test_a_batch_of_a_dead_controller_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +420,7 @@ def test_engines_are_left_alone_in_the_middle_of_a_weight_sync(monkeypatch: pyte
         time.sleep(0.2)
         assert not new.asked and not asking.done()
         client.set_version(1)
-        assert asking.result(20) == ([4], 1)
+        assert asking.result(20) == ({4: ["4:0"]}, 1)
     [(first, (handover,)), *others] = new.asked
     # Which of the two threads is answered first is not promised.
     assert first == "take_over" and sorted(method for method, _ in others) == ["set_version", "upcoming"]
@@ -360,7 +440,7 @@ def test_a_controller_that_hangs_is_lost_as_soon_as_the_supervisor_says_so(monke
 
     old.during = hang
     monkeypatch.setattr(client.config.timeouts, "rpc_s", 0.0)
-    assert client.upcoming(1) == ([4], 1) and waited == [client_module.NOTICED_S]
+    assert client.upcoming(1) == ({4: ["4:0"]}, 1) and waited == [client_module.NOTICED_S]
 
 
 def test_without_a_trainer_a_dead_controller_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

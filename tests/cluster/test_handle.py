@@ -167,6 +167,48 @@ def test_waiting_is_bounded_and_says_where_it_stands(tmp_path: Path) -> None:
         launch.wait_ready(handle(tmp_path), timeout_s=0.1)
 
 
+def failing_reads(monkeypatch: pytest.MonkeyPatch, failures: int) -> list[OSError]:
+    """Make as many reads of the state fail as a file server may that restarts; return the failures that are left."""
+    left = [OSError(errno.ESTALE, "Stale file handle") for _ in range(failures)]
+    real = launch.read_state
+
+    def read(run_dir: Path) -> dict[str, object] | None:
+        if left:
+            raise left.pop()
+        return real(run_dir)
+
+    monkeypatch.setattr(launch, "read_state", read)
+    return left
+
+
+def test_a_wait_goes_on_while_the_state_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = {"namespace": "megarl-abc", "partition": "run-abc.4"}
+    launch.write_state(tmp_path, state(ProcessId.own(), state="ready", rebuilds=1, **names))
+    left = failing_reads(monkeypatch, 3)
+    assert launch.wait_ready(handle(tmp_path), timeout_s=30).rebuilds == 1 and not left
+    assert caplog.text.count("not known now, and is read again: [Errno 116] Stale file handle") == 1
+    left += [OSError(errno.EIO, "Input/output error")]
+    assert launch.await_rebuilt(handle(tmp_path), timeout_s=30).rebuilds == 1 and not left
+    failing_reads(monkeypatch, 1000)
+    with pytest.raises(
+        SupervisorFailed, match=r"which may have written its state, which cannot be read \(\[Errno 116\]"
+    ):
+        launch.wait_ready(handle(tmp_path), timeout_s=0.1)
+
+
+def test_a_start_reads_the_state_of_the_attempt_before_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch.write_state(tmp_path, state(GONE, agent=asdict(ProcessId.own())))
+    left = failing_reads(monkeypatch, 2)
+    assert launch._kept_supervisor(tmp_path, os.getpid(), "") is None and not left
+    left += [OSError(errno.ESTALE, "Stale file handle")]
+    assert launch._retire_previous(tmp_path, os.getpid()) == 4 and not left
+    left += [OSError(errno.ESTALE, "Stale file handle")] * 100
+    with pytest.raises(OSError, match="Stale"):
+        launch.read_state_again(tmp_path, timeout_s=0.2)
+
+
 def test_a_deaf_supervisor_is_killed_with_its_recorded_children(tmp_path: Path) -> None:
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     pair = [subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) for _ in range(2)]

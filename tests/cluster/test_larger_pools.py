@@ -1,8 +1,9 @@
-"""Engines of TP 2, and two replicas of which one is lost in mid-generation."""
+"""Engines of TP 2, and two replicas of which one is lost in mid-generation or has a full KV cache."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import threading
@@ -15,6 +16,8 @@ import torch
 from megarl.common.processes import ProcessId
 from megarl.queue.trajectory import VersionSpan
 from megarl.queue.transfer import QueueReader
+from megarl.rollout.back_pressure import FULL, BackPressure
+from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.replica import replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
@@ -120,7 +123,59 @@ def check_that_reported_tokens_are_kept(pool: TestPool, victim: ProcessId) -> No
         assert (result.response_ids[-1] == 2) == (result.finish_reason == "stop")
         if kept and result.lost_replicas:
             continued += 1
-            assert result.versions == (VersionSpan(8, 0, kept), VersionSpan(9, kept, len(result.response_ids)))
+            whole = len(result.response_ids)
+            assert result.versions == (VersionSpan(8, 0, kept, replica=1), VersionSpan(9, kept, whole, replica=0))
         expected = reference_logprobs(pool, request.prompt_ids, result.response_ids)
         assert float((torch.tensor(result.logprobs).double() - expected).abs().max()) <= 1e-4
     assert continued
+
+
+def test_requests_are_held_back_from_the_engine_whose_kv_cache_is_full(tmp_path: Path) -> None:
+    """Engines whose caches hold 11 blocks of 128 tokens, and one of them with many times as many requests."""
+    cache = {"num_gpu_blocks_override": 12}
+    pool = start_pool(tmp_path, rollout={"replicas": 2, "engine_kwargs": cache}, sampling={"max_tokens": 300})
+    try:
+        held_back, limits = asyncio.run(crowd(pool, back_pressure=True))
+        assert limits is not None
+        assert limits.limit(0) == math.inf and limits.limit(1) < GROUPS * IN_GROUP, "the full one alone has a limit"
+        not_held_back, none = asyncio.run(crowd(pool, back_pressure=False))
+        assert none is None
+        for first, _ in (held_back, not_held_back):  # before the first pressure there is no limit
+            assert first.kv_usage >= FULL and first.waiting > 0
+        assert not_held_back[1].kv_usage >= FULL
+        assert held_back[1].waiting < not_held_back[1].waiting / 2
+    finally:
+        pool.close()
+
+
+GROUPS, IN_GROUP, WAVES = 10, 4, 2
+
+
+async def crowd(pool: TestPool, *, back_pressure: bool) -> tuple[tuple[EngineLoad, EngineLoad], BackPressure | None]:
+    """Send waves of long responses to replica 1 and one group to replica 0; the load in the first and the last wave."""
+    import ray
+
+    replicas = {index: ray.get_actor(replica_name(index), namespace=pool.handle.namespace) for index in range(2)}
+    fleet = Fleet(
+        replicas,
+        pool.config.timeouts,
+        restart_replica,  # type: ignore[arg-type]
+        report_interval_s=0.1,
+        back_pressure=back_pressure,
+        sync_restarts=1,
+    )
+    spec = SamplingSpec(300, 1.0, (), ignore_eos=True)
+    loads: list[EngineLoad] = []
+    for wave in range(WAVES):
+
+        def group(number: int, home: int, name: str = f"{back_pressure}-{wave}") -> Any:
+            requests = [
+                GenerateRequest(f"{name}-{number}-{i}", [1, 60 + number], spec, seed=i) for i in range(IN_GROUP)
+            ]
+            return fleet.generate(f"{name}-{number}", requests, home=home)
+
+        answers = await asyncio.gather(group(GROUPS, 0), *(group(number, 1) for number in range(GROUPS)))
+        assert {len(each.response_ids) for results in answers for each in results} == {spec.max_tokens}
+        assert {each.replica for results in answers[1:] for each in results} == {1} == {answers[0][0].replica + 1}
+        loads.append(fleet.take_load())
+    return (loads[0], loads[-1]), fleet._dispatcher._limits

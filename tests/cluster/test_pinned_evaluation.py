@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.config.schema import Config
 from megarl.queue.transfer import QueueReader
 from megarl.weights.sender import SyncSettings, WeightSender
+from tests.support.checkout import environment
 from tests.support.fake_engines import ListExporter
 from tests.support.pool import start_pool
 from tests.support.tiny import make_tiny_model
@@ -33,6 +37,28 @@ def responses(run_dir: Path, label: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in json.loads(line).items() if key != "versions"} for line in lines]
 
 
+def greedy(run_dir: Path, label: str) -> dict[int, tuple[str, int, str]]:
+    """The text, the tokens and the end of the greedy response to each problem."""
+    return {
+        each["index"]: (each["response"], each["response_tokens"], each["finish_reason"])
+        for each in responses(run_dir, label)
+        if each["mode"] == "greedy"
+    }
+
+
+def evaluate_alone(model: Path, config: Config, run_dir: Path) -> str:
+    """Run `megarl eval` on an exported model, as a process of its own; the label of its responses' file."""
+    command = [
+        sys.executable, "-m", "megarl", "eval", "--model", str(model), "--data", str(config.evaluation.sets[0].path),
+        "--max-tokens", str(config.sampling.max_tokens), "--samples", "1", "--reward", config.reward.function,
+        "--run-dir", str(run_dir), "reward.workers=1", "timeouts.ray_start_s=400",
+    ]  # fmt: skip
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=550, check=False)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    (written,) = run_dir.glob("eval_*.jsonl")
+    return written.stem.removeprefix("eval_")
+
+
 def versions(run_dir: Path, label: str) -> set[int]:
     lines = (run_dir / f"eval_{label}.jsonl").read_text().splitlines()
     return {version for line in lines for version, _, _ in json.loads(line)["versions"]}
@@ -46,7 +72,7 @@ def test_a_pinned_evaluation_equals_a_stand_alone_one_while_training_goes_on(tmp
     )  # fmt: skip
     try:
         client, run_dir = pool.client, pool.config.run_dir
-        client.evaluate(0, "alone")  # what `megarl eval` does: engines that have read the weights, and nothing else
+        client.evaluate(0, "alone")  # with engines that have read the weights, and nothing else to do
         exporter = ListExporter(weights_of(old))
         sender = WeightSender(SETTINGS, exporter)
         sender.connect(client.engine_handles())
@@ -78,3 +104,5 @@ def test_a_pinned_evaluation_equals_a_stand_alone_one_while_training_goes_on(tmp
         sender.close()
     finally:
         pool.close()
+    pinned, alone = greedy(pool.config.run_dir, "pinned"), tmp_path / "alone"
+    assert len(pinned) == 8 and greedy(alone, evaluate_alone(old, pool.config, alone)) == pinned

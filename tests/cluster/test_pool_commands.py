@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -98,6 +99,24 @@ def served(run_dir: Path, controller: Controller) -> Iterator[PoolCommands]:
 
 def said(text: str) -> None:
     assert "waiting up to" in text and f"pid {os.getpid()}" in text
+
+
+def test_a_file_system_that_fails_for_a_moment_costs_no_answer(
+    tmp_path: Path, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, real, failures = write_state(tmp_path), Path.read_text, {"supervisor.json": 2, ".answer": 2}
+
+    def read(path: Path, *arguments: Any, **options: Any) -> str:
+        kind = path.suffix if path.suffix == ".answer" else path.name
+        if failures.get(kind) and path.exists():
+            failures[kind] -= 1
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(path, *arguments, **options)
+
+    with served(run_dir, controller):
+        monkeypatch.setattr(Path, "read_text", read)
+        assert ask_pool(run_dir, "drain", 1, say=said) == "drain_replica 1"
+    assert not any(failures.values())
 
 
 def test_a_command_is_done_once_and_answered(tmp_path: Path, controller: Controller) -> None:

@@ -23,6 +23,7 @@ import torch
 
 from megarl.cluster.handle import launch_supervisor, read_state
 from megarl.commands.cli import main
+from megarl.common import held_outputs
 from megarl.common.errors import BatchNotReady, ReplicaFailed, RequestFailed, RolloutError
 from megarl.common.processes import descendants, is_alive
 from megarl.data.cursor import Cursor
@@ -97,14 +98,17 @@ def pool(tmp_path_factory: pytest.TempPathFactory, agent: subprocess.Popen[bytes
     refused = Cursor(PROBLEMS, seed=0, shuffle=True).at(REFUSED_GROUP)[1]
     problems[refused] = json.dumps({"problem": "1+" * MODEL_LEN + "1", "answer": str(MODEL_LEN + 1)})
     path.write_text("\n".join(problems) + "\n")
-    running = start_pool(
-        directory,
-        agent_pid=agent.pid,
-        sampling={"temperature": TEMPERATURE, "max_tokens": 24},
-        data={"path": path, "max_prompt_tokens": 4 * MODEL_LEN},
-        # Without the journal, every group is drawn again after `begin`, so that the engine has work.
-        rollout={"max_model_len": MODEL_LEN, "journal_s": 0},
-    )
+    # Its engine makes the longest response in less time than tokens are held; they are reported as they are made.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(held_outputs.VARIABLE, "0")
+        running = start_pool(
+            directory,
+            agent_pid=agent.pid,
+            sampling={"temperature": TEMPERATURE, "max_tokens": 24},
+            data={"path": path, "max_prompt_tokens": 4 * MODEL_LEN},
+            # Without the journal, every group is drawn again after `begin`, so that the engine has work.
+            rollout={"max_model_len": MODEL_LEN, "journal_s": 0},
+        )
     yield running
     running.close()
 
@@ -305,8 +309,10 @@ def test_a_response_goes_on_from_its_reported_tokens(pool: TestPool) -> None:
         assert (result.response_ids[-1] == 2) == (result.finish_reason == "stop") and 2 not in result.response_ids[:-1]
         assert tokens == spec.max_tokens or result.finish_reason == "stop"
         if (at := known.get(result.request_id)) is not None:
-            before = (VersionSpan(7, 0, at),) if at else ()  # one may have been stopped before its first token
-            assert result.versions == (*before, VersionSpan(8, at, tokens)) and result.lost_replicas == 1
+            before = (
+                (VersionSpan(7, 0, at, replica=0),) if at else ()
+            )  # one may have been stopped before its first token
+            assert result.versions == (*before, VersionSpan(8, at, tokens, replica=0)) and result.lost_replicas == 1
         expected = reference_logprobs(pool, [1, 60 + i], result.response_ids)
         assert float((torch.tensor(result.logprobs).double() - expected).abs().max()) <= 1e-4
 

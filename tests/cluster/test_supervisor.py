@@ -134,6 +134,19 @@ def test_the_stop_file_of_this_launch_stops_it(tmp_path: Path, content: str, sto
     assert watched.stop_reason == ("asked to" if stops else None)
 
 
+def test_a_stop_file_that_cannot_be_read_does_not_keep_the_watch_from_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = supervisor_in(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", lambda path: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale")))
+        watched._published = False
+        watched._watch_once(set())
+        assert watched.stop_reason is None
+    state = read_state(tmp_path)
+    assert state is not None and watched._published, "the watch has written the state"
+
+
 def test_a_supervisor_whose_directory_was_taken_writes_no_more_and_ends(tmp_path: Path) -> None:
     """The new run would take a foreign state for the end of its own pool."""
     write_state(tmp_path, {"launch_id": "an earlier one"})
@@ -157,7 +170,7 @@ def test_children_may_come_and_go_while_the_state_is_written(tmp_path: Path, mon
     watched, numbers = supervisor_in(tmp_path), iter(range(10**6))
     monkeypatch.setattr(watched, "_descendants", lambda: {ProcessId(os.getpid(), -next(numbers))})
     monkeypatch.setattr(module, "write_state", lambda *arguments: time.sleep(0.001))
-    monkeypatch.setattr(module, "is_alive", lambda process: True)
+    monkeypatch.setattr(module, "still_alive", set)
     written = threading.Event()
 
     def record() -> None:

@@ -213,7 +213,10 @@ def test_a_schedule_that_does_not_give_its_batches_is_one_message(recorded, tmp_
     ("arguments", "message"),
     [
         (["--run-dir", "nowhere"], "nowhere has no config.yaml"),
-        (["--run-dir", "{run}", "trainer.gpus=2"], "torchrun --nproc-per-node 2 -m megarl replay"),
+        (
+            ["--run-dir", "{run}", "trainer.gpus=2"],
+            "torchrun --rdzv-backend megarl --nproc-per-node 2 -m",
+        ),
         (["--run-dir", "{run}", "--batches", "nowhere"], "no recorded batch"),
         (["--run-dir", "{run}", "trainer.nonsense=2"], "trainer.nonsense: no such key"),
         (["--run-dir", "{run}", "--out", "{run}"], "is the recorded run itself"),

@@ -102,6 +102,23 @@ def test_the_agent_of_a_launch_takes_over_from_its_script(
         await_claim(tmp_path, replace(OWN, launch="8-0"), timeout_s=0.1)
 
 
+def test_a_wait_for_the_claim_goes_on_while_it_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim(tmp_path, OWN, NODE_S)
+    real, failures = Sighting.of, [OSError(errno.ESTALE, "Stale file handle")] * 3
+
+    def look(run_dir: Path) -> Sighting | None:
+        if failures:
+            raise failures.pop()
+        return real(run_dir)
+
+    monkeypatch.setattr(Sighting, "of", look)
+    await_claim(tmp_path, OWN, timeout_s=30)
+    assert not failures
+    failures += [OSError(errno.ESTALE, "Stale file handle")] * 1000
+    with pytest.raises(OSError, match="Stale"):
+        await_claim(tmp_path, OWN, timeout_s=0.2)
+
+
 def test_a_claim_of_another_host_is_respected_while_it_is_renewed(tmp_path: Path) -> None:
     held = claim(tmp_path, elsewhere(), NODE_S)
     lost: list[Holder] = []

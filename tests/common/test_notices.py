@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megarl.common import notices
 from megarl.common.notices import MAX_CHARACTERS, NoticeWatch, notices_file, write_notice
 from tests.support.waiting import wait_until
 
@@ -54,11 +57,84 @@ def test_a_notice_cannot_control_the_terminal_and_is_bounded(run_dir: Path) -> N
     assert shown[0].startswith("\\x1b[2Jé\\x0dxxx") and shown[0].count("x") < MAX_CHARACTERS + 10
 
 
-def test_a_place_that_cannot_be_written_costs_only_the_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_notice(tmp_path / "nowhere", "lost")
-    first, second = (record.getMessage() for record in caplog.records)
-    assert first == "notice: lost" and "could not be written: " in second and str(tmp_path / "nowhere") in second
+def test_a_notice_that_the_disk_does_not_take_is_shown_with_the_next_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_notice(tmp_path / "later", "first")
+    said, failed = (record.getMessage() for record in caplog.records)
+    assert said == "notice: first" and "kept for the next one: " in failed and str(tmp_path / "later") in failed
     assert not list(tmp_path.iterdir())
+    for number in range(2 * notices._MOST_WAITING):
+        write_notice(tmp_path / "later", f"{number}")
+    (tmp_path / "later" / "logs").mkdir(parents=True)
+    shown: list[str] = []
+    watch = NoticeWatch(tmp_path / "later", shown.append, interval_s=60.0)
+    write_notice(tmp_path / "later", "next")
+    watch.close()
+    most = notices._MOST_WAITING
+    assert shown == [*(f"{number}" for number in range(most + 1, 2 * most)), "next"] and not notices._waiting
+
+
+def test_a_notice_that_was_written_in_part_is_shown_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    watch = NoticeWatch(run_dir, shown.append, interval_s=60.0)
+    real = Path.open
+
+    class Nearly:
+        """A file of a disk on which there is room for ten bytes."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self._file = real(*arguments, **options)
+
+        def __enter__(self) -> Nearly:
+            return self
+
+        def __exit__(self, *failure: object) -> None:
+            self._file.close()
+
+        def write(self, content: bytes) -> int:
+            return int(self._file.write(content[:10]))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", Nearly)
+        write_notice(run_dir, "one")
+    write_notice(run_dir, "two")
+    watch.close()
+    assert shown == ["one", "two"]
+
+
+def test_the_files_of_notices_are_bounded_and_every_one_is_shown_once(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "FULL_BYTES", 2200)
+    shown: list[str] = []
+    watch = NoticeWatch(run_dir, shown.append, interval_s=60.0)
+    for number in range(500):
+        write_notice(run_dir, f"notice {number:03d}")
+        if number % 30 == 0:
+            watch._look()
+            watch._look()  # the rest of the older file is one look
+    watch._look()
+    watch.close()
+    assert shown == [f"notice {number:03d}" for number in range(500)]
+    files = sorted((run_dir / "logs").iterdir())
+    assert [path.name for path in files] == ["notices.1.jsonl", "notices.jsonl"]
+    assert all(path.stat().st_size < 2300 for path in files)
+
+
+def test_a_file_system_that_fails_for_a_moment_shows_nothing_twice(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    watch = NoticeWatch(run_dir, shown.append, interval_s=60.0)
+    write_notice(run_dir, "first")
+    watch._look()
+    with monkeypatch.context() as patched:
+        patched.setattr(notices.os, "stat", lambda path: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale")))
+        watch._look()
+    write_notice(run_dir, "second")
+    watch.close()
+    assert shown == ["first", "second"]
 
 
 def test_a_terminal_that_fails_does_not_end_the_watch(run_dir: Path) -> None:

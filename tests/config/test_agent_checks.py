@@ -12,6 +12,9 @@ from megarl.config.datasets import all_sets
 from megarl.config.secret_checks import referenced_variables, secret_problems
 from tests.support.configs import config as config_of
 
+HARNESS = {"loop": "harness", "act": "tests.support.acts:two_turns"}
+DOOR = {"enabled": True}
+PACE = {"mode": "async", "sync_interval": 4, "max_staleness": 1}  # of which no numbers can be made
 CALCULATOR = {"kind": "calculator"}
 PYTHON = {"kind": "python", "name": "code"}
 SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tools": []}]
@@ -25,11 +28,47 @@ SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tool
         ({"agent": {"loop": "examples.rl.agents.second_thoughts:SecondThoughts", "kwargs": {"tool": "x"}}}, ""),
         ({"tools": [CALCULATOR]}, "tools: single_turn calls none; set agent.loop: tool_agent, or remove them"),
         ({"agent": {"loop": "tool_agent"}}, "tools: tool_agent has none to call; list some"),
-        ({"agent": {"loop": "toolagent"}}, "agent.loop: 'toolagent' is neither single_turn, tool_agent nor an import"),
+        ({"agent": {"loop": "toolagent"}}, "agent.loop: 'toolagent' is neither single_turn, tool_agent, harness nor"),
         ({"agent": {"loop": "no_such_module_here:Loop"}}, "agent.loop: no module 'no_such_module_here'"),
         (
             {"agent": {"loop": "tool_agent", "kwargs": {"turns": 3}}, "tools": [CALCULATOR]},
             "agent.kwargs: tool_agent takes none, its bounds are keys of `agent`",
+        ),
+        ({"agent": HARNESS, "door": {"enabled": True}}, ""),
+        ({"agent": HARNESS}, "door.enabled: agent.loop: harness acts through the door of the run; set door.enabled"),
+        (
+            {"agent": {"loop": "harness"}, "door": {"enabled": True}},
+            "agent.act: agent.loop: harness needs the function that acts; name an `async def act(",
+        ),
+        (
+            {"agent": HARNESS | {"act": "acts"}, "door": {"enabled": True}},
+            "agent.act: 'acts' is not an import path package.module:name",
+        ),
+        (
+            {"agent": HARNESS | {"act_timeout_s": 600}, "door": DOOR, "timeouts": {"generate_s": 600}},
+            "agent.act_timeout_s: 600 s would never fail a sample, because a trainer that has waited "
+            "timeouts.generate_s=600 s for it ends the run; lower the first or raise the second",
+        ),
+        ({"agent": HARNESS | {"act_timeout_s": 599}, "door": DOOR, "timeouts": {"generate_s": 600}}, ""),
+        ({"timeouts": {"generate_s": 600}}, ""),
+        (
+            {"agent": HARNESS, "door": DOOR | {"max_sessions": 31}, "admission": {"mode": "one_step_off"}},
+            "door.max_sessions: 31, but 8 groups of 4 samples may be generated at a time, each sample in a session of "
+            "its own; set it to at least 32",
+        ),
+        ({"agent": HARNESS, "door": DOOR | {"max_sessions": 32}, "admission": {"mode": "one_step_off"}}, ""),
+        # The pace is wrong: that is told by the checks of `admission`.
+        ({"agent": HARNESS, "door": DOOR | {"max_sessions": 1}, "admission": PACE}, ""),
+        (
+            {"agent": HARNESS, "door": DOOR, "ray": {"address": "10.0.0.9:6379"}},
+            "door.host: in a cluster that is running already (ray.address) the door listens at 127.0.0.1, where agents "
+            "on other nodes do not reach it; set it to the address of the door's node",
+        ),
+        ({"agent": HARNESS, "door": DOOR | {"host": "10.0.0.9"}, "ray": {"address": "10.0.0.9:6379"}}, ""),
+        ({"agent": {"act": "tests.support.acts:two_turns"}}, "agent.act: single_turn does not call it; set agent.loop"),
+        (
+            {"agent": HARNESS, "door": {"enabled": True}, "tools": [CALCULATOR]},
+            "tools: agent.act brings the tools of its own; remove these",
         ),
         (
             {"agent": {"loop": "tool_agent"}, "tools": [CALCULATOR, {"kind": "calc"}]},

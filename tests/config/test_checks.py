@@ -58,6 +58,17 @@ def test_evaluation_may_use_them(models: Models, data: Path) -> None:
 
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
+    (
+        {
+            "admission": {"mode": "async", "sync_interval": 1, "max_staleness": 3, "max_uses": 2},
+            "monitor__ess": {"action": "skip"},
+        },
+        "monitor.ess.action: a step that trains groups again (admission.max_uses=2) cannot be skipped",
+    ),
+    (
+        {"telemetry__entropy_every": 0, "monitor__entropy": {"action": "stop"}},
+        "monitor.entropy.action: the entropy is never measured with telemetry.entropy_every=0",
+    ),
     ({"trainer__mini_batches": 5}, "trainer.mini_batches: 5 updates from 4 groups"),
     ({"queue__capacity": 15}, "queue.capacity: 15 samples hold 3 groups of 4, but a step takes batch.groups=4 at once"),
     (
@@ -65,7 +76,14 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         "admission.refill: it replaces the groups that algorithm.filter_zero_variance drops",
     ),
     ({"trainer__optimizer": {"lr": 1e-6, "min_lr": 1e-5}}, "trainer.optimizer.min_lr: above lr"),
-    ({"trainer__optimizer": {"warmup_steps": 4}}, "trainer.optimizer.warmup_steps: 4 must be below run.steps=4"),
+    (
+        {"trainer__optimizer": {"warmup_steps": 4}},
+        "trainer.optimizer.warmup_steps: 4 must be below the 4 updates of the",
+    ),
+    (
+        {"trainer__optimizer": {"warmup_steps": 8}, "trainer__mini_batches": 2},
+        "trainer.optimizer.warmup_steps: 8 must be below the 8 updates of the run (run.steps * trainer.mini_batches)",
+    ),
     ({"trainer__optimizer": {"betas": [0.9, 1.0]}}, "trainer.optimizer.betas.1: must be in [0, 1)"),
     ({"algorithm__clip_low": 1.0}, "algorithm.clip_low"),
     ({"algorithm__overlong": {"buffer_tokens": 33}}, "algorithm.overlong.buffer_tokens: 33 is more than"),
@@ -175,3 +193,10 @@ def test_every_problem_is_listed_once(models: Models, data: Path) -> None:
     found = problems(models["qwen3"], data, sampling__top_p=0.5, trainer__mini_batches=9, trainer__gpus=3,
                      trainer__parallel={"tensor": 2})  # fmt: skip
     assert len(found) == len(set(found)) >= 3
+
+
+def test_a_correction_that_contradicts_itself_is_refused(models: Models, data: Path) -> None:
+    broken = {"kind": "icepop", "cap": 3.0}
+    [problem] = problems(models["qwen3"], data, algorithm__correction=broken)
+    assert problem.startswith("algorithm.correction.cap: 3.0 is without effect with kind: icepop")
+    assert problems(models["qwen3"], data, algorithm__correction={"kind": "icepop"}) == []

@@ -236,6 +236,33 @@ def test_the_plan_shows_what_auto_chose_and_what_would_fit(
     assert all(each in text for each in expected), text
 
 
+@pytest.mark.parametrize(
+    ("changes", "deadline"),
+    [
+        (
+            {},
+            "none; a response that takes 1800 s (timeouts.generate_s) fails its group, or ends the run if the trainer "
+            "has waited for it from its start",
+        ),
+        (
+            {"admission__mode": "async"},
+            "1620 s after its start, nine tenths of timeouts.generate_s; responses that are unfinished then are cut",
+        ),
+        (
+            {"rollout__group_deadline_s": 60, "rollout__on_group_deadline": "fail"},
+            "60 s after its start; responses that are unfinished then fail their group",
+        ),
+    ],
+    ids=["sync", "async", "given"],
+)
+def test_the_plan_tells_when_a_group_has_to_end(
+    models: dict[str, Path], changes: dict[str, Any], deadline: str
+) -> None:
+    stream = StringIO()
+    print_dry_run(make_plan(config(models["qwen3"], **changes), device="cuda", files=False), stream)
+    assert f"group deadline {deadline}" in " ".join(stream.getvalue().split())
+
+
 def test_dry_run_is_light(models: dict[str, Path], data: Path, tmp_path: Path) -> None:
     """Neither torch nor vLLM nor Ray nor Megatron is imported, and no process starts."""
     path = tmp_path / "run.yaml"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megarl.config.data_sections import EvalSetConfig
 from megarl.config.load import config_from_tree
 from megarl.config.old_logprobs import correction_of, recomputes_old_logprobs
 from megarl.config.pace import Pace, pace_of
@@ -39,11 +40,16 @@ def test_a_twin_differs_in_sizes_only(name: str, tmp_path: Path) -> None:
     assert differing_keys(whole, small) <= SIZES
     assert {"batch.groups", "sampling.max_tokens", "trainer.gpus", "model.path"} <= differing_keys(whole, small)
     of_recipe, of_twin = config_of(whole), config_of(small)
-    sets = [[each.model_copy(update={"path": None}) for each in of.evaluation.sets] for of in (of_recipe, of_twin)]
+    sets = [[_without_sizes(each) for each in of.evaluation.sets] for of in (of_recipe, of_twin)]
     assert sets[0] == sets[1]
     assert pace_of(of_twin) == pace_of(of_recipe)
     assert correction_of(of_twin) == correction_of(of_recipe)
     assert recomputes_old_logprobs(of_twin) == recomputes_old_logprobs(of_recipe)
+
+
+def _without_sizes(each: EvalSetConfig) -> EvalSetConfig:
+    sampling = each.sampling.model_copy(update={"samples": None if each.sampling.samples is None else 2})
+    return each.model_copy(update={"path": None, "sampling": sampling})
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -61,11 +67,18 @@ def test_an_asynchronous_recipe_waits_for_no_group_without_end(name: str) -> Non
     """Three times what the longest response takes at 30 tokens per second, as docs/recipes.md says."""
     whole = config_of(recipe(name))
     deadline = whole.rollout.group_deadline_s
-    if whole.admission.mode == "one_step_off":
-        assert deadline is None
-    else:
-        assert deadline is not None
-        assert 3 * whole.sampling.max_tokens / 30 <= deadline <= whole.timeouts.generate_s / 2
+    assert pace_of(whole).runs_ahead and deadline is not None
+    assert 3 * whole.sampling.max_tokens / 30 <= deadline <= whole.timeouts.generate_s / 2
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "qwen3_8b_gsm8k_8"])
+def test_aime_is_measured_as_published(name: str) -> None:
+    """The mean of 32 responses per problem, for ReTool of 30."""
+    evaluation = config_of(recipe(name)).evaluation
+    expected = 30 if "retool" in name else 32
+    assert [each.sampling.samples or evaluation.sampling.samples for each in evaluation.sets] == [
+        expected for each in evaluation.sets if each.name.startswith("aime")
+    ]
 
 
 def test_a_change_of_the_algorithm_would_be_seen() -> None:

@@ -140,3 +140,19 @@ def test_a_template_that_hides_the_tools_and_none_at_all_are_refused() -> None:
         Dialogue(make_tokenizer(), [2]).start(ASKED, [TOOL])
     with pytest.raises(DialogueError, match="no chat template"):
         Dialogue(make_tokenizer(None), [2])
+
+
+@pytest.mark.parametrize("setting", ["padding", "truncation", "split"])
+def test_settings_of_the_tokenizer_change_no_tokens(family: str, setting: str) -> None:
+    """Another user of the same tokenizer may have it pad or truncate; one that splits special tokens is obeyed."""
+    dialogue, tokenizer, _ = dialogue_of(family)
+    if setting == "split":
+        tokenizer.split_special_tokens = True
+        dialogue = Dialogue(tokenizer, [])
+    elif setting == "padding":
+        tokenizer.backend_tokenizer.enable_padding(length=500)
+    else:
+        tokenizer.backend_tokenizer.enable_truncation(2)
+    text = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
+    found = dialogue.start(ASKED)
+    assert found == ids_of(tokenizer, text) and 2 < len(found) < 500

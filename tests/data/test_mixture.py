@@ -157,3 +157,39 @@ def test_long_runs_are_drawn_at_once() -> None:
     for index in range(3):
         own = [draw for which, draw in seen if which == index]
         assert all(later - earlier == 1 for earlier, later in itertools.pairwise(own))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), WEIGHTS.filter(lambda w: len(w) == 3)), min_size=1, max_size=5),
+    SEEDS,
+    st.integers(0, 150),
+)
+def test_a_schedule_is_followed_and_a_resume_goes_on_with_it(
+    parts: list[tuple[int, list[float]]], seed: int, resumed_at: int
+) -> None:
+    starts = list(itertools.accumulate([0, *(length for length, _ in parts)]))[:-1]
+    schedule = [(start, named(weights)) for start, (_, weights) in zip(starts, parts, strict=True)]
+    mixed = mixture([1, 1, 1], seed)
+    mixed.follow(0, schedule)
+    draws = [mixed.at(group) for group in range(200)]
+    for group, (which, _) in enumerate(draws):
+        in_force = [weights for start, weights in schedule if start <= group][-1]
+        assert in_force[f"set{which}"] > 0
+    for index in range(3):
+        own = [draw for which, draw in draws if which == index]
+        assert own == list(range(len(own)))
+    resumed = mixture([1, 1, 1], seed)
+    resumed.load_state_dict(json.loads(json.dumps(mixed.state_dict())))
+    resumed.follow(resumed_at, schedule)
+    assert [resumed.at(group) for group in range(200)] == draws
+
+
+def test_a_schedule_that_has_changed_applies_from_the_first_group_that_was_not_drawn() -> None:
+    mixed = mixture([1, 1], 0)
+    mixed.follow(0, [(0, named([1, 0])), (10, named([0, 1])), (50, named([1, 1]))])
+    before = [mixed.at(group) for group in range(20)]
+    mixed.follow(20, [(0, named([1, 0])), (30, named([0, 1]))])
+    assert [mixed.at(group) for group in range(20)] == before
+    assert [mixed.at(group)[0] for group in range(20, 60)] == [0] * 10 + [1] * 30
+    with pytest.raises(ValueError, match="no weights are set for group 2"):
+        mixture([1, 1], 0).follow(2, [(3, named([1, 1]))])

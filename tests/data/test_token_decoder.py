@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data.token_decoder import TokenDecoder
+from megarl.data.token_decoder import TokenDecoder, library_tokenizer
 from tests.support.bpe_tokenizer import make_tokenizer
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 399), max_size=40), max_size=5)
@@ -21,6 +21,23 @@ class Shouting(PreTrainedTokenizerFast):
 
     def _decode(self, *args: Any, **kwargs: Any) -> str:
         return str(super()._decode(*args, **kwargs)).upper()
+
+
+class Reversing(PreTrainedTokenizerFast):
+    """A tokenizer that encodes in a way of its own."""
+
+    def _encode_plus(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._encode_plus(*args, **kwargs)
+        found["input_ids"] = found["input_ids"][::-1]
+        return found
+
+
+def test_a_tokenizer_with_ways_of_its_own_is_asked_itself() -> None:
+    raw = make_tokenizer().backend_tokenizer
+    assert library_tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw)) is not None
+    for own in (Shouting, Reversing):
+        assert library_tokenizer(own(tokenizer_object=raw)) is None
+    assert library_tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, split_special_tokens=True)) is None
 
 
 @settings(deadline=None, max_examples=50)

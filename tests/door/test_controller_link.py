@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
+from megarl.door.controller_link import ControllerLink
 from megarl.rollout.foreign_requests import ForeignRequests
 from megarl.rollout.requests import GenerateRequest
 from tests.support.door_requests import generate
@@ -35,6 +39,31 @@ def test_requests_go_on_at_a_new_controller(doors) -> None:
         door.call(replace)
         assert asked.result(60)["choices"][0]["token_ids"] == [4 + (6 + i) % 90 for i in range(1, 101)]
         assert later.result(60)["choices"][0]["token_ids"] == [31, 32, 33]
+
+
+def test_a_search_for_the_controller_that_does_not_end_is_made_again() -> None:
+    """Ray may not answer while it has lost the controller's node."""
+    searches: list[str] = []
+
+    async def begin(door: str, wanted: list[object]) -> None:
+        assert (door, wanted) == ("door", [])
+
+    found: Any = SimpleNamespace(begin_foreign=SimpleNamespace(remote=begin))
+
+    async def find() -> Any:
+        searches.append("search")
+        if len(searches) == 1:
+            await asyncio.Event().wait()
+        return found
+
+    async def scenario() -> None:
+        link = ControllerLink("door", find, 0.1)
+        async with asyncio.timeout(30):
+            await link._connect()
+        assert link._controller is found
+
+    asyncio.run(scenario())
+    assert len(searches) == 2
 
 
 def test_requests_of_one_turn_share_a_call(doors) -> None:

@@ -90,7 +90,7 @@ def test_the_tokens_are_the_engines_own(pool: TestPool, client: Client) -> None:
         sent = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         assert sent == pytest.approx(part.logprobs, abs=1e-5)
         assert sent == pytest.approx(reference_logprobs(pool, prompt, choice["token_ids"]).tolist(), abs=1e-4)
-        assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": len(part.response_ids)}]
+        assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": len(part.response_ids), "replica": 0}]
 
 
 def test_a_chat_by_openais_client_is_recorded(pool: TestPool, client: Client) -> None:

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.door.message_keys import extended, keys_of, root_key
-from megarl.door.sessions import DoorSession, NoRoom, Sessions
+from megarl.door.session_terms import SessionTerms
+from megarl.door.sessions import DoorSession, NoRoom, SessionExists, Sessions
 from megarl.queue.trajectory import VersionSpan
+from megarl.rollout.requests import SamplingSpec
 from megarl.rollout.response_parts import ResponsePart
 
 TOKENS = st.lists(st.integers(0, 3), max_size=4)
@@ -93,6 +95,18 @@ def test_a_session_that_is_ended_while_a_turn_is_under_way_counts_nothing() -> N
     assert sessions.tokens == 0 and len(sessions) == 0
 
 
+def test_a_session_takes_the_place_of_those_that_an_attempt_before_has_left() -> None:
+    sessions, terms = Sessions(3, 100, 10.0), SessionTerms(SamplingSpec(4, 1.0, (2,)))
+    for name in ("sample-3-1-a", "sample-3-11-a", "sample-13-1-a"):
+        sessions.open(name, terms, 0.0)
+    add(sessions, "sample-3-1-a", 5, now=1.0)
+    sessions.open("sample-3-1-b", terms, 2.0, replaces="sample-3-1-")
+    assert sessions.get("sample-3-1-a") is None and sessions.tokens == 0
+    assert all(sessions.get(name) for name in ("sample-3-1-b", "sample-3-11-a", "sample-13-1-a"))
+    with pytest.raises(NoRoom, match="there are 3 sessions"):
+        sessions.open("sample-4-1-a", terms, 3.0)
+
+
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
 
 
@@ -131,3 +145,17 @@ def test_keys_depend_on_all_before_them() -> None:
     assert keys_of(root_key([], {}), [{"role": "user", "content": " a\\n"}, *messages[1:]])[0] == keys[0]
     assert keys_of(root_key([], {}), list(reversed(messages)))[2] != keys[2]
     assert extended(keys[1], messages[1]) == keys[2]
+
+
+def test_a_session_that_was_opened_is_there_before_its_first_turn_and_is_forgotten_like_others() -> None:
+    sessions, terms = Sessions(1, 100, 10.0), SessionTerms(SamplingSpec(4, 1.0, (2,)))
+    sessions.open("a", terms, 0.0)
+    with sessions.using("a", 1.0) as session:
+        assert session.terms is terms
+    assert sessions.get("a") is session, "a request that has failed does not end it"
+    with pytest.raises(SessionExists, match="there is a session 'a' already"):
+        sessions.open("a", terms, 2.0)
+    with pytest.raises(NoRoom, match="there are 1 sessions"):
+        sessions.open("b", terms, 2.0)
+    sessions.open("b", terms, 12.0)
+    assert sessions.get("a") is None and len(sessions) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -133,7 +134,12 @@ def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_b
         check_places(hosts)
         engines(2, 10, "both engines")
         hosts.lose(3)
-        wait_for(lambda: "there is no room for 1" in log.read_text(), 240, "the pool to shrink", log)
+        wait_for(
+            lambda: "1 that were lost are started again as soon as there is room" in log.read_text(),
+            240,
+            "the pool to shrink",
+            log,
+        )
         engines(1, 60, "steps with one engine")
         assert f"node {hosts.addresses[3]} is lost, silent for 15 s" in log.read_text()
         hosts.revive(3)
@@ -178,11 +184,12 @@ def test_a_network_that_is_cut_for_30_s_costs_time_and_for_ever_is_named(two_hos
         assert log.read_text().count("engines are up") == 1, "the ranks were restarted"
         check_steps(run_dir, len(step_records(run_dir)))
         two_hosts.cut(1)
-        # Ray 2.60.0 notices a connection that is silently gone by gRPC's time-outs, of up to 300 s and 120 s.
-        assert process.wait(timeout=420 + 2 * bound_s) == 1, log.read_text()[-4000:]
+        # Ray 2.60.0 notices a connection that is silently gone by gRPC's time-outs, of up to 300 s. From then on it may
+        # be cut for `rpc_s`, however long Ray needs to report each further attempt.
+        assert process.wait(timeout=300 + bound_s + 60) == 1, log.read_text()[-4000:]
     finally:
         process.kill()
     said = log.read_text()
-    assert "trainer rank 0 could not reach the rollout controller" in said or "trainer rank 0 waited" in said, said[
-        -4000:
-    ]
+    if "trainer rank 0 waited" not in said:  # the bound of a call that was under way, if Ray has noticed nothing before
+        named = re.search(r"trainer rank 0 could not reach the rollout controller for (\d+) s", said)
+        assert named is not None and int(named[1]) <= bound_s + 10, said[-4000:]

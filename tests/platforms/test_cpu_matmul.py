@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.platforms import cpu_matmul
-from megarl.platforms.cpu_matmul import MIN_MULTIPLICATIONS, mm
+from megarl.platforms.cpu_matmul import CACHE_VARIABLES, MIN_MULTIPLICATIONS, VARIABLE, mm
 from tests.support.checkout import ROOT, environment
 
 SIDE = 1 << 8
@@ -103,12 +104,59 @@ print(len(taken))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is for machines without CUDA")
-def test_the_platform_installs_it_for_products_and_their_gradients() -> None:
+@pytest.mark.parametrize("chosen", [None, "onednn", "torch", "mkl"])
+def test_the_platform_installs_it_for_products_and_their_gradients_unless_it_is_told_not_to(chosen: str | None) -> None:
     """It runs in a new process, because a replaced kernel is that of a whole process."""
     command = [sys.executable, "-c", PROGRAM]
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+    variables = environment(**({VARIABLE: chosen} if chosen else {}))
+    result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    if chosen == "mkl":
+        assert "MEGARL_CPU_MATMUL is 'mkl'; set it to one of onednn, torch, or unset it" in result.stderr
+        return
     assert result.returncode == 0, result.stderr
     gains = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
-    assert int(result.stdout) == (6 if gains else 0)
+    assert int(result.stdout) == (6 if gains and chosen != "torch" else 0)
+
+
+GROWTH = """
+import ctypes, sys
+class Info(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+import torch
+from megarl.platforms import cpu_matmul
+assert cpu_matmul.install() is not None
+weights = [torch.ones(*shape) for shape in ((128, 128), (128, 384), (512, 128), (128, 104))]
+def products(rows):
+    for each in weights:
+        k, n = each.shape
+        torch.mm(torch.ones(rows, k), each)
+        torch.mm(torch.ones(k, rows), torch.ones(rows, n))
+        torch.mm(torch.ones(rows, n), each.t())
+before = libc.mallinfo2().uordblks
+for number in range(60):
+    products(3000 + 7 * number)
+print((libc.mallinfo2().uordblks - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="torch's own products are taken here")
+@pytest.mark.parametrize(
+    ("cached", "least", "most"), [({}, 0, 80), (dict.fromkeys(CACHE_VARIABLES, "1024"), 160, 2000)]
+)
+def test_products_of_ever_new_lengths_fill_no_memory(cached: dict[str, str], least: int, most: int) -> None:
+    """In MiB: of 720 prepared products few are kept, unless the user wants more, as the second case shows."""
+    variables = {key: value for key, value in os.environ.items() if key not in CACHE_VARIABLES} | cached
+    result = subprocess.run(
+        [sys.executable, "-c", GROWTH],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert least <= int(result.stdout) <= most

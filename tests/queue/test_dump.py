@@ -52,6 +52,7 @@ trajectories = st.builds(
     failure=st.text(max_size=5),
     reward_error=st.text(max_size=5),
     dataset=st.text(max_size=5),
+    part=st.integers(0, 12),
 )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def test_round_trip_is_exact(tmp_path, batch, step):
     write_batch(tmp_path, step, 7, batch)
     read = read_batch(tmp_path, step)
     assert (read.step, read.version) == (step, 7)
-    assert read.trajectories == sorted(batch, key=lambda each: (each.group_id, each.sample_index))
+    assert read.trajectories == sorted(batch, key=lambda each: (each.group_id, each.sample_index, each.part))
     assert read.tags == [each.tag for each in read.trajectories]
 
 
@@ -167,3 +168,5 @@ def test_choice_ignores_arrival_order_and_varies_by_step():
     assert choose_keys(keys, 3, 0, 5) == choose_keys(keys[::-1], 3, 0, 5)
     assert len({tuple(choose_keys(keys, 3, 0, step)) for step in range(10)}) > 5
     assert choose_keys(keys[::-1], 99, 0, 0) == keys and choose_keys(keys, 0, 0, 0) == []
+    mixed = ["10:0", "2:1.1", "2:1.10", "2:1.2", "2:0", "2:1"]
+    assert choose_keys(mixed, 9, 0, 0) == ["2:0", "2:1", "2:1.1", "2:1.2", "2:1.10", "10:0"]

@@ -6,18 +6,24 @@ import ast
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megarl.algorithms.objective import Objective
+from megarl.algorithms.terms import WEIGHT_STREAMS
 from megarl.queue.dump import read_batch, write_batch
 from megarl.queue.rows import decode, encode
 from megarl.queue.streams import (
     ADVANTAGES,
+    CE_WEIGHTS,
     OLD_LOGPROBS,
+    REF_KL_WEIGHTS,
     REFERENCE_LOGPROBS,
+    RL_WEIGHTS,
     ROLLOUT_LOGPROBS,
     STREAMS,
     Stream,
@@ -33,6 +39,9 @@ VALUES = {
     "int64": st.integers(-(2**63), 2**63 - 1),
     "bool": st.booleans(),
 }
+
+
+OPTIONAL = tuple(stream for stream in STREAMS.from_rollout if stream.optional)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +73,7 @@ def rows(draw: st.DrawFn) -> list[Trajectory]:
         tokens = draw(st.integers(0, 4))
         given_streams = {
             stream.name: [draw(VALUES[stream.dtype]) for _ in range(tokens)]
-            for stream in EVERY_DTYPE
+            for stream in (*EVERY_DTYPE, *OPTIONAL)
             if draw(st.booleans())
         }
         found.append(trajectory(index, tokens, **given_streams))
@@ -72,9 +81,12 @@ def rows(draw: st.DrawFn) -> list[Trajectory]:
 
 
 def filled(row: Trajectory) -> Trajectory:
-    """Return the trajectory with the declared fill value in place of every missing stream."""
+    """Return the trajectory with the declared fill value in place of every missing stream that is not optional."""
     tokens = len(row.response_ids)
-    return replace(row, streams={s.name: list(row.streams.get(s.name, [s.fill] * tokens)) for s in EVERY_DTYPE})
+    streams = {s.name: list(row.streams.get(s.name, [s.fill] * tokens)) for s in EVERY_DTYPE}
+    return replace(
+        row, streams=streams | {s.name: list(row.streams[s.name]) for s in OPTIONAL if s.name in row.streams}
+    )
 
 
 def same(row: Trajectory, other: Trajectory) -> bool:
@@ -85,8 +97,15 @@ def same(row: Trajectory, other: Trajectory) -> bool:
 def exact(row: Trajectory) -> list[list[tuple[type, bytes | float]]]:
     return [
         [(type(value), struct.pack("<d", value) if isinstance(value, float) else value) for value in each]
-        for each in row.streams.values()
+        for _, each in sorted(row.streams.items())
     ]
+
+
+def test_a_row_is_as_long_as_the_streams_that_it_has() -> None:
+    """A run whose rows bring no weights moves no bytes for them."""
+    column, _ = encode([trajectory(0, 100), trajectory(1, 100, ce_weights=[0.5] * 100)])
+    without, with_one = (end - start for start, end in pairwise(column["trajectory"].offsets().tolist()))
+    assert with_one - without == 4 * 100
 
 
 @settings(deadline=None, max_examples=50)
@@ -100,7 +119,7 @@ def typed(row: Trajectory) -> Trajectory:
     """Return the trajectory with stream values as the Python type of the stream's dtype."""
     convert = {"float32": float, "int64": int, "bool": bool}
     return replace(
-        row, streams={s.name: [convert[s.dtype](value) for value in row.streams[s.name]] for s in EVERY_DTYPE}
+        row, streams={name: [convert[STREAMS[name].dtype](v) for v in values] for name, values in row.streams.items()}
     )
 
 
@@ -133,14 +152,16 @@ def test_a_name_has_one_declaration() -> None:
         registry.declare(Stream("a", "Another."))
     with pytest.raises(KeyError, match="stream 'b' is not declared; declared are a"):
         registry["b"]
-    assert [stream.name for stream in STREAMS.from_rollout] == [stream.name for stream in EVERY_DTYPE]
+    assert [stream for stream in STREAMS.from_rollout if not stream.optional] == list(EVERY_DTYPE)
 
 
 def test_the_loss_uses_the_declared_names() -> None:
     """The layers forbid `algorithms` to import `queue`, so the loss writes the names out."""
-    used = stream_names((ROOT / "megarl/algorithms/losses.py").read_text())
-    assert used == {OLD_LOGPROBS, ADVANTAGES, REFERENCE_LOGPROBS, ROLLOUT_LOGPROBS}
-    assert used <= {stream.name for stream in STREAMS}
+    used = stream_names((ROOT / "megarl/algorithms/objective.py").read_text())
+    assert used == {OLD_LOGPROBS, ADVANTAGES, ROLLOUT_LOGPROBS}
+    assert Objective.reference_stream == REFERENCE_LOGPROBS
+    assert WEIGHT_STREAMS == (RL_WEIGHTS, CE_WEIGHTS, REF_KL_WEIGHTS)
+    assert {*used, REFERENCE_LOGPROBS, *WEIGHT_STREAMS} <= {stream.name for stream in STREAMS}
     assert stream_names("streams['a'] + inputs.streams.get('b') + other['c']") == {"a", "b"}
 
 

@@ -50,7 +50,10 @@ def groups(draw: st.DrawFn, group_id: int = 0) -> list[Trajectory]:
     for index in range(draw(st.integers(1, 4))):
         response = draw(st.lists(st.integers(0, 151_935), max_size=6))
         cut = draw(st.integers(0, len(response)))
-        spans = [VersionSpan(3, 0, cut), VersionSpan(7, cut, len(response))]
+        spans = [
+            VersionSpan(3, 0, cut, replica=draw(st.integers(-1, 300))),
+            VersionSpan(7, cut, len(response), 2, 1, 0),
+        ]
         status = draw(st.sampled_from(["ok", "failed"]))
         rows.append(
             Trajectory(
@@ -67,6 +70,7 @@ def groups(draw: st.DrawFn, group_id: int = 0) -> list[Trajectory]:
                 failure="it failed" if status == "failed" else "",
                 reward_error="late" if status == "failed" else "",
                 dataset=draw(st.sampled_from(["", "gsm8k"])),
+                part=draw(st.integers(0, 3)),
             )
         )
     return rows
@@ -77,8 +81,8 @@ def groups(draw: st.DrawFn, group_id: int = 0) -> list[Trajectory]:
 def test_encoding_is_exact(rows: list[Trajectory]) -> None:
     fields, tags = encode(rows)
     assert decode(fields, tags) == rows
-    # No padding: a head of 24 bytes, 4 for each token of the prompt, 9 for one of the response, 40 for each span.
-    sizes = [24 + 4 * len(row.prompt_ids) + 9 * len(row.response_ids) + 40 * len(row.versions) for row in rows]
+    # No padding: a head of 32 bytes, 4 for each token of the prompt, 9 for one of the response, 48 for each span.
+    sizes = [32 + 4 * len(row.prompt_ids) + 9 * len(row.response_ids) + 48 * len(row.versions) for row in rows]
     assert fields["trajectory"].values().numel() == sum(sizes)
 
 
@@ -88,8 +92,22 @@ def test_a_row_of_another_length_is_refused() -> None:
     for change in (lambda row_B: row_B[:-1], lambda row_B: torch.cat([row_B, row_B[:1]])):
         values_B = change(fields["trajectory"].values())
         jagged = torch.nested.nested_tensor_from_jagged(values_B, torch.tensor([0, len(values_B)]))
-        with pytest.raises(ValueError, match=r"the row of sample 0:1 has \d+ bytes, but its head \[2, 3, 5\] means 99"):
+        with pytest.raises(
+            ValueError, match=r"the row of sample 0:1 has \d+ bytes, but its head \[2, 3, 6, 0\] means 115"
+        ):
             decode({"trajectory": jagged}, tags)  # type: ignore[arg-type]
+
+
+def test_a_row_whose_spans_are_of_another_form_is_refused() -> None:
+    """Its length is right, but its spans have five values each, as those of an earlier release."""
+    row = Trajectory(0, 1, [1, 2], [3, 4, 5], [-0.5] * 3, (VersionSpan(0, 0, 3),), "stop", 1.0)
+    fields, tags = encode([row])
+    values_B = fields["trajectory"].values().clone()
+    values_B = torch.cat([values_B[: 32 + 40], values_B[32 + 48 :]])
+    values_B[16:24] = torch.tensor([5]).view(torch.uint8)
+    jagged = torch.nested.nested_tensor_from_jagged(values_B, torch.tensor([0, len(values_B)]))
+    with pytest.raises(ValueError, match=r"the row of sample 0:1 has 107 bytes, but its head \[2, 3, 5, 0\] means 107"):
+        decode({"trajectory": jagged}, tags)  # type: ignore[arg-type]
 
 
 def test_a_row_is_read_by_a_process_that_has_declared_its_streams_in_another_order() -> None:
@@ -370,11 +388,14 @@ def test_storage_stays_off_nodes_without_the_pools_resource(queue: dict[str, Any
 
 
 def test_a_queue_that_hangs_is_an_error_naming_the_wait(queue: dict[str, Any]) -> None:
-    reader = QueueReader.attach(**queue)
+    reader = QueueReader.attach(**queue, who="trainer rank 3")
     release = threading.Event()
     reader._client._client._loop.call_soon_threadsafe(release.wait, 5)
     reader._client.timeout_s = 0.2
-    with pytest.raises(TimeoutError, match=r"waited 0 s for the trajectory queue to tell the tags of 1 rows"):
+    with pytest.raises(
+        TimeoutError,
+        match=r"trainer rank 3 waited 0 s \(timeouts.queue_s\) for the trajectory queue to tell the tags of 1 rows",
+    ):
         reader.read_tags(["0:0"])
     release.set()
     reader.close()

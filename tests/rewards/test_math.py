@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rewards.math import compare, comparison_key, last_boxed, math
+from megarl.rewards.math import _parse, canonical, compare, comparison_key, last_boxed, math
 from megarl.rewards.types import RewardInput
 from megarl.rewards.worker_pool import RewardPool
 from tests.support.checkout import EXCERPTS
@@ -184,3 +184,21 @@ def test_the_full_files_own_answers_are_right(pool: RewardPool) -> None:
         answers = [str(json.loads(line)["answer"]) for line in lines]
         samples = [RewardInput("", rf"Hence \boxed{{{a}}}", answer=a) for a in answers]
         assert [o.score for o in score_all(pool, samples)] == [1.0] * rows
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(-(10**15) + 1, 10**15 - 1), st.sampled_from([0, 0, 1, -1, 10, 1000, 10**14]))
+def test_integers_are_compared_without_math_verify_and_as_it_does(number: int, apart: int) -> None:
+    from math_verify import verify
+
+    other = number + apart
+    answer = rf"\boxed{{{number}}}"
+    found, expected = _parse(answer), _parse(rf"\boxed{{{other}}}")
+    theirs = (canonical(found), bool(verify(expected, found, timeout_seconds=None)))
+    assert compare(str(other), answer) == theirs == (str(number), apart == 0)
+
+
+def test_integers_that_are_written_in_another_way_are_left_to_math_verify() -> None:
+    assert compare("7", r"\boxed{07}") == ("7", True)
+    assert compare("1000", r"\boxed{1,000}")[1]
+    assert compare("7", r"\boxed{7.0}")[1]

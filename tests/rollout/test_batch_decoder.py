@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from megarl.common.errors import RolloutError
 from megarl.rollout.batch_decoder import BatchDecoder
 
 
@@ -32,7 +33,7 @@ class Texts:
 
 def test_those_of_one_turn_share_a_call_in_another_thread() -> None:
     async def run(texts: Texts) -> list[str]:
-        decoder = BatchDecoder(texts)
+        decoder = BatchDecoder(texts, 10.0)
         first = await asyncio.gather(decoder.text([1, 2]), decoder.text([]), decoder.text([3]))
         return [*first, await decoder.text([4])]
 
@@ -44,7 +45,7 @@ def test_those_of_one_turn_share_a_call_in_another_thread() -> None:
 
 def test_a_failure_reaches_all_of_its_call_and_no_other() -> None:
     async def run() -> list[str | BaseException]:
-        decoder = BatchDecoder(Texts())
+        decoder = BatchDecoder(Texts(), 10.0)
         failed = await asyncio.gather(decoder.text([13]), decoder.text([1]), return_exceptions=True)
         return [*failed, await decoder.text([2])]
 
@@ -57,7 +58,7 @@ def test_one_that_is_cancelled_does_not_disturb_the_others() -> None:
     async def run() -> str:
         texts = Texts()
         texts.go.clear()
-        decoder = BatchDecoder(texts)
+        decoder = BatchDecoder(texts, 10.0)
         cancelled, other = (asyncio.create_task(decoder.text([number])) for number in (1, 2))
         await asyncio.sleep(0.01)
         cancelled.cancel()
@@ -73,7 +74,7 @@ def test_an_executor_that_refuses_leaves_nobody_waiting() -> None:
     async def run() -> list[str | BaseException]:
         executor = ThreadPoolExecutor(1)
         asyncio.get_running_loop().set_default_executor(executor)
-        decoder = BatchDecoder(Texts())
+        decoder = BatchDecoder(Texts(), 10.0)
         cancelled, *others = (asyncio.create_task(decoder.text([number])) for number in (1, 2, 3))
         executor.shutdown()
         asyncio.get_running_loop().call_soon(cancelled.cancel)
@@ -83,3 +84,18 @@ def test_an_executor_that_refuses_leaves_nobody_waiting() -> None:
     failed = asyncio.run(run())
     assert len(failed) == 2 and all("cannot schedule new futures" in str(error) for error in failed)
     assert all(isinstance(error, RuntimeError) for error in failed)
+
+
+def test_a_thread_that_does_not_answer_is_an_error_after_the_bound_that_says_who_waited() -> None:
+    async def run() -> None:
+        texts = Texts()
+        texts.go.clear()
+        decoder = BatchDecoder(texts, 0.05)
+        message = r"a response of 3 tokens waited 0.05 s \(timeouts.rpc_s\) for a thread of the controller to decode it"
+        try:
+            with pytest.raises(RolloutError, match=message):
+                await decoder.text([1, 2, 3])
+        finally:
+            texts.go.set()
+
+    asyncio.run(run())

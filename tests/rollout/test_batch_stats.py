@@ -45,7 +45,13 @@ LOAD = EngineLoad(0.5, 3, 1)
 
 
 def test_batch_metrics() -> None:
-    stats = BatchStats([0.1, 0.4, 0.2, 0.3], [0.01, 0.03], Counter({"timeout": 2, "crash": 1}), 4, skipped_prompts=5)
+    stats = BatchStats(
+        [0.1, 0.4, 0.2, 0.3],
+        [0.01, 0.03],
+        reward_errors=Counter({"timeout": 2, "crash": 1}),
+        rewards_redone=4,
+        skipped_prompts=5,
+    )
     values = stats.metrics(replicas_serving=2, replicas_lost=0, load=LOAD)
     assert "rollout/idle_ratio" not in values  # of the first batch there is none before
     busy = BatchStats(engine_seconds=3.0, interval=4.0).metrics(replicas_serving=1, replicas_lost=0, load=LOAD)
@@ -61,7 +67,7 @@ def test_batch_metrics() -> None:
 
 def test_batch_metrics_are_declared() -> None:
     metrics, stats = step_metrics(), BatchStats([0.1], [0.1])
-    stats.note_replaced(recorded_rows(1.0, 1.0))
+    stats.note_replaced([row.tag for row in recorded_rows(1.0, 1.0)])
     metrics.update(stats.metrics(replicas_serving=1, replicas_lost=0, load=LOAD))
     assert metrics.reduce()["rollout/replicas_alive"] == 1
 
@@ -79,7 +85,7 @@ def recorded_rows(*rewards: float | None) -> list[Trajectory]:
 
 def test_replaced_groups_are_measured_by_group() -> None:
     stats = BatchStats()
-    stats.note_replaced(recorded_rows(1.0, 1.0, None))
-    stats.note_replaced(recorded_rows(0.0, 0.0))
+    stats.note_replaced([row.tag for row in recorded_rows(1.0, 1.0, None)])
+    stats.note_replaced([row.tag for row in recorded_rows(0.0, 0.0)])
     values = stats.metrics(replicas_serving=1, replicas_lost=0, load=LOAD)
     assert (values["rollout/replaced_reward_mean"], values["rollout/replaced_tokens"]) == (0.5, 15)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from megarl.rollout import controller as controller_module
 from megarl.rollout import prompt_groups
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.attempts_file import ATTEMPTS_FILE
 from megarl.rollout.foreign_requests import ForeignReport, ForeignRequest
 from megarl.rollout.handover import Handover
-from megarl.rollout.prompt_groups import ATTEMPTS_FILE
 from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule
+from megarl.run.step import plan_step
 from tests.support.configs import config as config_of
 from tests.support.fake_rollout import LocalController, local_controller
 
@@ -111,7 +113,8 @@ def test_the_groups_that_a_step_would_take_are_told_before_its_batch_is_complete
         await controller.set_version(0)
         with pytest.raises(BatchNotReady):
             await controller.wait_batch(0, 0.1)
-        assert sorted(await controller.upcoming(0)) == [0, 2] and await controller.upcoming(1) == []
+        found = await controller.upcoming(0)
+        assert found == {group: keys_of(group) for group in (0, 2)} and await controller.upcoming(1) == {}
         assert set(keys_of(0, 2)) <= set(local.queue.rows), "they can be read"
         await controller.shutdown()
 
@@ -136,6 +139,51 @@ class FailsInGroup1:
         if ctx.group_id == 1 and ctx.sample_index == 1:
             raise ConnectionError("the tool is gone")
         return await SingleTurn().run(ctx)
+
+
+class Branches:
+    """Sample i returns i + 1 trajectories of equal reward."""
+
+    async def run(self, ctx: AgentContext) -> list[Trajectory]:
+        return [await SingleTurn().run(ctx)] * (ctx.sample_index + 1)
+
+
+def test_samples_with_several_trajectories_are_queued_trained_resumed_and_freed_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config_of(
+        "model", batch={"groups": GROUPS, "samples_per_group": SAMPLES}, telemetry={"dump_batches": True}
+    )
+    local = local_controller(settings, tmp_path, monkeypatch, Branches())
+    controller, queue = local.controller, local.queue
+
+    def keys(*groups: int) -> list[str]:
+        return [f"{group}:{key}" for group in groups for key in ("0", "1", "1.1")]
+
+    async def scenario() -> None:
+        await controller.begin(None)
+        await controller.set_version(0)
+        batch = await controller.wait_batch(0, WAIT_S)
+        assert batch.keys == keys(0, 1, 2) and set(batch.keys) == queue.rows.keys()
+        assert controller._source.finished == {group: [group + 1.0] * SAMPLES for group in range(GROUPS)}
+        before = dict(queue.rows)
+        # The journal has them all: a trainer that begins again gets the same rows without an engine.
+        await controller.begin(None)
+        assert not queue.rows
+        local.fleet.failures = {group: NoReplicaLeft(0, "nothing may be generated") for group in range(GROUPS)}
+        await controller.set_version(0)
+        again = await controller.wait_batch(0, WAIT_S)
+        assert again.keys == batch.keys and queue.rows == before
+        plan = plan_step([queue.rows[key].tag for key in again.keys], settings, dp_size=2, version=0)
+        numbers = {name: len(groups) for name, groups in plan.ended.items()}
+        counters = await controller.commit(0, **numbers, ended=plan.ended)
+        assert counters.balanced and counters.settled == GROUPS
+        await asyncio.sleep(0)
+        assert not queue.rows and controller._groups.queued.leave(range(GROUPS)) == []
+        await controller.shutdown()
+
+    run(scenario)
+    assert sorted(replay_schedule(read_schedule(tmp_path / SCHEDULE_FILE))) == [0]
 
 
 class MarksTheWrongSample:
@@ -182,19 +230,19 @@ def test_a_group_whose_samples_all_fail_in_the_engine_is_failed(local: LocalCont
         results = await empty(prefix, requests, **options)
         if prefix not in bad:
             return results
-        return [type(r)(**{**vars(r), "logprobs": [float("nan")] * len(r.logprobs)}) for r in results]
+        return [replace(result, finish_reason="abort") for result in results]
 
     async def scenario() -> None:
         local.fleet.generate = generate  # type: ignore[method-assign]
         await local.controller.set_version(0)
         await local.controller.wait_batch(0, WAIT_S)
-        nan = "log-prob nan at response token 0"
-        assert [row.failure for _, row in sorted(local.queue.rows.items())] == [nan] * 2 * SAMPLES + [""] * SAMPLES
+        why = ["aborted"] * 2 * SAMPLES + [""] * SAMPLES
+        assert [row.failure for _, row in sorted(local.queue.rows.items())] == why
         bad.update(range(GROUPS, 3 * GROUPS))
         counters = await local.controller.commit(0, trained=1, filtered=0, dropped_stale=0, failed=2)
         assert counters.balanced and counters.failed == 2
         await local.controller.set_version(1)
-        message = f"{GROUPS} prompt groups in a row failed .*{SAMPLES} of {SAMPLES} samples cannot be used; .*{nan}"
+        message = f"{GROUPS} prompt groups in a row failed .*{SAMPLES} of {SAMPLES} samples cannot be used; .*aborted"
         with pytest.raises(RolloutError, match=message):
             await local.controller.wait_batch(1, WAIT_S)
 
@@ -213,6 +261,7 @@ def test_samples_without_a_reward_are_failed_samples_and_no_zeros(local: LocalCo
         assert [row.status for row in rows] == ["ok", "ok", "failed", "failed", "ok", "ok"]
         assert {row.failure for row in rows[2:4]} == {row.reward_error for row in rows[2:4]} == {late.error}
         assert (batch.timings["reward/errors"], batch.timings["reward/redone"]) == (SAMPLES, SAMPLES)
+        assert batch.timings["rollout/failed_length_mean"] == batch.timings["rollout/failed_length_max"] == 2
         counters = await local.controller.commit(0, trained=2, filtered=0, dropped_stale=0, failed=1)
         assert counters.balanced and (counters.trained, counters.failed) == (2, 1)
 

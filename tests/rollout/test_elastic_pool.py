@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -26,20 +28,30 @@ LONG = GenerateRequest("x", [1, 2], SamplingSpec(10**6, 1.0, (9,)), seed=7)
 class Pool:
     """An elastic pool whose engines start at once, or fail with the errors of `failing`, one after the other."""
 
-    def __init__(self, fleet: Fleet, room: int = 9) -> None:
+    def __init__(self, fleet: Fleet, room: int = 9, rpc_s: float = 120.0) -> None:
         self.room, self.failing = room, list[Exception]()
+        self.may_place, self.may_start = asyncio.Event(), asyncio.Event()
+        self.may_place.set()
+        self.may_start.set()
+        self.places: Callable[[], int] = lambda: self.room
         self.ended: list[Any] = []
         self.told: list[str] = []
         self.elastic = ElasticPool(
-            fleet, TimeoutsConfig(), self._start, self.ended.append, lambda: self.room, self.told.append
+            fleet, TimeoutsConfig(rpc_s=rpc_s), self._start, self.ended.append, self._look, self.told.append
         )
         self.elastic.open()
 
-    async def _start(self, index: int) -> Any:
+    def _look(self) -> int:
+        return self.places()
+
+    async def _start(self, index: int, placed: Callable[[], object]) -> Any:
         await asyncio.sleep(0)
         if self.failing:
             raise self.failing.pop(0)
+        await self.may_place.wait()
         self.room -= 1
+        placed()
+        await self.may_start.wait()
         return FakeReplica(index)
 
 
@@ -247,7 +259,7 @@ def test_a_replica_without_a_place_leaves_the_pool_and_comes_back_under_a_new_nu
         await pool.elastic.tend()
         await pool.elastic.tend()
         [told] = pool.told
-        assert "goes on with 1 engines: there is no room for 1" in told
+        assert "goes on with 1 engines; 1 that were lost are started again as soon as there is room" in told
         pool.room = 4
         pool.elastic._look_at = 0.0
         await asyncio.sleep(0.05)  # in which the look that found no place ends
@@ -258,6 +270,101 @@ def test_a_replica_without_a_place_leaves_the_pool_and_comes_back_under_a_new_nu
         assert await publish(fleet) == fleet.serving == [0, 2]
         with pytest.raises(NoPlace, match="no node has room for replica 0"):
             await fleet.restart([0, 2])
+
+    run(work)
+
+
+def test_a_place_that_is_free_is_given_once() -> None:
+    """Engines are added by hand and after a loss at the same time; until Ray has placed one, its place looks free."""
+
+    async def work() -> None:
+        fleet = fleet_of({0: FakeReplica(0)})
+        fleet.membership.missing = 1
+        pool = Pool(fleet, room=3)
+        pool.may_place.clear()
+        pool.may_start.clear()
+        added = [asyncio.create_task(pool.elastic.add(1)) for _ in range(2)]
+        await pool.elastic.tend()
+        while len(fleet.membership.unplaced) < 3:
+            await asyncio.sleep(0.01)
+        fleet.membership.missing += 1
+        assert await pool.elastic._reserve(1, 1) == ([], 0), "Ray says 3, and all of them are given"
+        pool.may_place.set()
+        while fleet.membership.unplaced:
+            await asyncio.sleep(0.01)
+        pool.room = 2
+        assert await pool.elastic._reserve(3, 3) == ([], 2), "engines that have their place are Ray's to count"
+        pool.may_start.set()
+        assert all("joins the pool" in done for done in await asyncio.gather(*added))
+        assert await publish(fleet) == [0, 1, 2, 3]
+
+    run(work)
+
+
+def test_two_changes_at_once_do_not_take_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_pool, "ROOM_S", 0.1)
+    monkeypatch.setattr(elastic_pool, "LOOK_S", 0.02)
+
+    async def work() -> None:
+        fleet = fleet_of({0: FakeReplica(0)})
+        pool = Pool(fleet, room=1)
+        pool.may_place.clear()
+        ends = asyncio.gather(*(pool.elastic.add(1) for _ in range(2)), return_exceptions=True)
+        await asyncio.sleep(0.5)
+        pool.may_place.set()
+        refused, done = sorted(map(str, await ends))
+        assert "1 engines cannot be added: Ray has room for 0 besides 1 that are being started" in refused
+        assert done == "replica 1 joins the pool with the next publication of the weights"
+        assert pool.room == 0 and fleet.membership.unplaced == set()
+
+    run(work)
+
+
+def test_a_look_for_places_that_ray_does_not_answer_is_bounded_and_made_once_at_a_time() -> None:
+    looks, answer = [], threading.Event()
+
+    def hang() -> int:
+        looks.append(None)
+        answer.wait(30)
+        return 9
+
+    async def work() -> None:
+        fleet = fleet_of({0: FakeReplica(0)})
+        pool = Pool(fleet, rpc_s=0.2)
+        pool.places = hang
+        try:
+            for _ in range(3):
+                with pytest.raises(RolloutError, match=r"the rollout controller waited 0 s \(timeouts.rpc_s\) for Ray"):
+                    await pool.elastic.add(1)
+            assert len(looks) == 1, "each would hold a thread"
+        finally:
+            answer.set()
+        while len(looks) == 1:  # an answer may need longer than the bound on a busy machine
+            with suppress(RolloutError):
+                assert "replica 1 joins" in await pool.elastic.add(1)
+        assert fleet.membership.unplaced == set()
+
+    run(work)
+
+
+def test_a_look_for_places_that_fails_is_told_and_tried_again() -> None:
+    def broken() -> int:
+        raise ConnectionError("Ray's head is gone")
+
+    async def work() -> None:
+        fleet = fleet_of({0: FakeReplica(0)})
+        fleet.membership.missing = 1
+        pool = Pool(fleet)
+        pool.places = broken
+        await pool.elastic.tend()
+        while len(pool.told) < 2:
+            await asyncio.sleep(0.01)
+        assert pool.told[1] == "engines that were lost could not be started again: Ray's head is gone"
+        pool.places, pool.elastic._look_at = lambda: 1, 0.0
+        await pool.elastic.tend()
+        while fleet.membership.missing:
+            await asyncio.sleep(0.01)
+        assert pool.elastic._failures == 0
 
     run(work)
 
@@ -359,5 +466,73 @@ def test_a_lost_replica_is_removed_while_a_publication_asks_whether_it_is_sound(
         await publication
         fleet.admit_joining()
         assert fleet.serving == [0]
+
+    run(work)
+
+
+def test_a_replica_that_fails_in_a_publication_leaves_it_at_once_and_a_new_one_joins_the_next() -> None:
+    """Nobody waits for the new engine. The responses of the old one go on elsewhere from their last tokens."""
+    first, second = ScriptedReplica(5, 10**6, None), ScriptedReplica(6, 1, "stop")
+
+    async def never(index: int, old: Any) -> Any:
+        raise AssertionError("nobody may wait for a restart")
+
+    async def work() -> None:
+        fleet = fleet_of({5: first, 6: second}, interval_s=0.01)
+        fleet._restart = never  # type: ignore[assignment]
+        pool = Pool(fleet)
+        response = await begun(fleet, first)
+        await fleet.begin_sync()
+        await pool.elastic.replace_later([5])
+        assert fleet.members == [6] and pool.ended == [first] and fleet.membership.missing == 1
+        fleet.admit_joining()
+        [result] = await response
+        assert result.replica == 6 and result.response_ids[:2] == [5, 5] and result.response_ids[-1] == 6
+        assert fleet.serving == [6]
+        await pool.elastic.tend()
+        while fleet.membership.missing:
+            await asyncio.sleep(0.01)
+        assert fleet.serving == [6] and fleet.state_of(7) == "joining"
+        assert await publish(fleet) == fleet.serving == [6, 7]
+
+    run(work)
+
+
+@pytest.mark.parametrize("other", ["drained", "pinned", "failed too"])
+def test_replicas_that_fail_in_a_publication_are_waited_for_if_no_other_one_serves_training(other: str) -> None:
+    async def fresh(index: int, old: Any) -> Any:
+        return FakeReplica(index)
+
+    async def work() -> None:
+        fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
+        fleet._restart = fresh  # type: ignore[assignment]
+        pool = Pool(fleet)
+        if other == "drained":
+            await pool.elastic.drain(1)
+        elif other == "pinned":
+            fleet.pin(1)
+        victim = next(iter(fleet._dispatcher.open_to(background=False)))
+        await fleet.begin_sync()
+        await pool.elastic.replace_later([0, 1] if other == "failed too" else [victim])
+        assert fleet.members == [0, 1] and pool.ended == [] and fleet.membership.missing == 0
+        fleet.admit_joining()
+        assert victim in fleet.serving
+
+    run(work)
+
+
+def test_a_replica_that_was_removed_is_not_replaced_after_it_has_failed_in_its_last_publication() -> None:
+    replicas = {0: FakeReplica(0), 1: FakeReplica(1), 2: FakeReplica(2)}
+
+    async def work() -> None:
+        fleet = fleet_of(replicas)
+        pool = Pool(fleet)
+        await fleet.begin_sync()
+        await pool.elastic.remove(1)
+        await pool.elastic.replace_later([1, 2])
+        assert fleet.members == [0] and fleet.membership.missing == 1
+        fleet.admit_joining()
+        await asyncio.sleep(2 * elastic_pool.LOOK_S)
+        assert set(pool.ended) == {replicas[1], replicas[2]} and fleet.serving == [0]
 
     run(work)

@@ -36,6 +36,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.output_processor = SimpleNamespace(request_states={}, external_req_ids=defaultdict(list))
         self.aborted: list[str] = []
+        self.salts: dict[str, str | None] = {}
 
     def make(self, name: str, token: int, logprob: float | None = -0.5, version: str = "3") -> None:
         state = self.output_processor.request_states[f"{name}-1"]
@@ -49,6 +50,7 @@ class FakeEngine:
 
     async def generate(self, prompt: Any, parameters: Any, request_id: str, priority: int = 0) -> AsyncIterator[Any]:
         state = State()
+        self.salts[request_id] = prompt.get("cache_salt")
         self.output_processor.request_states[f"{request_id}-1"] = state
         self.output_processor.external_req_ids[request_id].append(f"{request_id}-1")
         try:
@@ -102,7 +104,7 @@ def test_after_the_wait_each_report_has_the_tokens_since_the_last_one() -> None:
         engine.make("a", 7, -0.25, version="default")
         first = await requests.report({"a": 0, "b": 0}, 0.01)
         assert (first["a"].response_ids, first["a"].logprobs) == ([7], [-0.25])
-        assert first["a"].versions == (VersionSpan(-1, 0, 1),) and first["a"].seconds >= 0.01
+        assert first["a"].versions == (VersionSpan(-1, 0, 1, replica=3),) and first["a"].seconds >= 0.01
         assert first["b"].response_ids == [] and {part.finish_reason for part in first.values()} == {None}
         engine.make("a", 8, version="4")
         engine.make("a", 9, version="4")
@@ -110,7 +112,7 @@ def test_after_the_wait_each_report_has_the_tokens_since_the_last_one() -> None:
         engine.finish("a", "stop")
         second = await requests.report({"a": 1, "b": 0}, 0.01)
         assert second["a"].response_ids == [8, 9] and second["a"].finish_reason == "stop"
-        assert second["a"].versions == (VersionSpan(4, 0, 1), VersionSpan(4, 1, 2))
+        assert second["a"].versions == (VersionSpan(4, 0, 1, replica=3), VersionSpan(4, 1, 2, replica=3))
         assert second["b"].response_ids == [5] and second["b"].finish_reason is None
 
     asyncio.run(run())
@@ -134,6 +136,23 @@ def test_the_end_of_unfinished_requests_gives_their_last_tokens_and_stops_the_en
         assert "c" in engine.aborted
 
     asyncio.run(run())
+
+
+def test_requests_that_start_after_new_weights_share_no_prefix_with_those_before() -> None:
+    """If the cache is kept: else a prompt that was computed with old weights would be taken for one of the new ones."""
+
+    async def run() -> dict[str, str | None]:
+        engine, requests = await started("a", "b")
+        for name in ("c", "d"):
+            requests.keep_cache()
+            requests.start([request(name)])
+            await asyncio.sleep(0)
+        requests.start([request("e")])
+        await asyncio.sleep(0)
+        return engine.salts
+
+    salts = asyncio.run(run())
+    assert salts["a"] == salts["b"] and salts["d"] == salts["e"] and len({salts[name] for name in "acd"}) == 3
 
 
 def test_a_request_that_fails_is_an_error_at_once_and_stops_those_of_its_call() -> None:
@@ -183,6 +202,8 @@ def test_an_engine_that_makes_no_step_is_named_and_one_that_is_paused_is_not() -
             ReplicaFailed, match="engine of replica 3 has made no step for 61 s; 2 requests wait for it"
         ):
             await requests.report({"a": 0}, 0.0)
+        with pytest.raises(ReplicaFailed, match="has made no step for 61 s"):
+            await requests.end({"a": 0, "b": 0})
         engine.finish("a", "stop")
         assert (await requests.report({"a": 0}, 1.0))["a"].finish_reason == "stop"  # it owes nothing for this one
 

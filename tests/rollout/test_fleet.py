@@ -22,7 +22,7 @@ from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, continuation_seed
 from megarl.rollout.response_parts import EngineReport, ResponsePart
 from tests.support.checkout import ROOT
-from tests.support.fake_replicas import FakeReplica, Method, ScriptedReplica, answered, fleet_of, requests
+from tests.support.fake_replicas import FakeReplica, Method, ScriptedReplica, SharesCalls, answered, fleet_of, requests
 
 
 @pytest.mark.parametrize("wait", ["for a report", "for room", "for a replacement"])
@@ -161,18 +161,37 @@ def test_the_next_replica_goes_on_from_the_tokens_that_a_lost_one_has_reported(e
         assert (result.finish_reason, result.seconds) == ("stop", 2 + 2)
 
 
-def test_an_engine_that_reports_for_ever_is_lost_after_the_bound() -> None:
-    endless = ScriptedReplica(0, 10**9, None)
+def test_a_response_that_takes_too_long_fails_its_group_and_costs_no_engine() -> None:
+    """Its last tokens are kept: they are the length of what has failed."""
+    endless, other = ScriptedReplica(0, 10**9, None), FakeReplica(1)
+    tokens: dict[str, ResponsePart] = {}
+
+    async def run() -> Fleet:
+        fleet = fleet_of({0: endless, 1: other}, generate_s=0.05)
+        long = [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))]
+        message = r"^1 of 1 responses were unfinished after 0.05 s \(timeouts.generate_s\) in replica 0, .* tokens: x$"
+        with pytest.raises(RolloutError, match=message) as caught:
+            await fleet.generate("g", long, tokens=tokens)
+        assert not isinstance(caught.value, ReplicaFailed)
+        return fleet
+
+    fleet = asyncio.run(run())
+    assert fleet.serving == [0, 1] and not fleet.lost and not other.served
+    assert fleet._dispatcher.load == {0: 0, 1: 0} and [list(each) for each in endless.ended] == [["x"]]
+    assert tokens["x"].response_ids == [0] * len(endless.reported) + [7, 7]
+
+
+def test_an_engine_that_cannot_stop_a_response_that_takes_too_long_is_lost() -> None:
+    silent = ScriptedReplica(0, 10**9, None, refusal=ReplicaFailed(0, "replica 0 has made no step"))
 
     async def run() -> list[GenerateResult]:
-        fleet = fleet_of({0: endless, 1: FakeReplica(1)}, generate_s=0.05)
-        long = [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))]
-        answers = await fleet.generate("g", long)
-        assert "waited 0 s for replica 0 to generate" in str(fleet.lost[0])
+        fleet = fleet_of({0: silent, 1: FakeReplica(1)}, generate_s=0.05)
+        answers = await fleet.generate("g", [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))])
+        assert fleet.serving == [1] and "has made no step" in str(fleet.lost[0])
         return answers
 
     [result] = asyncio.run(run())
-    assert result.replica == 1 and result.response_ids == [0] * len(endless.reported) + [1]
+    assert result.replica == 1 and result.response_ids == [0] * len(silent.reported) + [1]
 
 
 @pytest.mark.parametrize("refusal", [None, ReplicaFailed(0, "replica 0 is gone")], ids=["ends", "lost"])
@@ -234,7 +253,7 @@ def test_what_another_call_has_found_lost_or_replaced_is_left_at_its_next_report
     assert fleet.serving == [0, 1] and not fleet.lost and len(result.response_ids) >= 4
 
 
-class Crowded:
+class Crowded(SharesCalls):
     """Is under pressure with more than `capacity` requests; a call ends at its second report."""
 
     def __init__(self, index: int, capacity: int) -> None:
@@ -276,6 +295,26 @@ def test_requests_are_held_back_from_a_replica_under_pressure_in_their_order() -
 
     assert len(asyncio.run(run())) == 100
     assert crowded.most < 40 and crowded.order == [f"{group}.{i}" for group in range(20, 100) for i in range(2)]
+
+
+def test_the_speed_of_each_replica_is_of_the_time_in_which_it_had_work() -> None:
+    prefix = "rollout/replica_tokens_per_second/"
+
+    async def run() -> None:
+        fleet = fleet_of({0: Crowded(0, capacity=8), 1: Crowded(1, capacity=8)})
+        for turn in range(2):
+            began = time.monotonic()
+            await asyncio.gather(*(fleet.generate((turn, group), requests(group)) for group in range(8)))
+            seconds = time.monotonic() - began
+            await asyncio.sleep(0.5 + 5 * seconds)  # which counts neither now nor later
+            rates = fleet.take_rates()
+            assert {name.removeprefix(prefix) for name in rates if name.startswith(prefix)} == {"0", "1"}
+            # One token of each of the 16 responses, half of them on each replica.
+            assert all(rates[f"{prefix}{index}"] >= 8 / seconds for index in range(2))
+            assert rates["rollout/replica_tokens_per_second_min"] <= rates["rollout/replica_tokens_per_second_max"]
+            assert fleet.take_rates() == {}
+
+    asyncio.run(run())
 
 
 def test_a_request_that_finds_no_room_is_told_so_after_the_bound_or_cut_at_its_deadline() -> None:
@@ -435,7 +474,7 @@ def test_only_planning_and_the_start_read_the_number_of_replicas_from_the_config
     package = ROOT / "megarl"
     found = {path.relative_to(package).as_posix() for path in package.rglob("*.py")
              if replicas_of_the_config_are_read(path.read_text())}  # fmt: skip
-    planning = {"config/plan.py", "config/pools.py", "config/concurrent_evaluation.py"}
+    planning = {"config/plan.py", "config/pools.py", "config/concurrent_evaluation.py", "config/monitor_checks.py"}
     assert found == planning | {"rollout/fleet.py", "cluster/supervisor.py", "commands/serve.py"}
     assert replicas_of_the_config_are_read("for i in range(self.config.rollout.replicas): ...")
 
@@ -455,5 +494,44 @@ def test_a_replica_that_was_pinned_serves_training_again_after_the_next_publicat
         assert fleet.leave_out() == frozenset()
         fleet.admit_joining()
         assert await used() == {0, 1}
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_the_trainer_has_quarantined_gets_nothing_more_and_refuses_the_next_sync() -> None:
+    """Its responses go on elsewhere. The sync, which it refuses, replaces it, although it would answer."""
+
+    async def run() -> None:
+        sick = ScriptedReplica(0, 10**9, None)
+        sick.reset, sick.fail = Method(FakeReplica(0)._reset), Method((told := FakeReplica(0))._fail)  # type: ignore[attr-defined]
+        fleet = fleet_of({0: sick, 1: FakeReplica(1)}, FakeReplica(0))
+        fleet.expect_publication(True)
+        running = asyncio.create_task(fleet.generate("a", requests(0), home=0))
+        while len(sick.reported) < 3:
+            await asyncio.sleep(0)
+        done, text = fleet.quarantine(0, "alarm replica_gap of replica 0")
+        assert done and text == "replica 0 is quarantined until the next publication has replaced it"
+        assert all(answer.replica == 1 for answer in await running), "its responses do not go on elsewhere"
+        assert fleet.serving == [1] and fleet.state_of(0) == "lost"
+        assert (await fleet.generate("b", requests(1), home=0))[0].replica == 1
+        await fleet.begin_sync()
+        assert len(told.told) == 1 and "alarm replica_gap of replica 0" in told.told[0]
+        await fleet.restart([0])
+        fleet.admit_joining()
+        assert fleet.serving == [0, 1]
+        assert fleet.quarantine(1, "again")[0], "there is another one again"
+
+    asyncio.run(run())
+
+
+def test_the_last_replica_and_one_that_does_not_serve_are_not_quarantined() -> None:
+    async def run() -> None:
+        fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
+        fleet.lose(0, ReplicaFailed(0, "it died"))
+        assert fleet.quarantine(0, "x") == (
+            False, "replica 0 does not serve any more; the next publication brings or replaces it",
+        )  # fmt: skip
+        assert fleet.quarantine(1, "x") == (False, "replica 1 stays, because no other replica serves training")
+        assert fleet.quarantine(7, "x")[0] is False and fleet.serving == [1]
 
     asyncio.run(run())

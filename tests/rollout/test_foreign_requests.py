@@ -12,11 +12,12 @@ import tests.support.ray_token  # noqa: F401  # isort: skip  # before Ray is imp
 from megarl.common.errors import ReplicaFailed, RequestFailed
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.foreign_requests import ForeignNews, ForeignRequest, ForeignRequests
+from megarl.rollout.foreign_requests import ForeignNews, ForeignRequest, ForeignRequests, GroupTerms
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from megarl.rollout.response_parts import ResponsePart, first_tokens, join_parts, tokens_from
 from tests.support.door_stand_in import SpeakingReplica
 from tests.support.fake_replicas import FakeReplica, fleet_of
+from tests.support.waiting import end_other_tasks
 
 DOOR = "door-1"
 
@@ -54,6 +55,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(60):
             await scenario()
+        await end_other_tasks()  # a request that ends by a cancellation stops its engine's work by another call
 
     asyncio.run(bounded())
 
@@ -205,3 +207,33 @@ def test_parts_of_a_part(known: int) -> None:
     first, rest = first_tokens(part, known, "stop"), tokens_from(part, known)
     assert first.response_ids + rest.response_ids == part.response_ids
     assert join_parts(ResponsePart(first.response_ids, first.logprobs, first.versions), rest) == part
+
+
+def test_a_publication_waits_for_the_requests_of_a_group_of_the_run() -> None:
+    async def scenario() -> None:
+        replica = SpeakingReplica(0, answer, pace_s=0.001)
+        fleet = fleet_of({0: replica})
+        requests = ForeignRequests(fleet, serves=True)
+        requests.begin(DOOR, [asked("outside", 10_000), asked("of a group", 300, group=GroupTerms())])
+        await until(lambda: all(each.part.response_ids for each in requests._open.values()))
+        await fleet.drain(30.0)
+        ended = [name for name, each in requests._open.items() if each.part.finish_reason is not None]
+        assert ended == ["of a group"] and replica.working == 1
+        requests.close()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("policy", ["cut", "fail"])
+def test_the_deadline_of_a_group_holds_for_its_requests(policy: Any) -> None:
+    async def scenario() -> None:
+        requests = ForeignRequests(fleet_of({0: SpeakingReplica(0, answer, pace_s=0.01)}), serves=True)
+        late = GroupTerms(left_s=0.2, seconds=7.0, policy=policy)
+        requests.begin(DOOR, [asked("late", 10_000, group=late)])
+        end = (await all_news(requests, {"late"}))["late"]
+        if policy == "cut":
+            assert end.part.finish_reason == "length" and 0 < len(end.part.response_ids) < 10_000 and not end.failure
+        else:
+            assert end.failure == "unavailable" and "at the group's deadline of 7 s" in end.error
+
+    run(scenario)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megarl.common.errors import RolloutError
 from megarl.config.schema import Config
+from megarl.data.shown_responses import ShownResponse
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
+from megarl.rollout.response_parts import ResponsePart
 from megarl.rollout.to_trajectory import trajectory
 from tests.support.configs import config as config_of
 from tests.support.fake_rollout import VERSION, FakeBatcher, FakeRewards, FakeSource
@@ -148,6 +152,34 @@ def test_all_requests_of_a_group_have_the_deadline_that_began_with_it() -> None:
     assert 7.0 <= deadline.at - before <= 7.0 + time.monotonic() - before and deadline.policy == "fail"
 
 
+class Straggling(FakeBatcher):
+    """Answers sample 0 with 3 tokens; the others have as many as their number, and do not end by the deadline."""
+
+    async def generate(self, request: GenerateRequest, *args: Any, **options: Any) -> GenerateResult:
+        tokens, sample = args[3], int(request.request_id.split("-")[2])
+        count = sample or 3
+        tokens[request.request_id] = ResponsePart([9] * count, [-0.5] * count, (VersionSpan(VERSION, 0, count),))
+        if sample == 0:
+            return await super().generate(request, *args, **options)
+        await asyncio.sleep(0)
+        raise RolloutError("3 of 4 responses were unfinished at the group's deadline")
+
+
+def test_the_lengths_of_a_group_that_fails_are_reported(config: Config) -> None:
+    """Else the longest responses would vanish unseen."""
+    made, _ = runner(config)
+    made.batcher = Straggling()  # type: ignore[assignment]
+    with pytest.raises(RolloutError, match="unfinished at the group's deadline"):
+        asyncio.run(made.run(2))
+    assert sorted(made.stats.failed_lengths) == [1, 2, 3, 3] and not made.progress
+    metrics = made.stats.metrics(replicas_serving=1, replicas_lost=0, load=EngineLoad())
+    assert (metrics["rollout/failed_length_mean"], metrics["rollout/failed_length_max"]) == (2.25, 3)
+    sound, _ = runner(config)
+    asyncio.run(sound.run(2))
+    metrics = sound.stats.metrics(replicas_serving=1, replicas_lost=0, load=EngineLoad())
+    assert not any("failed_length" in name for name in metrics)
+
+
 class Failing:
     """Fails in sample 2; the others wait until they are cancelled."""
 
@@ -178,3 +210,35 @@ def test_the_samples_of_a_failed_group_are_empty_and_counted(config: Config) -> 
     assert {(row.status, row.failure, row.oldest_version, row.tag.total_tokens) for row in rows} == {
         ("failed", "no answer", -1, 0)
     }
+
+
+def test_demonstrations_need_no_engine_and_no_reward(config: Config) -> None:
+    """Each sample of the group has its own, whatever the loop of the run is."""
+    made, batcher = runner(config, TwoTurns())
+    count = config.batch.samples_per_group
+    given = tuple(ShownResponse([5, index], [7, 8, index]) for index in range(count))
+    drawn = made.source.draw(3)
+    drawn.demonstrations = given  # type: ignore[misc]
+    made.source.draw = lambda group: drawn  # type: ignore[method-assign]
+    rows = asyncio.run(made.run(3))
+    assert [(row.prompt_ids, row.response_ids) for row in rows] == [(d.prompt_ids, d.response_ids) for d in given]
+    assert all(row.demonstrated and row.status == "ok" and row.versions == () for row in rows)
+    assert not batcher.asked and not made.stats.reward_seconds
+
+
+class Halving:
+    """A teacher for the data set "": the log-prob of token t is -t/2."""
+
+    def scores(self, dataset: str) -> bool:
+        return dataset == ""
+
+    async def teach(self, rows: Sequence[Trajectory], dataset: str) -> list[Trajectory]:
+        return [replace(row, streams={"teacher_logprobs": [-t / 2 for t in row.response_ids]}) for row in rows]
+
+
+def test_the_rows_of_a_group_have_been_scored_by_its_teacher_when_they_go_to_the_queue(config: Config) -> None:
+    made, _ = runner(config)
+    made.teachers = Halving()  # type: ignore[assignment]
+    rows = asyncio.run(made.run(1))
+    assert all(row.streams == {"teacher_logprobs": [-t / 2 for t in row.response_ids]} for row in rows)
+    assert len(made.stats.teacher_seconds) == 1

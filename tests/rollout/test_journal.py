@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.common.errors import RolloutError
-from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rollout.group_progress import UnfinishedGroup
-from megarl.rollout.journal import JOURNAL_FILE
+from megarl.queue.trajectory import MISSING_LOGPROB, Trajectory, VersionSpan
+from megarl.rollout.agents.agent_loop import AgentLoop
+from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.group_progress import GroupProgress, UnfinishedGroup
+from megarl.rollout.journal import GROUPS_AT_ONCE, JOURNAL_FILE
 from megarl.rollout.journal_file import JournalFile
 from megarl.rollout.journal_records import EpochRecord, decode_group, decode_unfinished, encode_unfinished, read_head
 from megarl.rollout.kept_groups import KeptGroups
@@ -21,19 +26,22 @@ from megarl.rollout.lineage import INITIAL
 from megarl.rollout.loop_records import CallRecord, FrozenLoop
 from megarl.rollout.requests import continuation_seed
 from tests.support.configs import config as config_of
-from tests.support.fake_rollout import LocalController, local_controller
+from tests.support.fake_rollout import FakeSource, LocalController, local_controller
+from tests.support.retokenized import Retokenized
 
 GROUPS, SAMPLES = 3, 2
 WAIT_S = 5.0
 
 
-def controller(directory: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> LocalController:
+def controller(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, loop: AgentLoop | None = None, **sections: Any
+) -> LocalController:
     settings = {
         "batch": {"groups": GROUPS, "samples_per_group": SAMPLES},
         "admission": {"mode": "async", "sync_interval": 1, "max_staleness": 1},
         "rollout": {"journal_s": 0.01},
     }
-    return local_controller(config_of("model", **settings | sections), directory, monkeypatch)
+    return local_controller(config_of("model", **settings | sections), directory, monkeypatch, loop)
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -84,16 +92,18 @@ async def second_attempt(local: LocalController, state: Any) -> dict[int, list[T
 
 
 @pytest.mark.parametrize("survives", [False, True])
+@pytest.mark.parametrize("loop", [SingleTurn(), Retokenized()], ids=lambda loop: type(loop).__name__)
 def test_finished_groups_are_used_again_after_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: AgentLoop, survives: bool
 ) -> None:
     """The kill ends the controller too, or only the trainer. A marked token tells old rows from those drawn again."""
+    batch = {"groups": GROUPS, "samples_per_group": 3}  # two of which are good in any case
 
     async def scenario() -> None:
-        first = controller(tmp_path, monkeypatch)
+        first = controller(tmp_path, monkeypatch, loop, batch=batch)
         state, rows = await first_attempt(first, tmp_path)
         assert {row.group_id for row in rows.values()} == {3, 5, 6, 7, 8}
-        second = first if survives else controller(tmp_path, monkeypatch)
+        second = first if survives else controller(tmp_path, monkeypatch, loop, batch=batch)
         second.fleet.held = set()
         asked: list[int] = []
         generate = second.fleet.generate
@@ -212,6 +222,32 @@ def test_an_unfinished_group_goes_on_from_the_tokens_that_it_had(
         assert continued.response_ids == [8] + [9] * 6 and continued.rollout_logprobs == [-0.25] + [-0.5] * 6
         assert continued.versions == (VersionSpan(0, 0, 1), VersionSpan(1, 1, 7))
         assert drawn.response_ids == [9] * 5 and drawn.versions == (VersionSpan(1, 0, 5),)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, MISSING_LOGPROB])
+def test_an_unfinished_group_is_drawn_again_if_a_log_prob_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, bad: float
+) -> None:
+    """It would fail again after every start, whatever the engines add to it."""
+
+    async def scenario() -> None:
+        first = controller(tmp_path, monkeypatch)
+        first.fleet.reports = 1
+        state, _ = await first_attempt(first, tmp_path)
+        file = JournalFile(tmp_path / JOURNAL_FILE)
+        record = [each for each in file.read() if _is_unfinished(each, 4)][-1]
+        begun = decode_unfinished(record)
+        [(place, response)] = begun.responses.items()
+        damaged = replace(response, tokens=replace(response.tokens, logprobs=[bad]))
+        problem = read_head(record)["problem"]
+        file.append([encode_unfinished(4, replace(begun, responses={place: damaged}), problem)])
+        second = controller(tmp_path, monkeypatch)
+        taken = await second_attempt(second, state)
+        assert [each.prompt_ids for each in second.fleet.sent[4]] == [[5] * 5] * SAMPLES, "nothing is continued"
+        assert list(second.fleet.sent) == [4] and {row.status for rows in taken.values() for row in rows} == {"ok"}
+        assert "1 kept groups are drawn again: log-probs of theirs are not finite" in caplog.text
 
     run(scenario)
 
@@ -358,6 +394,40 @@ def test_a_group_is_on_the_disk_when_persist_returns(tmp_path: Path, monkeypatch
     run(scenario)
 
 
+def test_a_group_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One waits for the write, one for the other's turn. What they have is written as soon as the disk answers."""
+
+    async def scenario() -> None:
+        local = controller(tmp_path, monkeypatch, rollout={"journal_s": 60.0}, timeouts={"rpc_s": 0.1})
+        local.fleet.held = set(range(9))
+        await local.controller.begin(None)
+        await local.controller.set_version(0)
+        runner: Any = local.controller._runner
+        await until(lambda: {0, 1} <= set(runner.progress))
+        answers, append = threading.Event(), JournalFile.append
+
+        def hang(file: JournalFile, records: list[bytes]) -> None:
+            assert answers.wait(20)
+            append(file, records)
+
+        monkeypatch.setattr(JournalFile, "append", hang)
+        ended = await asyncio.gather(runner.persist(0), runner.persist(1), return_exceptions=True)
+        answers.set()
+        for group, error in enumerate(ended):
+            assert isinstance(error, RolloutError)
+            assert str(error) == (
+                f"group {group} waited 0.1 s (timeouts.rpc_s) for {tmp_path / JOURNAL_FILE} to be written, and a tool "
+                "whose calls must not be repeated was about to be called; check the disk"
+            )
+        for group in (0, 1):
+            runner.progress[group].loops[1] = FrozenLoop("state", calls={0: CallRecord("digest")})
+        await runner.persist(1)
+        assert 1 in unfinished(tmp_path)
+        await local.controller.shutdown()
+
+    run(scenario)
+
+
 def test_a_group_that_has_called_a_tool_before_its_first_token_is_kept() -> None:
     """Its calls may not be repeated; it is as old as the version at which the run resumes."""
     kept = KeptGroups(
@@ -369,3 +439,31 @@ def test_a_group_that_has_called_a_tool_before_its_first_token_is_kept() -> None
     )
     kept.resume(INITIAL, 7)
     assert kept.versions() == {3: {7}, 4: set()}
+
+
+def test_other_tasks_run_while_the_journal_looks_at_thousands_of_loops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two small portions of the groups; each group is still written, and once."""
+    journal, source = controller(tmp_path, monkeypatch).controller._journal, FakeSource()
+    progress: dict[int, GroupProgress] = {}
+    for group in range(5 * GROUPS_AT_ONCE):
+        progress[group] = GroupProgress([5], "")
+        progress[group].record(0, FrozenLoop().freeze("{}", 0, 0))
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        other = asyncio.ensure_future(count())
+        records = await journal._take_grown(progress, source)  # type: ignore[arg-type]
+        other.cancel()
+        assert turns >= 5
+        assert [read_head(record)["group"] for record in records] == list(progress)
+        assert await journal._take_grown(progress, source) == [], "nothing has grown since"  # type: ignore[arg-type]
+
+    run(scenario)

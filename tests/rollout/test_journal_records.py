@@ -50,6 +50,8 @@ def groups(draw: st.DrawFn) -> list[Trajectory]:
                 streams=streams,
                 response_mask=[token % 2 for token in range(len(ids))],
                 dataset=draw(st.sampled_from(["", "näme"])),
+                part=draw(st.integers(0, 3)),
+                demonstrated=draw(st.booleans()),
             )
         )
     return rows

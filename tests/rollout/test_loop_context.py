@@ -78,6 +78,26 @@ def test_answered_calls_are_not_made_again(config: Config, loop: Any, idempotent
     assert known and open_calls and len(second.calls) == 4 - known - (0 if idempotent else open_calls)
 
 
+class Asking:
+    """Asks for one response with a bound of its own, then answers as one response does."""
+
+    def __init__(self, most: int | None) -> None:
+        self.most = most
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        await ctx.generate(ctx.prompt.ids, max_tokens=self.most)
+        return await SingleTurn().run(ctx)
+
+
+@pytest.mark.parametrize(("most", "asked"), [(3, 3), (64, 64), (1000, 64), (None, 64)])
+def test_a_loop_can_ask_for_fewer_tokens_but_not_for_more(config: Config, most: int | None, asked: int) -> None:
+    batcher = ScriptedBatcher(["4", "4"])
+    runner = agent_runner(config, Asking(most), toolbox_of(Counter()), batcher, KeepingRewards(), max_tokens=64)
+    asyncio.run(runner.run(1))
+    first = [request for request, *_ in batcher.asked if request.request_id.endswith("-0")]
+    assert [request.sampling.max_tokens for request in first] == [asked, asked]
+
+
 def test_a_call_that_must_not_be_repeated_is_recorded_on_the_disk_before_it_is_made(config: Config) -> None:
     written: list[tuple[int, list[str | None]]] = []
 

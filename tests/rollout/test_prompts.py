@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.common.errors import RolloutError
+from megarl.common.errors import ConfigError, RolloutError
 from megarl.config.checks import check, evaluation_prompt_limit, prompt_limit
 from megarl.config.schema import Config
 from megarl.data.curriculum import TrainingProgress
@@ -24,6 +24,7 @@ from tests.support.pool import pool_config
 from tests.support.tiny import make_tiny_model
 
 RESPONSE = 16
+SAMPLES = 4
 
 
 @pytest.fixture(scope="module")
@@ -284,3 +285,50 @@ def test_prompts_of_agents_show_the_tools_of_their_set(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not show tools to the model"):
         PromptSource(hidden)
     asyncio.run(source.close_tools())
+
+
+def shown(directory: Path, model: Path, rows: int, **fields: Any) -> Config:
+    """A set of demonstrations that is used in the first two steps, and one of problems after them."""
+    file = directory / "shown.jsonl"
+    file.write_text("".join(json.dumps({"problem": f"{n}+1=?", "reply": f"{n + 1}"}) + "\n" for n in range(rows)))
+    asked = directory / "asked.jsonl"
+    write_problems(asked, 40, 100)
+    own = {"name": "shown", "path": file, "demonstration_field": "reply", "until_step": 2, **fields}
+    sets = [own, {"name": "asked", "path": asked, "from_step": 2}]
+    return config(directory, model, data={"path": None, "sets": sets, "max_prompt_tokens": None})
+
+
+def test_each_sample_of_a_group_of_demonstrations_has_one_of_its_own(model: Path, tmp_path: Path) -> None:
+    """Every demonstration comes once before one comes again, and a resume goes on with the next ones."""
+    made = shown(tmp_path, model, rows=2 * SAMPLES + 1)
+    source, groups = PromptSource(made), made.batch.groups
+    drawn = [source.draw(group) for group in range(2 * groups)]
+    assert {each.dataset for each in drawn} == {"shown"}
+    assert all(len(each.demonstrations) == made.batch.samples_per_group for each in drawn)
+    assert all(each.ids == each.demonstrations[0].prompt_ids for each in drawn)
+    replies = [tuple(one.response_ids) for each in drawn for one in each.demonstrations]
+    rows = 2 * SAMPLES + 1
+    assert len(set(replies[:rows])) == rows
+    later = [source.draw(group) for group in range(2 * groups, 3 * groups)]
+    assert {each.dataset for each in later} == {"asked"} and not any(each.demonstrations for each in later)
+    assert source.reference(0) == "" and source.reference(2 * groups) == later[0].answer
+    resumed = PromptSource(made)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())), groups)
+    assert [resumed.draw(group) for group in range(groups, 3 * groups)] == [*drawn[groups:], *later]
+
+
+def test_sets_that_are_scheduled_wrongly_are_refused(model: Path, tmp_path: Path) -> None:
+    for fields, told in (
+        ({"until_step": 1}, "data.sets: no set has prompts for step 1; change from_step or until_step of one"),
+        ({"from_step": 2, "until_step": 2}, "data.sets.0.until_step: 2 is not after from_step=2, so the set would nev"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            check(shown(tmp_path, model, 8, **fields), device="cpu")
+        assert any(problem.startswith(told) for problem in refused.value.problems), refused.value.problems
+
+
+def test_demonstrations_that_would_change_nothing_are_refused(model: Path, tmp_path: Path) -> None:
+    made = shown(tmp_path, model, 8)
+    ce = made.algorithm.model_copy(update={"ce": made.algorithm.ce.model_copy(update={"coef": 0.0})})
+    with pytest.raises(ConfigError, match=r"algorithm.ce.coef: 0, so the demonstrations of data.sets.0 would change"):
+        check(made.model_copy(update={"algorithm": ce}), device="cpu")

@@ -13,6 +13,11 @@ from megarl.rollout.ready_batches import ReadyBatches
 SAMPLES = 3
 
 
+def batches_of(samples: int) -> ReadyBatches:
+    """Batches of groups that have one row per sample."""
+    return ReadyBatches(lambda group: [f"{group}:{index}" for index in range(samples)])
+
+
 def ready(groups: int, order: list[int], failed: set[int], *, staleness: int = 0) -> Admission:
     """Return an admission whose groups have finished in `order`; those in `failed` cannot be trained on."""
     admission = Admission(groups, Pace(max_staleness=staleness))
@@ -25,7 +30,7 @@ def ready(groups: int, order: list[int], failed: set[int], *, staleness: int = 0
 
 @given(st.permutations(range(4)), st.sets(st.integers(0, 3)))
 def test_keys_are_those_of_all_samples_by_group_and_sample(order: list[int], failed: set[int]) -> None:
-    batch = ReadyBatches(SAMPLES).take(0, ready(4, order, failed), {"rollout/replicas_alive": 2.0})
+    batch = batches_of(SAMPLES).take(0, ready(4, order, failed), {"rollout/replicas_alive": 2.0})
     assert batch.keys == [f"{group}:{index}" for group in range(4) for index in range(SAMPLES)]
     assert (batch.step, batch.counters.taken, batch.counters.balanced) == (0, 4, True)
     assert batch.timings == {
@@ -36,7 +41,7 @@ def test_keys_are_those_of_all_samples_by_group_and_sample(order: list[int], fai
 
 
 def test_the_groups_that_finished_first_are_taken_and_the_others_wait_in_the_queue() -> None:
-    batch = ReadyBatches(1).take(0, ready(2, [3, 0, 2], set(), staleness=1), {})
+    batch = batches_of(1).take(0, ready(2, [3, 0, 2], set(), staleness=1), {})
     assert batch.keys == ["0:0", "3:0"] and batch.timings["rollout/queue_depth"] == 1
     assert batch.counters.in_flight == 1
 
@@ -47,7 +52,7 @@ def test_rolled_back_groups_are_reported_with_every_batch() -> None:
     admission.set_version(0)
     for group in admission.admit():
         admission.finish(group, ok=True)
-    assert ReadyBatches(1).take(0, admission, {}).timings["total/groups_rolled_back"] == 5
+    assert batches_of(1).take(0, admission, {}).timings["total/groups_rolled_back"] == 5
 
 
 def test_replaced_groups_are_reported_with_the_batch_that_they_were_replaced_before() -> None:
@@ -57,7 +62,7 @@ def test_replaced_groups_are_reported_with_the_batch_that_they_were_replaced_bef
     assert admission.replace(1, [0]) and admission.replace(0, [0])
     for group in admission.admit():
         admission.finish(group, ok=True)
-    batch = ReadyBatches(1).take(0, admission, {})
+    batch = batches_of(1).take(0, admission, {})
     assert (batch.keys, batch.replaced, batch.counters.taken) == (["2:0", "3:0"], [0, 1], 4)
     assert (batch.timings["rollout/groups_replaced"], batch.timings["rollout/groups_replaced_share"]) == (2, 0.5)
 
@@ -68,7 +73,7 @@ def test_groups_that_are_used_again_are_part_of_the_batch_and_no_new_ones() -> N
     admission.admit()
     for group in (1, 3, 2):
         admission.finish(group, ok=True)
-    batches = ReadyBatches(2)
+    batches = batches_of(2)
     first = batches.take(0, admission, {})
     assert (first.groups, first.reused, first.timings["rollout/groups_reusable"]) == ([1, 3], [], 0)
     admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0, trained_groups=[1, 3])
@@ -84,7 +89,7 @@ def test_the_share_of_replaced_groups_is_that_of_the_new_ones() -> None:
     assert admission.admit() == [0, 1, 2, 3]
     for group in (0, 1):
         admission.finish(group, ok=True)
-    batches = ReadyBatches(1)
+    batches = batches_of(1)
     batches.take(0, admission, {})
     admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0, trained_groups=[0, 1])
     assert admission.replace(2, [0])
@@ -95,14 +100,14 @@ def test_the_share_of_replaced_groups_is_that_of_the_new_ones() -> None:
 
 
 def test_a_step_whose_groups_are_not_ready_has_no_batch() -> None:
-    batches = ReadyBatches(SAMPLES)
+    batches = batches_of(SAMPLES)
     with pytest.raises(ValueError, match="the groups of step 0 are not ready"):
         batches.take(0, ready(2, [0], set()), {})
     assert batches.get(0) is None
 
 
 def test_a_batch_is_kept_until_it_is_committed_or_dropped() -> None:
-    batches = ReadyBatches(SAMPLES)
+    batches = batches_of(SAMPLES)
     batch = batches.take(0, ready(2, [0, 1], set()), {})
     assert batches.get(0) is batch and batches.get(1) is None
     assert batches.pop(0) is batch and batches.get(0) is None

@@ -21,7 +21,7 @@ from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpe
 from megarl.rollout.response_parts import EngineReport, ResponsePart
 from megarl.rollout.responses_so_far import MOST_ATTEMPTS
 from megarl.rollout.to_trajectory import defect
-from tests.support.fake_replicas import FakeReplica, Method, ScriptedReplica, answered, requests
+from tests.support.fake_replicas import FakeReplica, Method, ScriptedReplica, SharesCalls, answered, requests
 
 LONG = SamplingSpec(10**9, 1.0, (2,))
 REFUSAL = "was left in the middle of a failed weight sync"
@@ -544,7 +544,7 @@ def test_a_request_that_ends_every_engine_fails_after_some_and_leaves_the_others
     run(scenario)
 
 
-class Paced:
+class Paced(SharesCalls):
     """Makes a token of each request per report, for which a response takes `token_s`; ends at `max_tokens`."""
 
     def __init__(self, index: int, token_s: float) -> None:

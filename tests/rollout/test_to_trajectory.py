@@ -42,6 +42,15 @@ def test_a_bad_logprob_fails_the_sample(value: float) -> None:
     bad = replace(GOOD, logprobs=[-0.5, value, 0.0])
     row = trajectory(0, 0, [1], bad, None)
     assert row.status == "failed" and "response token 1" in row.failure and row.reward == 0.0
+    assert row.has_bad_logprobs and row.tag.bad_logprobs
+    assert row.response_ids == GOOD.response_ids and repr(row.rollout_logprobs) == repr(bad.logprobs), "to be looked at"
+
+
+def test_other_failures_are_no_matter_of_logprobs() -> None:
+    aborted = trajectory(0, 0, [1], replace(GOOD, finish_reason="abort"), None)
+    assert aborted.status == "failed" and not aborted.tag.bad_logprobs
+    assert not failed_trajectory(0, 0, "late").tag.bad_logprobs
+    assert not trajectory(7, 1, [1, 2], GOOD, RewardOutcome(0.5)).tag.bad_logprobs
 
 
 @pytest.mark.parametrize(

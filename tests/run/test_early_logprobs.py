@@ -189,3 +189,30 @@ def test_tags_are_those_of_all_samples_of_a_group() -> None:
     ledger.begin(0)
     tags = [replace(tag(1, index), reward=float(index)) for index in range(3)]
     assert ledger.note_upcoming([1], tags) == tags and ledger.unknown([1, 2]) == [2]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8))
+def test_log_probs_of_a_reference_are_forgotten_when_it_takes_other_weights(refreshes: list[bool]) -> None:
+    """Old log-probs depend on the policy's weights alone, and those of the reference on its own."""
+    ledger, step = EarlyLedger(BOTH), 0
+    for version, refreshed in enumerate(refreshes):
+        step += 2 * refreshed
+        ledger.begin(version, step)
+        expected = [] if refreshed or version == 0 else ["0:0"]
+        assert ledger.held(REFERENCE_LOGPROBS, ["0:0"]) == expected and ledger.held(OLD_LOGPROBS, ["0:0"]) == []
+        for portion in portions(ledger, ledger.note_upcoming([0], [tag(0)] if version == 0 else []), 1, 100):
+            assert portion.needs(REFERENCE_LOGPROBS) is not bool(expected)
+        ledger.begin(version, step)
+        assert ledger.held(REFERENCE_LOGPROBS, ["0:0"]) == ledger.held(OLD_LOGPROBS, ["0:0"]) == ["0:0"]
+
+
+def test_a_pass_over_some_data_sets_leaves_out_the_samples_of_the_others() -> None:
+    ledger = EarlyLedger([OLD_LOGPROBS, "teacher@a", "teacher@b"], {"teacher@a": {"math"}, "teacher@b": {"code"}})
+    ledger.begin(0)
+    tags = [replace(tag(group), dataset=name) for group, name in enumerate(["math", "code", "chat"])]
+    wanted = ledger.note_upcoming([0, 1, 2], tags)
+    (portion,) = portions(ledger, wanted, 1, 1000)
+    assert portion.part("teacher@a", 0) == ["0:0"] and portion.part("teacher@b", 0) == ["1:0"]
+    assert portion.part(OLD_LOGPROBS, 0) == ["0:0", "1:0", "2:0"]
+    assert ledger.held("teacher@a", ["0:0", "1:0", "2:0"]) == ["0:0"]
+    assert [ledger.concerns("teacher@b", each) for each in tags] == [False, True, False]

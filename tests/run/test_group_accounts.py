@@ -10,6 +10,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from megarl.cluster.client import PoolClient
+from megarl.common.sample_parts import first_parts
 from megarl.config.pace import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, sample_key
@@ -85,11 +86,13 @@ class Accounts:
         kind = KINDS[draw.draw(st.sampled_from(sorted(KINDS)), label=f"group {group}")]
         version = self.running.pop(group)
         self.tags[group] = [
-            SampleTag(sample_key(group, index), group, index, 3, 4, 4, version + behind, "stop", reward, {}, status)  # type: ignore[call-arg, arg-type]
+            tag
             for index, (reward, status, behind) in enumerate(kind)
+            for tag in tags_of(draw, group, index, reward, status, version + behind)
         ]
         if kind is not KINDS["no signal"] or not self.admission.replace(group, [version]):
-            self.admission.finish(group, usable_samples(tag.status for tag in self.tags[group]), [version])
+            usable = usable_samples(tag.status for tag in first_parts(self.tags[group]))
+            self.admission.finish(group, usable, [version])
 
     def step(self, number: int, skips: bool) -> StepPlan:
         """Train or skip a step, commit it and compare both sides."""
@@ -112,6 +115,7 @@ class Accounts:
         ended = {name: len(groups) for name, groups in plan.ended.items()}
         assert ended == {name: values[f"groups/{name}"] for name in ended}
         assert ended | {"reused": len(reused)} == dataclasses.asdict(plan.outcome)
+        assert values["batch/samples"] == SAMPLES * len([*ok, *failed, *reused])
         return plan
 
 
@@ -133,13 +137,27 @@ def test_both_sides_count_the_same_groups_whatever_becomes_of_them() -> None:
     assert seen == {"skipped", "trained", "nothing to train", "replaced", "used again"}
 
 
+def tags_of(
+    draw: st.DataObject, group: int, index: int, reward: float, status: str, version: int, tokens: int = 4
+) -> list[SampleTag]:
+    """The tags of a sample, which may have several parts."""
+    parts = draw.draw(st.integers(1, 3), label=f"parts of sample {group}:{index}")
+    return [
+        SampleTag(
+            sample_key(group, index, part), group, index, 3, tokens, tokens, version, "stop", reward, {}, status,  # type: ignore[arg-type]
+            part=part,
+        )
+        for part in range(parts)
+    ]  # fmt: skip
+
+
 ANY_SAMPLE = st.tuples(
     st.sampled_from([0.0, 1.0]), st.sampled_from(["ok", "failed"]), st.sampled_from([OLD, 0]), st.integers(0, 4)
 )
 
 
-@given(samples=st.lists(ANY_SAMPLE, min_size=2, max_size=5))
-def test_both_sides_agree_on_every_group(samples: list[tuple[float, str, int, int]]) -> None:
+@given(draw=st.data(), samples=st.lists(ANY_SAMPLE, min_size=2, max_size=5))
+def test_both_sides_agree_on_every_group(draw: st.DataObject, samples: list[tuple[float, str, int, int]]) -> None:
     """A group fails in the plan if rollout counts it as failed, and only then; so the commit of any is accepted."""
     accounts = Accounts(max_uses=1)
     admission = Admission(1, pace_of(accounts.config), steps=1)
@@ -147,10 +165,11 @@ def test_both_sides_agree_on_every_group(samples: list[tuple[float, str, int, in
     admission.set_version(0)
     (group,) = admission.admit()
     tags = [
-        SampleTag(sample_key(group, index), group, index, 3, tokens, tokens, version, "stop", reward, {}, status)  # type: ignore[arg-type]
+        tag
         for index, (reward, status, version, tokens) in enumerate(samples)
+        for tag in tags_of(draw, group, index, reward, status, version, tokens)
     ]
-    admission.finish(group, usable_samples(tag.status for tag in tags), [0])
+    admission.finish(group, usable_samples(tag.status for tag in first_parts(tags)), [0])
     _, failed = admission.batch(0) or ([], [])
     plan = plan_step(tags, accounts.config, dp_size=1, version=0)
     event(next(name for name, groups in plan.ended.items() if groups))

@@ -151,15 +151,15 @@ class FakePool:
     asked: int = 0
     rebuilds: int = 0  # of the queue; reading another one raises PartsLost
 
-    def upcoming(self, step: int) -> tuple[list[int], int]:
+    def upcoming(self, step: int) -> tuple[dict[int, list[str]], int]:
         self.asked += 1
         if self.failure is not None:
             raise self.failure
-        return self.groups, self.rebuilds
+        return {group: keys_of(group) for group in self.groups}, self.rebuilds
 
-    def tags_of(self, groups: Sequence[int], rebuilds: int | None = None) -> list[SampleTag]:
+    def tags_of(self, keys: Sequence[str], rebuilds: int | None = None) -> list[SampleTag]:
         chosen = self.rebuilds if rebuilds is None else rebuilds
-        return [row.tag for row in self.rows_of(keys_of(*groups), chosen)]
+        return [row.tag for row in self.rows_of(keys, chosen)]
 
     def rows_of(self, keys: Sequence[str], rebuilds: int) -> list[Trajectory]:
         if rebuilds != self.rebuilds:
@@ -170,12 +170,16 @@ class FakePool:
 
 
 class FakePolicy:
+    reference_step = 0
+
     def __init__(self, during: Callable[[], None] = lambda: None, uploads: bool = False) -> None:
         self.uploads_reference = uploads
         self.passes: list[tuple[bool, list[str], threading.Thread]] = []
         self.during = during
 
-    def compute_logprobs(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Any]:
+    def compute_logprobs(
+        self, samples: Sequence[TrainSample], *, reference: bool = False, teacher: str = ""
+    ) -> list[Any]:
         self.passes.append((reference, [sample.key for sample in samples], threading.current_thread()))
         self.during()
         return [SimpleNamespace(logprobs_R=torch.tensor([-float(reference)])) for _ in samples]
@@ -221,9 +225,9 @@ def test_a_reference_model_is_not_uploaded_for_a_few_samples(
     """One group is a quarter of a portion. Half of one is worth a pass; a resident model computes what there is."""
 
     class SlowPool(FakePool):
-        def upcoming(self, step: int) -> tuple[list[int], int]:
-            groups, rebuilds = super().upcoming(step)
-            return (groups if self.asked > 6 else groups[:1]), rebuilds
+        def upcoming(self, step: int) -> tuple[dict[int, list[str]], int]:
+            found, rebuilds = super().upcoming(step)
+            return (found if self.asked > 6 else dict(list(found.items())[:1])), rebuilds
 
     ready: Future[None] = Future()
     policy = FakePolicy(lambda: ready.done() or ready.set_result(None), uploads)
@@ -240,7 +244,7 @@ def test_all_work_is_done_by_the_thread_that_waits(make_idle: Callable[..., Idle
     policy.during = lambda: ready.set_result(None) if len(policy.passes) == 10 else None
     idle = make_idle(alone(), pool, policy, one_rank())
     idle.work_until(ready, 0, 0)
-    tags = pool.tags_of(pool.groups)
+    tags = pool.tags_of(keys_of(*pool.groups))
     early = idle.collect(StepBatch(0, 0, [], tags, {}), plan_step(tags, idle._config, dp_size=1, version=0))
     assert len(policy.passes) == 10 and {thread for *_, thread in policy.passes} == {threading.main_thread()}
     assert early.complete == {OLD_LOGPROBS, REFERENCE_LOGPROBS}
@@ -259,7 +263,7 @@ def test_log_probs_of_other_weights_are_not_given_away(make_idle: Callable[..., 
     pool, policy = FakePool([0]), FakePolicy(lambda: ready.done() or ready.set_result(None))
     idle = make_idle(alone(), pool, policy, one_rank())
     idle.work_until(ready, 0, 0)
-    tags = pool.tags_of([0])
+    tags = pool.tags_of(keys_of(0))
     plan = plan_step(tags, idle._config, dp_size=1, version=1)
     with pytest.raises(ValueError, match="of version 0 were computed for one of 1"):
         idle.collect(StepBatch(0, 1, keys_of(0), tags, {}), plan)
@@ -271,7 +275,7 @@ def test_log_probs_of_a_queue_that_has_died_are_not_given_away(make_idle: Callab
     pool, policy = FakePool([0]), FakePolicy(lambda: ready.done() or ready.set_result(None))
     idle = make_idle(alone(), pool, policy, one_rank())
     idle.work_until(ready, 0, 0)
-    tags = pool.tags_of([0])
+    tags = pool.tags_of(keys_of(0))
     plan = plan_step(tags, idle._config, dp_size=1, version=0)
     assert idle._values[OLD_LOGPROBS].keys() == set(keys_of(0))
     early = idle.collect(StepBatch(0, 0, keys_of(0), tags, {}, rebuilds=1), plan)
@@ -291,7 +295,7 @@ def test_log_probs_of_the_new_queue_are_computed_anew(make_idle: Callable[..., I
     idle = make_idle(alone(), pool, policy, one_rank())
     idle.work_until(ready, 0, 0)
     assert [keys for _, keys, _ in policy.passes] == [keys_of(0)] * 4
-    tags = pool.tags_of([0])
+    tags = pool.tags_of(keys_of(0))
     plan = plan_step(tags, idle._config, dp_size=1, version=0)
     early = idle.collect(StepBatch(0, 0, keys_of(0), tags, {}, rebuilds=1), plan)
     assert early.complete == {OLD_LOGPROBS, REFERENCE_LOGPROBS}

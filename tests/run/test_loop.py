@@ -10,6 +10,7 @@ import pytest
 
 from megarl.common.errors import RolloutError
 from megarl.run.loop import MOST_PUBLICATIONS, train
+from megarl.run.run_monitor import AlarmStopsRun, RunMonitor
 from megarl.run.session import Session
 from megarl.trainer.policy import NonFiniteError
 from tests.support.configs import config as config_of
@@ -50,6 +51,7 @@ def test_the_order_of_a_run(make_run: Callable[..., FakeRun]) -> None:
         "admit 0",
         "take batch 0 for version 0",
         "fetch plan for version 0",
+        "pack plan for version 0",
         "train plan for version 0",
         "write a sample of batch 0",
         "commit 0",
@@ -62,6 +64,7 @@ def test_the_order_of_a_run(make_run: Callable[..., FakeRun]) -> None:
         "admit 1",
         "take batch 1 for version 1",
         "fetch plan for version 1",
+        "pack plan for version 1",
         "train plan for version 1",
         "write a sample of batch 1",
         "commit 1",
@@ -420,6 +423,51 @@ def test_a_step_that_is_skipped_is_committed_and_the_run_goes_on(
     monkeypatch.setattr(Session, "skip", lambda session, error, plan: f"skipped {plan}")
     journal = journal_of_training(run)
     assert "keep batch 0: the loss is nan" in journal
+    assert run.refreshed == [1, 2], "the reference follows after each step, skipped or not"
     recorded = [line for line in journal if line.startswith("record step ")]
     assert recorded[0].startswith("record step 0 of skipped plan") and recorded[1].startswith("record step 1 of plan")
     assert [line for line in journal if line.startswith("commit")] == ["commit 0", "commit 1"]
+
+
+def test_an_alarm_has_the_weights_published_at_once(
+    make_run: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps before it is due; the alarm is judged with the version that the step has made."""
+    run = make_run(3, evaluation__sets=[], admission={"mode": "async", "sync_interval": 3, "max_staleness": 4})
+    seen: list[int] = []
+    monkeypatch.setattr(RunMonitor, "act", lambda monitor, version: seen.append(version) or version == 1)
+    journal = journal_of_training(run)
+    assert seen == [1, 2, 3]
+    assert [line for line in journal if line.startswith("publish")] == ["publish 0", "publish 1", "publish 3"]
+    assert journal.index("commit 0") < journal.index("publish 1") < journal.index("commit 1")
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_alarm_that_stops_the_run_saves_the_step_before_unless_it_is_saved(
+    make_run: Callable[..., FakeRun], saved: bool
+) -> None:
+    run = make_run(3, evaluation__sets=[])
+    run.due = {1} if saved else set()
+
+    def train_once() -> None:
+        if "commit 0" in run.journal:
+            raise AlarmStopsRun("alarm ess: 0.1 is below 0.5")
+
+    run.train = train_once
+    with pytest.raises(AlarmStopsRun, match="alarm ess"):
+        journal_of_training(run)
+    saves = [line for line in run.journal if line.startswith("save")]
+    assert saves == (["save 1"] if saved else ["save 1 and wait"])
+    assert "keep batch 1: alarm ess: 0.1 is below 0.5" in run.journal and "commit 1" not in run.journal
+
+
+def test_an_alarm_that_stops_the_run_in_its_first_step_has_nothing_to_save(make_run: Callable[..., FakeRun]) -> None:
+    run = make_run(3, evaluation__sets=[])
+
+    def train_once() -> None:
+        raise AlarmStopsRun("alarm ess: 0.1 is below 0.5")
+
+    run.train = train_once
+    with pytest.raises(AlarmStopsRun, match="alarm ess"):
+        journal_of_training(run)
+    assert not [line for line in run.journal if line.startswith("save")]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from megarl import platforms
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
+from megarl.cluster.nodes.rendezvous_mark import SERVED_BY_VARIABLE
 from megarl.common import processes
 from megarl.config.fit import with_trainer
 from megarl.config.load import load_config
@@ -58,7 +61,7 @@ def test_a_rank_chooses_its_gpu_before_it_joins_its_peers(
     chosen = config("model")
     plan: Any = SimpleNamespace(pools=SimpleNamespace(trainer=SimpleNamespace(devices=(4, 6))))
     with pytest.raises(Stopped):
-        main._train(chosen, chosen, plan, io.StringIO())
+        main._train(chosen, chosen, plan, io.StringIO(), lambda error: None)
     assert order == ["signals", index, "joins over nccl"]
 
 
@@ -77,3 +80,27 @@ def test_ranks_and_replays_get_what_auto_stands_for_and_the_pool_the_launchs_con
     assert main.run(chosen, plan) == 0
     assert trained == [chosen, plan.config]
     assert load_config(tmp_path / "config.yaml", []) == plan.config
+
+
+@pytest.mark.parametrize(("rank", "served", "notices"), [(0, False, 1), (1, False, 0), (0, True, 0)])
+def test_the_first_rank_says_once_if_torchruns_stores_are_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, served: bool, notices: int
+) -> None:
+    """The run begins all the same."""
+    started = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "none"}
+    started |= {SERVED_BY_VARIABLE: os.getppid()} if served else {}
+    for name, value in started.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(main, "load_config", lambda path, overrides: config("model", trainer={"gpus": 2}))
+    monkeypatch.setattr(main, "make_plan", lambda config: None)
+    monkeypatch.setattr(main, "check_data_files", lambda config: None)
+    monkeypatch.setattr(main, "claim_for_ranks", lambda config, rank: None)
+    monkeypatch.setattr(main, "end_before_start", lambda speaks: None)
+    monkeypatch.setattr(main, "run", lambda config, plan, claim: 0)
+    monkeypatch.setattr(sys, "argv", ["train_rl.py", "--config", "C"])
+    with pytest.raises(SystemExit) as end:
+        main.main(["--config", "C"])
+    assert end.value.code == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "listens on all interfaces" in line]
+    assert len(said) == notices
+    assert all(line.endswith("--rdzv-backend megarl --nproc-per-node 2 train_rl.py --config C") for line in said)

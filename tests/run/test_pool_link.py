@@ -33,6 +33,7 @@ from megarl.rollout.ready_batches import BatchReady, PublicationNeeded
 from megarl.run import channel, pool_link, queue_link
 from megarl.run.failure import PeerFailedError
 from megarl.run.pool_link import DisagreementError, PoolLink
+from megarl.run.run_monitor import AlarmSkipsStep, AlarmStopsRun
 from megarl.run.step import StepPlan, plan_step
 from megarl.run.step_batch import StepBatch
 from megarl.trainer.policy import NonFiniteError
@@ -102,9 +103,9 @@ class FakeClient:
         self._note(f"keep {step} of queue {rebuilds}")
         return self.keeps
 
-    def upcoming(self, step: int) -> tuple[list[int], int]:
+    def upcoming(self, step: int) -> tuple[dict[int, list[str]], int]:
         self._note(f"upcoming {step}")
-        return [2, 0], 0
+        return {group: [f"{group}:{index}" for index in range(3)] for group in (2, 0)}, 0
 
     def drain(self) -> None:
         self._note("drain")
@@ -349,9 +350,10 @@ def test_rank_0_learns_which_groups_have_finished_and_each_replica_can_read_them
     links.config = config_of("model", run__dir=str(links.config.run_dir), batch__samples_per_group=3)
 
     def look(link: PoolLink) -> tuple[list[int], list[SampleTag], list[Trajectory]]:
-        groups, rebuilds = link.upcoming(0)
+        found, rebuilds = link.upcoming(0)
+        asked = [key for keys_of_group in found.values() for key in keys_of_group]
         keys = ["0:1", "2:0"] if link._peers.rank < 2 else []
-        return groups, link.tags_of(groups, rebuilds), link.rows_of(keys, rebuilds)
+        return list(found), link.tags_of(asked, rebuilds), link.rows_of(keys, rebuilds)
 
     first, *others = links.run(look)
     rows = [ROWS["0:1"], ROWS["2:0"]]
@@ -401,6 +403,18 @@ def test_a_batch_with_a_non_finite_update_is_kept_whole(links: Links) -> None:
     assert [str(each) for each in outcomes] == [expected] * 4
     assert all(isinstance(each, NonFiniteError) for each in outcomes)
     assert read_batch(kept, 3).trajectories == list(ROWS.values())
+
+
+@pytest.mark.parametrize("kind", [AlarmSkipsStep, AlarmStopsRun])
+def test_a_batch_that_an_alarm_refuses_is_kept_and_the_alarm_stays_what_it_is(links: Links, kind: type) -> None:
+    def fail(link: PoolLink) -> None:
+        with link.keep_batch_on_failure(batch_of(step=3)):
+            raise kind("alarm ess: 0.1 is below 0.5")
+
+    outcomes = links.run(fail)
+    assert {type(each) for each in outcomes} == {kind}
+    assert {str(each).split(";")[0] for each in outcomes} == {"step 3: alarm ess: 0.1 is below 0.5"}
+    assert read_batch(links.config.run_dir / "failed_batch", 3).trajectories == list(ROWS.values())
 
 
 @pytest.mark.parametrize("full", [{0}, {2}, {0, 2}])

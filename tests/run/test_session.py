@@ -9,6 +9,7 @@ import pytest
 
 from megarl.algorithms.filters import ShapedBatch
 from megarl.common.errors import ConfigError
+from megarl.run.run_monitor import AlarmSkipsStep
 from megarl.run.session import LastSaveFailed
 from megarl.run.step import GroupOutcome, StepPlan
 from megarl.trainer.policy import NonFiniteError
@@ -17,6 +18,7 @@ from tests.support.fake_session import FakeRun, fake_run
 from tests.support.old_records import OLD_RECORD
 
 PARTS = ("rollout", "summary", "totals", "files", "metrics")
+MONITOR: dict[str, list[object]] = {"rules": [], "quarantines": [], "engine_since": []}
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def test_a_new_run_is_built_before_the_engines_are_awaited(run: FakeRun) -> None
         "install the stop vote",
     ]
     assert (session.first_step, session.steps_done, session.version, session.stopped) == (0, 0, 0, None)
-    assert [part.key for part in session.parts] == [*PARTS, "evaluations"]
+    assert [part.key for part in session.parts] == [*PARTS, "evaluations", "monitor"]
 
 
 def test_ranks_that_resolved_auto_differently_end_before_anything_is_built(run: FakeRun) -> None:
@@ -82,7 +84,7 @@ def test_a_save_holds_the_version_and_every_part(run: FakeRun) -> None:
     session.version = 4
     assert session.save(2, wait=True)
     saved = session.checkpointer.saved[2]  # type: ignore[attr-defined]
-    assert saved == {"version": 4} | {key: {"of": key} for key in PARTS} | {"evaluations": {}}
+    assert saved == {"version": 4} | {key: {"of": key} for key in PARTS} | {"evaluations": {}, "monitor": MONITOR}
 
 
 def test_a_checkpoint_is_saved_when_it_is_due(run: FakeRun) -> None:
@@ -252,3 +254,19 @@ def test_a_step_that_has_changed_weights_or_trains_groups_again_is_not_skipped(r
         session.skip(non_finite(updates=1), plan)
     with pytest.raises(NonFiniteError):
         session.skip(non_finite(), replace(plan, reused=frozenset({4})))
+
+
+def test_steps_that_alarms_skip_have_a_bound_of_their_own_and_their_groups_have_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = fake_run(config_of("model", run__dir=str(tmp_path), monitor__max_skipped_steps=1), monkeypatch)
+    session = run.build()
+    outcome = GroupOutcome(trained=3, filtered=1, dropped_stale=0, failed=1)
+    plan = StepPlan({}, ShapedBatch([[]] * 3, trained_groups=3), [[["a"]]], outcome, version=1)
+    session.skip(non_finite(), plan)
+    skipped = session.skip(AlarmSkipsStep("alarm k3_kl"), plan)
+    assert skipped.outcome == GroupOutcome(trained=0, filtered=1, dropped_stale=0, failed=4)
+    assert session.recorder.said[-1] == "alarm k3_kl; the step is skipped (1 of at most 1)"  # type: ignore[attr-defined]
+    with pytest.raises(AlarmSkipsStep):
+        session.skip(AlarmSkipsStep("alarm k3_kl"), plan)
+    session.skip(non_finite(), plan)

@@ -18,6 +18,7 @@ from megarl.rollout.admission import Admission
 from megarl.run.evaluations import Evaluations
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
+from megarl.run.run_monitor import RunMonitor
 from megarl.run.session import Session
 from megarl.run.stateful import collect, restore
 from tests.support.configs import config as config_of
@@ -75,7 +76,8 @@ def session_of(run_dir: Path) -> Any:
     recorder = Recorder(config, peers, io.StringIO())
     pool = PoolLink(config, peers, recorder)
     evaluations = Evaluations(config, pool, recorder, lambda: False)
-    session: Any = SimpleNamespace(pool=pool, recorder=recorder, evaluations=evaluations)
+    monitor = RunMonitor(config, pool, recorder)
+    session: Any = SimpleNamespace(pool=pool, recorder=recorder, evaluations=evaluations, monitor=monitor)
     assert Session.parts.fget is not None
     session.parts = list(Session.parts.fget(session))
     return session
@@ -84,20 +86,20 @@ def session_of(run_dir: Path) -> Any:
 def test_the_record_has_the_keys_of_its_format(tmp_path: Path) -> None:
     """Older checkpoints are read by these keys, and newer ones are read by older releases."""
     record = collect(session_of(tmp_path).parts)
-    assert list(record) == ["rollout", "summary", "totals", "files", "metrics", "evaluations"]
-    assert record.keys() == OLD_RECORD.keys() - {"format", "step", "version"} | {"evaluations"}
+    assert list(record) == ["rollout", "summary", "totals", "files", "metrics", "evaluations", "monitor"]
+    assert record.keys() == OLD_RECORD.keys() - {"format", "step", "version"} | {"evaluations", "monitor"}
     assert record["summary"].keys() == SUMMARY.keys()
     assert record["totals"].keys() == TOTALS.keys() | {"groups_reused"}
 
 
 def test_a_record_of_the_first_format_is_restored(tmp_path: Path) -> None:
-    """It says nothing about evaluations beside training, and about groups that were used again: there were none."""
+    """It says nothing about evaluations beside training, groups that were used again and alarms: there were none."""
     session = session_of(tmp_path)
     session._cut_result_files = None
     session.checkpointer = SimpleNamespace(restore=lambda cut: json.loads(json.dumps(OLD_RECORD)))
     assert Session._resume(session) == 3 and session.version == 3
     state = {part.key: part.state_dict() for part in session.parts}
-    assert state["evaluations"] == {}
+    assert state["evaluations"] == {} and not any(state["monitor"].values())
     assert state["totals"] == TOTALS | {"groups_reused": 0.0}
     assert state["summary"]["wall_seconds"] >= 61.5
     assert state["summary"] | {"wall_seconds": 61.5} == SUMMARY

@@ -3,43 +3,43 @@
 from __future__ import annotations
 
 import collections
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.correction import CorrectionSpec
 from megarl.algorithms.filters import without_signal
-from megarl.algorithms.losses import LossSpec
+from megarl.algorithms.source_gaps import SourceGaps
+from megarl.config.monitor_checks import SourceBuckets
 from megarl.config.schema import Config
 from megarl.config.shaping import shaping_of
+from megarl.queue.streams import OLD_LOGPROBS, SOURCES
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan, sample_key
 from megarl.run import step
 from megarl.run.batch_metrics import record_batch
+from megarl.run.compare_logprobs import StepMeasures
 from megarl.run.step import ReuseError, entropy_due, plan_step
 from megarl.telemetry.declarations import step_metrics
 from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer.batch import TrainSample
-from megarl.trainer.policy import NonFiniteError
-from tests.support.loss_batches import loss_spec
+from megarl.trainer.policy import NonFiniteError, NoTokensError
+from tests.support.loss_batches import LossSpec, loss_spec
 from tests.support.rl_problem import (
     CLIP,
     ENTROPY,
-    dense_dims,
-    make_samples,
     padded_gradients,
-    plain_logprobs,
 )
 from tests.support.samples import advantage_of, full, with_streams
+from tests.support.step_problem import GROUPS, PER_GROUP, REWARDS, by_group, make_step_problem, resampled, trajectory
 from tests.support.tensors import worst
-from tests.support.tiny import make_tiny_model
 
 
 def config(**sections: dict) -> Config:
@@ -211,7 +211,7 @@ def test_samples_have_the_temperature_of_their_own_set(monkeypatch: pytest.Monke
         for i in range(2)
     ]
     plan = plan_step([row.tag for row in rows], own, dp_size=1, version=0)
-    samples = step._train_samples(plan, {row.key: row for row in rows}, own)
+    samples = step.train_samples(plan, {row.key: row for row in rows}, own, 0)
     assert {key: sample.temperature for key, sample in samples.items()} == {
         "0:0": 1.0, "0:1": 1.0, "1:0": 0.5, "1:1": 0.5,
     }  # fmt: skip
@@ -235,7 +235,8 @@ def test_an_error_tells_how_many_updates_the_step_has_made_before(
     monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     """The session knows by this number whether weights have changed, so that the step cannot be skipped."""
-    for name in ("record_mismatch", "engine_against_trainer", "record_update", "_compute_logprobs", "_compare"):
+    replaced = ("record_measures", "record_update", "_compute_logprobs")
+    for name in (*replaced, "_refuse_bad_passes"):
         monkeypatch.setattr(step, name, lambda *arguments: None)
     monkeypatch.setattr(step.parallel, "dp_rank", lambda: 0)
     own = config(trainer={"mini_batches": 2})
@@ -249,6 +250,108 @@ def test_an_error_tells_how_many_updates_the_step_has_made_before(
     with pytest.raises(NonFiniteError) as caught:
         step.train_step(policy, plan, {row.key: row for row in rows}, own, PhaseTimer(), step_metrics(), step=0)
     assert caught.value.updates == policy.made == failing
+
+
+@pytest.mark.parametrize(("correction", "lag"), [("none", 1), ("token_tis", 0)])
+def test_tokens_lag_by_the_updates_that_the_step_makes_before_their_own(correction: str, lag: int) -> None:
+    """Unless a pass before the first update compares all of them."""
+    admission = {"mode": "async", "max_staleness": 4}
+    own = config(trainer={"mini_batches": 2}, admission=admission, algorithm={"correction": {"kind": correction}})
+    rows = two_groups()
+    plan = plan_step([row.tag for row in rows], own, dp_size=1, version=0)
+    samples = step.train_samples(plan, {row.key: row for row in rows}, own, 0)
+    buckets = SourceBuckets.of(own)
+    found = [{int(samples[key].streams[SOURCES][0]) % buckets.lags for key in keys} for (keys,) in plan.mini_batches]
+    assert found == [{0}, {lag}]
+
+
+def test_demonstrations_are_not_compared_with_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine has scored them: their rows hold log-probs of zero."""
+    monkeypatch.setattr("megarl.run.compare_logprobs.parallel.dp_all_gather_object", lambda value, codec: [value])
+    own, rows = config(), two_groups()
+    rows[3:] = [replace(row, demonstrated=True, rollout_logprobs=[0.0], versions=()) for row in rows[3:]]
+    plan = plan_step([row.tag for row in rows], own, dp_size=1, version=0)
+    samples = step.train_samples(plan, {row.key: row for row in rows}, own, 0)
+    for sample in samples.values():
+        sample.streams[OLD_LOGPROBS] = torch.tensor([-0.1])
+    measured = StepMeasures.begin(plan.tags.values(), own)
+    measured.compare_in_pass(samples, {row.key: row for row in rows})
+    assert measured.compared is not None and measured.compared["tokens"] == 3
+    assert measured.compared["ratio_max"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("empty", [{0}, {1}, {0, 1}])
+def test_a_mini_batch_without_a_weight_makes_no_update(monkeypatch: pytest.MonkeyPatch, empty: set[int]) -> None:
+    """The other one does, and is the first whose comparison with the engine's log-probs is watched."""
+    compared: list[Any] = []
+    watched: list[Any] = []
+    monkeypatch.setattr(step, "record_update", lambda *arguments: None)
+    monkeypatch.setattr(step, "record_measures", lambda *arguments: None)
+    monkeypatch.setattr(step.StepMeasures, "compare_in_update", lambda self, values, gaps: compared.append(values))
+    monkeypatch.setattr(step.parallel, "dp_rank", lambda: 0)
+    calls: list[bool] = []
+
+    def update(*arguments: Any, another_follows: bool, **options: Any) -> int:
+        calls.append(another_follows)
+        if len(calls) - 1 in empty:
+            raise NoTokensError("no token has a weight in any term of the loss")
+        options["check"](len(calls))
+        return len(calls)
+
+    own, rows = config(trainer={"mini_batches": 2}), two_groups()
+    plan = plan_step([row.tag for row in rows], own, dp_size=1, version=0)
+    metrics = step_metrics()
+    policy: Any = SimpleNamespace(update=update, source_gaps=SourceGaps.zeros(0))
+    keep = lambda plan, measured: watched.append(measured)  # noqa: E731
+    step.train_step(policy, plan, {row.key: row for row in rows}, own, PhaseTimer(), metrics, step=0, watch=keep)
+    assert calls == [True, False] and len(watched) == 1
+    assert metrics.reduce()["policy/updates"] == 2 - len(empty)
+    assert compared == sorted({1, 2} - {number + 1 for number in empty})[:1]
+
+
+def two_groups(**changes: Any) -> list[Trajectory]:
+    return [
+        Trajectory(g, i, [1], [5], [-0.1], (VersionSpan(0, 0, 1),), "stop", float(i), **changes)
+        for g in range(2)
+        for i in range(3)
+    ]
+
+
+def test_a_step_whose_engine_has_returned_a_bad_logprob_makes_no_update() -> None:
+    rows = two_groups()
+    rows[4] = replace(rows[4], rollout_logprobs=[float("nan")], status="failed", failure="log-prob nan")
+    own = config()
+    plan = plan_step([row.tag for row in rows], own, dp_size=1, version=0)
+    assert plan.outcome.trained == 2, "the other samples could be trained"
+    policy: Any = FailsInItsUpdate(0)
+    told = r"the engines returned are not finite in 1 of 6 samples \(the first: sample 1:1\); no weight was changed"
+    with pytest.raises(NonFiniteError, match=told):
+        step.train_step(policy, plan, {row.key: row for row in rows}, own, PhaseTimer(), step_metrics(), step=0)
+    skipped = plan.skipped()
+    assert skipped is not None and skipped.outcome.failed == 2 and skipped.ended["failed"] == [0, 1]
+
+
+class ReturnsNan:
+    """A policy whose log-probs of one sample are not finite; an update would be an error."""
+
+    def compute_logprobs(self, samples: list[TrainSample], *, reference: bool, packed: object) -> list[Any]:
+        values = [torch.tensor([float("nan") if sample.key == "1:2" else -0.1]) for sample in samples]
+        return [SimpleNamespace(logprobs_R=value) for value in values]
+
+
+def test_a_bad_logprob_of_the_trainer_is_found_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a later mini-batch, the loss would tell it after an update, when the step cannot be skipped any more."""
+    monkeypatch.setattr(step.parallel, "dp_rank", lambda: 0)
+    monkeypatch.setattr(step.parallel, "dp_all_gather_object", lambda own, codec: [own])
+    rows, own = two_groups(), config(trainer={"mini_batches": 2}, algorithm={"old_logprobs": "trainer"})
+    plan = plan_step([row.tag for row in rows], own, dp_size=1, version=0)
+    policy: Any = ReturnsNan()
+    told = (
+        r"the log-probs \(old_logprobs\) that the trainer computed are not finite in 1 samples \(the first: sample 1:2"
+    )
+    with pytest.raises(NonFiniteError, match=told) as caught:
+        step.train_step(policy, plan, {row.key: row for row in rows}, own, PhaseTimer(), step_metrics(), step=0)
+    assert caught.value.updates == 0
 
 
 def test_each_data_set_has_metrics_if_there_are_several() -> None:
@@ -355,6 +458,35 @@ def test_groups_that_are_used_again_are_trained_like_others_and_have_ended_alrea
     assert (values["data/a/groups"], values["data/a/reward_mean"]) == (4, pytest.approx(5 / 8))
 
 
+def test_the_kl_of_a_sample_is_that_of_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the KL in the reward a sample that is split has the advantage of the whole one; all parts carry it."""
+    monkeypatch.setattr(step.parallel, "dp_all_gather_object", lambda own, codec: [own])
+    own = config(algorithm={"kl": {"coef": 0.5, "where": "reward", "estimator": "k1"}, "advantage": "dr_grpo"})
+
+    def row(key: tuple[int, int, int], reward: float, old: list[float]) -> tuple[Trajectory, TrainSample]:
+        ids = [5] * len(old)
+        made = Trajectory(
+            key[0], key[1], [1], ids, old, (VersionSpan(0, 0, len(old)),), "stop", reward, part=key[2]
+        )  # fmt: skip
+        sample = TrainSample.of(made)
+        sample.streams |= {"old_logprobs": torch.tensor(old), "reference_logprobs": torch.zeros(len(old))}
+        return made, sample
+
+    def advantages(*made: tuple[Trajectory, TrainSample]) -> dict[str, float]:
+        rows, samples = {each.key: each for each, _ in made}, {each.key: sample for each, sample in made}
+        plan = plan_step([each.tag for each in rows.values()], own, dp_size=1, version=0)
+        assert sorted(plan.keys_of(0)) == sorted(rows)
+        step._set_advantages(plan, samples, rows, own, step_metrics())
+        return {key: advantage_of(sample) for key, sample in samples.items()}
+
+    whole = advantages(row((0, 0, 0), 1.0, [-1.0, -2.0, -4.0]), row((0, 1, 0), 0.0, [-1.0]))
+    split = advantages(
+        row((0, 0, 0), 1.0, [-1.0]), row((0, 0, 1), 1.0, [-2.0, -4.0]), row((0, 1, 0), 0.0, [-1.0])
+    )  # fmt: skip
+    assert split == {"0:0": whole["0:0"], "0:0.1": whole["0:0"], "0:1": whole["0:1"]}
+    assert whole["0:0"] == pytest.approx(((1.0 + 3.5) - 0.5) / 2)
+
+
 def test_the_trained_groups_of_a_step_that_is_skipped_have_failed() -> None:
     """Both by name, as the commit reports them, and by number, as the metrics do."""
     rewards = {2: (0.0, 2.0), 5: (1.0, 0.0), 6: (1.0, 1.0), 7: (0.0, 1.0)}
@@ -414,56 +546,19 @@ def test_no_lengths_are_reported_of_groups_that_were_not_dropped() -> None:
     assert not any("stale_length" in name for name in metrics.reduce())
 
 
-GROUPS, SAMPLES = 4, 3
 KL = 0.4
-REWARDS = [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.5, 1.0]]
 
 
 @pytest.fixture(scope="module")
 def problem(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, TrainSample]]:
     """A tiny model and samples of four groups, whose reference log-probs are the model's own."""
-    model_dir = make_tiny_model(tmp_path_factory.mktemp("step") / "model", **dense_dims())
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    samples = make_samples(model_dir, count=GROUPS * SAMPLES)
-    with torch.no_grad():
-        own = [plain_logprobs(model, sample)[0] for sample in samples]
-    keys = [sample_key(*divmod(number, SAMPLES)) for number in range(len(samples))]
-    return model_dir, {
-        key: with_streams(replace(sample, key=key, loss_mask_R=None), reference_logprobs=reference)
-        for key, sample, reference in zip(keys, samples, own, strict=True)
-    }
-
-
-def trajectory(sample: TrainSample) -> Trajectory:
-    """The last sample of each group is truncated."""
-    group, index = (int(part) for part in sample.key.split(":"))
-    return Trajectory(
-        group_id=group,
-        sample_index=index,
-        prompt_ids=sample.prompt_ids,
-        response_ids=sample.response_ids,
-        rollout_logprobs=sample.streams["old_logprobs"].tolist(),
-        versions=(VersionSpan(0, 0, len(sample.response_ids)),),
-        finish_reason="length" if index == SAMPLES - 1 else "stop",
-        reward=REWARDS[group][index],
-    )
+    return make_step_problem(tmp_path_factory.mktemp("step"))
 
 
 def kl_of(sample: TrainSample, estimator: str) -> float:
     """KL of the whole response, from the log-probs that sampled it."""
     ratio = (sample.streams["reference_logprobs"].double() - sample.streams["old_logprobs"].double()).exp()
     return float({"k1": -ratio.log(), "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[estimator].sum())
-
-
-def by_group(values: list[float], kind: str) -> list[float]:
-    """Advantages of one group, written out."""
-    others = [(sum(values) - value) / (len(values) - 1) for value in values]
-    mean, deviation = statistics.fmean(values), statistics.stdev(values) + 1e-4
-    return {
-        "grpo": [(value - mean) / deviation for value in values],
-        "dr_grpo": [value - mean for value in values],
-        "rloo": [value - other for value, other in zip(values, others, strict=True)],
-    }[kind]
 
 
 STEPS = {
@@ -521,6 +616,75 @@ def test_the_updates_of_a_step(
 
 
 @pytest.mark.world
+@pytest.mark.parametrize("idle", [True, False], ids=["idle passes", "passes in the step"])
+@pytest.mark.parametrize("case", ["kl in the loss", "corrected, two updates", "masked, two updates"])
+def test_a_step_that_was_packed_ahead_is_the_same_bit_for_bit(
+    world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], case: str, idle: bool
+) -> None:
+    model_dir, samples = problem
+    rows = [trajectory(sample) for sample in samples.values()]
+    late, ahead = (
+        world(2).run(
+            "tests.support.ranks.step:stepped",
+            model_dir=model_dir, rows=rows, ahead=each, trainer__idle_logprobs=idle, **STEPS[case],
+        )
+        for each in (False, True)
+    )  # fmt: skip
+    for one, other in zip(late, ahead, strict=True):
+        assert one["updates"] == other["updates"] and one["metrics"] == other["metrics"]
+        assert one["weights"].keys() == other["weights"].keys()
+        assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
+
+
+def weighted(number: int, row: Trajectory) -> Trajectory:
+    """Every third row brings weights; of the others, every second one has tokens that the model did not sample."""
+    size = len(row.response_ids)
+    if number % 3 == 0:
+        streams = {"rl_weights": [float(t % 2) for t in range(size)], "ce_weights": [0.5] * size}
+        return replace(row, streams=streams)
+    return replace(row, response_mask=[int(number % 2 == 0 or t % 3 != 1) for t in range(size)])
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_of_rows_and_of_the_config_reach_the_updates(
+    world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], ranks: int
+) -> None:
+    """Packed ahead or not; with one's own loss and advantage; each term counts its own tokens."""
+    model_dir, samples = problem
+    rows = [weighted(number, trajectory(sample)) for number, sample in enumerate(samples.values())]
+    changes = {
+        "algorithm__ce": {"tokens": "observations", "coef": 0.1},
+        "algorithm__loss": "examples.rl.algorithms.topr:topr",
+        "algorithm__advantage": "examples.rl.algorithms.topr:above_median",
+        "algorithm__clip_low": None,
+        "algorithm__clip_high": None,
+        "algorithm__kl": {"coef": KL},
+        "sampling__truncated": "mask",  # the last sample of each group
+        "trainer__mini_batches": 2,
+    }
+    run = partial(world(ranks).run, "tests.support.ranks.step:stepped", model_dir=model_dir, rows=rows, **changes)
+    late, ahead = run(ahead=False), run(ahead=True)
+    for one, other in zip(late, ahead, strict=True):
+        assert one["updates"] == other["updates"] and one["metrics"] == other["metrics"]
+        assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
+    trained = [row for row in rows if row.group_id != 2 and row.sample_index != PER_GROUP - 1]
+    sampled = [sum(row.response_mask) for row in trained]
+    in_rl = [int(sum(row.streams["rl_weights"])) if row.streams else sum(row.response_mask) for row in trained]
+    expected = {
+        "policy/tokens": sum(in_rl),
+        "policy/ref_kl_tokens": sum(sampled),
+        "policy/ce_tokens": sum(
+            len(row.response_ids) if row.streams else row.response_mask.count(0) for row in trained
+        ),
+    }
+    metrics = late[0]["metrics"]
+    assert {name: metrics[name] for name in expected} == expected
+    values = {value for part in late for update in part["updates"] for value, _ in update.values()}
+    assert values == {0.0, 1.0, -1.0, -0.5, 0.5}  # rewards minus the median of their group
+
+
+@pytest.mark.world
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_correction_reports_its_weights_and_the_same_mismatch(
     world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], updates: int
@@ -537,7 +701,7 @@ def test_a_correction_reports_its_weights_and_the_same_mismatch(
     cap = {"kind": "token_tis", "cap": 1.1}
     corrected = metrics(algorithm__correction=cap, trainer__mini_batches=updates)
     names = [name for name in plain if name.startswith("mismatch/")]
-    assert len(names) == 6 and plain["mismatch/logprob_abs_diff_mean"] > 0.1
+    assert len(names) == 7 + 4 and plain["mismatch/logprob_abs_diff_mean"] > 0.1
     assert {name: corrected[name] for name in names} == pytest.approx({name: plain[name] for name in names}, rel=1e-5)
     assert not [name for name in plain if name.startswith("correction/")]
     used = [s for key, s in samples.items() if not key.startswith("2:")]  # group 2 has no variance
@@ -598,14 +762,14 @@ def expected_updates(
     for part in parts:
         update = {}
         for group in part:
-            members = [samples[sample_key(group, index)] for index in range(SAMPLES)]
+            members = [samples[sample_key(group, index)] for index in range(PER_GROUP)]
             rewards = [
                 reward - (KL * kl_of(sample, kl["estimator"]) if in_reward else 0.0)
                 for sample, reward in zip(members, REWARDS[group], strict=True)
             ]
             advantages = by_group(rewards, changes.get("algorithm__advantage", "grpo"))
             for index, (sample, advantage) in enumerate(zip(members, advantages, strict=True)):
-                masked = changes.get("sampling__truncated") == "mask" and index == SAMPLES - 1
+                masked = changes.get("sampling__truncated") == "mask" and index == PER_GROUP - 1
                 mask = torch.zeros(len(sample.response_ids), dtype=torch.bool) if masked else None
                 update[sample.key] = with_streams(replace(sample, loss_mask_R=mask), advantages=full(sample, advantage))
         result.append(update)
@@ -613,13 +777,22 @@ def expected_updates(
     correction = None
     if changes.get("admission__mode") == "one_step_off":
         correction = CorrectionSpec("token_tis", changes.get("algorithm__correction", {}).get("cap", 2.0))
-        result = [{key: _resampled(sample) for key, sample in update.items()} for update in result]
+        result = [{key: resampled(sample) for key, sample in update.items()} for update in result]
     return result, loss_spec(
         clip_low=CLIP, clip_high=CLIP, kl_coef=in_loss, entropy_coef=ENTROPY, correction=correction
     )
 
 
-def _resampled(sample: TrainSample) -> TrainSample:
-    """The sample as a correction sees it: sampled by what is otherwise its old policy."""
-    own, sampling = sample.streams["reference_logprobs"], sample.streams["old_logprobs"]
-    return with_streams(sample, old_logprobs=own, rollout_logprobs=sampling)
+def test_demonstrations_are_never_stale_and_never_filtered() -> None:
+    """No weights have made them, and their rewards are all 0."""
+    made = config(algorithm={"filter_zero_variance": True})
+    tags = [tag(group, index, 0.0, version=-1) for group in (0, 1) for index in (0, 1)]
+    shown = [replace(each, demonstrated=each.group_id == 0) for each in tags]
+    plan = plan_step(shown, made, dp_size=1, version=9)
+    assert (plan.outcome.trained, plan.outcome.dropped_stale, plan.outcome.filtered) == (1, 1, 0)
+    assert sorted(plan.keys_of(0)) == ["0:0", "0:1"] and plan.ended["trained"] == [0]
+    metrics = step_metrics()
+    record_batch(metrics, plan)
+    values = metrics.reduce()
+    assert values["batch/demonstrations"] == 2 and values["batch/trained_samples"] == 2
+    assert "reward/mean" in values and values["rollout/version_lag_max"] == 10, "those of the stale group alone"

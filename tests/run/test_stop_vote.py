@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 
 import pytest
 
+from megarl.common import run_files
+from megarl.common.rate_limit import RateLimit
 from megarl.common.run_files import ask_to_stop
+from megarl.run import stop_vote
 from megarl.run.stop_signals import StopSignals
 from megarl.run.stop_vote import StopVote
 from tests.support.thread_ranks import ThreadPeers, ThreadRanks
@@ -49,6 +53,27 @@ def test_sigterm_to_any_rank_stops_all(tmp_path: Path, rank: int) -> None:
 def test_the_reason_in_the_file_comes_before_the_signal(tmp_path: Path) -> None:
     ask_to_stop(tmp_path, "")
     assert vote(tmp_path, signalled=(2,)) == ["asked to stop"] * WORLD
+
+
+def test_a_file_system_that_fails_is_no_request_and_ends_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An exception on rank 0 alone would leave the others in the all-reduce."""
+    ask_to_stop(tmp_path, "the time limit is near")
+    monkeypatch.setattr(run_files, "_complaints", RateLimit(60.0))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", lambda path: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale")))
+        assert vote(tmp_path) == vote(tmp_path) == [None] * WORLD
+        assert vote(tmp_path, signalled=(1,)) == ["a stop signal"] * WORLD
+    assert caplog.text.count("cannot be read, which counts as no request for now: [Errno 116] Stale") == 1
+    assert vote(tmp_path) == ["the time limit is near"] * WORLD
+
+
+def test_the_reason_is_that_of_the_look_that_has_found_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 tells what it has voted for, also if the next read fails."""
+    looks = iter(["the time limit is near", None])
+    monkeypatch.setattr(stop_vote, "stop_reason", lambda run_dir: next(looks))
+    assert vote(tmp_path) == ["the time limit is near"] * WORLD
 
 
 def test_a_file_that_only_another_rank_sees_is_no_request(tmp_path: Path) -> None:

@@ -19,6 +19,6 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def torchrun(ranks: int, *arguments: str) -> list[str]:
-    """A command line: torchrun starts `ranks` processes on this machine and takes a free port for itself."""
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", *arguments]  # fmt: skip
+    """A command line, as the README has it: torchrun starts `ranks` processes on this machine, at a free port."""
+    return [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "megarl", "--nproc-per-node", str(ranks),
+            *arguments]  # fmt: skip

@@ -1,12 +1,14 @@
 """Shows that a change of structure changed nothing: two commits, the same deterministic runs, bit for bit equal.
 
     python -m tests.support.compare_trees --before e41680d
+    MEGARL_CPU_MATMUL=torch python -m tests.support.compare_trees --before f4a3bda --quickstart runs/quickstart/assets
 
 checks `--before` out in a temporary worktree and starts the same CPU runs there and in this tree: a dense model under
 TP2 and a mixture of experts under EP2, six steps with evaluations, an export and a checkpoint in the middle, and a
 second run that goes on from that checkpoint. It compares exported weights, the tensors of every checkpoint, the prompts
-drawn, all recorded trajectories and every metric of the old tree that is not a timing. Exit status 1 names the first
-difference.
+drawn, all recorded trajectories and every metric of the old tree that is not a timing. With `--quickstart` it compares
+a few steps of the quickstart's own job instead, with the model and the data of that directory. Exit status 1 names the
+first difference. The variable makes both trees use torch's own float32 products (`megarl/platforms/cpu_matmul.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from tests.support.run import tiny_config
 from tests.support.whole_runs import contents_of, repeatable
 
 STEPS, MIDDLE = 6, 3
+QUICKSTART_STEPS = 3
 RUN_TIMEOUT_S = 600.0
 REWARD = (
     "def digit_share(response: str, answer: str) -> float:\n"
@@ -49,6 +52,7 @@ class DifferenceError(AssertionError):
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", required=True, metavar="COMMIT", help="the commit to compare this tree with")
+    parser.add_argument("--quickstart", type=Path, metavar="ASSETS", help="compare the quickstart, with these assets")
     options = parser.parse_args(arguments)
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-trees-")))
@@ -57,8 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subprocess.run([*git, "add", "--quiet", "--detach", str(before), options.before], check=True)
         stack.callback(subprocess.run, [*git, "remove", "--force", str(before)], check=True)
         try:
-            for name, layout in LAYOUTS.items():
-                _compare_layout(name, work / name.replace(" ", "_"), {"before": before, "after": ROOT}, layout)
+            trees = {"before": before, "after": ROOT}
+            if options.quickstart is not None:
+                _compare_quickstart(work, trees, options.quickstart.resolve())
+            for name, layout in LAYOUTS.items() if options.quickstart is None else ():
+                _compare_layout(name, work / name.replace(" ", "_"), trees, layout)
         except DifferenceError as difference:
             sys.stderr.write(f"DIFFERENT: {difference}\n")
             return 1
@@ -86,6 +93,21 @@ def _compare_layout(name: str, work: Path, trees: Mapping[str, Path], layout: Ma
     for kind, runs in (("whole run", whole), ("resumed run", resumed)):
         compare_runs(f"{name}, {kind}", runs["before"], runs["after"])
     sys.stdout.write(f"{name}: equal\n")
+
+
+def _compare_quickstart(work: Path, trees: Mapping[str, Path], assets: Path) -> None:
+    """Compare some steps of the quickstart's config, which each tree has as it was; only its length is changed."""
+    runs = {}
+    for tree, root in trees.items():
+        config = yaml.safe_load((root / "examples/rl/configs/quickstart_cpu.yaml").read_text())
+        config["run"] |= {"steps": QUICKSTART_STEPS, "deterministic": True}
+        config["model"]["path"], config["data"]["path"] = str(assets / "model"), str(assets / "train.jsonl")
+        config["evaluation"]["sets"] = [{"name": "additions", "path": str(assets / "heldout.jsonl"), "limit": 64}]
+        config |= {"checkpoint": {"every": QUICKSTART_STEPS}, "telemetry": {"dump_batches": True}}
+        runs[tree] = _run(root, config, work / tree, work)
+        sys.stdout.write(f"quickstart: ran {tree}\n")
+        sys.stdout.flush()
+    compare_runs("quickstart", runs["before"], runs["after"])
 
 
 def _run(root: Path, config: Mapping[str, Any], run_dir: Path, work: Path, *overrides: str) -> Path:
@@ -143,20 +165,27 @@ def _batches(directory: Path) -> dict[str, dict[str, Any]]:
     """Return every recorded trajectory with its prompt, without the project's own reader."""
     parts = sorted(directory.glob("*.parquet"))
     rows = [(path.name, row) for path in parts for row in pandas.read_parquet(path).to_dict("records")]
-    return {f"{name}, row {number}": row for number, (name, row) in enumerate(rows)}
+    return {f"{name}, row {number}": dict(_flat(row)) for number, (name, row) in enumerate(rows)}
+
+
+def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the columns of a row. The fields of a list of records are columns of their own: one tree may have more."""
+    for name, value in row.items():
+        items = value.tolist() if hasattr(value, "tolist") else value
+        if isinstance(items, list) and items and all(isinstance(item, dict) for item in items):
+            yield from ((f"{name}.{field}", [item[field] for item in items]) for field in items[0])
+        else:
+            yield name, items
 
 
 def _texts(table: Mapping[str, Mapping[str, Any]], columns: Collection[str]) -> dict[str, str]:
-    """Return the columns of each row as text. A column that only one tree has says nothing of a difference."""
+    """Return the values of `columns` as text. A column that only one tree has says nothing of a difference."""
     return {
-        key: json.dumps(
-            {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()
-             if name in columns},
-            sort_keys=True,
-            default=str,
-        )
+        f"{key}, {name}": json.dumps(value, sort_keys=True, default=str)
         for key, row in table.items()
-    }  # fmt: skip
+        for name, value in row.items()
+        if name in columns
+    }
 
 
 def _same(what: str, before: Any, after: Any) -> None:

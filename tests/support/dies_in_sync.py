@@ -10,7 +10,7 @@ from typing import Any
 from megarl.weights.engine import MegarlWeightTransferEngine
 from megarl.weights.loaders import ModelLoader
 
-MARK = "MEGARL_TEST_DIES_IN_SYNC"  # a file that says it has happened
+MARK = "MEGARL_TEST_DIES_IN_SYNC"  # a file that says it has happened; in FILE.syncs every sync leaves a line
 VERSION = 2
 _receive, _load = MegarlWeightTransferEngine.receive_weights, ModelLoader.load
 _about_to_die = False
@@ -23,6 +23,8 @@ class DiesInSync:
 def receive_weights(self: MegarlWeightTransferEngine, update_info: Any) -> None:
     global _about_to_die
     assert self._receiver is not None
+    with Path(f"{os.environ[MARK]}.syncs").open("a") as syncs:
+        syncs.write(f"{os.getpid()} {update_info.version} {self._receiver.group.name}\n")
     chosen = "replica 1" in self._receiver.group.name and update_info.version == VERSION
     _about_to_die = chosen and not Path(os.environ[MARK]).exists()
     _receive(self, update_info)

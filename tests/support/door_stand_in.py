@@ -26,7 +26,7 @@ from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.foreign_requests import ForeignRequests
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import EngineReport, ResponsePart
-from tests.support.fake_replicas import Method, fleet_of
+from tests.support.fake_replicas import Method, SharesCalls, fleet_of
 
 TOKEN = "t" * 32
 MODEL = "stand-in"
@@ -42,7 +42,7 @@ class _Speech:
     said: int = 0
 
 
-class SpeakingReplica:
+class SpeakingReplica(SharesCalls):
     """Answers with `answer(request)`, one token per turn of `pace`; log-prob of token t is -t/1000.
 
     While `going` is not set it makes no token, as an engine during a publication, which begins by itself after token
@@ -215,6 +215,8 @@ class StandInDoor:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(60)
 
     def close(self) -> None:
+        if self._loop.is_closed():
+            return
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join(60)
         assert not self._thread.is_alive(), "the stand-in door did not end within 60 s"

@@ -18,6 +18,18 @@ class EngineWorker:
         """The way in which the last sync was loaded."""
         return str(self.weight_transfer_engine.loader.way)
 
+    def interrupted(self) -> tuple[bool, int, int]:
+        """Tell whether a sync was cut off here, and how many modules it has and has not loaded."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        from megarl.weights.loaders import ModelLoader
+
+        engine = self.weight_transfer_engine
+        assert isinstance(engine.loader, ModelLoader)
+        modules = [module for module in self.model_runner.get_model().modules() if module._parameters]
+        left = sum(get_layerwise_info(module).can_load() for module in modules)
+        return engine._interrupted is not None, len(modules) - left, left
+
     def force_reload(self, on: bool) -> None:
         """Make every later sync a layer-wise reload, or leave the choice to the check."""
         from megarl.weights import in_place, loaders
@@ -26,7 +38,7 @@ class EngineWorker:
         loaders.in_place_obstacle = check  # type: ignore[assignment]
 
     def unpack(self) -> None:
-        """Switch off the packing of weights for CPU kernels. The next reload then makes weights in vLLM's own layout.
+        """Switch off the packing of weights for CPU kernels, once. The next reload makes weights in vLLM's own layout.
 
         The parameters that packing has emptied or padded get their first shape back, without values.
         """
@@ -37,7 +49,8 @@ class EngineWorker:
         from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
         _custom_ops._supports_onednn = False
-        del CPUUnquantizedExperts.process_weights_after_loading
+        if "process_weights_after_loading" in vars(CPUUnquantizedExperts):
+            del CPUUnquantizedExperts.process_weights_after_loading
         CPUUnquantizedExperts.apply = plain_experts
         for layer in self.model_runner.get_model().modules():
             for name, built in get_layerwise_info(layer).restore_metadata[0].items():

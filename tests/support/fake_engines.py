@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +11,11 @@ from typing import Any
 
 import torch
 
+from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
 from megarl.models.gather import GatherRequest
+from megarl.rollout.weight_state import WeightState
 from megarl.weights.buckets import unpack_manifest
+from megarl.weights.handles import ABANDON
 from megarl.weights.receiver import Receiver
 from megarl.weights.store import SyncStore
 from megarl.weights.transport import Group, GroupMembers
@@ -108,7 +112,9 @@ class FakeReplica:
         self.version: str | None = None
         self.serving = True
         self.cleared: bool | None = None  # whether the last pause cleared the KV cache
+        self.keeps_weights = False  # as the last pause was told
         self.failed: str | None = None
+        self.weights = WeightState(has_weights=False)
         self.on: dict[str, Callable[[], None]] = {}
         self._receivers: list[Receiver] = []
         self._pool = ThreadPoolExecutor(max_workers=workers)
@@ -136,25 +142,37 @@ class FakeReplica:
 
         self._receivers = list(self._pool.map(join, range(len(self.loaders))))
 
-    def _pause(self, clear_cache: bool) -> None:
+    def _pause(self, clear_cache: bool, keeps_weights: bool = False) -> None:
+        self.keeps_weights = keeps_weights
         self.serving, self.cleared = False, clear_cache
 
     def _start_weight_update(self) -> None:
-        pass
+        self.weights.begin()
 
     def _update_weights(self, info: dict[str, Any]) -> None:
+        """Receive; return early if another member fails, as a real engine does."""
+        self.weights.receive(info["load"])
         plan = {name: info[name] for name in ("layer_span", "plan_hash", "load")}
         futures = [
             self._pool.submit(r.receive, info["sync"], info["version"], info["timeout_s"], **plan)
             for r in self._receivers
         ]
         for future in futures:
-            future.result()
+            with contextlib.suppress(SyncAborted, ConnectionLost, PeerTimeout):
+                future.result()
 
     def _finish_weight_update(self, version: str | None) -> None:
+        self.weights.finished(published=version is not None)
         self.version = version or self.version
 
+    def _abandon_weight_update(self, info: dict[str, Any]) -> None:
+        assert info == ABANDON
+        if self.weights.in_session:
+            self.weights.abandoned()
+
     def _resume(self) -> None:
+        if self.weights.obstacle is not None:
+            raise RuntimeError(f"{self.name} {self.weights.obstacle}")
         self.serving = True
 
     def _fail(self, reason: str) -> None:
@@ -165,6 +183,7 @@ class FakePool:
     def __init__(self, *workers: int) -> None:
         self._replicas = [FakeReplica(f"replica {i}", n) for i, n in enumerate(workers)]
         self.restarted: list[str] = []
+        self.replaced_later: list[str] = []
         self.can_restart = True
         self.lock = threading.Lock()
 
@@ -190,6 +209,11 @@ class FakePool:
             if replica.name in names:
                 self.restarted.append(replica.name)
                 self._replicas[index] = FakeReplica(replica.name, len(replica.loaders))
+
+    def replace_later(self, names: Sequence[str], timeout_s: float) -> None:
+        """A test adds the new ones."""
+        self.replaced_later += names
+        self._replicas = [replica for replica in self._replicas if replica.name not in names]
 
 
 def random_tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

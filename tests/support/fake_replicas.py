@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.fleet import Fleet
+from megarl.rollout.outbox import Outbox
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.response_parts import EngineReport, ResponsePart
+from megarl.rollout.shared_calls import CallDesk, CallResults, SharedCall
 
 SPEC = SamplingSpec(4, 1.0, (2,))
 
@@ -23,7 +25,31 @@ class Method:
         return asyncio.ensure_future(self.function(*args))
 
 
-class FakeReplica:
+class SharesCalls:
+    """Takes calls as an engine's actor does, and makes them of its own methods."""
+
+    _desk: CallDesk | None = None
+
+    @property
+    def begin_calls(self) -> Method:
+        return Method(self._begin_calls)
+
+    @property
+    def take_answers(self) -> Method:
+        return Method(self._take_answers)
+
+    async def _begin_calls(self, link: str, calls: Sequence[SharedCall]) -> None:
+        if self._desk is None:
+            make_call = lambda method, args: getattr(self, method).remote(*args)  # noqa: E731
+            self._desk = CallDesk(make_call, lambda _: Outbox(gather_s=0.0))
+        self._desk.begin(link, calls)
+
+    async def _take_answers(self, link: str, seen: int, wait_s: float) -> CallResults:
+        assert self._desk is not None
+        return await self._desk.take(link, seen, wait_s)
+
+
+class FakeReplica(SharesCalls):
     """Answers each request with one token, its index, after `delay_s`, or raises `error`; a reset does that too.
 
     `told`: the reasons for which it was told to refuse every call.
@@ -89,7 +115,7 @@ def fleet_of(
     )
 
 
-class ScriptedReplica:
+class ScriptedReplica(SharesCalls):
     """Makes token `index` for its requests, one per report; `rounds` reports, then `outcome`, or silence.
 
     When it is told to end requests, it gives two more tokens, or raises `refusal`.

@@ -79,10 +79,11 @@ class FakeSource:
         return SimpleNamespace(
             ids=[5] * (group_id + 1),
             reward_input=judge,
-            answer="7",
+            answer=self.reference(group_id),
             sampling=self.sampling,
             dataset=self.dataset(group_id),
             reward=0,
+            demonstrations=(),
         )
 
     def dataset(self, group_id: int) -> str:
@@ -203,6 +204,9 @@ class FakeFleet:
     def take_load(self) -> EngineLoad:
         return EngineLoad(0.5, 3, 1)
 
+    def take_rates(self) -> dict[str, float]:
+        return {"rollout/replica_tokens_per_second/0": 100.0}
+
     async def drain(self, timeout_s: float) -> None:
         self.drained.append(timeout_s)
 
@@ -283,18 +287,27 @@ class LocalController:
 
 
 def local_controller(
-    config: Config, directory: Path, monkeypatch: pytest.MonkeyPatch, loop: AgentLoop | None = None
+    config: Config,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    loop: AgentLoop | None = None,
+    *,
+    fleet: Any = None,
 ) -> LocalController:
-    """Return a started controller whose run directory is `directory`; its constructor redirects no output."""
+    """Return a started controller whose run directory is `directory`; its constructor redirects no output.
+
+    `fleet`: a real one; None: a `FakeFleet`.
+    """
     monkeypatch.setattr(controller_module, "redirect_output", lambda path: None)
     spec = ReplicaSpec(config.model_dump_json(), str(directory), "run", cuda=False, max_model_len=64, supervisor=None)
     made: Any = RolloutController(spec, "run.0")
-    fleet, queue, source, rewards = FakeFleet(), FakeQueue(), FakeSource(), FakeRewards()
-    fleet.version = lambda: made._admission.version
-    batcher = Batcher(fleet, clock=made._engine_time)  # type: ignore[arg-type]
+    queue, source, rewards = FakeQueue(), FakeSource(), FakeRewards()
+    if fleet is None:
+        fleet = FakeFleet(lambda: made._admission.version)
+    batcher = Batcher(fleet, clock=made._engine_time)
     made._fleet, made._writer, made._queue, made._source, made._rewards = fleet, queue, queue, source, rewards
     made._batcher = batcher
-    made._foreign_requests = ForeignRequests(fleet, serves=False)  # type: ignore[arg-type]
+    made._foreign_requests = ForeignRequests(fleet, serves=False)
     made._runner = GroupRunner(config, loop or SingleTurn(), source, batcher, rewards, partition="run.0")  # type: ignore[arg-type]
     made._groups = made._prompt_groups()
     made.elastic = FakeElasticPool()  # type: ignore[assignment]

@@ -52,7 +52,7 @@ class FakeRecorder:
 
     def status(self, text: str) -> None: ...
 
-    def start_clock(self) -> None:
+    def start_clock(self, steps_done: int = 0) -> None:
         self._note("start the clock")
 
     def sync(self, version: int, report: str) -> None:
@@ -66,8 +66,10 @@ class FakeRecorder:
         self._note(f"record step {batch.step} of {plan}, which made version {version}")
 
     def evaluation(
-        self, steps_done: int, version: int, label: str, reports: Sequence[str], *, written_at: int | None = None
-    ) -> None:
+        self, steps_done: int, version: int, label: str, reports: Sequence[str], *,
+        written_at: int | None = None, began: float | None = None,
+    ) -> None:  # fmt: skip
+        assert began is not None, "nobody could tell how long the evaluation took"
         at = f"{steps_done}" if written_at is None else f"{steps_done} (written at {written_at})"
         self._note(f"record {label} at {at} of version {version}: {reports}")
 
@@ -246,6 +248,7 @@ class FakeChannel:
     def __init__(self) -> None:
         self.hurried, self.closed = threading.Event(), threading.Event()
         self.hurry, self.relax, self.close = self.hurried.set, self.hurried.clear, self.closed.set
+        self.of_replicas: Callable[[str], list[str]] = lambda own: [own]
 
 
 class FakeIdle:
@@ -280,12 +283,15 @@ class FakeRun:
         self.lost_before: dict[str, int] = {}  # evaluations that find all replicas lost, and how often
         self.lost_beside: dict[str, int] = {}  # the same of evaluations beside training, while they are waited for
         self.due: set[int] = set()
+        self.refreshed: list[int] = []  # the steps done when the reference was offered the policy's weights
         self.evaluated = False  # an evaluation beside training has ended when it is asked for without waiting
         self.failing_saves: set[int] = set()
         self.train: Callable[[], None] = lambda: None
         self.taking: Callable[[int], None] = lambda step: None  # before the batch of a step is taken
         self.idle: Callable[[Future[Any]], None] = lambda ready: None  # while the trainer waits for a batch
         self.early: list[object] = []  # the early log-probs that each step was given
+        self.packing: Callable[[str], None] = lambda plan: None  # before the batch of a plan is packed
+        self.packed: list[object] = []  # what was packed for each step
         self.channel = FakeChannel()
         self.gather: Callable[[object, object], list[object]] = lambda mine, codec: [mine]
         self.session: Session | None = None
@@ -307,9 +313,17 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     def plan_step(tags: object, config: Config, *, dp_size: int, version: int, replaced: object, reused: object) -> str:
         return f"plan for version {version}"
 
-    def train_step(policy: object, plan: str, *rest: object, step: int, early: object) -> None:
+    def pack_step(packer: object, plan: str, *rest: object, **options: object) -> str:
+        run.packing(plan)
+        note(f"pack {plan}")
+        return f"packed {plan}"
+
+    def train_step(
+        policy: object, plan: str, *rest: object, step: int, early: object, packed: object, watch: object
+    ) -> None:
         note(f"train {plan}")
         run.early.append(early)
+        run.packed.append(packed)
         run.train()
 
     def install() -> None:
@@ -325,7 +339,9 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         "Recorder": lambda config, peers, terminal: FakeRecorder(run),
         "load_info": lambda path: None,
         "parallel": SimpleNamespace(initialize=lambda layout, **options: note("parallel state")),
-        "Policy": lambda config, layout, info: note("policy") or SimpleNamespace(module_chunks=[]),
+        "Policy": lambda config, layout, info: (
+            note("policy") or SimpleNamespace(module_chunks=[], packer=None, refresh_reference=run.refreshed.append)
+        ),
         "HFExporter": lambda chunks, info, dtype: None,
         "save_hf": save_hf,
         "PoolLink": lambda config, peers, recorder: FakePool(run),
@@ -338,8 +354,13 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(session, name, fake)
-    monkeypatch.setattr(batches, "parallel", SimpleNamespace(dp_size=lambda: 2))
+    monkeypatch.setattr(
+        batches,
+        "parallel",
+        SimpleNamespace(dp_size=lambda: 2, dp_rank=lambda: 0, dp_all_gather_object=lambda own, codec: [own]),
+    )
     monkeypatch.setattr(batches, "plan_step", plan_step)
+    monkeypatch.setattr(batches, "pack_step", pack_step)
     monkeypatch.setattr(batches, "BackgroundChannel", lambda timeouts: run.channel)
     monkeypatch.setattr(loop, "train_step", train_step)
     return run

@@ -101,6 +101,24 @@ def outcome(rows: list[Trajectory], attempt: Attempt) -> dict[str, Any]:
     }
 
 
+def undisturbed() -> tuple[dict[str, Any], int]:
+    """Return the outcome of a group that nothing stops, and the number of points at which it could be stopped."""
+    attempt = Attempt()
+    rows = attempt.run()
+    return json.loads(json.dumps(outcome(rows, attempt))), attempt.stop.seen
+
+
+def interrupted_books(record: bytes) -> int:
+    """Count the calls of `book` whose intent is in a record, without an answer."""
+    loops = decode_unfinished(record).loops.values()
+    open_calls = [
+        (json.loads(loop.state)["calls"], json.loads(loop.state)["answers"], loop)
+        for loop in loops
+        if any(call.text is None for call in loop.calls.values())
+    ]
+    return sum(calls[len(answers)]["name"] == "book" for calls, answers, _ in open_calls)
+
+
 if __name__ == "__main__":
     for path in sys.argv[1:]:
         attempt = Attempt()

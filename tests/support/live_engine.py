@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megarl.rollout.weight_state import WeightState
+
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -38,6 +40,7 @@ class LiveReplica:
         self.name = name
         self._workers = tensor_parallel
         self.failed: str | None = None
+        self.weights = WeightState(has_weights=True)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         arguments = {
@@ -88,21 +91,34 @@ class LiveReplica:
 
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
-    async def _pause(self, clear_cache: bool) -> None:
+    async def _pause(self, clear_cache: bool, keeps_weights: bool = False) -> None:
         await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
 
     async def _start_weight_update(self) -> None:
+        self.weights.begin()
         await self._engine.start_weight_update()
 
     async def _update_weights(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        self.weights.receive(info["load"])
         await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+    async def _abandon_weight_update(self, info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        assert self.weights.in_session
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self._engine.finish_weight_update(None)
+        self.weights.abandoned()
 
     async def _finish_weight_update(self, version: str | None) -> None:
         await self._engine.finish_weight_update(version)
+        self.weights.finished(published=version is not None)
 
     async def _resume(self) -> None:
+        if self.weights.obstacle is not None:
+            raise RuntimeError(f"{self.name} {self.weights.obstacle}")
         await self._engine.resume_generation()
 
     async def _fail(self, reason: str) -> None:
@@ -150,10 +166,11 @@ class LiveReplica:
 
 
 class LivePool:
-    def __init__(self, *replicas: LiveReplica) -> None:
+    def __init__(self, *replicas: Any) -> None:
+        """`replicas`: of them some may be fakes."""
         self._replicas = replicas
 
-    def replicas(self) -> tuple[LiveReplica, ...]:
+    def replicas(self) -> tuple[Any, ...]:
         return self._replicas
 
     def names(self) -> list[str]:
@@ -162,13 +179,28 @@ class LivePool:
     def restart(self, names: Any, timeout_s: float) -> None:
         raise RuntimeError("this test's engines are not restarted")
 
+    def replace_later(self, names: Any, timeout_s: float) -> None:
+        self._replicas = tuple(replica for replica in self._replicas if replica.name not in names)
 
-def reference(model: Path, prompt: list[int], response: list[int]) -> tuple[list[int], torch.Tensor]:
-    """(greedy tokens, log-probs of the response's tokens) of `transformers`, teacher-forced."""
+
+def reference(
+    model: Path, prompt: list[int], response: list[int], old: Path | None = None, cached: int = 0
+) -> tuple[list[int], torch.Tensor]:
+    """(greedy tokens, log-probs of the response's tokens) of `transformers`, teacher-forced.
+
+    `old`: the model whose KV cache of the prompt and the first `cached` tokens the other tokens follow; the results
+    for these `cached` tokens are the old model's.
+    """
     from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.no_grad():
-        logits = policy(torch.tensor([prompt + response])).logits[0].float()
+        if old is None:
+            logits = policy(torch.tensor([prompt + response])).logits[0].float()
+        else:
+            before = AutoModelForCausalLM.from_pretrained(old, dtype=torch.float32).eval()
+            known = before(torch.tensor([prompt + response[:cached]]), use_cache=True)
+            rest = policy(torch.tensor([response[cached:]]), past_key_values=known.past_key_values)
+            logits = torch.cat([known.logits[0], rest.logits[0]]).float()
     logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
     return logprobs.argmax(-1).tolist(), logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algorithms.aggregation import GlobalCounts
-from megarl.algorithms.losses import LossInputs, LossSpec, micro_batch_loss
+from megarl.algorithms.aggregation import Aggregation, GlobalCounts
+from megarl.algorithms.correction import CorrectionSpec
+from megarl.algorithms.kl import KLEstimator
+from megarl.algorithms.losses import LOSSES
+from megarl.algorithms.objective import LossInputs, Objective, micro_batch_loss
 from megarl.algorithms.stats import LossStats
+from megarl.algorithms.terms import TermCounts
 
 MAX_TOKENS = 16
 
@@ -85,26 +89,47 @@ class Result:
     stats: LossStats
 
 
+@dataclass(frozen=True)
+class LossSpec:
+    """An objective with a clipped ratio, as flat fields for those who write it again from the papers."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kind: str = "ppo"
+    clip_dual: float | None = None
+    kl_coef: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    entropy_coef: float = 0.0
+    aggregation: Aggregation = "token_mean"
+    correction: CorrectionSpec | None = None
+
+    @property
+    def objective(self) -> Objective:
+        clip = {"clip_low": self.clip_low, "clip_high": self.clip_high, "clip_dual": self.clip_dual}
+        return Objective(
+            LOSSES.find(self.kind).choose(clip),
+            self.aggregation,
+            kl_coef=self.kl_coef,
+            kl_estimator=self.kl_estimator,
+            entropy_coef=self.entropy_coef,
+            correction=self.correction,
+        )
+
+
 def loss_spec(**changes: Any) -> LossSpec:
     """PPO's symmetric clip, with changes."""
-    options: dict[str, Any] = dict(
-        clip_low=0.2,
-        clip_high=0.2,
-        kind="ppo",
-        clip_dual=None,
-        kl_coef=0.0,
-        kl_estimator="k3",
-        entropy_coef=0.0,
-        aggregation="token_mean",
-    )
-    return LossSpec(**options | changes)
+    return LossSpec(**changes)
 
 
 def packed_result(
-    batch: Batch, spec: LossSpec, split: Sequence[Sequence[int]] | None = None, counts: GlobalCounts | None = None
+    batch: Batch,
+    spec: LossSpec | Objective,
+    split: Sequence[Sequence[int]] | None = None,
+    counts: TermCounts | None = None,
 ) -> Result:
     """megarl's loss, over micro-batches that hold the sequences of `split` (default: one with all)."""
-    counts = counts or batch.counts()
+    objective = spec.objective if isinstance(spec, LossSpec) else spec
+    counts = counts or TermCounts.without_streams(batch.counts())
     leaves = [t.clone().requires_grad_() for t in batch.logprobs]
     entropies = [t.clone().requires_grad_() for t in batch.entropy]
     total = torch.zeros((), dtype=torch.float64)
@@ -129,7 +154,7 @@ def packed_result(
             },
             entropy_R=pack(entropies),
         )
-        result = micro_batch_loss(spec, inputs)
+        result = micro_batch_loss(objective, inputs)
         total = total + result.loss
         parts.append(result.stats)
     total.backward()

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.losses import LossSpec
-from tests.support.loss_batches import MAX_TOKENS, Batch, Result
+from tests.support.loss_batches import MAX_TOKENS, Batch, LossSpec, Result
 
 
 def reference_result(batch: Batch, spec: LossSpec) -> Result:

@@ -19,6 +19,7 @@ from tests.support.tiny import make_tiny_model
 RECIPES = {path.stem: path for path in sorted((ROOT / "examples/rl/configs").glob("qwen*.yaml"))}
 
 RANKS, GROUPS, SAMPLES, RESPONSE_TOKENS = 2, 4, 4, 12
+EVAL_SAMPLES = 2  # per problem of a held-out set
 # Keys that say how much hardware the recipe has. Without them a run takes what one machine has.
 DROPPED = (
     "model.shape", "trainer.gpus_per_node", "trainer.devices", "trainer.device_memory_gib",
@@ -56,7 +57,7 @@ def twin(name: str, directory: Path) -> dict[str, Any]:
         "data__max_prompt_tokens": 160,
         "reward__function": f"tests.support.reward_functions:{reward}",
         "reward__workers": 1,
-        "evaluation__sets": [{**each, "path": str(heldout)} for each in whole["evaluation"]["sets"]],
+        "evaluation__sets": [_small_set(each, heldout) for each in whole["evaluation"]["sets"]],
         "rollout__replicas": 1,
         "rollout__max_num_seqs": 32,
         "queue__storage_units": 1,
@@ -93,6 +94,15 @@ def differing_keys(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
     first, second = _leaves(one), _leaves(other)
     missing = object()
     return {key for key in first.keys() | second.keys() if first.get(key, missing) != second.get(key, missing)}
+
+
+def _small_set(whole: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A held-out set with fewer responses per problem, if the recipe says how many, and still more than one."""
+    sampling = whole.get("sampling", {})
+    fewer = (
+        {"sampling": {**sampling, "samples": min(sampling["samples"], EVAL_SAMPLES)}} if "samples" in sampling else {}
+    )
+    return {**whole, "path": str(path), **fewer}
 
 
 def _parallel_sizes(tree: dict[str, Any]) -> dict[str, int]:

@@ -36,6 +36,22 @@ def overflowing(response: str, answer: str) -> float:
     return 3e38 * digit_share(response, answer)
 
 
+def overflowing_at(response: str, answer: str, mark: str) -> float:
+    """The share of digits; of one sample far more, for each time that the file `mark` is made."""
+    try:
+        os.unlink(mark)
+    except FileNotFoundError:
+        return digit_share(response, answer)
+    return 3e38
+
+
+def slow_and_marked(response: str, answer: str, mark: str) -> float:
+    """The share of digits after a while; the file `mark` tells that somebody has asked."""
+    Path(mark).touch()
+    time.sleep(0.3)
+    return digit_share(response, answer)
+
+
 def by_response(sample: RewardInput) -> float:
     """The response says what happens to it."""
     command, _, argument = sample.response.partition(" ")

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.algorithms.losses import LossSpec
 from megarl.config.schema import Config
 from megarl.trainer.batch import TrainSample
 from tests.support.configs import with_changes
-from tests.support.loss_batches import Batch
+from tests.support.loss_batches import Batch, LossSpec
 from tests.support.padded_loss import reference_result
 from tests.support.samples import advantage_of, train_sample
 from tests.support.tiny import make_tiny_model
@@ -137,7 +136,12 @@ def plain_loss(model: torch.nn.Module, samples: list[TrainSample]) -> torch.Tens
 def plain_gradients(model_dir: Path, samples: list[TrainSample]) -> dict[str, torch.Tensor]:
     """Gradient of `plain_loss` by Hugging Face parameter name, split per expert as the files are."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    plain_loss(model, samples).backward()
+    return plain_gradients_of(model, plain_loss(model, samples))
+
+
+def plain_gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradient of any loss of a transformers model by parameter name, split per expert as the files are."""
+    loss.backward()
     return _gradients(model)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,11 @@ def train(config: dict[str, Any], *overrides: str, ranks: int = 2, timeout: floa
 def start(config: Path, *overrides: str, ranks: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
     """torchrun in a session of its own; stdout and stderr together in its pipe."""
     script = ROOT / "examples/rl/train_rl.py"
-    command = torchrun(ranks, "--max-restarts", str(restarts), str(script), "--config", str(config), *overrides)
+    return popen(torchrun(ranks, "--max-restarts", str(restarts), str(script), "--config", str(config), *overrides))
+
+
+def popen(command: Sequence[str]) -> subprocess.Popen[str]:
+    """A command in a session of its own; stdout and stderr together in its pipe."""
     return subprocess.Popen(
         command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.queue.trajectory import SampleTag
+from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 from megarl.trainer.batch import TrainSample
 
 
@@ -29,6 +29,22 @@ def advantage_of(sample: TrainSample) -> float:
     values = set(sample.streams["advantages"].tolist())
     assert len(values) == 1, values
     return values.pop()
+
+
+def trajectory_of(response_ids: list[int], *, response_mask: list[int], **streams: list[float]) -> Trajectory:
+    """Sample 0:0, with streams by name."""
+    return Trajectory(
+        group_id=0,
+        sample_index=0,
+        prompt_ids=[1],
+        response_ids=response_ids,
+        rollout_logprobs=[-1.0] * len(response_ids),
+        versions=(VersionSpan(0, 0, len(response_ids)),),
+        finish_reason="stop",
+        reward=0.0,
+        response_mask=response_mask,
+        streams=streams,
+    )
 
 
 def judged(

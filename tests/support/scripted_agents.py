@@ -109,7 +109,7 @@ class OneProblem:
         judge = lambda text, tokens, reason: RewardInput("", text, tokens, reason)  # noqa: E731
         sampling = SamplingSpec(max_tokens, 1.0, (END,))
         self.drawn: Any = SimpleNamespace(
-            ids=ids, reward_input=judge, answer="4", sampling=sampling, dataset="", reward=0
+            ids=ids, reward_input=judge, answer="4", sampling=sampling, dataset="", reward=0, demonstrations=()
         )
 
     def draw(self, group_id: int) -> Any:

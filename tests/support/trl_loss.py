@@ -11,8 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megarl.algorithms.losses import LossSpec
-from tests.support.loss_batches import MAX_TOKENS, Batch, Result
+from tests.support.loss_batches import MAX_TOKENS, Batch, LossSpec, Result
 
 # The loss types that are an aggregation of the same token losses.
 LOSS_TYPES = {
@@ -40,18 +39,23 @@ class _OneProcess:
         return tensor
 
 
-def trl_result(batch: Batch, spec: LossSpec, loss_type: str) -> Result:
+# The loss types that are losses of their own, and how each is aggregated.
+OWN_LOSS_TYPES = {"cispo": "token_mean", "sapo": "sequence_mean"}
+
+
+def trl_result(batch: Batch, spec: LossSpec, loss_type: str, **settings: float) -> Result:
+    """`settings`: further arguments of TRL's config; `epsilon_high` of CISPO is the bound of the weight itself."""
     GRPOTrainer = grpo_module().GRPOTrainer
-    assert spec.kl_estimator == "k3" and spec.aggregation == LOSS_TYPES[loss_type]
+    assert spec.kl_estimator == "k3" and spec.aggregation == {**LOSS_TYPES, **OWN_LOSS_TYPES}[loss_type]
     logprobs_BL = batch.padded("logprobs").requires_grad_()
     entropy_BL = batch.padded("entropy").requires_grad_()
     trainer = GRPOTrainer.__new__(GRPOTrainer)
     trainer.model = SimpleNamespace(training=False)  # eval: no division by gradient accumulation steps
-    trainer.args = SimpleNamespace(delta=spec.clip_dual, use_bias_correction_kl=False)
+    trainer.args = SimpleNamespace(delta=spec.clip_dual, use_bias_correction_kl=False, **settings)
     trainer.accelerator = _OneProcess()
     trainer.loss_type = loss_type
     trainer.importance_sampling_level = "sequence" if spec.kind == "gspo" else "token"
-    trainer.epsilon_low, trainer.epsilon_high = spec.clip_low, spec.clip_high
+    trainer.epsilon_low, trainer.epsilon_high = spec.clip_low, settings.get("epsilon_high", spec.clip_high)
     trainer.beta = spec.kl_coef
     trainer.max_completion_length = MAX_TOKENS
     trainer.entropy_coef = spec.entropy_coef

@@ -9,11 +9,11 @@ from megarl.common.errors import ReplicaFailed
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from megarl.rollout.response_parts import EngineReport, ResponsePart
-from tests.support.fake_replicas import Method
+from tests.support.fake_replicas import Method, SharesCalls
 
 
 @dataclass
-class VersionedEngine:
+class VersionedEngine(SharesCalls):
     """Works when it is given turns: each call waits for `turn`. A request ends with its `max_tokens`-th token."""
 
     index: int
@@ -59,7 +59,7 @@ class VersionedEngine:
 
 async def settle() -> None:
     """Let everything happen that waits for nothing."""
-    for _ in range(12):
+    for _ in range(40):
         await asyncio.sleep(0)
 
 

@@ -54,10 +54,10 @@ def replay(
     return read_hf(out / "hf")
 
 
-def start_run(config: dict[str, Any], *overrides: str, restarts: int = 0) -> subprocess.Popen[str]:
+def start_run(config: dict[str, Any], *overrides: str, ranks: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
     path = Path(config["run"]["dir"]).parent / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    return start(path, *overrides, restarts=restarts)
+    return start(path, *overrides, ranks=ranks, restarts=restarts)
 
 
 def wait_for(condition: Callable[[], bool], process: Any, timeout_s: float = 240.0) -> None:
@@ -71,6 +71,12 @@ def wait_for(condition: Callable[[], bool], process: Any, timeout_s: float = 240
 def metric_steps(run_dir: Path) -> int:
     """Step lines in metrics.jsonl so far."""
     return len(step_records(run_dir))
+
+
+def actors(run_dir: Path, name: str) -> list[psutil.Process]:
+    """The processes of Ray actors of a class."""
+    supervisor = psutil.Process(json.loads((run_dir / "supervisor.json").read_text())["process"]["pid"])
+    return [each for each in supervisor.children(recursive=True) if f"ray::{name}" in " ".join(each.cmdline())]
 
 
 def ranks_of(process: Any) -> list[psutil.Process]:

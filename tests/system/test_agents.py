@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from megarl.queue.dump import read_batch
+from megarl.telemetry.event_files import read_events
 from tests.support.chat_templates import CHATML_TOOLS
 from tests.support.leftovers import assert_nothing_left
-from tests.support.run import tiny_config, train
+from tests.support.run import Run, tiny_config, train
+from tests.support.whole_runs import (
+    actors,
+    check_every_group_once,
+    kill_everything,
+    metric_steps,
+    start_run,
+    wait_for,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -20,10 +32,25 @@ MEAN, MAX = 1e-5, 1e-4
 
 def test_a_loop_and_a_tool_of_ones_own(tmp_path: Path) -> None:
     """The examples of docs/environments.md, on a random model, with the engine's log-probs against the trainer's."""
-    config = tiny_config(tmp_path, steps=2)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    config, tokenizer = second_thoughts(tmp_path, steps=2)
+    run = train(config, "telemetry.dump_batches=true")
+    assert run.code == 0, run.output[-4000:]
+    check_metrics(run)
+    assert {record["agent/tool_calls_mean"] for record in run.metrics} == {1}
+    for step in range(2):
+        check_batch(run.directory, step, tokenizer)
+    check_files(run.directory)
+    tools = {each.args["tool"] for each in read_events(run.directory, {"tool"})}
+    assert tools == {"digits"} and len(list(read_events(run.directory, {"turn"}))) == 2 * 2 * 16
+    assert_nothing_left(run.directory)
+
+
+def second_thoughts(directory: Path, steps: int) -> tuple[dict[str, Any], Any]:
+    """The config of a run of two turns with a tool between them, and its tokenizer."""
+    config = tiny_config(directory, steps=steps)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     tokenizer.chat_template = CHATML_TOOLS.replace("{{ tools | tojson }}", "{{ tools[0]['function']['name'] }}")
-    tokenizer.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(directory / "model")
     config["agent"] = {
         "loop": "examples.rl.agents.second_thoughts:SecondThoughts",
         "kwargs": {"tool": "digits", "first_tokens": 8},
@@ -32,22 +59,61 @@ def test_a_loop_and_a_tool_of_ones_own(tmp_path: Path) -> None:
     config["tools"] = [{"kind": "examples.rl.agents.digits:Digits"}]
     config["sampling"]["max_tokens"] = 128
     config["trainer"]["micro_batch_tokens"] = 1024
-    run = train(config, "telemetry.dump_batches=true")
-    assert run.code == 0, run.output[-4000:]
+    return config, tokenizer
+
+
+def check_metrics(run: Run) -> None:
+    """Engine and trainer agree on the sampled tokens, which alone are trained on."""
     for record in run.metrics:
         assert record["mismatch/logprob_abs_diff_mean"] <= MEAN and record["mismatch/logprob_abs_diff_max"] <= MAX
         assert record["mismatch/tokens"] == record["batch/loss_tokens"] < record["batch/response_tokens"]
-        assert record["agent/turns_mean"] == 2 and record["agent/tool_calls_mean"] == 1
-        assert record["agent/tool_errors"] == 0
-    for step in range(2):
-        batch = read_batch(run.directory / "batches", step)
-        for row in batch.trajectories:
-            inserted = [token for token, mask in zip(row.response_ids, row.response_mask, strict=True) if not mask]
-            assert "digits. Answer again." in tokenizer.decode(inserted)
-            text = tokenizer.decode([*row.prompt_ids, *row.response_ids])
-            assert text.startswith("<|im_start|>system\ndigits<|im_end|>") and text.count("<|im_start|>assistant") == 2
-    check_files(run.directory)
-    assert_nothing_left(run.directory)
+        assert record["agent/turns_mean"] == 2 and record["agent/tool_errors"] == 0
+
+
+def check_batch(directory: Path, step: int, tokenizer: Any) -> list[str]:
+    """Check the tokens of a step's batch; return its keys."""
+    batch = read_batch(directory / "batches", step)
+    for row in batch.trajectories:
+        inserted = [token for token, mask in zip(row.response_ids, row.response_mask, strict=True) if not mask]
+        assert "digits. Answer again." in tokenizer.decode(inserted)
+        text = tokenizer.decode([*row.prompt_ids, *row.response_ids])
+        assert text.startswith("<|im_start|>system\ndigits<|im_end|>") and text.count("<|im_start|>assistant") == 2
+    return [row.key for row in batch.trajectories]
+
+
+def test_a_worker_is_killed_at_a_random_moment_and_every_group_counts_once(tmp_path: Path) -> None:
+    """Two agent workers; SIGKILL to one of them, drawn from a seed that is printed."""
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed of the kill: {seed}")
+    rng = random.Random(seed)
+    steps = 5
+    config, tokenizer = second_thoughts(tmp_path, steps)
+    config["rollout"]["agent_workers"] = 2
+    config["evaluation"], config["telemetry"] = {}, {"dump_batches": True}
+    run_dir, process = tmp_path / "run", start_run(config)
+    try:
+        wait_for(lambda: metric_steps(run_dir) >= rng.randrange(1, steps - 2), process)
+        time.sleep(rng.uniform(0, 0.5))
+        workers = actors(run_dir, "AgentWorker")
+        assert len(workers) == 2 and {path.name for path in (run_dir / "logs").glob("worker-*.log")} == {
+            "worker-0.log", "worker-1.log"
+        }  # fmt: skip
+        workers[rng.randrange(2)].kill()
+        output, _ = process.communicate(timeout=240)
+    finally:
+        if process.poll() is None:
+            kill_everything(process, run_dir)
+    run = Run(process.returncode, output, run_dir)
+    assert run.code == 0, output[-4000:]
+    check_metrics(run)
+    assert sum(record["rollout/workers_lost"] for record in run.metrics) == 1
+    # Calls that were answered before the kill are not made again, and were measured by the worker that is gone.
+    assert all(record["agent/tool_calls_mean"] <= 1 for record in run.metrics)
+    check_every_group_once(run, steps)
+    keys = [key for step in range(steps) for key in check_batch(run_dir, step, tokenizer)]
+    groups, samples = config["batch"]["groups"], config["batch"]["samples_per_group"]
+    assert sorted(keys) == sorted(f"{group}:{index}" for group in range(steps * groups) for index in range(samples))
+    assert_nothing_left(run_dir)
 
 
 def check_files(directory: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megarl.cluster.handle import read_state
@@ -14,6 +12,7 @@ from megarl.rollout.schedule_replay import read_schedule, replay_schedule
 from tests.support.leftovers import assert_nothing_left
 from tests.support.run import Run, step_records
 from tests.support.whole_runs import (
+    actors,
     check_counters,
     check_every_group_once,
     config_of,
@@ -24,13 +23,7 @@ from tests.support.whole_runs import (
     wait_for,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-
-def actors(run_dir: Path, name: str) -> list[psutil.Process]:
-    """The processes of Ray actors of a class."""
-    supervisor = psutil.Process(json.loads((run_dir / "supervisor.json").read_text())["process"]["pid"])
-    return [each for each in supervisor.children(recursive=True) if f"ray::{name}" in " ".join(each.cmdline())]
+pytestmark = pytest.mark.engine
 
 
 def attempt(run_dir: Path) -> int:
@@ -43,7 +36,7 @@ def rebuilds(run_dir: Path) -> int:
     return int(state.get("rebuilds", 0)) if state.get("state") == "ready" else -1
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(tmp_path: Path, mode: str) -> None:
     """No restart of the ranks is allowed. The supervisor, the engine and all ranks are those of the start."""
     config = config_of(tmp_path, steps=400, checkpoint={"every": 2}, timeouts={"rpc_s": 15})
@@ -81,6 +74,7 @@ def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(t
     assert_nothing_left(run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_only_engine_hangs_and_is_replaced_without_a_restart_of_the_ranks(tmp_path: Path, mode: str) -> None:
     """SIGSTOP while it generates: nothing but its silence tells, and no other engine can go on."""

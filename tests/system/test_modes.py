@@ -14,6 +14,7 @@ from megarl.queue.trajectory import Trajectory
 from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule
 from tests.support.run import Run, step_records, tiny_config, train
+from tests.support.straggling_agent import SHORT, STRAGGLERS
 from tests.support.tensors import differing
 from tests.support.whole_runs import check_every_group_once, replay
 
@@ -45,6 +46,8 @@ def test_generation_runs_ahead_within_the_bound(
     config["trainer"]["mini_batches"] = updates
     config["rollout"]["partial_rollout"] = partial
     config["telemetry"] = {"dump_batches": True}
+    if partial:  # all buckets are gathered while the engines generate
+        config["weight_sync"] = {"bucket_mb": 0.02, "staging_gib": 0.001}
     run = train(config)
     assert run.code == 0, run.output[-4000:]
     check_every_group_once(run, STEPS)
@@ -65,6 +68,7 @@ def test_generation_runs_ahead_within_the_bound(
     check_evaluations(run.directory, updates, every=2, pinned=pin > 0)
     assert (sum(record["time/drain"] for record in records) > 0) is not partial
     if partial:
+        assert all(record["sync/buckets"] > 3 for record in records if "sync/version" in record)
         check_replay(run, tmp_path / "replay")
 
 
@@ -90,6 +94,35 @@ def check_replay(run: Run, out: Path) -> None:
     assert list(schedule) == list(range(STEPS)) and all(each.dropped_stale == 0 for each in schedule.values())
     replay(run, out, 2)
     assert differing(run.directory / "hf", out / "hf") == []
+
+
+def test_a_straggler_of_a_streaming_run_fails_at_its_deadline_and_its_lengths_are_reported(tmp_path: Path) -> None:
+    """Four steps per publication. The last one of them waits for the straggler, and no engine is lost for it."""
+    bound = 3
+    config = tiny_config(tmp_path, steps=STEPS)
+    config["admission"] = {"mode": "stream"}
+    config["agent"] = {"loop": "tests.support.straggling_agent:StragglingAgent"}
+    config["evaluation"] = {"sets": []}
+    config["sampling"]["max_tokens"] = 100
+    config["rollout"] |= {"group_deadline_s": 5.0, "on_group_deadline": "fail", "report_interval_s": 0.5}
+    config["telemetry"] = {"dump_batches": True}
+    run = train(config)
+    assert run.code == 0, run.output[-4000:]
+    records = step_records(run.directory)
+    batches = [read_batch(run.directory / "batches", step) for step in range(STEPS)]
+    ends = {row.group_id: row.status for batch in batches for row in batch.trajectories}
+    failed = {group for group, status in ends.items() if status == "failed"}
+    assert len(ends) == STEPS * config["batch"]["groups"] and failed >= {group for group in ends if group in STRAGGLERS}
+    last = records[-1]
+    assert last["total/groups_failed"] == len(failed) < len(ends)
+    assert last["total/groups_admitted"] == sum(last[f"total/groups_{end}"] for end in ENDS) == len(ends)
+    lengths = [record["rollout/failed_length_max"] for record in records if "rollout/failed_length_max" in record]
+    assert max(lengths) > SHORT, "the straggler's tokens vanish"
+    assert all(record["rollout/replicas_lost"] == 0 for record in records), "the straggler costs its engine"
+    assert [record["sync/version"] for record in records if "sync/version" in record] == [bound + 1, 2 * (bound + 1)]
+    trained = [(step, row.oldest_version) for step, batch in enumerate(batches) for row in batch.trajectories
+               if row.status == "ok"]  # fmt: skip
+    assert max(step - oldest for step, oldest in trained) == bound
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])

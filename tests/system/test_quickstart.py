@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,6 @@ from tests.support.checkout import ROOT
 from tests.support.run import start
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's data and warm-started checkpoint, made once."""
-    out = tmp_path_factory.mktemp("quickstart") / "assets"
-    subprocess.run([sys.executable, "-m", "megarl.quickstart", "--out", str(out)], cwd=ROOT, check=True, timeout=600)
-    return out
 
 
 def quickstart(assets: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
@@ -47,6 +37,8 @@ def test_it_learns(assets: Path, tmp_path: Path, seed: int) -> None:
     assert before["n"] >= 500 and after["n"] == before["n"]
     for mode in ("greedy", "sampled"):
         assert after[mode] - before[mode] >= 0.30, (mode, before, after)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(step.get("monitor/alarms", 0) for step in steps) == 0, "false alarms"
     parsed = [json.loads(line) for line in (tmp_path / "run" / "eval_before.jsonl").read_text().splitlines()]
     assert sum("\\boxed{" in record["response"] for record in parsed) >= 0.9 * len(parsed)
 

@@ -18,14 +18,8 @@ from tests.support.whole_runs import check_every_group_once
 
 pytestmark = pytest.mark.engine
 
-# The 80 : 48 recipe is the 96 : 32 one without tensor parallelism, and the 32 : 32 one is the 4 : 4 one with longer
-# responses.
-SLOW = ("qwen3_30b_a3b_grpo_80x48", "qwen2_5_math_7b_dapo_32x32")
 
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RECIPES]
-)
+@pytest.mark.parametrize("name", RECIPES)
 def test_twin_trains(name: str, tmp_path: Path) -> None:
     tree = twin(name, tmp_path)
     config = config_from_tree(tree)

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.queue.dump import read_batch
+from megarl.telemetry.event_files import read_events
 from tests.support.leftovers import assert_nothing_left
 from tests.support.run import train
 from tests.support.whole_runs import (
@@ -59,7 +60,19 @@ def test_killed_and_resumed_equals_unbroken(tmp_path: Path) -> None:
     summary = resumed.summary
     assert summary["steps"] == 4 and summary["groups_rolled_back"] == 8 and summary["eval_before"]["n"] == 8
     assert summary["wall_seconds"] > sum(record["time/step"] for record in resumed.metrics)
+    check_events(run_dir)
     assert_nothing_left(run_dir)
+
+
+def check_events(run_dir: Path) -> None:
+    """The steps 3 and 4 of the killed run are marked as rolled back, and nothing else is."""
+    steps = [(each.step, each.rolled_back) for each in read_events(run_dir, {"step"}) if each.process.endswith("-0")]
+    assert sorted(step for step, rolled_back in steps if not rolled_back) == [1, 2, 3, 4]
+    assert {step for step, rolled_back in steps if rolled_back} in ({3}, {3, 4})  # the last second may be lost
+    saves = {(each.step, each.rolled_back) for each in read_events(run_dir, {"checkpoint"})}
+    assert {(2, False), (4, False)} <= saves <= {(2, False), (4, False), (4, True)}
+    (mark,) = read_events(run_dir, {"rolled_back"})
+    assert mark.step == 2 and float(mark.args["since"]) < mark.begin
 
 
 @pytest.mark.slow
@@ -85,7 +98,6 @@ def test_killed_in_the_middle_equals_a_run_of_its_own(tmp_path: Path, precision:
     assert_nothing_left(run_dir)
 
 
-@pytest.mark.slow
 def test_finished_groups_survive_the_death_of_every_process(tmp_path: Path) -> None:
     """Generation runs ahead; after SIGKILL the run goes on from its journal, and every group ends once."""
     changes = {

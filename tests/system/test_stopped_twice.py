@@ -1,4 +1,4 @@
-"""Ctrl-C twice at any moment of a launch: all of it ends at once, and one message says how to go on."""
+"""A second stop signal in any phase of a launch: all of it ends at once, and one message says how to go on."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from benchmarks.soak_moments import version_being_published
+from megarl.cluster.handle import read_state
 from tests.support.checkout import ROOT, environment
 from tests.support.leftovers import assert_nothing_left, survivors
-from tests.support.run import tiny_config
+from tests.support.run import step_records, tiny_config
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 ENDS_S = 30.0
 AGAIN_S = 1.5  # after which a second signal is a second request
+SLOW = pytest.mark.slow
 
 
 def launch(config: Path, log: Path) -> subprocess.Popen[bytes]:
@@ -31,8 +36,88 @@ def launch(config: Path, log: Path) -> subprocess.Popen[bytes]:
         )  # fmt: skip
 
 
+def endless_config(directory: Path) -> dict[str, Any]:
+    """It saves after every step, and evaluates slowly before the first one, which leaves the file `evaluating`."""
+    config = tiny_config(directory, steps=100_000)
+    config["checkpoint"] = {"every": 1}
+    config["telemetry"] = {"dump_batches": True}  # the schedule tells when a version is published
+    function = "tests.support.reward_functions:slow_and_marked"
+    config["evaluation"]["sets"][0]["reward"] = {
+        "function": function,
+        "kwargs": {"mark": str(directory / "evaluating")},
+    }
+    return config
+
+
+def starts(run_dir: Path) -> bool:
+    """The engines are being started."""
+    return (read_state(run_dir) or {}).get("state") == "starting"
+
+
+def evaluates(run_dir: Path) -> bool:
+    return (run_dir.parent / "evaluating").exists()
+
+
+def syncs(run_dir: Path) -> bool:
+    """A version is being published, and not the first one."""
+    return bool(step_records(run_dir)) and version_being_published(run_dir) is not None
+
+
+def saves(run_dir: Path) -> bool:
+    """A checkpoint is being written, and not the first one."""
+    return any((run_dir / "checkpoints").glob("iter_*")) and any((run_dir / "checkpoints").glob(".iter_*.partial"))
+
+
+def press_twice(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """SIGINT goes to the whole process group, as Ctrl-C does; SIGTERM to the script alone, as `kill` does."""
+
+    def press() -> None:
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+
+    press()
+    time.sleep(AGAIN_S)
+    if process.poll() is None:
+        press()
+
+
+def check_end(process: subprocess.Popen[bytes], log: Path, run_dir: Path, when: str) -> None:
+    """All of it ends in time, with one message and without a traceback."""
+    begun = time.monotonic()
+    code = process.wait(timeout=ENDS_S)
+    assert_nothing_left(run_dir, ENDS_S - (time.monotonic() - begun))
+    text = f"{when}:\n{log.read_text()[-4000:]}"
+    assert "Traceback" not in log.read_text(), text
+    said = [line for line in log.read_text().splitlines() if line.startswith("megarl: ")]
+    how = [line for line in said if "the same command " in line]
+    assert code != 0 and len(how) == 1, text
+
+
+@pytest.mark.parametrize(("phase", "number"), [
+    (starts, signal.SIGINT),
+    pytest.param(starts, signal.SIGTERM, marks=SLOW), pytest.param(evaluates, signal.SIGINT, marks=SLOW),
+    pytest.param(syncs, signal.SIGTERM, marks=SLOW), pytest.param(saves, signal.SIGINT, marks=SLOW),
+])  # fmt: skip
+def test_a_second_signal_ends_everything_in_each_phase(
+    tmp_path: Path, phase: Callable[[Path], bool], number: signal.Signals
+) -> None:
+    path, log, run_dir = tmp_path / "config.yaml", tmp_path / "launch.log", tmp_path / "run"
+    path.write_text(yaml.safe_dump(endless_config(tmp_path)))
+    process, deadline = launch(path, log), time.monotonic() + 240.0
+    try:
+        while not phase(run_dir):
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, f"{phase.__name__}: not seen\n{log.read_text()[-4000:]}"
+            time.sleep(0.002)
+        press_twice(process, number)
+        check_end(process, log, run_dir, f"{phase.__name__}, {number.name}")
+    finally:
+        for each in (process, *survivors(run_dir)):
+            each.kill()
+
+
 # By experience: the config is checked for 8 s, the engines start for 40 s, then the run takes steps and saves.
-@pytest.mark.parametrize(("seed", "first_s", "last_s"), [(0, 0.5, 8.0), (1, 8.0, 40.0), (2, 40.0, 70.0)])
+@SLOW
+@pytest.mark.parametrize(("seed", "first_s", "last_s"), [(0, 0.5, 8.0), (2, 40.0, 70.0)])
 def test_ctrl_c_twice_ends_everything_at_any_moment(tmp_path: Path, seed: int, first_s: float, last_s: float) -> None:
     config = tiny_config(tmp_path, steps=100_000)
     config["evaluation"], config["checkpoint"] = {}, {"every": 1}
@@ -43,18 +128,9 @@ def test_ctrl_c_twice_ends_everything_at_any_moment(tmp_path: Path, seed: int, f
     try:
         time.sleep(moment)
         assert process.poll() is None, log.read_text()[-4000:]
-        os.killpg(process.pid, signal.SIGINT)
-        time.sleep(AGAIN_S)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGINT)
-        begun = time.monotonic()
-        code = process.wait(timeout=ENDS_S)
-        assert_nothing_left(run_dir, ENDS_S - (time.monotonic() - begun))
+        press_twice(process, signal.SIGINT)
+        check_end(process, log, run_dir, f"after {moment:.1f} s")
     finally:
         for each in (process, *survivors(run_dir)):
             each.kill()
-    said = [line for line in log.read_text().splitlines() if line.startswith("megarl: ")]
-    how = [line for line in said if "the same command " in line]
-    assert code != 0 and len(how) == 1, f"after {moment:.1f} s:\n{log.read_text()[-4000:]}"
-    assert "Traceback" not in log.read_text(), f"after {moment:.1f} s:\n{log.read_text()[-4000:]}"
     assert not (run_dir / "claim.json").exists() or moment < 8.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -20,6 +21,9 @@ from megarl.cluster.handle import read_state
 from megarl.commands.doctor.listeners import judge
 from megarl.commands.doctor.run_sockets import find_listeners, find_roles
 from megarl.queue.dump import DumpedBatch, read_batch
+from megarl.rollout.sample_times import PARTS
+from megarl.telemetry.event_files import read_events
+from tests.support.checkout import ROOT, environment
 from tests.support.leftovers import assert_nothing_left
 from tests.support.reward_functions import digit_share
 from tests.support.run import Run, start, tiny_config, train
@@ -58,6 +62,7 @@ def test_tensor_parallel_with_tied_embeddings(tmp_path: Path) -> None:
     config["trainer"]["optimizer"]["lr"] = 1e-2
     config["algorithm"] = {"old_logprobs": "trainer"}
     config["rollout"]["max_num_seqs"] = 2
+    config["checkpoint"] = {"every": 2}
     run = train(config)
     check_finished(run, steps=3, samples=3 * 16)
     assert max(record["perf/idle_logprobs_samples_share"] for record in run.metrics) > 0, "nothing was computed early"
@@ -65,7 +70,49 @@ def test_tensor_parallel_with_tied_embeddings(tmp_path: Path) -> None:
     assert all(record["mismatch/logprob_abs_diff_max"] > 0 for record in run.metrics)
     assert run.summary["logprob_abs_diff"]["last"]["max"] <= ON_POLICY_MAX
     check_exported_policy(run)
+    check_trace(run)
     assert_nothing_left(run.directory)
+
+
+# What every process of such a run records; what only faults, tools and resumes bring is in other tests.
+IN_A_TRACE = {
+    "trainer rank 0": {
+        "step", "generate", "logprobs", "update", "sync", "eval", "mini_batch", "idle_logprobs", "prepare_batch",
+        "publication", "sync_stage", "sync_pause", "sync_start", "sync_update", "sync_finish", "sync_resume",
+        "evaluation", "checkpoint", "ranks_meet",
+    },
+    "trainer rank 1": {"step", "generate", "logprobs", "update", "sync", "mini_batch", "prepare_batch", "ranks_meet"},
+    "controller": {"trajectory", "turn", "reward", "batch_taken"},
+    "replica 0": {"busy", "paused", "load_weights", "join_group"},
+}  # fmt: skip
+
+
+def check_trace(run: Run) -> None:
+    """`megarl trace` gives a trace of all processes, with what each of them has done, and where samples' time went."""
+    out = run.directory / "trace.json"
+    command = [sys.executable, "-m", "megarl", "trace", str(run.directory), "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    events = json.loads(out.read_text())["traceEvents"]
+    names = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+    shown: dict[str, set[str]] = {name: set() for name in names.values()}
+    for each in events:
+        if each["ph"] in "Xi":
+            shown[names[each["pid"]]].add(each["name"].split(" ")[0])
+    assert {name: IN_A_TRACE[name] - shown[name] for name in IN_A_TRACE} == {name: set() for name in IN_A_TRACE}
+    updates = [each["args"]["step"] for each in events if each["name"] == "update"]
+    assert sorted(updates) == [1, 1, 2, 2, 3, 3]
+    steps = {each["step"]: each for each in run.metrics}
+    for event in read_events(run.directory, {"update"}):
+        assert event.seconds == pytest.approx(steps[event.step]["time/update"], abs=0.25)
+    slow = list(read_events(run.directory, {"slow_trajectory"}))
+    assert [each.step for each in slow] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    for event in slow:
+        parts = {name: float(event.args[f"{name}_s"]) for name in PARTS}
+        assert sum(parts.values()) == pytest.approx(event.seconds, abs=0.01)
+        assert parts["decode"] > 0 < parts["prefill"] and parts["tool"] == 0
+        assert parts[str(event.args["cause"])] == max(parts.values())
+    # Two responses at a time on one engine: the slowest ones have waited for most of their time.
+    assert {each.args["cause"] for each in slow} == {"queue"}
 
 
 def check_exported_policy(run: Run) -> None:
@@ -183,6 +230,27 @@ def engine_gap(model: Any, batch: DumpedBatch, temperatures: dict[str, float], s
     return float(every.mean()), float(every.max())
 
 
+def test_logprobs_that_are_not_finite_cost_a_step_and_then_stop_the_run_with_its_batch(tmp_path: Path) -> None:
+    """All samples of step 0 are bad: it is skipped. So are those of step 2, and no further step may be skipped."""
+    config = tiny_config(tmp_path, steps=4)
+    config["agent"] = {"loop": "tests.support.damaged_engine:NanLogprobs", "kwargs": {"steps": [0, 2, 3], "groups": 4}}
+    config["trainer"]["max_skipped_steps"] = 1
+    config["evaluation"] = {}
+    run = train(config)
+    assert run.code != 0
+    kept = run.directory / "failed_batch"
+    bad = "the log-probs that the engines returned are not finite in 16 of 16 samples"
+    assert re.search(f"step 0: {bad} .* is kept in {kept}; the step is skipped .1 of at most 1", run.output), run.output
+    assert re.search(f"megarl: step 2: {bad} .* the batch is kept in {kept}", run.output), run.output[-4000:]
+    assert [(record["groups/failed"], record["groups/trained"]) for record in run.metrics] == [(4, 0), (0, 4)]
+    assert run.summary["exit"] == "failed" and run.summary["steps"] == 2
+    for step in (0, 2):
+        rows = read_batch(kept, step).trajectories
+        assert len(rows) == 16 and all(row.response_ids and row.rollout_logprobs[0] < 0 for row in rows)
+        assert all(math.isnan(row.rollout_logprobs[-1]) and "log-prob nan" in row.failure for row in rows)
+    assert_nothing_left(run.directory)
+
+
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, steps=2)
@@ -217,6 +285,7 @@ def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
         engines[0].kill()
         wait_for_replacement(run_dir, process)
         everybody |= family(run_dir, process)
+        wait_for_recovery(run_dir)
     finally:
         if process.poll() is None:
             process.kill()
@@ -227,10 +296,10 @@ def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_replica_killed_in_the_middle_of_a_sync_is_replaced_and_the_run_goes_on(
+def test_a_replica_killed_in_the_middle_of_a_sync_costs_the_other_one_nothing_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two dies after its first tensors of version 2: it is named, and nothing is sampled until both work."""
+    """One of two dies after its first tensors of version 2: it is named, and the other one takes everything again."""
     monkeypatch.setenv("MEGARL_TEST_DIES_IN_SYNC", str(tmp_path / "died"))
     config = tiny_config(tmp_path, steps=4)
     config["timeouts"]["weight_sync_s"] = 40  # a silent engine is known by this alone
@@ -241,10 +310,17 @@ def test_a_replica_killed_in_the_middle_of_a_sync_is_replaced_and_the_run_goes_o
     run = train(config)
     assert (tmp_path / "died").exists()
     check_finished(run, steps=4, samples=64)  # the log-probs of every later token agree
-    # The other one is restarted too: the failure came between its start and its finish.
-    assert [record["sync/restarted_replicas"] for record in run.metrics] == [0, 2, 0, 0]
-    logs = "".join(path.read_text() for path in (run.directory / "logs").glob("*.log"))
-    assert "weight sync of version 2 failed during update: engine replica 1" in logs
+    to_go_on = run.metrics[1]["time/sync"]
+    print(f"the run went on {to_go_on:.1f} s after the sync had begun in which a replica was killed")
+    assert [record["sync/restarted_replicas"] for record in run.metrics] == [0, 1, 0, 0]
+    logs = {path.stem: path.read_text() for path in (run.directory / "logs").glob("*.log")}
+    assert "weight sync of version 2 failed during update: engine replica 1" in logs["trainer-rank-0"]
+    assert "the pool goes on without replica 1" in logs["controller"]
+    syncs = [line.split(maxsplit=2) for line in (tmp_path / "died.syncs").read_text().splitlines()]
+    others = [(pid, version) for pid, version, member in syncs if "replica 0" in member]
+    assert len({pid for pid, _ in others}) == 1, "the other one was restarted"
+    assert [version for _, version in others].count("2") == 2, "it has not taken everything again"
+    assert to_go_on < 40, "a dead engine is noticed before the deadline, and nobody waits for a new one"
     assert_nothing_left(run.directory)
 
 
@@ -278,13 +354,18 @@ def test_killed_alone_in_a_living_run_it_takes_everything_along(tmp_path: Path, 
 
 
 def check_sockets(run_dir: Path) -> None:
-    """No process of the living run listens on all interfaces or for a purpose that is not known."""
+    """No process of the living run, torchrun included, listens on all interfaces or for a purpose that is not known."""
     roles = find_roles(run_dir, read_state(run_dir) or {})
     verdicts = judge(find_listeners(roles), ray_on_loopback=True)
     assert {"trainer rank", "torchrun", "queue controller", "queue storage", "engine"} <= set(roles.values())
     assert {"token", "curve", "loopback only"} <= {verdict.lock for verdict in verdicts}
-    # The stores of ranks and torchrun are in the table by name; those that torch opens are on all interfaces.
-    assert {verdict.what for verdict in verdicts if verdict.level != "ok"} <= {"torch's own store"}
+    assert [verdict for verdict in verdicts if verdict.level != "ok"] == []
+    # What the README's reader would run says the same.
+    command = [sys.executable, "-m", "megarl", "doctor", "--run", str(run_dir)]
+    told = subprocess.run(
+        command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=120, check=False
+    )
+    assert told.returncode == 0 and "sockets are known and locked" in told.stdout, told.stdout + told.stderr
 
 
 def family(run_dir: Path, process: subprocess.Popen[str]) -> set[psutil.Process]:
@@ -305,6 +386,20 @@ def wait_for_replacement(run_dir: Path, process: subprocess.Popen[str], timeout_
             return
         time.sleep(0.5)
     raise AssertionError("the killed engine was not replaced")
+
+
+def wait_for_recovery(run_dir: Path, timeout_s: float = 20.0) -> None:
+    """Wait until the events tell of the lost engine, and that the run goes on."""
+    deadline = time.monotonic() + timeout_s
+    found: list[tuple[str, object, int | None]] = []
+    while time.monotonic() < deadline:
+        events = sorted(read_events(run_dir, {"fault", "recovery"}), key=lambda each: each.begin)
+        found = [(each.name, each.args["kind"], each.replica) for each in events]
+        if ("fault", "engine", 0) in found and ("recovery", "engine", 0) in found:
+            assert found.index(("fault", "engine", 0)) < found.index(("recovery", "engine", 0))
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"the events tell only of {found}")
 
 
 def wait_for_steps(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 240.0) -> None:

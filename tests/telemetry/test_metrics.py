@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.telemetry import metrics
 from megarl.telemetry.declarations import GROUPS, REGISTRY, step_metrics
 from megarl.telemetry.metrics import Metric, Registry, StepMetrics, UndeclaredMetricError, reduce
 from megarl.telemetry.metrics_page import metrics_page
@@ -48,6 +49,14 @@ def test_templates_match_one_part_of_a_name() -> None:
     for wrong in ("eval/a/b/pass@4", "eval//pass@4", "eval/x/pass@", "eval/x/pass"):
         with pytest.raises(UndeclaredMetricError):
             SMALL.lookup(wrong)
+
+
+def test_names_that_templates_cover_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MOST_MATCHED", 3)
+    registry = Registry([Metric("eval/{set}/mean", "eval", "last", "A mean.")])
+    for number in range(20):
+        assert registry.lookup(f"eval/set{number}/mean") is registry.lookup(f"eval/set{number}/mean")
+        assert len(registry._matched) <= 3
 
 
 def test_weights_where_they_belong() -> None:

@@ -8,6 +8,8 @@ import os
 import struct
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from megarl.checkpoint.save.history import positions
 from megarl.common.line_parts import older_parts, read_lines
+from megarl.common.run_files import ExitRecord
+from megarl.config.job_sections import TimeoutsConfig
 from megarl.run.failure import set_aside
 from megarl.telemetry import sinks
 from megarl.telemetry.metrics import UndeclaredMetricError
 from megarl.telemetry.progress import COLUMNS, Progress, compact, duration
-from megarl.telemetry.sinks import JsonlSink, MetricsWriter, WandbSink
+from megarl.telemetry.sinks import JsonlSink, MetricsWriter, Sink, WandbSink
 from megarl.telemetry.summary import RunSummary
 from megarl.telemetry.tensorboard import TensorBoardSink
+from megarl.telemetry.writer_thread import WriterHungError
 from tests.support.configs import config
 from tests.support.waiting import wait_until
 
@@ -46,7 +52,7 @@ def test_everything_a_run_writes(tmp_path: Path) -> None:
     with MetricsWriter.open(chosen, terminal) as writer:
         writer.write(1, VALUES)
         writer.write(2, VALUES | {"policy/grad_norm": math.nan})
-        writer.sample(2, {"prompt": "1+1=", "response": "zwei ü", "reward": 1.0})
+        writer.sample(2, lambda: {"prompt": "1+1=", "response": "zwei ü", "reward": 1.0})
     first, second = lines(tmp_path / "metrics.jsonl")
     assert first["step"] == 1 and first["reward/mean"] == 0.5 and first["wall_time"] > 1e9
     assert second["policy/grad_norm"] is None
@@ -67,7 +73,7 @@ def test_a_second_run_in_the_directory_appends(tmp_path: Path) -> None:
     for step in (1, 2):
         with MetricsWriter.open(chosen, io.StringIO()) as writer:
             writer.write(step, VALUES)
-            writer.sample(step, {"never": "written"})
+            writer.sample(step, lambda: {"never": "written"})
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
     assert not (tmp_path / "tensorboard").exists() and not (tmp_path / "samples.jsonl").exists()
 
@@ -304,7 +310,8 @@ def test_a_full_disk_is_reported_once_and_counted_and_the_run_goes_on(tmp_path: 
         sink._file = disk  # type: ignore[assignment]
     for step in (1, 2, 3):
         writer.write(step, VALUES)
-        writer.sample(step, {"prompt": "1+1="})
+        writer.sample(step, lambda: {"prompt": "1+1="})
+    writer.flush()
     assert writer.failures == 6 and set(writer.waiting()) == {"metrics.jsonl", "samples.jsonl"}
     said = terminal.getvalue()
     assert said.count("warning: ") == 1 and "No space left on device" in said and "the run goes on" in said
@@ -316,17 +323,18 @@ def test_a_full_disk_is_reported_once_and_counted_and_the_run_goes_on(tmp_path: 
 
 
 def test_lines_that_are_lost_for_good_are_reported_at_the_end(tmp_path: Path) -> None:
-    terminal = io.StringIO()
-    writer = MetricsWriter.open(config("model", run__dir=str(tmp_path), telemetry={"tensorboard": False}), terminal)
-    (sink,) = writer._sinks
-    assert isinstance(sink, JsonlSink)
-    sink._file.close()
-    sink._file = FullDisk(sink.path, 0)  # type: ignore[assignment]
-    writer.close()
-    assert terminal.getvalue() == ""
-    sink._waiting += b"a line\n"
-    writer.close()
-    assert "metrics.jsonl could not be written" in terminal.getvalue()
+    chosen = config("model", run__dir=str(tmp_path), telemetry={"tensorboard": False})
+    for line in (b"", b"a line\n"):
+        terminal = io.StringIO()
+        writer = MetricsWriter.open(chosen, terminal)
+        (sink,) = writer._sinks
+        assert isinstance(sink, JsonlSink)
+        sink._file.close()
+        sink._file = FullDisk(sink.path, 0)  # type: ignore[assignment]
+        sink._waiting += line
+        writer.close()
+        assert ("metrics.jsonl could not be written" in terminal.getvalue()) is bool(line)
+        assert bool(terminal.getvalue()) is bool(line)
 
 
 def test_memory_for_lines_that_wait_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +353,7 @@ def test_samples_have_a_bound_that_the_config_sets(tmp_path: Path) -> None:
         chosen = config("model", run__dir=str(tmp_path / f"{number}"), telemetry={"samples_gib": gib})
         with MetricsWriter.open(chosen, io.StringIO()) as writer:
             for step in range(200):
-                writer.sample(step, {"prompt": "1+1="})
+                writer.sample(step, lambda: {"prompt": "1+1="})
     kept = list(read_lines(tmp_path / "0" / "samples.jsonl"))
     assert 500 < sum(len(line) + 1 for line in kept) <= 800 and json.loads(kept[-1])["step"] == 199
     assert len(lines(tmp_path / "1" / "samples.jsonl")) == 200 and len(list((tmp_path / "1").glob("samples*"))) == 1
@@ -404,3 +412,108 @@ def test_tensorboard_begins_a_new_file_after_a_failure(tmp_path: Path, monkeypat
     assert len(list(tmp_path.iterdir())) == 2
     newest = max(tmp_path.iterdir(), key=lambda path: len(path.name))
     assert [event.step for event in events(newest)] == [0, 3]
+
+
+# --- a sink that is slow, hangs, or has a mistake
+
+
+class HeldSink:
+    """A service that takes nothing until it is released."""
+
+    def __init__(self) -> None:
+        self.released, self.entered = threading.Event(), threading.Event()
+        self.steps: list[int] = []
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.entered.set()
+        assert self.released.wait(60)
+        self.steps.append(step)
+
+    def roll_back(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def held() -> Iterator[HeldSink]:
+    sink = HeldSink()
+    yield sink
+    sink.released.set()
+
+
+def writer_with(sink: Sink, run_dir: Path, terminal: io.StringIO, **timeouts: float) -> MetricsWriter:
+    """A writer of samples.jsonl and metrics.jsonl, and of `sink` before the latter."""
+    files = [JsonlSink(run_dir / name) for name in ("samples.jsonl", "metrics.jsonl")]
+    return MetricsWriter([sink, files[1]], files[0], Progress(terminal, 4), run_dir, TimeoutsConfig(**timeouts))
+
+
+def test_a_step_does_not_wait_for_a_slow_sink_and_positions_do(tmp_path: Path, held: HeldSink) -> None:
+    terminal = io.StringIO()
+    writer = writer_with(held, tmp_path, terminal)
+    values = dict(VALUES)
+    for step in (1, 2, 3):
+        writer.write(step, values)
+        writer.sample(step, lambda step=step: {"prompt": "1+1="})  # type: ignore[misc]
+        writer.write_summary(RunSummary(), "running")
+    values["reward/mean"] = 9.0  # what the caller does with its values later is none of the writer's business
+    assert held.entered.wait(60) and held.steps == [] and (tmp_path / "metrics.jsonl").read_text() == ""
+    assert len(terminal.getvalue().splitlines()) == 4, "the table is printed at once"
+    threading.Timer(0.1, held.released.set).start()
+    assert writer.waiting() == {"metrics.jsonl": 0, "samples.jsonl": 0}
+    assert held.steps == [1, 2, 3]
+    ends = positions(tmp_path)
+    assert [(each["step"], each["reward/mean"]) for each in lines(tmp_path / "metrics.jsonl")] == [
+        (step, 0.5) for step in (1, 2, 3)
+    ]
+    assert [each["step"] for each in lines(tmp_path / "samples.jsonl")] == [1, 2, 3]
+    assert json.loads((tmp_path / "summary.json").read_text())["exit"] == "running"
+    writer.close()
+    assert positions(tmp_path) == ends, "nothing was left to write"
+
+
+def test_a_sink_that_hangs_is_named_by_whoever_waits_and_keeps_no_run_from_its_end(
+    tmp_path: Path, held: HeldSink
+) -> None:
+    terminal = io.StringIO()
+    writer = writer_with(held, tmp_path, terminal, save_s=0.2, shutdown_s=0.2)
+    writer.write(1, VALUES)
+    for wait in (writer.flush, writer.waiting, lambda: writer.roll_back(0)):
+        with pytest.raises(WriterHungError, match=r"the metrics writer has written .* it is busy with HeldSink"):
+            wait()
+    writer.write_exit(ExitRecord("finished", 1, ""))
+    assert json.loads((tmp_path / "exit.json").read_text())["status"] == "finished"
+    writer.close()
+    told = [line for line in terminal.getvalue().splitlines() if line.startswith("warning: the metrics writer has")]
+    assert len(told) == writer.failures == 2 and "timeouts.shutdown_s" in told[1]
+
+
+def test_the_exit_record_comes_after_everything_that_was_given_before(tmp_path: Path, held: HeldSink) -> None:
+    writer = writer_with(held, tmp_path, io.StringIO())
+    writer.write(1, VALUES)
+    threading.Timer(0.1, held.released.set).start()
+    writer.write_exit(ExitRecord("finished", 1, ""))
+    assert [each["step"] for each in lines(tmp_path / "metrics.jsonl")] == [1]
+    writer.close()
+
+
+def test_a_mistake_in_a_line_ends_the_run_as_ever(tmp_path: Path) -> None:
+    """JSON has no sets: no disk is to blame, and nobody may miss it."""
+    writer = MetricsWriter.open(
+        config("model", run__dir=str(tmp_path), telemetry={"samples_per_step": 1}), io.StringIO()
+    )
+    writer.sample(1, lambda: {"prompt": {1}})
+    with pytest.raises(TypeError, match="set"):
+        writer.flush()
+    writer.sample(1, lambda: {"prompt": {1}})
+    with pytest.raises(TypeError, match="set"):
+        writer.close()
+
+
+def test_nothing_is_left_in_the_writer_s_hands(tmp_path: Path) -> None:
+    writer = MetricsWriter.open(config("model", run__dir=str(tmp_path)), io.StringIO())
+    for step in range(20):
+        writer.write(step, VALUES)
+    writer.flush()
+    assert not writer._thread._waiting
+    writer.close()
+    writer.close()  # a second time does nothing

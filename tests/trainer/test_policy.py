@@ -219,6 +219,7 @@ def test_expert_bias_counts_real_tokens_only_and_stays_fp32(
         ("no_rollout", "0:0 has no rollout_logprobs"),
         ("no_proximal", "0:0 has no old_logprobs"),
         ("nothing", "no replica holds a trained token"),
+        ("no_weight", "no token has a weight in any term of the loss"),
         ("too_long", "micro_batch_tokens=8"),
     ],
 )

@@ -70,4 +70,5 @@ def test_a_policy_tells_if_its_reference_model_is_uploaded_for_each_pass(referen
     policy = object.__new__(Policy)
     placement = FakeDevice([module()], GPU, reference)
     policy.reference = SimpleNamespace(placement=placement) if reference else None  # type: ignore[assignment]
+    policy.teachers = {}
     assert policy.uploads_reference is uploads

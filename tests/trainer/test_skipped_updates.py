@@ -53,6 +53,25 @@ def update(policy: Policy, optimizer: FakeOptimizer, outcome: str) -> dict[str, 
     return policy.update([])
 
 
+@pytest.mark.parametrize("mini_batches", [1, 4])
+def test_warm_up_and_decay_count_updates(mini_batches: int) -> None:
+    """Two updates of warm-up, and a decay that ends with the last one, however many of them a step makes."""
+    optimizer = FakeOptimizer()
+    settings_of = config(
+        "model",
+        run__steps=UPDATES,
+        trainer__mini_batches=mini_batches,
+        trainer__optimizer={"lr": 1e-3, "schedule": "linear", "warmup_steps": 2},
+    )
+    scheduler = build_scheduler(settings_of, optimizer)  # type: ignore[arg-type]
+    rates = []
+    for _ in range(updates := UPDATES * mini_batches):
+        scheduler.step(1)
+        rates.append(optimizer.param_groups[0]["lr"])
+    decay = [1e-3 * (updates - number) / (updates - 2) for number in range(3, updates + 1)]
+    assert rates == pytest.approx([5e-4, 1e-3, *decay])
+
+
 @given(
     outcomes=st.lists(st.sampled_from(["update", "loss", "gradient"]), max_size=12),
     schedule=st.sampled_from(["constant", "linear", "cosine"]),

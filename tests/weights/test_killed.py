@@ -58,10 +58,7 @@ class ProcessReplica:
 class MixedPool(FakePool):
     def __init__(self, victim: ProcessReplica) -> None:
         super().__init__(1)
-        self._all = [FakeReplica("replica 0"), victim]
-
-    def replicas(self) -> list[Any]:  # type: ignore[override]
-        return self._all
+        self._replicas: list[Any] = [FakeReplica("replica 0"), victim]
 
 
 @pytest.fixture
@@ -99,3 +96,32 @@ def test_a_receiver_lost_in_mid_sync_is_named_within_the_deadline(victim: Proces
     assert survivor.version == "0" and not survivor.serving
     left = set(threading.enumerate()) - before
     assert not [thread for thread in left if thread.name == "weight-sync-watch"], "no thread is left waiting"
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_receiver_lost_in_mid_sync_costs_the_other_one_only_time(victim: ProcessReplica, end: signal.Signals) -> None:
+    """The survivor takes everything again in a group without the lost one: at once if that is dead, or else after the
+    deadline of the sync, which alone tells that it hangs."""
+    pool = MixedPool(victim)
+    exporter = ListExporter({f"t{i}": torch.randn(1 << 20) for i in range(24)})
+    sender = WeightSender(SyncSettings(**{**SETTINGS.__dict__, "restarts": 1}), exporter)
+    sender.connect(pool)
+    sender.publish(0)
+    survivor = pool.replicas()[0]
+    loaded = survivor.loaders[0].loads
+
+    def end_the_victim(load: int) -> None:
+        if load == loaded + 5:
+            victim.process.send_signal(end)
+
+    survivor.loaders[0].before_load = end_the_victim
+    exporter.tensors = {name: tensor + 1 for name, tensor in exporter.tensors.items()}
+    start = time.monotonic()
+    report = sender.publish(1)
+    elapsed = time.monotonic() - start
+    assert elapsed < (15.0 if end == signal.SIGKILL else DEADLINE_S + 25.0)  # a loaded machine
+    assert report.restarted == ("replica 1",) and pool.names() == ["replica 0"] and pool.restarted == []
+    assert pool.replicas() == [survivor] and survivor.serving and survivor.version == "1"
+    assert survivor.calls.count("abandon_weight_update") == 1
+    received = survivor.loaders[0].tensors
+    assert all(torch.equal(received[name], tensor) for name, tensor in exporter.tensors.items())

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.weights import loaders
+from megarl.common.errors import WeightSyncError
+from megarl.weights import abandoned_reload, loaders
 from megarl.weights.loaders import ModelLoader
 from tests.support.engine_worker import bits
 from tests.support.tiny import make_tiny_model
@@ -61,3 +62,80 @@ def test_a_packed_model_is_reloaded(tmp_path: Path) -> None:
         assert "packed copy" in str(loader.check())
         load(loader, load_file(tmp_path / "model.safetensors"))
         assert loader.way.startswith("layer-wise reload: model.embed_tokens")
+
+
+def outputs(model: torch.nn.Module) -> list[bytes]:
+    """The output of each linear layer, packed or not, for the same input. Shapes: N rows, I input features."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    found = []
+    for module in model.modules():
+        if isinstance(module, LinearBase):
+            input_NI = torch.linspace(-1, 1, 3 * module.input_size).view(3, -1)
+            found.append(bits(module.quant_method.apply(module, input_NI)))
+    return found
+
+
+@pytest.mark.parametrize("way", ["layer-wise reload", "packed", "in place"])
+def test_a_sync_that_is_given_up_anywhere_leaves_nothing_behind_but_old_and_new_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The next one gives the bits of a fresh load, in the same memory. Fused modules are cut at every place."""
+    make_tiny_model(tmp_path, "qwen3_moe", moe_intermediate_size=64, mlp_only_layers=[0], attention_bias=True)
+    first = load_file(tmp_path / "model.safetensors")
+    second = {name: tensor.flip(0).contiguous() for name, tensor in first.items()}
+    with vllm_model(tmp_path, packed=way == "packed") as (model, config):
+        loader = ModelLoader(model, config, CPU)
+        if way == "layer-wise reload":
+            monkeypatch.setattr(loaders, "in_place_obstacle", lambda *_: "a test asks for it")
+
+        def state() -> tuple[dict[str, bytes], list[bytes]]:
+            return {name: bits(tensor) for name, tensor in model.named_parameters()}, outputs(model)
+
+        expected = []
+        for tensors in (first, second):
+            load(loader, tensors)
+            expected.append(state())
+        tensors = {id(parameter): parameter.data_ptr() for parameter in model.parameters()}
+        assert expected[0] != expected[1] and (way == "in place") == loader.way.startswith("in place")
+        names, mixtures = list(first), 0
+        for cut in range(0, len(names) + 1, 5):
+            loader.start()
+            loader.load([(name, first[name]) for name in names[:cut]])
+            loader.abandon()
+            assert {id(parameter): parameter.data_ptr() for parameter in model.parameters()} == tensors
+            mixtures += state() not in expected
+            load(loader, second)
+            assert state() == expected[1], f"after {cut} of {len(names)} tensors"
+        assert mixtures > 5, "no sync was given up in the middle"
+        load(loader, first)
+        assert state() == expected[0]
+
+
+def test_after_a_sync_that_was_given_up_the_next_one_must_bring_every_weight(tmp_path: Path) -> None:
+    """Otherwise what it omits would stay of the version that was given up."""
+    make_tiny_model(tmp_path, "qwen3")
+    tensors = list(load_file(tmp_path / "model.safetensors").items())
+    with vllm_model(tmp_path) as (model, config):
+        loader = ModelLoader(model, config, CPU)
+        load(loader, dict(tensors))
+        loader.start()
+        loader.load(tensors[:7])
+        loader.abandon()
+        loader.start()
+        loader.load(tensors[1:])
+        with pytest.raises(WeightSyncError, match="has not brought 1 of the engine's weights"):
+            loader.finish()
+
+
+def test_a_reload_that_cannot_be_undone_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later vLLM may put other tensors into a module than those that were set aside."""
+    make_tiny_model(tmp_path, "qwen3")
+    tensors = list(load_file(tmp_path / "model.safetensors").items())
+    with vllm_model(tmp_path, packed=True) as (model, config):
+        loader = ModelLoader(model, config, CPU)
+        loader.start()
+        loader.load(tensors[:7])
+        monkeypatch.setattr(abandoned_reload, "_put_back", lambda module, info: info.reset())
+        with pytest.raises(WeightSyncError, match=r"an interrupted reload left \d+ tensors or modules"):
+            loader.abandon()

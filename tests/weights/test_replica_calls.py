@@ -45,7 +45,7 @@ def test_after_a_failure_all_replicas_are_called_at_the_same_time(engine_calls: 
     together = threading.Barrier(3, timeout=10)
     replicas = [Replica(f"replica {index}", lambda _: together.wait()) for index in range(3)]
     failure = WeightSyncError("failed", needs_restart=["replica 0", "replica 2"])
-    engine_calls(replicas).after_failure(failure)
+    assert engine_calls(replicas).after_failure(failure, repeats=True) == ["replica 0", "replica 2"]
     assert [each.ended for each in replicas] == [["fail"], ["resume"], ["fail"]]
 
 
@@ -54,8 +54,50 @@ def test_a_dead_replica_does_not_keep_the_others_from_being_resumed(engine_calls
         raise ConnectionError("the actor died")
 
     replicas = [Replica("replica 0", die), Replica("replica 1", lambda _: None)]
-    engine_calls(replicas).after_failure(WeightSyncError("failed", needs_restart=["replica 0"]))
+    engine_calls(replicas).after_failure(WeightSyncError("failed", needs_restart=["replica 0"]), repeats=True)
     assert [each.ended for each in replicas] == [[], ["resume"]]
+
+
+@pytest.mark.parametrize(
+    ("repeats", "ended", "replaced"),
+    [
+        (True, [["fail"], ["abandon_weight_update"], ["fail"]], ["replica 0", "replica 2"]),
+        (False, [["fail"], ["fail"], ["fail"]], ["replica 0", "replica 1", "replica 2"]),
+    ],
+)
+def test_an_interrupted_replica_is_kept_only_if_the_sync_repeats_and_it_can_give_up_what_it_has_loaded(
+    engine_calls: Callable[..., EngineCalls], repeats: bool, ended: list[list[str]], replaced: list[str]
+) -> None:
+    """Replica 2 cannot. No replica may resume."""
+
+    def refuse(method: str) -> None:
+        if method == "abandon_weight_update":
+            raise RuntimeError("an interrupted reload left 3 tensors that the engine cannot use")
+
+    acts = [lambda _: None, lambda _: None, refuse]
+    replicas = [Replica(f"replica {index}", act) for index, act in enumerate(acts)]
+    failure = WeightSyncError("failed", needs_restart=["replica 0"], interrupted=["replica 1", "replica 2"])
+    assert engine_calls(replicas).after_failure(failure, repeats=repeats) == replaced
+    assert [each.ended for each in replicas] == ended
+
+
+@pytest.mark.parametrize(
+    ("phase", "failed", "replaced", "interrupted"),
+    [
+        ("stage", ["trainer rank 0"], [], []),
+        ("pause", ["engine replica 1"], ["replica 1"], []),
+        ("update", ["engine replica 1 worker 0"], ["replica 1"], ["replica 0", "replica 2"]),
+        ("finish", ["engine replica 0", "engine replica 2"], ["replica 0", "replica 2"], ["replica 1"]),
+        ("update", [], ["replica 0", "replica 1", "replica 2"], []),
+        ("update", ["engine replica 1", "trainer rank 1"], ["replica 0", "replica 1", "replica 2"], []),
+    ],
+)
+def test_only_if_engines_alone_have_failed_the_others_are_not_in_doubt(
+    phase: str, failed: list[str], replaced: list[str], interrupted: list[str]
+) -> None:
+    members = GroupMembers(0, (0, 1), ("replica 0", "replica 1", "replica 2"), (1, 1, 1), "gloo", timeout_s=60.0)
+    found = replica_calls._left_behind(members, failed, phase)
+    assert [list(each) for each in found] == [replaced, interrupted]
 
 
 class Sync:
@@ -80,7 +122,7 @@ class Sync:
             event.set()
         with pytest.raises(WeightSyncError) as info:
             calls.publish(self.group, self.plan, 0, 1, 5.0, event)
-        calls.after_failure(info.value)
+        calls.after_failure(info.value, repeats=False)
         return info.value
 
 

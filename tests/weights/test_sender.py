@@ -18,6 +18,7 @@ from megarl.weights import replica_calls
 from megarl.weights import sender as sender_module
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket, bucket_plan
+from megarl.weights.failure_cause import FailureCause
 from megarl.weights.operation_order import schedule
 from megarl.weights.sender import SyncSettings, WeightSender, store_address
 from megarl.weights.sending import Sending
@@ -76,6 +77,7 @@ def test_a_replica_that_keeps_its_version_takes_part_and_gets_a_later_one() -> N
     sender.publish(1, keep=["replica 1"])
     assert [replica.version for replica in pool.replicas()] == ["1", "0", "1"]
     assert [replica.cleared for replica in pool.replicas()] == [True, False, True]
+    assert [replica.keeps_weights for replica in pool.replicas()] == [False, True, False], "its cache stays valid"
     assert all(torch.equal(loader.tensors[name], first[name]) for loader in kept.loaders for name in first)
     assert all(torch.equal(each.loaders[0].tensors["head"], exporter.tensors["head"]) for each in others)
     sender.publish(2)
@@ -478,6 +480,7 @@ def test_an_engine_that_dies_is_named() -> None:
         sender.publish(0)
     assert time.monotonic() - start < 15.0
     assert info.value.failed_members == ("engine replica 1",) and len(info.value.needs_restart) == 2
+    assert all(not replica.serving and replica.failed for replica in pool.replicas()), "this sync is not repeated"
 
 
 def test_a_replica_that_cannot_pause_leaves_the_others_serving() -> None:
@@ -510,26 +513,123 @@ def test_the_trainer_failing_releases_the_engines() -> None:
     assert all(replica.version is None and not replica.serving for replica in pool.replicas())
 
 
-@pytest.mark.parametrize("where", ["load", "rpc"])
-def test_replicas_of_a_failed_sync_are_restarted_and_the_sync_repeated(where: str) -> None:
+def die(_: int = 0) -> None:
+    raise ConnectionError("the actor died")
+
+
+def break_replica(replica: FakeReplica, where: str) -> None:
+    """Make every later sync fail at one of its loads, or in one of its calls."""
+    if where == "load":
+        replica.loaders[0].before_load = lambda load: die() if load % 10 == 5 else None
+    else:
+        replica.on[where] = die
+
+
+@pytest.mark.parametrize("where", ["load", "start_weight_update", "update_weights", "finish_weight_update"])
+def test_a_replica_that_fails_in_a_sync_is_replaced_later_and_the_others_take_all_weights_again(where: str) -> None:
+    """The others are not replaced, and stay paused until they have loaded everything; a new one joins afterwards."""
+    pool = FakePool(1, 1, 2)
+    sender, exporter = make_sender(pool, with_settings(restarts=1))
+    sender.publish(0)
+    survivors = [pool.replicas()[0], pool.replicas()[2]]
+    break_replica(pool.replicas()[1], where)
+    calls = [len(survivor.calls) for survivor in survivors]
+    exporter.tensors = random_tensors(seed=5)
+    report = sender.publish(1)
+    assert report.restarted == ("replica 1",)
+    assert (pool.replaced_later, pool.restarted) == (["replica 1"], [])
+    assert pool.replicas() == survivors
+    assert_received(pool, exporter.tensors)
+    for survivor, before in zip(survivors, calls, strict=True):
+        later = survivor.calls[before:]
+        assert later.index("abandon_weight_update") < later.index("init_weight_transfer") < later.index("resume")
+        assert later.count("resume") == 1 and later[-1] == "resume" and later.count("update_weights") >= 1
+        assert survivor.serving and survivor.version == "1" and survivor.failed is None
+    pool.add("replica 3")
+    sender.publish(2)
+    assert [replica.version for replica in pool.replicas()] == ["2"] * 3
+    assert_received(pool, exporter.tensors)
+
+
+def test_a_replica_that_cannot_give_up_an_interrupted_sync_is_replaced_too() -> None:
+    """None is left then, so the sync waits for new ones."""
     pool = FakePool(1, 1)
     sender, exporter = make_sender(pool, with_settings(restarts=1))
     sender.publish(0)
-
-    def die(_: int = 0) -> None:
-        raise ConnectionError("the actor died")
-
-    if where == "load":
-        pool.replicas()[1].loaders[0].before_load = die
-    else:
-        pool.replicas()[1].on["update_weights"] = die
+    break_replica(pool.replicas()[1], "load")
+    pool.replicas()[0].on["abandon_weight_update"] = die
     exporter.tensors = random_tensors(seed=5)
     report = sender.publish(1)
-    assert set(report.restarted) == set(pool.restarted) == {"replica 0", "replica 1"}
+    assert report.restarted == ("replica 0", "replica 1")
+    assert set(pool.restarted) == {"replica 0", "replica 1"} and pool.replaced_later == []
     assert_received(pool, exporter.tensors)
-    assert [replica.version for replica in pool.replicas()] == ["1", "1"]
-    sender.publish(2)  # and goes on
-    assert pool.replicas()[0].version == "2"
+
+
+def test_a_failure_that_nobody_has_caused_costs_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any of them may be the one that hangs, or has computed with what it got."""
+    pool = FakePool(1, 1)
+    sender, exporter = make_sender(pool, with_settings(restarts=1))
+    sender.publish(0)
+    monkeypatch.setattr(replica_calls, "find_cause", lambda *_: FailureCause((), ("a circle of waits",)))
+    break_replica(pool.replicas()[1], "load")
+    exporter.tensors = random_tensors(seed=5)
+    assert sender.publish(1).restarted == ("replica 0", "replica 1")
+    assert set(pool.restarted) == {"replica 0", "replica 1"} and pool.replaced_later == []
+    assert_received(pool, exporter.tensors)
+
+
+def test_a_replica_that_keeps_its_version_keeps_it_through_an_interrupted_sync() -> None:
+    pool = FakePool(1, 1, 1)
+    sender, exporter = make_sender(pool, with_settings(restarts=1))
+    first = exporter.tensors
+    sender.publish(0)
+    break_replica(pool.replicas()[1], "load")
+    exporter.tensors = random_tensors(seed=5)
+    sender.publish(1, keep=["replica 2"])
+    assert pool.names() == ["replica 0", "replica 2"] and all(replica.serving for replica in pool.replicas())
+    assert [replica.version for replica in pool.replicas()] == ["1", "0"]
+    assert all(torch.equal(pool.replicas()[1].loaders[0].tensors[name], first[name]) for name in first)
+    assert all(torch.equal(pool.replicas()[0].loaders[0].tensors[name], exporter.tensors[name]) for name in first)
+
+
+def test_when_no_attempt_is_left_no_replica_serves_half_of_the_weights() -> None:
+    """The second attempt fails on the replica that the first one has interrupted."""
+    pool = FakePool(1, 1, 1)
+    sender, exporter = make_sender(pool, with_settings(restarts=1))
+    sender.publish(0)
+    break_replica(pool.replicas()[1], "load")
+    survivor, other = pool.replicas()[0], pool.replicas()[2]
+
+    def second() -> None:
+        if "abandon_weight_update" in survivor.calls:
+            die()
+
+    survivor.on["update_weights"] = second
+    exporter.tensors = random_tensors(seed=5)
+    with pytest.raises(WeightSyncError, match="replica 0 failed in update_weights") as info:
+        sender.publish(1)
+    assert info.value.needs_restart == ("replica 0", "replica 2")
+    assert not other.serving and other.failed is not None and other.version == "0"
+    with pytest.raises(RuntimeError):
+        other.call("resume", timeout_s=1.0)
+
+
+def test_one_receiver_of_other_bytes_is_replaced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = FakePool(1, 1)
+    sender, exporter = make_sender(pool, with_settings(restarts=1))
+    sender.publish(0)
+    victim = pool.replicas()[1]._receivers[0]
+    check = victim._check
+
+    def corrupted(buffer_B: torch.Tensor, bucket: Bucket, version: int) -> int:
+        flip_bit(bucket.index, buffer_B[: bucket.nbytes])
+        return check(buffer_B, bucket, version)
+
+    monkeypatch.setattr(victim, "_check", corrupted)
+    exporter.tensors = random_tensors(seed=1)
+    assert sender.publish(1).restarted == ("replica 1",) == tuple(pool.replaced_later)
+    assert pool.names() == ["replica 0"]
+    assert_received(pool, exporter.tensors)
 
 
 def test_a_restart_that_fails_ends_in_the_error() -> None:

@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
+from megarl.common import held_outputs
 from megarl.weights import vllm_plugin
 
 
@@ -44,3 +45,27 @@ def test_only_vllm_children_die_with_their_parent(
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object() if has_parent else None)
     vllm_plugin.register()
     assert calls == [True] * armed
+
+
+@pytest.mark.parametrize(
+    ("name", "hold_s", "held"),
+    [
+        ("EngineCore", "0.5", [0.5]),
+        ("EngineCore_DP1", "0.5", [0.5]),
+        ("EngineCore", None, []),
+        ("VllmWorker-0", "1", []),
+    ],
+)
+def test_only_engine_processes_of_megarls_front_ends_hold_their_outputs(
+    monkeypatch: pytest.MonkeyPatch, name: str, hold_s: str | None, held: list[float]
+) -> None:
+    calls: list[float] = []
+    monkeypatch.setattr("megarl.common.processes.die_with_parent", lambda: None)
+    monkeypatch.setattr(held_outputs, "hold_outputs", calls.append)
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", name)
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    monkeypatch.delenv(held_outputs.VARIABLE, raising=False)
+    if hold_s is not None:
+        monkeypatch.setenv(held_outputs.VARIABLE, hold_s)
+    vllm_plugin.register()
+    assert calls == held

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Hugging Face <-> Megatron-Core checkpoints: exact, streaming, resumable.",
-        epilog="On several ranks or nodes (a shared file system): torchrun --nproc-per-node 8 convert.py import ...",
+        epilog="On several ranks: torchrun --rdzv-backend megarl --nproc-per-node 8 convert.py import ...",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _import_parser(commands)

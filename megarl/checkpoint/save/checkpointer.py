@@ -48,6 +48,7 @@ from megarl.config.load import to_yaml
 from megarl.config.schema import Config
 from megarl.models.export import copy_side_files
 from megarl.models.source import COMMON_FILE, FORMAT_FILE, HF_FILES, SHARD_INDEX, hf_files
+from megarl.telemetry import events
 from megarl.trainer.policy import Policy
 from megarl.weights.sender import store_address
 from megarl.weights.store import SyncStore, open_shared_store
@@ -58,6 +59,8 @@ T = TypeVar("T")
 FORMAT = 1
 # For manifest, rename and retention, after the time by which every rank must have written. Peers wait twice as long.
 FINISH_S = GRACE_S / 2
+# The parts of the state whose tensors are those of a model.
+_WEIGHTS = ("model", "reference")
 # For the end of a thread that has reported already.
 JOIN_S = 1.0
 
@@ -178,12 +181,14 @@ class Checkpointer:
         if path is None:
             self._failed(pending.step, error)
             return False
+        if self.failure is not None and self._rank == 0:
+            events.recovery("checkpoint", f"the checkpoint of step {pending.step} is saved", step=pending.step)
         self.newest, self.failure = pending.step, None
         return True
 
     def _finish(self, pending: _RunningSave, store: SyncStore) -> None:
         """Complete the checkpoint after every rank has written. Runs in a thread of rank 0; an error is the outcome."""
-        started = time.monotonic()
+        started, path, problem = time.monotonic(), "", ""
         try:
             everyone = []
             for rank in range(self._world):
@@ -195,11 +200,15 @@ class Checkpointer:
             errors = [f"rank {rank}: {written.error}" for rank, written in enumerate(everyone) if written.error]
             if errors:
                 raise OSError("; ".join(errors))
-            pending.outcome = (self._complete(pending, everyone), "")
+            path = self._complete(pending, everyone)
+            pending.outcome = (path, "")
             logger.info("%s: %.1f s in the background", pending.outcome[0], time.monotonic() - started)
         except Exception as error:
             logger.exception("completing the checkpoint of step %d", pending.step)
-            pending.outcome = (None, str(error) or repr(error))
+            problem = str(error) or repr(error)
+            pending.outcome = (None, problem)
+        end = {"path": path} if path else {"error": problem[: events.MAX_CHARACTERS]}
+        events.record("checkpoint", started, time.monotonic(), step=pending.step, args=end)
 
     def _open_store(self) -> tuple[SyncStore | None, str]:
         """Return (the store in which the writing threads report to rank 0, "") or (None, error) on every rank.
@@ -401,6 +410,8 @@ class Checkpointer:
         self.failed_saves += 1
         self.failure = f"the checkpoint of step {step} could not be saved: {error}; newest checkpoint: {kept}"
         logger.error("saving step %d failed: %s", step, error)
+        if self._rank == 0:
+            events.fault("checkpoint", self.failure, step=step)
         self._notify(
             f"the checkpoint of step {step} could NOT be saved: {error}. Training continues; newest checkpoint: "
             f"{kept}; the next due save will try again"
@@ -434,10 +445,13 @@ class Checkpointer:
 def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, with_rng: bool) -> None:
     """Load weights, optimizer and schedule of `policy` from a checkpoint of any layout. Collective.
 
-    `numbers`: the checkpoint's `trainer_numbers`. `with_rng`: load the random states too, for an equal layout.
+    `numbers`: the checkpoint's `trainer_numbers`. `with_rng`: load the random states too, for an equal layout. A
+    reference that had taken the policy's weights is loaded too, if the run has one.
     """
+    if policy.reference is not None:
+        policy.reference.refreshed = int(numbers.get("reference_step", 0))
     state = sharded_state(policy, with_rng=with_rng)
-    parameters = {name: sharded.data for name, sharded in state["model"].items()}
+    parameters = {part: {name: each.data for name, each in state[part].items()} for part in _WEIGHTS if part in state}
     optimizer = optimizer_views(state)
     strategy: LoadShardedStrategy = MappedLoadStrategy()
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -445,8 +459,10 @@ def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, w
         strategy = FullyParallelLoadStrategyWrapper(strategy, group)
     loaded = dist_checkpointing.load(state, str(path), strategy, NoCommonState())
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            # One rank loads it in place, another receives it from a peer; the halves of a gated layer are a new tensor.
-            if loaded["model"][name].data_ptr() != parameter.data_ptr():
-                parameter.copy_(loaded["model"][name])
+        for part, tensors in parameters.items():
+            for name, parameter in tensors.items():
+                # One rank loads it in place, another receives it from a peer; the halves of a gated layer are a new
+                # tensor.
+                if loaded[part][name].data_ptr() != parameter.data_ptr():
+                    parameter.copy_(loaded[part][name])
     load_sharded_state(policy, loaded, numbers, optimizer)

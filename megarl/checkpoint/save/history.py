@@ -1,16 +1,20 @@
-"""Rolls a run's result files back to a checkpoint: moves later records to a file of rolled-back records."""
+"""Rolls a run's result files back to a checkpoint: moves later records to a file of rolled-back records.
+
+That file is kept in parts (`megarl/common/line_parts.py`), and its oldest records are deleted: a run may resume often.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megarl.common import line_parts
 
 FILES = ("metrics.jsonl", "samples.jsonl")
 ROLLED_BACK = "rolled_back.jsonl"
+ROLLED_BACK_BYTES = 1 << 30  # of all its parts
 
 
 def positions(run_dir: Path) -> dict[str, int]:
@@ -29,15 +33,34 @@ def roll_back(run_dir: Path, committed: Mapping[str, int]) -> int:
         path, position = run_dir / name, committed.get(name, 0)
         if line_parts.end(path) <= position:
             continue
-        with (run_dir / ROLLED_BACK).open("a", encoding="utf-8") as file:
-            for line in line_parts.read_lines(path, position):
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue
-                file.write(json.dumps({"file": name, **record}, ensure_ascii=False) + "\n")
+        moved += _move(_records(path, position, name), run_dir / ROLLED_BACK)
+        line_parts.cut(path, position)
+    return moved
+
+
+def _records(path: Path, position: int, name: str) -> Iterator[str]:
+    """Yield the complete records from `position` on, as lines of the file of rolled-back records."""
+    for line in line_parts.read_lines(path, position):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        yield json.dumps({"file": name, **record}, ensure_ascii=False) + "\n"
+
+
+def _move(lines: Iterator[str], target: Path) -> int:
+    """Append lines, and begin a new part whenever one is full. Return their number."""
+    moved, more = 0, True
+    while more:
+        more = False
+        with target.open("ab") as file:
+            for line in lines:
+                file.write(line.encode())
                 moved += 1
+                if more := file.tell() >= line_parts.part_bytes(ROLLED_BACK_BYTES):
+                    break
             file.flush()
             os.fsync(file.fileno())
-        line_parts.cut(path, position)
+        if more:
+            line_parts.rotate(target, ROLLED_BACK_BYTES)
     return moved

@@ -20,8 +20,10 @@ from megarl.checkpoint.format.sharding import model_sharded_state_dict
 from megarl.checkpoint.save.optimizer_shards import ViewTree, live_views, optimizer_shards, set_step, take_over
 from megarl.models.layout import Layout
 from megarl.trainer.policy import Policy
+from megarl.trainer.reference_policy import ReferenceModel
 
 RNG_KEY = "rng_state"
+REFERENCE_PREFIX = "reference."
 
 
 def sharded_state(policy: Policy, *, with_rng: bool = True) -> dict[str, Any]:
@@ -36,10 +38,20 @@ def sharded_state(policy: Policy, *, with_rng: bool = True) -> dict[str, Any]:
             str(index): optimizer_shards(inner, model) for index, inner in enumerate(inner_optimizers(policy.optimizer))
         },
     }
+    if policy.reference is not None and policy.reference_step:
+        state["reference"] = reference_shards(policy.reference)
     if with_rng:
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         state["rng"] = ShardedObject(RNG_KEY, rng_state(), (world,), (rank,), replica_id=0)
     return state
+
+
+def reference_shards(reference: ReferenceModel) -> dict[str, Any]:
+    """Return views of the reference's tensors under keys of their own; no reader takes them for the model's weights."""
+    shards = model_sharded_state_dict(reference.chunks, reference.info)
+    for shard in shards.values():
+        shard.key = f"{REFERENCE_PREFIX}{shard.key}"
+    return shards
 
 
 def optimizer_views(state: dict[str, Any]) -> dict[str, ViewTree]:
@@ -64,8 +76,12 @@ def load_sharded_state(
 
 
 def trainer_numbers(policy: Policy) -> dict[str, Any]:
-    """Return the numbers that `load_sharded_state` needs, as JSON."""
-    return {"optimizer_step": optimizer_step(policy.optimizer), "scheduler_step": int(policy.scheduler.num_steps)}
+    """Return the numbers that `load_sharded_state` needs, as JSON, and the step of the reference's weights."""
+    return {
+        "optimizer_step": optimizer_step(policy.optimizer),
+        "scheduler_step": int(policy.scheduler.num_steps),
+        "reference_step": policy.reference_step,
+    }
 
 
 def optimizer_step(optimizer: MegatronOptimizer) -> int:

@@ -31,12 +31,13 @@ from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord, State
 from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.lost_nodes import can_lose
 from megarl.cluster.nodes.network import interface_of, own_address
+from megarl.cluster.nodes.stopped_processes import StoppedProcesses
 from megarl.common import run_files
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.claim import Holder, RunClaim, claim, other_holder
 from megarl.common.errors import ConfigError
 from megarl.common.notices import write_notice
-from megarl.common.processes import ProcessId, descendants, die_with_parent, is_alive, sweep
+from megarl.common.processes import ProcessId, descendants, die_with_parent, is_alive, kill, still_alive, sweep
 from megarl.common.rate_limit import RateLimit
 from megarl.common.reserved_ports import ReservedPorts
 from megarl.config.hardware import local_gpus
@@ -85,6 +86,7 @@ class NodeAgent:
         self._beat = 0
         self._next_beat = 0.0
         self._signals, self._signalled_at = 0, 0.0
+        self._stop_request: str | None = None  # to be written to RUN_DIR/stop
         self._ending = False  # from then on no signal may interrupt
         self._trouble_since: float | None = None  # since when the file system has failed
         self._complaints = RateLimit(COMPLAIN_S)
@@ -94,6 +96,9 @@ class NodeAgent:
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._raylet_ended_at: float | None = None
         self._raylet_children: set[ProcessId] = set()
+        # Longer than the bound of the rank watch (megarl/run/rank_watch.py), and not later than the ranks end.
+        timeouts = self.config.timeouts
+        self._stopped = StoppedProcesses(timeouts.node_s + timeouts.shutdown_s / 2)
         self._lost: set[int] = set()  # nodes without which the job goes on
         self._ended_at: float | None = None
         self._pool_ended_at: float | None = None
@@ -153,7 +158,15 @@ class NodeAgent:
             )
         if (other := other_holder(self.launch.run_dir, self._holder)) is not None:  # the request would stop that run
             raise DirectoryLost(f"{self.launch.run_dir} was taken by {other.describe()} while this run was silent")
-        run_files.ask_to_stop(self.launch.run_dir, f"{name} on node {self.host}")
+        self._stop_request = f"{name} on node {self.host}"
+        with suppress(OSError):  # the next tick tries it again
+            self._ask_run_to_stop()
+
+    def _ask_run_to_stop(self) -> None:
+        """Pass a stop signal on to the ranks, if there is one that was not. Raises OSError."""
+        if self._stop_request is not None:
+            run_files.ask_to_stop(self.launch.run_dir, self._stop_request)
+            self._stop_request = None
 
     def _start(self) -> None:
         self._check_devices()
@@ -244,8 +257,9 @@ class NodeAgent:
 
     def _tick(self) -> bool:
         """Check every process and peer once. Return True when this node's share is done."""
-        self._children |= descendants(os.getpid())
+        self._children = still_alive(self._children | descendants(os.getpid()))
         self._post_if_due()
+        self._ask_run_to_stop()
         if (failure := self.board.failure()) is not None:
             raise PeerFailed(f"node {failure.node} failed: {failure.reason}")
         if self.node.trainer_rank is not None and self._torchrun is None:
@@ -254,6 +268,7 @@ class NodeAgent:
         ranks_done = self._torchrun_done(ending)
         pool_done = self._supervisor_done(ending)
         self._check_raylet(ending)
+        self._kill_stopped_ranks()
         if ending:
             self._ended_at = self._ended_at or time.monotonic()
             self._check_end_in_time()
@@ -286,6 +301,17 @@ class NodeAgent:
         logs = self.launch.run_dir / "logs"
         return f"a trainer rank was killed (torchrun ended with code {self._torchrun.returncode}); see {logs}"
 
+    def _kill_stopped_ranks(self) -> None:
+        """Kill ranks that are stopped for good, once other ranks have had the time to name them.
+
+        Where a rank is alone on its node no other rank can do so, and torchrun would give it the time to save.
+        """
+        if self._torchrun is None or self._torchrun.poll() is not None or not self._stopped.is_due():
+            return
+        for process in self._stopped.find(descendants(self._torchrun.pid)):
+            logger.error("process %d of a trainer rank was stopped for too long; killing it", process.pid)
+            kill([process], signal.SIGKILL)
+
     def _supervisor_done(self, ending: bool) -> bool:
         """Tell whether the supervisor has ended, on its node by its process, elsewhere by its state file.
 
@@ -315,7 +341,7 @@ class NodeAgent:
         if self._raylet is None or ending:
             return
         if self._raylet.poll() is None:
-            self._raylet_children |= descendants(self._raylet.pid)
+            self._raylet_children = still_alive(self._raylet_children | descendants(self._raylet.pid))
             return
         if not can_lose(self.launch, self.node.index):
             raise NodeFailed(f"Ray's raylet ended with code {self._raylet.returncode}")

@@ -30,13 +30,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
+from megarl.cluster.nodes.rendezvous_mark import NAME, SERVED_BY_VARIABLE
 from megarl.common.bound_store import connect_store, serve_store
 from megarl.common.run_secret import RUN_DIR_VARIABLE, derived_key, run_secret
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
-NAME = "megarl"
 RANKS_STORE_TIMEOUT_S = 300.0  # of one request; torch's own default
 _CODE_BYTES = 32
 
@@ -96,7 +96,7 @@ class BoundHandler(DynamicRendezvousHandler):
 
 
 def open_rendezvous(params: RendezvousParameters) -> RendezvousHandler:
-    """Return the handler of one agent. Its options are those of `c10d`.
+    """Return the handler of one agent, and note in the environment that it is safe. Its options are those of `c10d`.
 
     Raises:
         ValueError: several nodes, and the endpoint, this node's address or MEGARL_RUN_DIR is missing.
@@ -116,6 +116,7 @@ def open_rendezvous(params: RendezvousParameters) -> RendezvousHandler:
         RendezvousTimeout(*(_timeout(params, name) for name in ("join", "last_call", "close", "heartbeat"))),
         **{name: value for name, value in options.items() if value is not None},
     )
+    os.environ[SERVED_BY_VARIABLE] = str(os.getpid())
     return handler
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from megarl.cluster.nodes.rendezvous_mark import NAME
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
@@ -24,7 +26,5 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 def register() -> None:
     """Make the backend known in this process: an installation made before the entry point does not list it."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-
-    from megarl.cluster.nodes.rendezvous import NAME
 
     rendezvous_handler_registry.register(NAME, create)

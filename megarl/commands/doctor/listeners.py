@@ -26,7 +26,7 @@ SocketLock = Literal["token", "curve", "hmac", "loopback only", "file mode", "no
 
 NETWORK_RULE = "let only the nodes of the job reach this port: see the network rule in SECURITY.md"
 ADDRESS_FIX = "it must be bound to one address"
-TORCHRUN_FIX = "a bare torchrun unpickles what strangers write there: start by megarl launch, see SECURITY.md"
+TORCHRUN_FIX = "torchrun unpickles what strangers write there: start it with --rdzv-backend megarl, see SECURITY.md"
 UNKNOWN_FIX = "find out what opened it; if it is the run's, add it to KNOWN in megarl/commands/doctor/listeners.py"
 MANY = 1000
 
@@ -80,6 +80,7 @@ class Known:
 RAY_CALLS = Known("Ray's calls", "TCP6", "token", 1)
 ENGINE_PARTS = Known("between the engine's processes", "unix", "file mode")
 COLLECTIVES = Known("gloo and NCCL", "TCP", "none")
+PROMETHEUS = Known("Prometheus endpoint (HTTP)", "TCP", "token", 1)  # told from gloo's sockets by its port
 TORCH_STORE = Known("torch's own store", "TCP6", "none")  # always on all interfaces, so always a failure
 KNOWN: dict[str, tuple[Known, ...]] = {
     "Ray's gcs_server": (Known("Ray's control store", "TCP6", "token", 1),),
@@ -90,10 +91,16 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     "Ray's agents": (Known("Ray's agents", "TCP", "token", 1), Known("Ray's agents", "TCP6", "token", 1)),
     "supervisor": (RAY_CALLS,),
     "rollout controller": (RAY_CALLS,),
+    "agent worker": (RAY_CALLS,),
     "door": (RAY_CALLS, Known("door (HTTP)", "TCP", "token", 1)),
+    "environment server": (
+        Known("environment server", "unix", "file mode"),
+        Known("model calls of the environment's programs", "TCP", "token"),
+    ),
     "queue controller": (RAY_CALLS, Known("trajectory queue", "TCP", "curve", 2)),
     "queue storage": (RAY_CALLS, Known("trajectory queue", "TCP", "curve", 1)),
     "engine replica": (RAY_CALLS, ENGINE_PARTS),
+    "teacher's engine": (RAY_CALLS, ENGINE_PARTS),
     "engine": (ENGINE_PARTS, COLLECTIVES),
     # The stores of checkpoints, weight sync and rendezvous check each value; gloo and NCCL beside them check nothing.
     "trainer rank": (RAY_CALLS, Known("stores (hmac), gloo and NCCL (none)", "TCP", "none"), TORCH_STORE),
@@ -102,6 +109,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     "idle Ray worker": (RAY_CALLS,),
 }
 _RAY_ROLES = {
+    "AgentWorker": "agent worker",
     "IDLE": "idle Ray worker",
     "DashboardAgent": "Ray's agents",
     "RuntimeEnvAgent": "Ray's agents",
@@ -111,6 +119,7 @@ _RAY_ROLES = {
     "ServingController": "rollout controller",
     "TransferQueueController": "queue controller",
     "SimpleStorageUnit": "queue storage",
+    "TeacherEngine": "teacher's engine",
 }
 _MODULE_ROLES = {
     "megarl.cluster.supervisor": "supervisor",
@@ -121,6 +130,8 @@ _MODULE_ROLES = {
     "megarl.rewards.worker": "reward worker",
     "torch.distributed.run": "torchrun",
 }
+
+_ENVIRONMENT_PROGRAM = "megarl/environments/server_program.py"  # runs under the Python of another environment
 
 
 def role_of(command: Sequence[str], parent_role: str, *, is_launcher: bool = False) -> str:
@@ -133,10 +144,12 @@ def role_of(command: Sequence[str], parent_role: str, *, is_launcher: bool = Fal
     module = next((after for option, after in itertools.pairwise(command) if option == "-m"), "")
     if actor := re.match(r"ray::(\w+)", program):
         role = _RAY_ROLES.get(actor[1], program)
-    elif program.startswith("VLLM::") or parent_role in {"engine replica", "engine"}:
+    elif program.startswith("VLLM::") or parent_role in {"engine replica", "teacher's engine", "engine"}:
         role = "engine"  # vLLM's title is not always there: setproctitle needs the first variable of the environment
     elif name in {"gcs_server", "raylet"}:
         role = f"Ray's {name}"
+    elif parent_role == "environment server" or any(part.endswith(_ENVIRONMENT_PROGRAM) for part in command[1:]):
+        role = "environment server"
     elif module in _MODULE_ROLES:
         role = _MODULE_ROLES[module]
     elif "torchrun" in {name, *(part.rpartition("/")[2] for part in command[1:2])}:
@@ -159,10 +172,13 @@ class Verdict:
     fix: str = ""
 
 
-def judge(listeners: Iterable[Listener], *, ray_on_loopback: bool) -> list[Verdict]:
+def judge(
+    listeners: Iterable[Listener], *, ray_on_loopback: bool, endpoint: tuple[int, int] | None = None
+) -> list[Verdict]:
     """Return a verdict for each socket, the failures first.
 
     `ray_on_loopback`: the run's Ray has a loopback address. With any other, Ray 2.60.0 listens on all interfaces.
+    `endpoint`: pid and port of the endpoint for Prometheus, if the run has one.
     """
     verdicts = []
     seen: Counter[tuple[int, Known]] = Counter()
@@ -171,7 +187,8 @@ def judge(listeners: Iterable[Listener], *, ray_on_loopback: bool) -> list[Verdi
         listeners, key=lambda each: (each.is_wildcard, each.role, each.pid, each.kind, each.address)
     ):
         known = None
-        for each in KNOWN.get(listener.role, ()):
+        scraped = listener.kind == "TCP" and (listener.pid, listener.port) == endpoint
+        for each in (PROMETHEUS,) if scraped else KNOWN.get(listener.role, ()):
             if each.kind == listener.kind and seen[listener.pid, each] < each.most:
                 known = each
                 seen[listener.pid, each] += 1

@@ -24,6 +24,7 @@ from megarl.commands.doctor.listeners import (
 )
 from megarl.common.errors import ConfigError
 from megarl.common.processes import ProcessId, is_alive
+from megarl.telemetry.prometheus import read_endpoint
 
 _ACCEPTS = 0x10000  # __SO_ACCEPTCON of /proc/net/unix: the socket listens
 
@@ -40,7 +41,9 @@ def examine_run(run_dir: Path, *, as_json: bool, write: Callable[[str], object])
     if not roles:
         raise ConfigError([f"no process of {run_dir} runs on this host; its supervisor was started on {state['host']}"])
     ray_host = str(state["address"]).rpartition(":")[0]
-    verdicts = judge(find_listeners(roles), ray_on_loopback=ray_host in {"", "127.0.0.1", "::1"})
+    found = read_endpoint(run_dir)
+    endpoint = (found.pid, found.port) if found is not None else None
+    verdicts = judge(find_listeners(roles), ray_on_loopback=ray_host in {"", "127.0.0.1", "::1"}, endpoint=endpoint)
     write(listeners_to_json(verdicts) if as_json else render_listeners(verdicts))
     return 0 if all_locked(verdicts) else 1
 

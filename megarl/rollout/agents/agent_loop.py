@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome, Turn
+from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.prompts import Drawn
 from megarl.rollout.requests import GenerateResult
 from megarl.rollout.toolbox import Toolbox
@@ -31,6 +32,21 @@ class AgentContext(Protocol):
     @property
     def toolbox(self) -> Toolbox:
         """The tools, the dialogue and the bounds of the prompt's data set."""
+        ...
+
+    @property
+    def deadline(self) -> GroupDeadline | None:
+        """The time at which the responses of the group have to end; None if they may take as long as they need."""
+        ...
+
+    @property
+    def trains(self) -> bool:
+        """True for a sample of the run's groups, False for a response of an evaluation."""
+        ...
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the first request of the sample; None for a greedy response."""
         ...
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> GenerateResult:
@@ -87,8 +103,12 @@ class AgentContext(Protocol):
 
 
 class AgentLoop(Protocol):
-    """Turns a prompt into a trajectory. One object runs all samples at once: keep a sample's state inside `run`."""
+    """Turns a prompt into trajectories. One object runs all samples at once: keep a sample's state inside `run`."""
 
-    async def run(self, ctx: AgentContext) -> Trajectory:
-        """Generate, act and judge. The trajectory's token ids must be those that the engine received and produced."""
+    async def run(self, ctx: AgentContext) -> Trajectory | Sequence[Trajectory]:
+        """Generate, act and judge. The trajectory's token ids must be those that the engine received and produced.
+
+        Several trajectories, such as the paths of a dialogue that branches, are parts of the one sample: they have
+        equal rewards and statuses, and the sample's advantage. Each has a token that the model sampled.
+        """
         ...

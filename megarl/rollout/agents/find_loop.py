@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any
+from typing import Any, cast
 
 from megarl.common.secret_references import resolved
-from megarl.config.agent_sections import SINGLE_TURN, TOOL_AGENT, AgentConfig
+from megarl.config.agent_sections import HARNESS, SINGLE_TURN, TOOL_AGENT, AgentConfig
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.agents.tool_agent import ToolAgent
 
 
 def find_loop(agent: AgentConfig) -> AgentLoop:
-    """Return the loop `single_turn`, `tool_agent`, or an instance of the class `package.module:Class`.
+    """Return the loop `single_turn`, `tool_agent`, `harness`, or an instance of the class `package.module:Class`.
 
     Raises ValueError that tells what is wrong with the path, the arguments or the class.
     """
     if agent.loop in (SINGLE_TURN, TOOL_AGENT):
         return SingleTurn() if agent.loop == SINGLE_TURN else ToolAgent()
+    if agent.loop == HARNESS:
+        # A layer above this one, found like a loop of the user's.
+        made: Any = importlib.import_module("megarl.environments.harness_loop").Harness.of(agent)
+        return cast(AgentLoop, made)
     module, _, name = agent.loop.partition(":")
     try:
         found: Any = getattr(importlib.import_module(module), name)
@@ -28,7 +32,7 @@ def find_loop(agent: AgentConfig) -> AgentLoop:
     if not inspect.isclass(found) or not inspect.iscoroutinefunction(getattr(found, "run", None)):
         raise ValueError(f"agent.loop {agent.loop!r} must be a class with a method `async def run(self, ctx)`")
     try:
-        made: Any = found(**resolved(agent.kwargs, "agent.kwargs"))
+        made = found(**resolved(agent.kwargs, "agent.kwargs"))
     except TypeError as error:
         raise ValueError(f"agent.loop {agent.loop!r} cannot be made with agent.kwargs: {error}") from error
     loop: AgentLoop = made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain, zip_longest
 
+from megarl.data.dialogue import Dialogue
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import Turn
 from megarl.rollout.agents.agent_loop import AgentContext
@@ -24,6 +25,20 @@ from megarl.rollout.requests import GenerateResult
 from megarl.rollout.to_trajectory import generation_failure
 
 
+class _Said:
+    """The turns of the model, and their texts, each of which is decoded once."""
+
+    def __init__(self, dialogue: Dialogue, results: list[GenerateResult]) -> None:
+        self._dialogue, self.results = dialogue, results
+        self._texts: dict[int, str] = {}
+
+    def text(self, turn: int) -> str:
+        """Return the text of a turn."""
+        if turn not in self._texts:
+            self._texts[turn] = self._dialogue.text(self.results[turn].response_ids)
+        return self._texts[turn]
+
+
 class ToolAgent:
     """Lets the model call tools, one after the other, until a turn calls none. Every state is frozen."""
 
@@ -31,19 +46,20 @@ class ToolAgent:
         """Return the trajectory of all turns."""
         state = ctx.frozen(ToolAgentState) or ToolAgentState()
         results = [ctx.finished(turn) for turn in range(state.turns)]
+        said = _Said(ctx.toolbox.dialogue, results)
         while state.phase != "done":
-            event = await self._act(ctx, state, results)
+            event = await self._act(ctx, state, said)
             state = after(state, event, ctx.toolbox.bounds)
             if not (isinstance(event, TurnEnded) and event.finish_reason == "abort"):  # a resume continues that turn
                 ctx.freeze(state)
         ctx.note_end(state.turns, state.malformed, state.overflow)
         inserted = [each.token_ids for each in state.rounds]
-        turns = whole_dialogue(ctx, state, results)
+        turns = _whole_dialogue(state, said)
         return await finish(ctx, results, inserted, turns, finish_reason=state.end, failure=state.failure)
 
-    async def _act(self, ctx: AgentContext, state: ToolAgentState, results: list[GenerateResult]) -> AgentEvent:
-        """Do what a state asks for; `results` gets what the model said. Return what has happened."""
-        dialogue = ctx.toolbox.dialogue
+    async def _act(self, ctx: AgentContext, state: ToolAgentState, said: _Said) -> AgentEvent:
+        """Do what a state asks for; `said` gets what the model said. Return what has happened."""
+        results = said.results
         if state.phase == "generating":
             response = _response(state, results)
             room = ctx.prompt.sampling.max_tokens - len(response)
@@ -53,14 +69,14 @@ class ToolAgent:
             failure = generation_failure(result) if result.finish_reason == "abort" else ""
             return TurnEnded(result.finish_reason, empty=not result.response_ids, failure=failure)
         if state.phase == "parsing":
-            return TurnRead(ctx.toolbox.tool_format.parse(dialogue.text(results[-1].response_ids)))
+            return TurnRead(ctx.toolbox.tool_format.parse(said.text(len(results) - 1)))
         if state.phase == "calling":
             return CallAnswered(await _answer(ctx, state.calls[len(state.answers)]))
         answers = [
             {"role": "tool", "content": answer.text, "name": call.name, "tool_call_id": f"call{index:05d}"}
             for index, (call, answer) in enumerate(zip(state.calls, state.answers, strict=True))
         ]
-        inserted = dialogue.next_turn(results[-1].response_ids, answers)
+        inserted = ctx.toolbox.dialogue.next_turn(results[-1].response_ids, answers)
         tokens = len(_response(state, results)) + len(inserted)
         return AnswersEncoded(tuple(inserted), fit=tokens < ctx.prompt.sampling.max_tokens)
 
@@ -79,13 +95,13 @@ def _response(state: ToolAgentState, results: list[GenerateResult]) -> list[int]
     return list(chain.from_iterable(chain(*zip_longest(sampled, inserted, fillvalue=[]))))
 
 
-def whole_dialogue(ctx: AgentContext, state: ToolAgentState, results: list[GenerateResult]) -> list[Turn]:
+def _whole_dialogue(state: ToolAgentState, said: _Said) -> list[Turn]:
     """Return the turns as a reward function gets them."""
     last = Round(state.calls, state.answers, ())
     turns = []
-    for result, found in zip(results, [*state.rounds, last], strict=False):
-        text, calls = ctx.toolbox.dialogue.text(result.response_ids), tuple(call.content() for call in found.calls)
-        turns.append(Turn("assistant", text, len(result.response_ids), calls))
+    for place, (result, found) in enumerate(zip(said.results, [*state.rounds, last], strict=False)):
+        calls = tuple(call.content() for call in found.calls)
+        turns.append(Turn("assistant", said.text(place), len(result.response_ids), calls))
         for number, answer in enumerate(found.answers, start=1):
             tokens = len(found.token_ids) if number == len(found.answers) else 0
             turns.append(Turn("tool", answer.text, tokens, error=answer.error))

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.checkpoint.save import history
 from megarl.checkpoint.save.history import ROLLED_BACK, positions, roll_back
 from megarl.common import line_parts
 from megarl.telemetry.sinks import JsonlSink
@@ -44,6 +46,29 @@ def test_older_parts_go_back_too(tmp_path: Path) -> None:
     assert positions(tmp_path) == committed[2] and len(list(line_parts.read_lines(sink.path))) == 2
     moved = [json.loads(line) for line in (tmp_path / ROLLED_BACK).read_text().splitlines()]
     assert moved == [{"file": "samples.jsonl", "step": number} for number in range(2, 6)]
+
+
+def test_the_records_of_many_resumes_are_bounded_and_the_newest_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "ROLLED_BACK_BYTES", 4000)
+    metrics = tmp_path / "metrics.jsonl"
+    for resume in range(100):
+        metrics.write_text("".join(json.dumps({"step": 3 * resume + number}) + "\n" for number in range(3)))
+        assert roll_back(tmp_path, {}) == 3
+    kept = [json.loads(line)["step"] for line in line_parts.read_lines(tmp_path / ROLLED_BACK)]
+    assert kept == list(range(kept[0], 300)) and kept[0] > 0
+    assert 3000 < sum(path.stat().st_size for path in tmp_path.glob("rolled_back*.jsonl")) < 4100
+
+
+def test_one_resume_that_moves_more_than_a_part_keeps_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "ROLLED_BACK_BYTES", 4000)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": number}) + "\n" for number in range(400)))
+    assert roll_back(tmp_path, {}) == 400
+    kept = [json.loads(line)["step"] for line in line_parts.read_lines(tmp_path / ROLLED_BACK)]
+    assert kept == list(range(kept[0], 400)) and 0 < kept[0] < 350
 
 
 # --- the samples of a run under kills, in the middle of a rotation or of a resume too

@@ -22,15 +22,17 @@ from megarl.cluster.nodes.agent import NodeAgent
 from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord
 from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
 from megarl.cluster.nodes.lost_nodes import can_lose
+from megarl.cluster.nodes.stopped_processes import StoppedProcesses
 from megarl.common import run_files as stopping
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.claim import CLAIM_FILE, Holder
 from megarl.common.notices import notices_file
-from megarl.common.processes import ProcessId, descendants
+from megarl.common.processes import ProcessId, descendants, is_alive, kill, state_of
 from megarl.common.run_files import ExitRecord
 from tests.support.checkout import ROOT, environment
 from tests.support.configs import config
 from tests.support.leftovers import survivors
+from tests.support.waiting import wait_until
 
 # Says that it has ended when it is asked to, as the real supervisor does.
 POOL = """
@@ -331,6 +333,51 @@ def test_a_heartbeat_that_cannot_be_written_does_not_keep_the_agent_from_its_wor
     monkeypatch.setattr(agent, "_start_torchrun", lambda: started.append(True))
     assert agent._tick_or_wait() is False
     assert started and agent._trouble_since is None
+
+
+def test_a_rank_that_stays_stopped_is_killed_and_nothing_else(job: Job) -> None:
+    """With no other rank on its node nobody else can, and torchrun would leave it the time to save."""
+    agent = agent_of(job)
+    ranks = "import subprocess; children = [subprocess.Popen(['sleep', '60']) for _ in range(2)]; children[0].wait()"
+    torchrun = agent._torchrun = subprocess.Popen([sys.executable, "-c", f"{ranks}; children[1].wait()"])
+    try:
+        wait_until(lambda: len(descendants(torchrun.pid)) == 2, 30, "the ranks")
+        stopped, sound = descendants(torchrun.pid)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        wait_until(lambda: state_of(stopped) == "T", 30, "the rank to stop")
+        agent._kill_stopped_ranks()
+        assert is_alive(stopped), "other ranks name it first"
+        agent._stopped = StoppedProcesses(bound_s=-1.0)
+        agent._kill_stopped_ranks()
+        wait_until(lambda: not is_alive(stopped), 30, "the end of the rank")
+        assert is_alive(sound) and torchrun.poll() is None
+    finally:
+        kill([*descendants(torchrun.pid), ProcessId.of(torchrun.pid)], signal.SIGKILL)
+        torchrun.wait()
+
+
+def test_a_stop_signal_that_the_disk_does_not_take_reaches_the_ranks_later(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception in the handler would end the whole job at once, instead of after a save."""
+    agent, real = agent_of(job), stopping.ask_to_stop
+    failures = [OSError(errno.ESTALE, "Stale file handle")] * 3
+
+    def ask(run_dir: Path, reason: str) -> None:
+        if failures:
+            raise failures.pop()
+        real(run_dir, reason)
+
+    monkeypatch.setattr(module.run_files, "ask_to_stop", ask)
+    monkeypatch.setattr(agent, "_start_torchrun", lambda: None)
+    agent._on_signal(signal.SIGTERM, None)
+    assert stopping.stop_reason(job.run_dir) is None
+    for _ in range(3):
+        assert agent._tick_or_wait() is False
+    assert stopping.stop_reason(job.run_dir) == "SIGTERM on node here"
+    (job.run_dir / stopping.STOP_FILE).unlink()
+    agent._tick_or_wait()
+    assert stopping.stop_reason(job.run_dir) is None, "a request that was withdrawn is not made again"
 
 
 def test_a_signal_during_the_end_interrupts_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from megarl.cluster.nodes.rendezvous import NAME, SignedBackend, open_rendezvous
+from megarl.cluster.nodes.rendezvous import SignedBackend, open_rendezvous
+from megarl.cluster.nodes.rendezvous_mark import NAME, SERVED_BY_VARIABLE
 from megarl.common.run_secret import RUN_DIR_VARIABLE
 from tests.support.attack import addresses, attack
 from tests.support.checkout import ROOT, environment
@@ -72,9 +73,11 @@ def test_c10d_itself_runs_a_state_that_a_stranger_has_set(tmp_path: Path) -> Non
 
 def test_two_agents_meet_on_one_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(SERVED_BY_VARIABLE, "")
     first = open_rendezvous(parameters("127.0.0.3:0", local_addr="127.0.0.3", is_host="true", last_call_timeout="1"))
     port = first._store.port
     assert addresses(port) == {"127.0.0.3"}
+    assert os.environ[SERVED_BY_VARIABLE] == str(os.getpid()), "ranks would say that this start is open to others"
     options = {"endpoint": f"127.0.0.3:{port}", "nodes": 2, "last_call_timeout": "1", "join_timeout": "30"}
     agents = [
         open_rendezvous(parameters(local_addr=f"127.0.0.{number}", is_host="false", **options)) for number in (4, 5)

@@ -31,6 +31,8 @@ ONE_HOST = (
     ("rollout controller", "TCP6", MAPPED, "token"),
     ("door", "TCP6", MAPPED, "token"),
     ("door", "TCP", "127.0.0.1", "token"),
+    ("environment server", "unix", "/z/s", "file mode"),
+    ("environment server", "TCP", "127.0.0.1", "token"),
     ("queue controller", "TCP6", MAPPED, "token"),
     ("queue controller", "TCP", "127.0.0.1", "curve"),
     ("queue controller", "TCP", "127.0.0.1", "curve"),
@@ -52,6 +54,20 @@ def listeners(*rows: tuple[str, ...]) -> list[Listener]:
         Listener(100 + roles.index(role), role, kind, host, 0 if kind == "unix" else 5000 + index)  # type: ignore[arg-type]
         for index, (role, kind, host, *_) in enumerate(rows)
     ]
+
+
+def test_the_endpoint_for_prometheus_is_told_from_gloo_by_process_and_port() -> None:
+    mine, gloo = (Listener(100, "trainer rank", "TCP", "10.0.0.1", port) for port in (9400, 9401))
+    other = Listener(101, "trainer rank", "TCP", "10.0.0.1", 9400)
+    verdicts = judge([mine, gloo, other], ray_on_loopback=False, endpoint=(100, 9400))
+    by_listener = {verdict.listener: verdict for verdict in verdicts}
+    assert (by_listener[mine].what, by_listener[mine].lock) == ("Prometheus endpoint (HTTP)", "token")
+    assert by_listener[mine].level == "ok"
+    for listener in (gloo, other):
+        assert by_listener[listener].lock == "none" and by_listener[listener].level == "warn"
+    open_to_all = Listener(100, "trainer rank", "TCP", "0.0.0.0", 9400)
+    (verdict,) = judge([open_to_all], ray_on_loopback=False, endpoint=(100, 9400))
+    assert verdict.level == "fail" and "one address" in verdict.fix
 
 
 def test_every_socket_of_a_run_on_one_host_is_known_and_locked() -> None:
@@ -112,7 +128,7 @@ def test_torchs_own_store_fails_by_name_and_is_not_taken_for_ray(several: bool) 
     verdicts = judge([*stores, ray], ray_on_loopback=not several)
     failed = [verdict for verdict in verdicts if verdict.level == "fail"]
     assert [verdict.what for verdict in failed] == ["torch's own store"] * 2
-    assert all("start by megarl launch" in verdict.fix for verdict in failed)
+    assert all("start it with --rdzv-backend megarl" in verdict.fix for verdict in failed)
 
 
 def test_a_unix_socket_that_other_users_may_use_fails() -> None:
@@ -158,6 +174,12 @@ def test_addresses(host: str, loopback: bool, wildcard: bool) -> None:
         (["/bin/python", "/bin/torchrun", "--nproc-per-node", "2"], "", "torchrun"),
         (["/bin/python", "-u", "train_rl.py"], "torchrun", "trainer rank"),
         (["/bin/python", "-m", "megarl.rewards.worker", "48"], "rollout controller", "reward worker"),
+        (
+            ["/e/bin/python", "-P", "/m/megarl/environments/server_program.py"],
+            "rollout controller",
+            "environment server",
+        ),
+        (["/bin/sh", "-c", "a program of the environment"], "environment server", "environment server"),
         (["/usr/bin/nc", "-l", "80"], "rollout controller", "nc"),
         ([], "", "?"),
     ],

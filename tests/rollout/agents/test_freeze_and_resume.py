@@ -15,14 +15,7 @@ import pytest
 from megarl.rollout.journal_records import decode_unfinished
 from megarl.rollout.loop_records import INTERRUPTED
 from tests.support.checkout import ROOT
-from tests.support.frozen_agents import Attempt, Stop, Stopped, outcome
-
-
-def undisturbed() -> tuple[dict[str, Any], int]:
-    attempt = Attempt()
-    rows = attempt.run()
-    return json.loads(json.dumps(outcome(rows, attempt))), attempt.stop.seen
-
+from tests.support.frozen_agents import Attempt, Stop, Stopped, interrupted_books, outcome, undisturbed
 
 EXPECTED, POINTS = undisturbed()
 
@@ -45,17 +38,6 @@ def check(first: Stop, second: dict[str, Any], interrupted: int) -> None:
     if not interrupted:
         assert second["rows"] == EXPECTED["rows"] and second["turns"] == EXPECTED["turns"]
         assert len(adds) <= len(EXPECTED["add"]) + 2  # those that were open are repeated, one of each sample
-
-
-def interrupted_books(record: bytes) -> int:
-    """Count the calls of `book` whose intent is in a record, without an answer."""
-    loops = decode_unfinished(record).loops.values()
-    open_calls = [
-        (json.loads(loop.state)["calls"], json.loads(loop.state)["answers"], loop)
-        for loop in loops
-        if any(call.text is None for call in loop.calls.values())
-    ]
-    return sum(calls[len(answers)]["name"] == "book" for calls, answers, _ in open_calls)
 
 
 def test_the_group_that_is_stopped_calls_tools_of_both_kinds_and_a_malformed_one() -> None:

@@ -41,14 +41,14 @@ class ScriptedPool:
         if torch.distributed.get_rank() or not answers:
             self.ready.set_result(None)  # the other ranks go on until rank 0 tells them
 
-    def upcoming(self, step: int) -> tuple[list[int], int]:
+    def upcoming(self, step: int) -> tuple[dict[int, list[str]], int]:
         answer = self._answers.pop(0)
         if not self._answers:
             self.ready.set_result(None)
-        return answer, 0
+        return {group: [key for key, row in self._rows.items() if row.group_id == group] for group in answer}, 0
 
-    def tags_of(self, groups: Sequence[int], rebuilds: int) -> list[SampleTag]:
-        return [row.tag for row in self._rows.values() if row.group_id in groups]
+    def tags_of(self, keys: Sequence[str], rebuilds: int) -> list[SampleTag]:
+        return [self._rows[key].tag for key in keys]
 
     def rows_of(self, keys: Sequence[str], rebuilds: int) -> list[Trajectory]:
         return [self._rows[key] for key in keys]
@@ -133,10 +133,12 @@ def passes_of(policy: Policy) -> Iterator[list[Pass]]:
     found: list[Pass] = []
     compute = policy.compute_logprobs
 
-    def watched(samples: Sequence[TrainSample], *, reference: bool = False) -> list[LogProbs]:
+    def watched(
+        samples: Sequence[TrainSample], *, reference: bool = False, teacher: str = "", packed: None = None
+    ) -> list[LogProbs]:
         stream = REFERENCE_LOGPROBS if reference else OLD_LOGPROBS
         found.append((stream, [sample.key for sample in samples]))
-        return compute(samples, reference=reference)
+        return compute(samples, reference=reference, teacher=teacher, packed=packed)
 
     with mock.patch.object(policy, "compute_logprobs", watched):
         yield found

@@ -17,16 +17,17 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megarl.algorithms.aggregation import GlobalCounts
-from megarl.algorithms.losses import LossFunction
+from megarl.algorithms.objective import LossFunction
+from megarl.algorithms.terms import WEIGHT_STREAMS
 from megarl.common.object_collectives import JSON
 from megarl.config.schema import Config
 from megarl.models.export import HFExporter
 from megarl.models.layout import Layout
 from megarl.models.read_config import load_info
 from megarl.models.shards import table
-from megarl.trainer import parallel
+from megarl.trainer import packed_batch, parallel
 from megarl.trainer import policy as policy_module
-from megarl.trainer.batch import TrainSample
+from megarl.trainer.batch import TrainSample, pack
 from megarl.trainer.packing import assign_to_ranks
 from megarl.trainer.policy import Policy
 from tests.support.ranks.layouts import make_layout, use_layout
@@ -127,7 +128,7 @@ def train(
     """`steps` updates on the same mini-batch: the first one's gradients, metrics, and the weights after the last."""
     with contextlib.ExitStack() as stack:
         if not packed:
-            stack.enter_context(mock.patch.object(policy_module, "plan_micro_batches", one_each))
+            stack.enter_context(mock.patch.object(packed_batch, "plan_micro_batches", one_each))
         if watch_sends:
             stack.enter_context(nothing_is_freed_before_it_has_left())
         stack.enter_context(mutated(mutation))
@@ -226,8 +227,8 @@ def _per_micro_batch() -> dict[str, Any]:
     original = policy_module.micro_batch_loss
 
     def broken(spec: Any, inputs: Any) -> Any:
-        own = replace(inputs.counts, tokens=max(1, int(inputs.mask_R.sum()) * 4))
-        return original(spec, replace(inputs, counts=own))
+        own = replace(inputs.counts.rl, tokens=max(1, int(inputs.mask_R.sum()) * 4))
+        return original(spec, replace(inputs, counts=replace(inputs.counts, rl=own, ref_kl=own)))
 
     return {"micro_batch_loss": broken}
 
@@ -259,7 +260,7 @@ def _dropped_micro_batch() -> dict[str, Any]:
 
     def broken(chunks: Any, micro_batches: Any, function: Any) -> Any:
         tensor = policy_module.parallel_state.get_tensor_model_parallel_world_size()
-        dropped = policy_module.pack([], [], tensor, streams=list(micro_batches[0].streams))
+        dropped = pack([], [], tensor, streams=list(micro_batches[0].streams))
         return original(chunks, [dropped, *micro_batches[1:]], function)
 
     return {"forward_backward": broken}
@@ -357,6 +358,10 @@ def refused(model_dir: Path, samples: list[TrainSample], what: str) -> str:
             samples = [without_stream(sample, "reference_logprobs") for sample in samples]
         elif what == "nothing":
             samples = [samples[2]]
+        elif what == "no_weight":
+            samples = [
+                with_streams(s, **{name: torch.zeros(len(s.response_ids)) for name in WEIGHT_STREAMS}) for s in samples
+            ]
         return raised(policy.update, samples, counts)
 
 

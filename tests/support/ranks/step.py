@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
+from megarl.common.object_collectives import TEXT
 from megarl.queue.trajectory import Trajectory
-from megarl.run.step import plan_step, train_step
+from megarl.run.pack_step import pack_step
+from megarl.run.step import StepPlan, plan_step, train_step
 from megarl.telemetry.declarations import step_metrics
 from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer import head, parallel
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.logprobs import linear_token_logprobs
-from tests.support.ranks.policy import exported_gradients, policy_under
+from megarl.trainer.packed_batch import PackedStep
+from megarl.trainer.policy import Policy
+from tests.support.ranks.policy import exported, exported_gradients, policy_under
 from tests.support.samples import advantage_of
 
 
-def stepped(model_dir: Path, rows: list[Trajectory], **changes: Any) -> dict[str, Any]:
+def stepped(model_dir: Path, rows: list[Trajectory], ahead: bool = False, **changes: Any) -> dict[str, Any]:
     """(advantage, trained tokens) of each update's samples on this rank, the first update's gradients, metrics.
 
     `entropy`: whether each update has reported it; `computed`: whether its passes over the logits have computed it.
+    `ahead`: another thread packs the samples before the step.
     """
     with policy_under(model_dir, {}, **changes) as policy:
         updates: list[dict[str, tuple[float, int]]] = []
@@ -32,7 +39,8 @@ def stepped(model_dir: Path, rows: list[Trajectory], **changes: Any) -> dict[str
         asked: set[bool] = set()
         update, step = policy.update, policy.optimizer.step
 
-        def recorded_update(samples: list[TrainSample], counts: Any, **options: bool) -> dict[str, float]:
+        def recorded_update(samples: list[TrainSample], counts: Any, **options: Any) -> dict[str, float]:
+            assert (options["packed"] is not None) is ahead
             updates.append({sample.key: (advantage_of(sample), sample.trained_tokens) for sample in samples})
             with mock.patch.object(head, "linear_token_logprobs", watched):
                 values = update(samples, counts, **options)
@@ -54,11 +62,22 @@ def stepped(model_dir: Path, rows: list[Trajectory], **changes: Any) -> dict[str
         policy.update, policy.optimizer.step = recorded_update, recorded_step
         by_key, metrics = {row.key: row for row in rows}, step_metrics()
         plan = plan_step([row.tag for row in rows], policy.config, dp_size=parallel.dp_size(), version=0)
-        train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics, step=0)
+        packed = _packed_ahead(policy, plan, by_key) if ahead else None
+        train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics, step=0, packed=packed)
         return {
             "updates": updates,
             "gradients": gradients[0],
+            "weights": exported(policy),
             "metrics": metrics.reduce(),
             "entropy": reported,
             "computed": computed,
         }
+
+
+def _packed_ahead(policy: Policy, plan: StepPlan, rows: dict[str, Trajectory]) -> PackedStep:
+    """Pack in another thread, as the one that prepares a batch does; nothing else communicates meanwhile."""
+    gather = partial(parallel.dp_all_gather_object, codec=TEXT)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(
+            pack_step, policy.packer, plan, rows, policy.config, replica=parallel.dp_rank(), gather=gather
+        ).result()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megarl.algorithms.losses import LossInputs, MicroBatchLoss
+from megarl.algorithms.objective import LossInputs, MicroBatchLoss
 from megarl.algorithms.stats import LossStats
 from megarl.queue.trajectory import Trajectory
 from megarl.trainer.batch import TrainSample
@@ -19,7 +19,7 @@ def weighted_likelihood(inputs: LossInputs) -> MicroBatchLoss:
     """Minus the sum of weight times log-prob over the trained tokens, by the global count of tokens."""
     stats = LossStats.zeros(inputs.logprobs_R.device)
     terms_R = inputs.streams[WEIGHT.name] * inputs.logprobs_R
-    loss = -torch.where(inputs.mask_R, terms_R, 0.0).sum() / inputs.counts.tokens
+    loss = -torch.where(inputs.mask_R, terms_R, 0.0).sum() / inputs.counts.rl.tokens
     stats.sums["loss"] = loss.detach().double()
     stats.sums["tokens"] = inputs.mask_R.sum(dtype=torch.float64)
     return MicroBatchLoss(loss, stats)

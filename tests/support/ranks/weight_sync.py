@@ -135,6 +135,7 @@ def publish_while_an_engine_fails(restarts: int) -> dict[str, Any]:
     sender = WeightSender(with_settings(restarts=restarts), exporter)
     sender.connect(pool)
     sender.publish(0)
+    exporter.tensors = random_tensors(seed=1)
     if pool is not None:
         seen = pool.replicas()[1].loaders[0].loads
         pool.replicas()[1].loaders[0].before_load = lambda load: 1 / 0 if load == seen + 4 else None  # type: ignore[assignment, return-value]
@@ -147,6 +148,14 @@ def publish_while_an_engine_fails(restarts: int) -> dict[str, Any]:
     result["seconds"] = time.monotonic() - start
     torch.distributed.barrier()
     if pool is not None and result["restarted"]:
+        assert pool.names() == ["replica 0"] and pool.replaced_later == ["replica 1"] and not pool.restarted
+        assert_equal(pool, exporter.tensors)
+        pool.add("replica 2")
+    if result["restarted"]:
+        exporter.tensors = random_tensors(seed=2)
+        sender.publish(2)
+    if pool is not None and result["restarted"]:
+        assert [replica.version for replica in pool.replicas()] == ["2", "2"]
         assert_equal(pool, exporter.tensors)
     torch.distributed.destroy_process_group(exporter.group)
     return result

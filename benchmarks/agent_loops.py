@@ -1,0 +1,219 @@
+#!/usr/bin/env python3
+"""The agents that workers can run at once: thousands of tool agents, with stand-ins for engines and trainer.
+
+    python benchmarks/agent_loops.py [--json FILE] [--quick]
+
+Real: the controller, the agent workers with the tool agent, its chat template and its tokenizer, the reward processes
+with the `math` reward, the queue, Ray, and the way of every token between the processes. Stand-ins: replicas that
+answer after the time of their tokens, a tool that takes 50 ms, and the trainer of control_plane.py. A trajectory has
+two turns of 128 to 250 tokens with a call of the tool between them; groups have 16 samples.
+
+The number of trajectories in flight is held as in control_plane.py. Rows:
+
+- rate: finished trajectories per second, with most in flight / 500;
+- in flight: trajectories in flight, median over the steps / the number asked for, the smaller of the two ratios;
+- cost: CPU time of controller, workers, rewards, queue and Ray's own processes per trajectory, most / fewest in flight;
+- longest turn: of the event loops of controller and workers, with most in flight / 100 ms. A timer that is due every
+  10 ms was late by that time, so it counts too that other processes had the core. `cpu` is the part of it in which the
+  loop computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # imported after the environment is set
+    from agent_loops_parts import LongestTurn
+    from control_plane_parts import Response
+
+ROOT = Path(__file__).resolve().parents[1]
+for folder in (ROOT, ROOT / "benchmarks"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+from control_plane import COST, REPLICAS, SAMPLES_PER_GROUP, Measured, Meter, start_ray, steps_ahead  # noqa: E402
+from report import Ratio, add_options, finish  # noqa: E402
+
+RATE = 500.0  # trajectories per second
+TURN_MS = 100.0
+MAX_TOKENS = 768  # both turns, and the tool's answer
+
+
+@dataclass(frozen=True)
+class MeasuredAgents:
+    """One measurement, and the longest turns of the event loops in it by process."""
+
+    load: Measured
+    turns: dict[str, LongestTurn]
+
+
+def config_of(options: argparse.Namespace, directory: Path, in_flight: int) -> dict[str, Any]:
+    """Return the config of a run that keeps at least `in_flight` trajectories in flight."""
+    return {
+        "run": {"dir": str(directory / f"run-{in_flight}"), "steps": 10**9},
+        "model": {"path": str(directory / "assets" / "model")},
+        "agent": {"loop": "tool_agent", "max_turns": 2},
+        "tools": [{"kind": "benchmarks.agent_loops_parts:Slow"}],
+        "batch": {"groups": options.groups, "samples_per_group": SAMPLES_PER_GROUP},
+        "sampling": {"max_tokens": MAX_TOKENS},
+        "data": {"path": str(directory / "assets" / "train.jsonl")},
+        "reward": {"function": "math", "workers": options.reward_workers},
+        # A report of each open call is a call too: none is due before a turn has ended.
+        "rollout": {
+            "replicas": REPLICAS, "max_model_len": 2 * MAX_TOKENS, "agent_workers": options.workers,
+            "report_interval_s": 60.0,
+        },
+        "admission": {"mode": "async", "sync_interval": 1, "max_staleness": steps_ahead(options, in_flight) - 1},
+    }  # fmt: skip
+
+
+def responses(directory: Path) -> list[Response]:
+    """Return responses of the first turn, which call the tool, and as many of the second one, with a final answer."""
+    from control_plane_parts import Response
+
+    from megarl.data.tokenize import load_tokenizer, stop_token_ids
+
+    model = directory / "assets" / "model"
+    tokenizer = load_tokenizer(model)
+    stop = stop_token_ids(model, tokenizer)[0]
+    [thought] = tokenizer(["Let me compute that. "], add_special_tokens=False)["input_ids"]
+    found: list[Response] = []
+    for texts in (
+        [f'<tool_call>{{"name": "slow", "arguments": {{"number": {number}}}}}</tool_call>' for number in range(64)],
+        [f"\\boxed{{{number}}}" for number in range(64)],
+    ):
+        for end in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+            found.append(Response(thought * (MAX_TOKENS // len(thought)), [*end, stop]))
+    return found
+
+
+def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajectories: int) -> MeasuredAgents:
+    """Run one pool until `trajectories` have finished after the warm-up."""
+    from agent_loops_parts import LONGEST_TURN, TurnReplica, WatchedController, longest_turns
+    from control_plane_parts import ActorPool, TakenBatch, TakingTrainer
+
+    from megarl.config.schema import Config
+    from megarl.queue.transfer import QueueReader
+    from megarl.rollout.replica import ReplicaSpec
+
+    config = Config.model_validate(config_of(options, directory, in_flight))
+    config.run_dir.joinpath("logs").mkdir(parents=True)
+    name = f"agents-{in_flight}"
+    spec = ReplicaSpec(
+        config.model_dump_json(), str(config.run_dir), name, cuda=False, max_model_len=None, supervisor=None
+    )
+    # A sample takes the time of two turns, each nearly that of the longest: its group waits for the first ones.
+    allowed = steps_ahead(options, in_flight) * options.groups * SAMPLES_PER_GROUP
+    seconds_per_token = allowed / options.rate / (2 * LONGEST_TURN)
+    pool = ActorPool.start(
+        spec, name, REPLICAS, seconds_per_token, responses(directory), str(ROOT), None,
+        replica_kind=TurnReplica, controller_kind=WatchedController,
+    )  # fmt: skip
+    reader = QueueReader.attach(name, namespace=name, timeout_s=60.0)
+    times: list[float] = []
+    try:
+        warm_up = in_flight + 2 * options.groups * SAMPLES_PER_GROUP
+        meter = Meter(warm_up, trajectories)
+
+        def see(step: TakenBatch) -> None:
+            meter.see(step)
+            if step.finished >= warm_up:
+                times.append(step.seconds)
+
+        TakingTrainer(pool, reader).run(warm_up + trajectories, see)
+        load = meter.result(in_flight)
+    finally:
+        reader.close()
+        pool.stop()
+    print(f"{in_flight} in flight: {load.rate:.0f} finished per second, {load.cost:.2f} ms of CPU time each")
+    return MeasuredAgents(load, longest_turns(config.run_dir, times[0], times[-1]))
+
+
+def rows_of(results: Sequence[MeasuredAgents], machine: str) -> list[Ratio]:
+    """Return the rows of the report; `results` in ascending order of the number in flight."""
+    fewest, most = results[0].load, results[-1].load
+
+    def by_part(result: Measured) -> str:
+        return ", ".join(f"{part} {value:.3f}" for part, value in sorted(result.cost_ms.items()))
+
+    loads = [each.load for each in results]
+    turns = results[-1].turns
+    details = {name: f"{1000 * each.wall_s:.0f} ms, cpu {1000 * each.cpu_s:.0f} ms" for name, each in turns.items()}
+    return [
+        Ratio(
+            f"rate, {most.wanted} in flight / {RATE:.0f} per second",
+            most.rate / RATE,
+            1.0,
+            True,
+            {f"finished per second, {each.wanted} in flight": round(each.rate) for each in loads}
+            | {"machine": machine},
+        ),
+        Ratio(
+            "in flight / the number asked for",
+            min(each.in_flight / each.wanted for each in loads),
+            1.0,
+            True,
+            {f"in flight, of {each.wanted}": round(each.in_flight) for each in loads},
+        ),
+        Ratio(
+            f"cost, {most.wanted} / {fewest.wanted} in flight",
+            most.cost / fewest.cost,
+            COST,
+            details={f"ms per trajectory, {each.wanted} in flight": by_part(each) for each in loads},
+        ),
+        Ratio(
+            f"longest turn / {TURN_MS:.0f} ms",
+            max(1000 * each.wall_s for each in turns.values()) / TURN_MS,
+            1.0,
+            details=details,
+        ),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1000, 10_000], help="trajectories, ascending")
+    parser.add_argument("--trajectories", type=int, default=40_000, help="finished ones measured with most in flight")
+    parser.add_argument("--fewer", type=int, default=15_000, help="finished ones measured with fewer in flight")
+    parser.add_argument("--rate", type=float, default=600.0, help="trajectories per second that the replicas offer")
+    parser.add_argument("--groups", type=int, default=25, help="groups per step")
+    parser.add_argument("--workers", type=int, default=2, help="agent workers")
+    parser.add_argument("--reward-workers", type=int, default=1)
+    options = parser.parse_args()
+    if options.quick:
+        options.in_flight, options.trajectories, options.fewer, options.rate = [64, 128], 320, 160, 200.0
+        options.groups = 2
+    paths = (str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", ""))
+    os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    from megarl.quickstart.build import build_assets
+    from megarl.quickstart.products_task import ProductsTask
+    from megarl.quickstart.warm_start import WarmStart
+
+    with tempfile.TemporaryDirectory(prefix="agent-loops-") as name:
+        directory = Path(name)
+        # Only tokenizer, template and data matter.
+        build_assets(directory / "assets", size=WarmStart(steps=1), task=ProductsTask())
+        head = start_ray(directory / "ray")
+        try:
+            sizes = [options.fewer] * (len(options.in_flight) - 1) + [options.trajectories]
+            results = [
+                measure(options, directory, number, size) for number, size in zip(options.in_flight, sizes, strict=True)
+            ]
+        finally:
+            import ray
+
+            ray.shutdown()
+            head.stop()
+    return finish(rows_of(results, f"{len(os.sched_getaffinity(0))} cores"), options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

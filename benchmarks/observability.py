@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""The cost of seeing a run: the calls of one step that record, judge and publish it, in processor time.
+
+    .venv/bin/python benchmarks/observability.py --json observability.json
+    .venv/bin/python benchmarks/observability.py --run runs/quickstart    # the step time and the numbers of that run
+
+Each row makes the calls of many steps as the process of a run makes them, writes to real files, has a real client
+scrape the Prometheus endpoint and a real server take the metrics of MLflow, and counts processor time of all threads
+of this process, the writers' included: what the step would not take without them. The ratio is that time per step over
+the step's wall time: with --run the median of the run, else --step-seconds. So a ratio of 0.01 is one hundredth of a
+core. MLflow has to be installed, as `make setup-test` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from observability_base import StepSize, cpu_per_step, of_run, recording, step_values
+from observability_monitor import of_monitor
+from observability_services import of_mlflow, of_prometheus
+from report import Ratio, add_options, finish
+
+from megarl.rollout.batch_stats import BatchStats
+from megarl.rollout.engine_load import EngineLoad
+from megarl.rollout.replica_activity import ReplicaActivity
+from megarl.rollout.request_times import RequestTimes
+from megarl.rollout.requests import GenerateResult
+from megarl.rollout.sample_times import SampleTimes
+from megarl.telemetry import events
+from megarl.telemetry.event_budget import CONTROLLER, rank_process, replica_process
+from megarl.telemetry.sinks import MetricsWriter
+
+BOUND = 0.01
+PHASES = ("generate", "queue", "logprobs", "update", "drain", "sync", "save", "step")
+CALLS = ("stage", "pause", "start", "update", "finish", "resume")
+
+
+def of_rank(size: StepSize, steps: int, directory: Path) -> tuple[float, dict[str, Any]]:
+    """The events of trainer rank 0 in one step: phases, mini-batches, one publication."""
+
+    def step(number: int) -> None:
+        now = time.monotonic()
+        for phase in PHASES:
+            events.record(phase, now, now + 0.1, key=number, step=number)
+        for _ in range(size.mini_batches):
+            events.record("mini_batch", now, now + 0.1, key=number, step=number, args={"samples": 9, "tokens": 999})
+        for call in CALLS:
+            events.record(f"sync_{call}", now, now + 0.1, key=number, version=number)
+        events.record("publication", now, now + 0.1, key=number, version=number, args={"bytes": 10**9})
+
+    with recording(directory, rank_process(0)):
+        seconds = cpu_per_step(step, steps)
+    return seconds, {"events": len(PHASES) + size.mini_batches + len(CALLS) + 1}
+
+
+def of_sinks(size: StepSize, steps: int, directory: Path) -> tuple[float, dict[str, Any]]:
+    """The metrics of one step as rank 0 writes them: metrics.jsonl, TensorBoard, the table, summary."""
+    values = step_values()
+    with recording(directory, "") as config, open(os.devnull, "w", encoding="utf-8") as terminal:
+        writer = MetricsWriter.open(config, terminal)
+        written = partial(writer.write, values=values)
+        seconds = cpu_per_step(lambda number: written(number + 1), steps, writer.flush)
+        writer.close()
+    return seconds, {"metrics": len(values)}
+
+
+def of_controller(size: StepSize, steps: int, directory: Path) -> tuple[float, dict[str, Any]]:
+    """The times of all trajectories of one step, their events and the slowest ones, where the loops run."""
+    result = GenerateResult("x", [1] * 50, [0.0] * 50, (), "stop", 0, 1.0, queue_s=0.1, prefill_s=0.1)
+
+    def step(number: int) -> None:
+        stats = BatchStats()
+        for trajectory in range(size.trajectories):
+            group, sample = number * size.trajectories + trajectory // 16, trajectory % 16
+            begin = time.monotonic()
+            times = SampleTimes(begin)
+            for turn in range(size.turns):
+                times.add_turn(result, 1.2)
+                if events.are_wanted("turn", group):
+                    events.record(
+                        "turn", begin, begin + 1.2, key=group, group=group, sample=sample, replica=0, version=number,
+                        args={"turn": turn, "tokens": 50, "queue_s": 0.3, "prefill_s": 0.1, "decode_s": 0.8},
+                    )  # fmt: skip
+            times.add("reward", 0.01)
+            events.record("reward", begin, begin + 1.3, key=group, group=group, sample=sample, args={"error": 0})
+            ended = times.end(group, sample, begin + 1.3, time.time())
+            stats.note_times(ended)
+            if events.are_wanted("trajectory", group):
+                events.record(
+                    "trajectory", begin, begin + 1.3, key=group, group=group, sample=sample, args=ended.args()
+                )
+
+    with recording(directory, CONTROLLER):
+        seconds = cpu_per_step(step, steps)
+    return seconds, {"trajectories": size.trajectories, "events": size.trajectories * (2 + size.turns)}
+
+
+def of_replica(size: StepSize, steps: int, directory: Path) -> tuple[float, dict[str, Any]]:
+    """The listeners to the engine during one step of the trainer, at each engine step and each output of it."""
+    activity, times = ReplicaActivity(0), RequestTimes()
+    engine_steps = max(1, round(size.seconds / size.engine_step_s))
+    silent = SimpleNamespace(events=None)
+    processor = SimpleNamespace(_update_stats_from_output=lambda *_: None)
+    bare = processor._update_stats_from_output
+    times.listen(SimpleNamespace(output_processor=processor))  # type: ignore[arg-type]
+    state = SimpleNamespace(external_req_id="x")
+
+    def step(_: int) -> None:
+        for _ in range(engine_steps):
+            activity.step(time.monotonic(), EngineLoad(0.5, size.batch, 0))
+            for _ in range(size.batch):
+                processor._update_stats_from_output(state, silent, 0.0, None)
+
+    def without(_: int) -> None:
+        for _ in range(engine_steps):
+            for _ in range(size.batch):
+                bare(state, silent, 0.0, None)
+
+    with recording(directory, replica_process(0)):
+        seconds = cpu_per_step(step, steps) - cpu_per_step(without, steps)
+    return seconds, {"engine_steps": engine_steps, "requests": size.batch}
+
+
+ROWS = {
+    "events of trainer rank 0": of_rank,
+    "metrics and sinks of trainer rank 0": of_sinks,
+    "monitor of trainer rank 0": of_monitor,
+    "Prometheus of trainer rank 0": of_prometheus,
+    "MLflow of trainer rank 0": of_mlflow,
+    "trajectories in the controller": of_controller,
+    "steps of an engine in its replica": of_replica,
+}
+
+
+def measure(size: StepSize, steps: int, repeats: int) -> list[Ratio]:
+    """Return the rows of the report: of each the median over `repeats`."""
+    rows = []
+    for name, of in ROWS.items():
+        with tempfile.TemporaryDirectory() as directory:
+            found = [of(size, steps, Path(directory) / str(number)) for number in range(repeats)]
+        seconds = statistics.median(each[0] for each in found)
+        details = {"cpu_ms_per_step": round(seconds * 1000, 3), "step_s": round(size.seconds, 3), **found[0][1]}
+        rows.append(Ratio(name, seconds / size.seconds, BOUND, details=details))
+    rank = sum(row.ratio for row in rows if "rank 0" in row.name)
+    return [*rows, Ratio("all of trainer rank 0", rank, BOUND)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help="take step time and numbers from this run directory")
+    parser.add_argument("--step-seconds", type=float, default=StepSize.seconds, help="wall time of a step")
+    parser.add_argument("--trajectories", type=int, default=StepSize.trajectories, help="per step")
+    parser.add_argument("--steps", type=int, default=100, help="measured per repeat")
+    parser.add_argument("--repeats", type=int, default=5)
+    add_options(parser)
+    options = parser.parse_args()
+    size = StepSize(options.step_seconds, options.trajectories)
+    steps, repeats = (2, 1) if options.quick else (options.steps, options.repeats)
+    try:
+        size = of_run(options.run, size) if options.run is not None else size
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"observability: {error}\n")
+        return 2
+    return finish(measure(size, steps, repeats), options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""A loss and an advantage of one's own: TOPR (arXiv:2503.14286) with the ratio of the token, and a median as baseline.
+
+A config names them by their import paths:
+
+    algorithm:
+      loss: examples.rl.algorithms.topr:topr
+      loss_options: {cap: 1.0}
+      advantage: examples.rl.algorithms.topr:above_median
+
+    python -m examples.rl.algorithms.topr      # tries both, as every run with them does before it starts
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from pydantic import Field
+
+from megarl.algorithms.contract import check_advantage, check_loss
+from megarl.algorithms.group_rewards import Advantages, GroupRewards
+from megarl.algorithms.token_loss import TokenInputs, TokenLoss
+from megarl.common.options import Section
+
+
+class TOPROptions(Section):
+    """The bound of the importance weight."""
+
+    cap: float = Field(1.0, gt=0, description="Largest weight of a token with a negative advantage.")
+
+
+def topr(inputs: TokenInputs, options: TOPROptions) -> TokenLoss:
+    """Return -sg[w] A log pi of each token: w is 1 for what was good, and min(ratio, cap) for what was not."""
+    ratio_R, negative_R = inputs.ratio.detach(), inputs.advantages_R < 0
+    weight_R = ratio_R.clamp(max=options.cap).where(negative_R, 1.0)
+    return TokenLoss(-weight_R * inputs.advantages_R * inputs.logprobs_R, high_R=negative_R & (ratio_R > options.cap))
+
+
+def above_median(batch: GroupRewards) -> Advantages:
+    """Return r - median of the group, which one extreme reward does not move."""
+    return [[reward - statistics.median(group) for reward in group] for group in batch.rewards]
+
+
+if __name__ == "__main__":
+    check_loss("examples.rl.algorithms.topr:topr", cap=0.9)
+    check_advantage("examples.rl.algorithms.topr:above_median")
+    print("both hold to their contract")

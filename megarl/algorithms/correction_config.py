@@ -1,0 +1,163 @@
+"""The config section `algorithm.correction`: one weight, any number of masks, and where the proximal policy comes from.
+
+Imports no torch, because the whole config is read without it. What the names mean is in `correction_weights`,
+`correction_masks` and `correction_proximal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from megarl.common.options import Section
+
+WeightKind = Literal["none", "token_tis", "sequence_tis", "icepop", "sequence_mis"]
+MaskKind = Literal[
+    "token",
+    "sequence",
+    "geometric",
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
+ProximalKind = Literal["trainer", "loglinear"]
+
+RATIO_MASKS = ("token", "sequence", "geometric")
+CAPPED, BANDED = ("token_tis", "sequence_tis"), ("icepop", "sequence_mis")
+
+
+class MaskConfig(Section):
+    """Tokens, or whole sequences, that take no part because the two policies are too far apart there."""
+
+    kind: MaskKind = Field(
+        ...,
+        description="What is bounded. token, sequence, geometric: p / q of the token, its product over the sequence, "
+        "its geometric mean. The others are verl's, by name and bounds: an estimate of KL(q to p), k1 = log(q / p), "
+        "k2 = log(p / q)^2 / 2 or k3 = p / q - 1 - log(p / q), of the token or as sum, mean or maximum over the "
+        "sequence.",
+    )
+    low: float | None = Field(
+        None,
+        gt=0,
+        description="Least ratio that is kept, of `token`, `sequence` and `geometric`; of k1 the least exp(k1), which "
+        "is a ratio q / p. Default: 1 / high. k2 and k3 have none.",
+    )
+    high: float = Field(..., gt=0, description="The same, largest ratio; of k2 and k3 the largest estimate in nats.")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The bounds in the unit of the options; the lower one is 0 for k2 and k3."""
+        if self.kind.endswith(("k2", "k3")):
+            return 0.0, self.high
+        return (1.0 / self.high if self.low is None else self.low), self.high
+
+
+class CorrectionConfig(Section):
+    """Correction of the policy loss for tokens that older weights, or the engine's arithmetic, have sampled."""
+
+    kind: Literal["auto", WeightKind] = Field(
+        "auto",
+        description="Each token's policy loss times a weight; q is the engine's probability of the token, p the "
+        "trainer's before the first update of the step, which then is the denominator of the ratio too (decoupled "
+        "PPO). token_tis: truncated importance sampling, min(p / q, cap). sequence_tis: the same with the product of "
+        "p / q over the sequence. icepop: p / q inside [low, high], otherwise 0. sequence_mis: the same with the "
+        "product. With several mini-batches that takes a log-prob pass (see `proximal`). auto: token_tis if "
+        "generation runs ahead of training, so never with `admission.mode: sync`; otherwise none.",
+    )
+    cap: float = Field(2.0, ge=1, description="Largest weight (C) of token_tis and sequence_tis.")
+    low: float = Field(0.5, gt=0, le=1, description="Least ratio p / q that icepop and sequence_mis keep.")
+    high: float = Field(2.0, ge=1, description="Largest ratio p / q that icepop and sequence_mis keep.")
+    masks: list[MaskConfig] = Field(
+        default_factory=list,
+        description="What is left out of the policy loss, with any weight or none; all masks have to keep a token.",
+    )
+    denominator: Literal["trained", "kept"] = Field(
+        "trained",
+        description="Whether masked tokens count where token losses are averaged. trained: they do, so the others "
+        "weigh the same however many are masked (as in AReaL and TRL). kept: they do not, and are out of the KL and "
+        "entropy terms too (as in verl); that takes a log-prob pass. A weight of 0 always counts.",
+    )
+    proximal: ProximalKind = Field(
+        "trainer",
+        description="p in a step of several updates. trainer: log-probs of a pass before the first one. loglinear: "
+        "without a pass, interpolated by version between the engine's log-prob and that of the update itself "
+        "(AReaL's approximation).",
+    )
+
+
+@dataclass(frozen=True)
+class CorrectionSpec:
+    """A correction and its bounds, as in the config section `algorithm.correction`, with `auto` resolved.
+
+    `masks`: those that act inside the loss; masks whose tokens are not counted are applied to the samples before.
+    """
+
+    kind: WeightKind
+    cap: float = 2.0
+    low: float = 0.5
+    high: float = 2.0
+    masks: tuple[MaskConfig, ...] = ()
+    proximal: ProximalKind = "trainer"
+
+
+def section_problems(section: CorrectionConfig, key: str = "algorithm.correction") -> Iterator[str]:
+    """Yield what contradicts itself inside the section, as `key: what is wrong; how to fix it`."""
+    defaults = CorrectionConfig()
+    unused = {"cap": CAPPED, "low": BANDED, "high": BANDED}
+    for name, kinds in unused.items():
+        value = getattr(section, name)
+        # `auto` may become a kind with a cap. `none` switches off, and the rest may stay. A resolved config holds
+        # every default.
+        if section.kind not in (*kinds, "auto", "none") and value != getattr(defaults, name):
+            yield f"{key}.{name}: {value} is without effect with kind: {section.kind}; remove it, or use {_or(kinds)}"
+    if section.kind == "auto":
+        for name in ("low", "high"):
+            if (value := getattr(section, name)) != getattr(defaults, name):
+                yield f"{key}.{name}: {value} is without effect with kind: auto; remove it, or use {_or(BANDED)}"
+    seen = set()
+    for index, mask in enumerate(section.masks):
+        if mask.kind in seen:
+            yield f"{key}.masks.{index}: a second mask {mask.kind}; keep the one with the narrower bounds"
+        seen.add(mask.kind)
+        yield from _mask_problems(mask, f"{key}.masks.{index}")
+    if section.denominator == "kept" and not section.masks:
+        yield f"{key}.denominator: kept concerns masked tokens, and there are no masks; remove it, or add masks"
+    if section.denominator == "kept" and section.kind.startswith("sequence"):
+        for mask in section.masks:
+            if mask.kind.startswith("token"):
+                yield (
+                    f"{key}.denominator: kept takes tokens out of the sequences ({mask.kind}) whose product is the "
+                    f"weight of {section.kind}; use denominator: trained, or masks of whole sequences"
+                )
+    if section.denominator == "kept" and section.proximal == "loglinear":
+        yield (
+            f"{key}.proximal: loglinear knows which tokens are masked only during the update, but denominator: kept "
+            "counts them before it; use proximal: trainer or denominator: trained"
+        )
+
+
+def _mask_problems(mask: MaskConfig, key: str) -> Iterator[str]:
+    if mask.kind.endswith(("k2", "k3")):
+        if mask.low is not None:
+            yield f"{key}.low: {mask.kind} is never negative and has an upper bound only; remove it"
+        return
+    low, high = mask.bounds
+    if not low <= 1.0 <= high:
+        yield (
+            f"{key}: [{low:g}, {high:g}] leaves out tokens on which both policies agree (ratio 1); use low <= 1 <= high"
+        )
+
+
+def _or(names: tuple[str, ...]) -> str:
+    return " or ".join(names)

@@ -1,0 +1,63 @@
+"""The interface of advantages: the rewards of a batch of prompt groups go in, one number per sample comes out.
+
+An advantage is a pure function on Python floats, computed once per step over all its groups, equal on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.algorithms.registry import Chosen, FunctionRegistry
+
+Advantages = list[list[float]]
+
+
+@dataclass(frozen=True)
+class GroupRewards:
+    """The groups that a step trains on; both fields have one entry per sample of each group, in the same order.
+
+    `rewards`: after shaping, of those samples that did not fail; groups may differ in size. `tokens`: the tokens of
+    each sample that are trained; 0 for one that is masked as a whole.
+    """
+
+    rewards: Sequence[Sequence[float]]
+    tokens: Sequence[Sequence[int]]
+
+
+ADVANTAGES: FunctionRegistry[GroupRewards, Advantages] = FunctionRegistry("advantage")
+
+
+def advantages_of(chosen: Chosen[GroupRewards, Advantages], batch: GroupRewards) -> Advantages:
+    """Return the advantages of a batch, in the order of its rewards.
+
+    Raises:
+        ValueError: a reward is not finite, or the function's result is not one finite number per sample.
+    """
+    for group in batch.rewards:
+        if not all(math.isfinite(reward) for reward in group):
+            raise ValueError(f"a reward is not finite: {list(group)}")
+    result = chosen(batch)
+    if [len(group) for group in result] != [len(group) for group in batch.rewards]:
+        raise ValueError(
+            f"the advantage {chosen.name} returned groups of {[len(group) for group in result]} numbers for groups of "
+            f"{[len(group) for group in batch.rewards]} samples"
+        )
+    bad = [value for group in result for value in group if not math.isfinite(value)]
+    if bad:
+        raise ValueError(f"the advantage {chosen.name} returned {bad[0]}, which is not finite")
+    return result
+
+
+def zero_variance(rewards: Sequence[float]) -> bool:
+    """Tell whether all rewards are equal to within 1e-8, so that a baseline of the group leaves nothing."""
+    return len(rewards) < 2 or max(rewards) - min(rewards) <= 1e-8
+
+
+def centred(rewards: Sequence[float]) -> list[float]:
+    """Return each reward minus the mean of the group; exactly 0 for a group of one sample, or of equal rewards."""
+    if zero_variance(rewards):
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]

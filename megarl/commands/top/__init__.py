@@ -1,0 +1,1 @@
+"""`megarl top`: a run in a terminal, read from its files."""

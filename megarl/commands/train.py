@@ -1,0 +1,55 @@
+"""`megarl train`: start a run on this machine, by torchrun with as many ranks as the config has trainer GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from megarl.config.arguments import add_run_arguments, run_arguments
+
+TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend", "megarl")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `train` to the `megarl` command."""
+    parser = commands.add_parser(
+        "train",
+        help="start a run on this machine: torchrun with as many ranks as the config has trainer GPUs",
+        description="Check the config, then start torchrun with `trainer.gpus` ranks, which start the rollout pool. "
+        "The same as examples/rl/train_rl.py under torchrun. Several machines: megarl launch.",
+        epilog="example: megarl train --config examples/rl/configs/quickstart_cpu.yaml run.steps=10",
+    )
+    add_run_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Become torchrun; as one of its ranks, or for a dry run, do what a rank does. Raises ConfigError."""
+    arguments = run_arguments(options)
+    if options.dry_run or "WORLD_SIZE" in os.environ:
+        from megarl.run.main import main
+
+        main(arguments)  # ends the process, except for a dry run
+        return 0
+    command = torchrun_command(options, arguments)
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
+    """Return the command that starts all ranks. Raises ConfigError, before anything starts, for a wrong config."""
+    from megarl.common.errors import ConfigError
+    from megarl.config.load import load_config
+    from megarl.config.plan import make_plan
+    from megarl.config.pools import resolve_pools
+    from megarl.data.check_files import check_data_files
+
+    config = load_config(options.config, options.overrides)
+    make_plan(config)
+    check_data_files(config)
+    if (nodes := resolve_pools(config).nodes) > 1:
+        raise ConfigError([f"the config needs {nodes} nodes; start it by: megarl launch --config {options.config}"])
+    ranks = ("--nproc-per-node", str(config.trainer.gpus))
+    return [sys.executable, *TORCHRUN, *ranks, "-m", "megarl", "train", *arguments]

@@ -1,0 +1,221 @@
+"""The agent loop of a harness: the user's function acts through the door, and its session becomes the trajectories.
+
+A harness is any program that speaks OpenAI's chat completions. What the door has recorded in its session is trained on:
+exact tokens, log-probs and versions, a row for each path of turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import inspect
+import itertools
+import logging
+import math
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.common.errors import RolloutError, ToolFailed
+from megarl.common.secret_references import resolved
+from megarl.config.agent_sections import AgentConfig
+from megarl.door.session_terms import GroupOpening, SessionOpening
+from megarl.environments.door_client import AttemptLost, DoorClient, DoorLost, wait_for_door
+from megarl.environments.session_rows import SessionRow, SessionTurn, session_rows
+from megarl.queue.trajectory import Trajectory
+from megarl.rewards.types import RewardOutcome, RewardResult, Turn
+from megarl.rollout.agents.agent_loop import AgentContext
+from megarl.rollout.requests import GenerateResult
+from megarl.rollout.to_trajectory import defect, failed_trajectory
+
+logger = logging.getLogger(__name__)
+
+# `act(base_url, token, session, row)`; what it returns is the sample's reward, None if the reward function tells it.
+Act = Callable[..., Awaitable[float | RewardResult | None]]
+
+
+class SampleFailed(Exception):  # noqa: N818
+    """`act` raises it with the reason why its sample cannot be used; the samples beside it in the group can be."""
+
+
+# After the group's deadline, when its responses have ended, until `act` must have ended too: at most so many seconds,
+# and at most this share of the group's time, so that a trainer that waits for the group does not give up before.
+GRACE_S, GRACE_SHARE = 30.0, 0.05
+
+
+class Harness:
+    """Runs `act` for each sample, in a session of its own."""
+
+    def __init__(self, act: Act, timeout_s: float, attempts: int, *, name: str = "agent.act") -> None:
+        """`timeout_s`: the time of one call of `act`. `name`: of `act`, for messages.
+
+        `attempts`: how often a sample is begun if the door dies, or `act` raises AttemptLost.
+        """
+        self._act, self._timeout_s, self._attempts, self._name = act, timeout_s, attempts, name
+
+    @classmethod
+    def of(cls, agent: AgentConfig) -> Harness:
+        """Return the loop of a config. Raises ValueError that tells what is wrong with `agent.act`."""
+        path = agent.act or ""
+        module, _, name = path.partition(":")
+        try:
+            found: Any = getattr(importlib.import_module(module), name)
+        except Exception as error:
+            raise ValueError(f"agent.act {path!r} cannot be imported: {type(error).__name__}: {error}") from error
+        if not inspect.iscoroutinefunction(found):
+            raise ValueError(f"agent.act {path!r} must be an `async def act(base_url, token, session, row)`")
+        kwargs = resolved(agent.kwargs, "agent.kwargs")
+        try:
+            inspect.signature(found).bind("", "", "", {}, **kwargs)
+        except TypeError as error:
+            raise ValueError(
+                f"agent.act {path!r} cannot be called with (base_url, token, session, row) and agent.kwargs: {error}"
+            ) from error
+        return cls(functools.partial(found, **kwargs), agent.act_timeout_s, agent.act_attempts)
+
+    async def run(self, ctx: AgentContext) -> list[Trajectory]:
+        """Act for one sample; begin again in a new session if the door dies. See `AgentLoop.run`.
+
+        Raises AttemptLost if every attempt was lost, and ToolFailed if `act` itself fails.
+        """
+        run_dir = ctx.toolbox.run_dir
+        if run_dir is None:
+            raise RolloutError("agent.loop: harness acts through the door of the run; set door.enabled: true")
+        for attempt in range(1, self._attempts + 1):
+            try:
+                return await self._attempt(ctx, run_dir)
+            except AttemptLost as error:
+                if attempt == self._attempts:
+                    told = f"sample {ctx.group_id}:{ctx.sample_index} was begun {attempt} times"
+                    raise AttemptLost(f"{told}; the last time {error}") from error
+                logger.warning("sample %d:%d is begun again: %s", ctx.group_id, ctx.sample_index, error)
+                if isinstance(error, DoorLost):
+                    await wait_for_door(run_dir)
+        raise AssertionError("there is at least one attempt")
+
+    async def _attempt(self, ctx: AgentContext, run_dir: Path) -> list[Trajectory]:
+        # Unique: an attempt before, or a controller that has died, may have left a session of this sample.
+        name = f"{_stem(ctx)}{uuid.uuid4().hex}"
+        async with DoorClient(run_dir) as door:
+            await door.open(name, opening_of(ctx))
+            try:
+                reward, failure = await self._call(ctx, door, name)
+                turns = await door.turns(name)
+            finally:
+                await door.end(name)
+        ctx.note_end(turns=len(turns))
+        return await trajectories(ctx, turns, reward, failure)
+
+    async def _call(self, ctx: AgentContext, door: DoorClient, name: str) -> tuple[RewardOutcome | None, str]:
+        """Run `act`; return the reward that it gives, and why the sample has failed."""
+        limit_s = self._timeout_s
+        if ctx.deadline is not None:
+            grace_s = min(GRACE_S, GRACE_SHARE * ctx.deadline.seconds)
+            limit_s = min(limit_s, max(0.0, ctx.deadline.at - time.monotonic()) + grace_s)
+        row = ctx.prompt.reward_input("", [], "stop").row
+        sample = f"sample {ctx.group_id}:{ctx.sample_index}"
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                return outcome_of(await self._act(door.base_url, door.token, name, row)), ""
+        except AttemptLost:
+            raise
+        except Exception as error:
+            if isinstance(error, SampleFailed):
+                return None, str(error)
+            if isinstance(error, TimeoutError) and limit.expired():
+                return None, f"{sample} waited {limit_s:.0f} s for {self._name} to end; its time-out can be raised"
+            await door.turns(name)  # raises DoorLost if that is why it has failed
+            raise ToolFailed(f"{self._name} failed in {sample}: {type(error).__name__}: {error}") from error
+
+
+def opening_of(ctx: AgentContext) -> SessionOpening:
+    """Return what the session of a sample fixes: the sampling of its set, and the deadline of its group.
+
+    That of a sample of training takes the place of those that an attempt before has left in the door when it died. A
+    greedy and a sampled response of an evaluation may have the same numbers at once, so theirs replace nothing.
+    """
+    if not ctx.trains:
+        return SessionOpening(ctx.prompt.sampling, ctx.seed)
+    group = GroupOpening(prefix=f"group {ctx.group_id}")
+    if (deadline := ctx.deadline) is not None:
+        left_s = max(0.0, deadline.at - time.monotonic())
+        group = GroupOpening(group.prefix, left_s, deadline.seconds, deadline.policy)
+    return SessionOpening(ctx.prompt.sampling, ctx.seed, group, replaces=_stem(ctx))
+
+
+def _stem(ctx: AgentContext) -> str:
+    """Return the beginning of the names of a sample's sessions, which no other sample of training shares."""
+    return f"megarl-{ctx.group_id}-{ctx.sample_index}-"  # the last dash: of sample 1, and not of sample 10
+
+
+def outcome_of(returned: object) -> RewardOutcome | None:
+    """Return what `act` has returned as a reward; None if the reward function has to tell it. Raises ValueError."""
+    if returned is None:
+        return None
+    result = returned if isinstance(returned, RewardResult) else None
+    score = returned if result is None else result.score
+    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+        raise ValueError(f"it returned {returned!r}; return None, a finite number, or a RewardResult")
+    if result is None:
+        return RewardOutcome(float(score))
+    components = {name: float(value) for name, value in result.components.items()}
+    return RewardOutcome(float(score), components, answer=result.answer)
+
+
+async def trajectories(
+    ctx: AgentContext, turns: Sequence[SessionTurn], reward: RewardOutcome | None, failure: str = ""
+) -> list[Trajectory]:
+    """Return the trajectories of a session, which share one reward: `reward`, or that of the last turn's judgement.
+
+    `failure`: why the sample cannot be used. It fails too if a turn cannot be trained on, or if there is none.
+    """
+    rows = session_rows(turns)
+    if not rows:
+        failure = failure or "no request was made in the session: send its name as X-Session-ID"
+        return [failed_trajectory(ctx.group_id, ctx.sample_index, failure)]
+    results = {turn.number: _result(turn) for turn in turns if turn.response_ids}
+    failure = failure or next((found for each in results.values() if (found := defect(each))), "")
+    last = max(results)
+    if not failure and reward is None:
+        path = next(row for row in rows if last in row.turns)
+        reward = await ctx.judge(results[last], dialogue_of(ctx, path))
+    if reward is not None and reward.dropped:
+        failure = failure or reward.error or ""
+    return [_trajectory(ctx, row, reward, failure) for row in rows]
+
+
+def dialogue_of(ctx: AgentContext, row: SessionRow) -> list[Turn]:
+    """Return a path as reward functions see it; what stands between two turns of the model is a `user`'s."""
+    turns, start = [], 0
+    for by_model, tokens in itertools.groupby(row.sampled):
+        end = start + len(list(tokens))
+        ids = row.response_ids[start:end]
+        turns.append(Turn("assistant" if by_model else "user", ctx.toolbox.dialogue.text(ids), len(ids)))
+        start = end
+    return turns
+
+
+def _result(turn: SessionTurn) -> GenerateResult:
+    name = f"turn {turn.number}"
+    return GenerateResult(name, turn.response_ids, turn.logprobs, turn.versions, turn.finish_reason, -1)
+
+
+def _trajectory(ctx: AgentContext, row: SessionRow, reward: RewardOutcome | None, failure: str) -> Trajectory:
+    return Trajectory(
+        group_id=ctx.group_id,
+        sample_index=ctx.sample_index,
+        prompt_ids=row.prompt_ids,
+        response_ids=row.response_ids,
+        rollout_logprobs=row.logprobs,
+        versions=row.versions,
+        finish_reason=row.finish_reason,
+        reward=reward.score if reward is not None else 0.0,
+        reward_components=dict(reward.components) if reward is not None else {},
+        status="failed" if failure else "ok",
+        failure=failure,
+        reward_error=(reward.error or "") if reward is not None else "",
+        response_mask=row.mask,
+    )

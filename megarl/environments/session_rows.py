@@ -1,0 +1,113 @@
+"""Makes training rows of a session of the door: one for each path of turns, in the exact tokens. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.queue.trajectory import FinishReason, VersionSpan
+
+
+@dataclass(frozen=True)
+class SessionTurn:
+    """One turn of a session, as `GET /v1/sessions/ID` tells it. `prompt_ids`: all tokens before the response."""
+
+    number: int
+    parent: int | None
+    prompt_ids: list[int]
+    response_ids: list[int]
+    logprobs: list[float]
+    versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class SessionRow:
+    """A path of turns from a root to a leaf. `turns`: their numbers.
+
+    `prompt_ids`: the prompt of the root. `response_ids`: everything after it, `mask` 1 for the tokens that this row
+    trains, 0 for inserted ones and for turns that an earlier row trains; those have log-prob 0 and no version.
+    `sampled`: 1 for the tokens of all turns of the path.
+    """
+
+    turns: tuple[int, ...]
+    prompt_ids: list[int]
+    response_ids: list[int]
+    logprobs: list[float]
+    mask: list[int]
+    versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    sampled: list[int]
+
+
+def read_turns(content: Mapping[str, Any]) -> list[SessionTurn]:
+    """Return the turns of the door's answer to `GET /v1/sessions/ID`."""
+    return [
+        SessionTurn(
+            number=turn["number"],
+            parent=turn["parent"],
+            prompt_ids=turn["prompt_ids"],
+            response_ids=turn["response_ids"],
+            logprobs=turn["logprobs"],
+            versions=tuple(
+                VersionSpan(int(s["version"]), s["start"], s["end"], replica=s.get("replica", -1))
+                for s in turn["weight_versions"]
+            ),
+            finish_reason=turn["finish_reason"],
+        )
+        for turn in content["turns"]
+    ]
+
+
+def session_rows(turns: Sequence[SessionTurn]) -> list[SessionRow]:
+    """Return the rows of a session, by the numbers of the leaves; each turn is trained by exactly one of them.
+
+    A leaf whose response is empty is left out. Raises ValueError if a turn does not continue its parent's tokens.
+    """
+    by_number = {turn.number: turn for turn in turns}
+    rows: list[SessionRow] = []
+    trained: set[int] = set()
+    for leaf in _leaves(turns):
+        path = [leaf]
+        while path[0].parent is not None:
+            path.insert(0, by_number[path[0].parent])
+        rows.append(_row(path, trained))
+        trained.update(turn.number for turn in path)
+    return rows
+
+
+def _leaves(turns: Sequence[SessionTurn]) -> list[SessionTurn]:
+    """Return the turns with tokens that no turn with tokens continues, by number."""
+    by_number = {turn.number: turn for turn in turns}
+    continued: set[int] = set()
+    for turn in turns:
+        parent = turn.parent if turn.response_ids else None
+        while parent is not None and parent not in continued:
+            continued.add(parent)
+            parent = by_number[parent].parent
+    found = [turn for turn in turns if turn.response_ids and turn.number not in continued]
+    return sorted(found, key=lambda turn: turn.number)
+
+
+def _row(path: Sequence[SessionTurn], trained: set[int]) -> SessionRow:
+    prompt = path[0].prompt_ids
+    ids: list[int] = []
+    logprobs: list[float] = []
+    mask: list[int] = []
+    sampled: list[int] = []
+    spans: list[VersionSpan] = []
+    for turn in path:
+        known = len(prompt) + len(ids)
+        if turn.prompt_ids[:known] != [*prompt, *ids]:
+            raise ValueError(f"turn {turn.number} does not continue the tokens of turn {turn.parent}")
+        inserted, count = turn.prompt_ids[known:], len(turn.response_ids)
+        start, here = len(ids) + len(inserted), int(turn.number not in trained)
+        ids += [*inserted, *turn.response_ids]
+        logprobs += [0.0] * len(inserted) + (turn.logprobs if here else [0.0] * count)
+        mask += [0] * len(inserted) + [here] * count
+        sampled += [0] * len(inserted) + [1] * count
+        if here:
+            spans += [replace(span, start=start + span.start, end=start + span.end) for span in turn.versions]
+    numbers = tuple(turn.number for turn in path)
+    return SessionRow(numbers, prompt, ids, logprobs, mask, tuple(spans), path[-1].finish_reason, sampled)

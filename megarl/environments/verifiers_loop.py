@@ -1,0 +1,133 @@
+"""The agent loop of an environment of verifiers, in a process and a virtual environment of its own.
+
+The environment acts through the door: its server gets a base URL that names the sample's session. The reward is that of
+the environment's trace; tokens, log-probs and versions are those of the session.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+
+from megarl.common.errors import RolloutError
+from megarl.environments.door_client import CALL_S, DoorClient
+from megarl.environments.env_client import EnvironmentFailed, TraceSoFar
+from megarl.environments.env_server import TOKEN_VARIABLE, EnvironmentServer, EnvironmentSpec
+from megarl.environments.harness_loop import Harness, SampleFailed
+from megarl.queue.trajectory import Trajectory
+from megarl.rewards.types import RewardResult
+from megarl.rollout.agents.agent_loop import AgentContext
+
+TASK_FIELD = "task_data"
+
+
+class Verifiers:
+    """Runs an environment of verifiers for each sample. The rows of the data have the task in the field `task_data`."""
+
+    def __init__(
+        self,
+        taskset: str,
+        python: str = ".venv-environments/bin/python",
+        paths: Sequence[str] = (),
+        taskset_config: Mapping[str, Any] | None = None,
+        environment: Mapping[str, Any] | None = None,
+        client: Literal["eval", "train"] = "eval",
+        renderer: str | None = None,
+        timeout_s: float = 1500.0,
+        attempts: int = 3,
+    ) -> None:
+        """`taskset`: the module of the taskset, in one of `paths` or installed beside `python`.
+
+        `taskset_config` and `environment`: further fields of verifiers' `[env.taskset]` and `[env]`. `client`: `eval`
+        talks in messages with the door, `train` in tokens that verifiers makes by the tokenizer in `renderer`.
+        `timeout_s` and `attempts`: see `Harness`; keep the first below `timeouts.generate_s`.
+
+        Raises ValueError for a Python or a directory that is not there.
+        """
+        if not Path(python).is_file():
+            raise ValueError(f"agent.kwargs.python: there is no {python}; run make setup-environments")
+        if missing := [path for path in paths if not Path(path).is_dir()]:
+            raise ValueError(f"agent.kwargs.paths: there is no directory {missing[0]}")
+        others = dict(environment or {})
+        # Programs run as processes of this machine, unless the config says otherwise.
+        agent = {"runtime": {"type": "subprocess"}, **others.pop("agent", {})}
+        content = {**others, "agent": agent, "taskset": {**(taskset_config or {}), "id": taskset}}
+        # Not resolved: the Python of a virtual environment is a link, and finds its packages by its own place.
+        self._spec = EnvironmentSpec(Path(python).absolute(), content, [Path(path).absolute() for path in paths])
+        self._client, self._renderer = client, renderer
+        self._timeout_s, self._attempts = timeout_s, attempts
+        self._server: EnvironmentServer | None = None
+        self._model = ""
+
+    async def run(self, ctx: AgentContext) -> list[Trajectory]:
+        """See `AgentLoop.run` and `Harness.run`."""
+        run_dir = ctx.toolbox.run_dir
+        if run_dir is None:
+            raise RolloutError("environments act through the door of the run; set door.enabled: true")
+        if self._server is None:
+            token = DoorClient(run_dir).token
+            self._server = EnvironmentServer(self._spec, run_dir / "logs" / "environment.log", token)
+        act = functools.partial(self._act, self._server)
+        return await Harness(act, self._timeout_s, self._attempts, name="the environment").run(ctx)
+
+    async def close(self) -> None:
+        """End the environment's process. It ends by itself with the process of the loop."""
+        if self._server is not None:
+            await self._server.close()
+
+    async def _act(
+        self, server: EnvironmentServer, base_url: str, token: str, session: str, row: dict[str, Any]
+    ) -> RewardResult:
+        task = row.get(TASK_FIELD)
+        if not isinstance(task, dict):
+            raise ValueError(f"the data row has no object {TASK_FIELD!r}; make the rows by export_tasks.py")
+        if not self._model:
+            self._model = await _model_name(base_url, token)
+        client = {
+            "type": self._client,
+            "base_url": f"{base_url.removesuffix('/v1')}/in/{session}/v1",
+            "api_key_var": TOKEN_VARIABLE,
+            **({"renderer_model_name": self._renderer} if self._client == "train" else {}),
+        }
+        try:
+            traces = await server.run({"task_data": task, "client": client, "model": self._model, "sampling": {}})
+        except EnvironmentFailed as error:
+            raise SampleFailed(f"the environment failed: {error}") from error
+        return reward_of(traces)
+
+
+def reward_of(traces: Sequence[TraceSoFar]) -> RewardResult:
+    """Return the mean reward of the traces of a run, with the single rewards and metrics as components.
+
+    Raises SampleFailed if there is no trace, or if one has ended with an error.
+    """
+    if not traces:
+        raise SampleFailed("the environment has made no trace")
+    for trace in traces:
+        if not trace.values.get("ok"):
+            last = trace.errors[-1] if trace.errors else {}
+            told = f"{last.get('type')}: {last.get('message')}" if last else "it did not complete"
+            raise SampleFailed(f"the environment failed: {told}")
+    components: dict[str, float] = {}
+    total = 0.0
+    for trace in traces:
+        for name, reward in (trace.values.get("rewards") or {}).items():
+            if reward is not None:
+                total += reward["score"] * reward["weight"]
+                components[name] = components.get(name, 0.0) + float(reward["score"]) / len(traces)
+        for name, value in (trace.values.get("metrics") or {}).items():
+            if isinstance(value, int | float):
+                components[name] = components.get(name, 0.0) + float(value) / len(traces)
+    return RewardResult(total / len(traces), components)
+
+
+async def _model_name(base_url: str, token: str) -> str:
+    headers = {"Authorization": f"Bearer {token}"}
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=CALL_S)) as http:
+        async with http.get(f"{base_url}/models") as answer:
+            answer.raise_for_status()
+            return str((await answer.json())["data"][0]["id"])

@@ -1,0 +1,156 @@
+"use strict";
+(() => {
+  const page = JSON.parse(document.getElementById("data").textContent);
+  const root = document.documentElement;
+  const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [4, 4], [1, 4]];
+  const BORDERS = ["solid", "dashed", "dotted"];
+  const HEIGHT = 215;
+  let axis = "step";
+  let plots = [];
+
+  const variable = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  const several = page.names.length > 1;
+  // Runs have colors and lines have dashes; a single run needs no color, so its lines have them.
+  const colorOf = (line) => "--run" + ((several ? line.run : line.style) % 8);
+
+  function format(value, unit) {
+    if (value == null) return "–";
+    if (unit === "share") return trim(value * 100) + "%";
+    const size = Math.abs(value);
+    for (const [least, letter] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+      if (size >= least) return trim(value / (letter === "k" ? 1e3 : least)) + letter;
+    }
+    return trim(value);
+  }
+
+  function trim(value) {
+    if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(1);
+    return String(Number(value.toPrecision(Math.abs(value) >= 1000 ? 4 : 3)));
+  }
+
+  function nameOf(line) {
+    return [several ? page.names[line.run] : "", line.label].filter(Boolean).join(", ") || "mean";
+  }
+
+  // One table per line: positions, values and the ends of the band; positions without a number are left out.
+  function tableOf(line) {
+    const xs = (line.x || page.axes[line.run])[axis];
+    const columns = line.low ? [line.y, line.low, line.high] : [line.y];
+    const kept = xs.map((x, index) => index).filter((index) => xs[index] != null);
+    return [kept.map((index) => xs[index]), ...columns.map((column) => kept.map((index) => column[index]))];
+  }
+
+  function nearest(values, index) {
+    for (let distance = 0; distance < 60; distance++) {
+      if (values[index - distance] != null) return index - distance;
+      if (values[index + distance] != null) return index + distance;
+    }
+    return null;
+  }
+
+  function seriesOf(figure) {
+    const series = [{ label: axis === "step" ? "step" : "hours", value: (_, x) => (x == null ? "–" : trim(x)) }];
+    const bands = [];
+    for (const line of figure.lines) {
+      const at = series.length;
+      const color = colorOf(line);
+      series.push({
+        label: nameOf(line),
+        style: several || line.label ? line.style : 0,
+        stroke: () => variable(color),
+        width: 1.6,
+        dash: DASHES[(several || line.label ? line.style : 0) % DASHES.length],
+        spanGaps: true,
+        points: { show: line.dots || line.y.length === 1, size: 6 },
+        value: (plot, _, number, index) => {
+          if (index == null) return "–";
+          const text = format(plot.data[number][index], figure.unit);
+          if (!line.low) return text;
+          const ends = [number + 1, number + 2].map((edge) => format(plot.data[edge][index], figure.unit));
+          return text + " (" + ends.join(" to ") + ")";
+        },
+      });
+      if (line.low) {
+        const edge = { class: "edge", stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
+        series.push({ ...edge, label: "low" }, { ...edge, label: "high" });
+        bands.push({ series: [at + 2, at + 1], fill: () => variable(color) + "33" });
+      }
+    }
+    return { series, bands };
+  }
+
+  function draw(box, figure) {
+    const data = uPlot.join(figure.lines.map(tableOf));
+    const { series, bands } = seriesOf(figure);
+    const ticks = { stroke: () => variable("--grid"), width: 1 };
+    const axes = { stroke: () => variable("--soft"), grid: ticks, ticks, font: "11.5px system-ui, sans-serif" };
+    const share = figure.unit === "share";
+    const options = {
+      width: Math.max(200, box.clientWidth),
+      height: HEIGHT,
+      scales: {
+        x: { time: false },
+        y: { range: (_, low, high) => rangeOf(low, high, share) },
+      },
+      series,
+      bands,
+      legend: { markers: { width: 2, dash: (_, number) => BORDERS[series[number].style % BORDERS.length] } },
+      axes: [
+        { ...axes, size: 30, values: (_, splits) => splits.map((each) => format(each, "")) },
+        { ...axes, size: (_, values) => 20 + 7.5 * Math.max(2, ...(values || []).map((each) => (each || "").length)),
+          values: (_, splits) => splits.map((each) => format(each, figure.unit)) },
+      ],
+      cursor: {
+        sync: { key: "megarl", scales: ["x", null] },
+        points: { size: 6 },
+        dataIdx: (plot, number, index) => (number && index != null ? nearest(plot.data[number], index) : index),
+      },
+    };
+    plots.push(new uPlot(options, data, box));
+  }
+
+  // Some room around the values, shares within their limits, and never an empty range.
+  function rangeOf(low, high, share) {
+    if (low == null) return [0, 1];
+    const room = (high - low || Math.abs(high) || 1) * 0.06;
+    let [from, to] = [low - room, high + room];
+    if (low >= 0) from = low < 0.5 * high ? 0 : Math.max(0, from);
+    if (share && high <= 1) to = Math.min(to, 1.02);
+    return [from, to];
+  }
+
+  function drawAll() {
+    for (const plot of plots) plot.destroy();
+    plots = [];
+    const boxes = new Map([...document.querySelectorAll("[data-figure]")].map((box) => [box.dataset.figure, box]));
+    for (const figure of page.figures) draw(boxes.get(figure.key), figure);
+  }
+
+  for (const button of document.querySelectorAll("[data-axis]")) {
+    button.addEventListener("click", () => {
+      axis = button.dataset.axis;
+      for (const each of document.querySelectorAll("[data-axis]")) {
+        each.setAttribute("aria-pressed", String(each === button));
+      }
+      drawAll();
+    });
+  }
+
+  document.getElementById("theme").addEventListener("click", () => {
+    const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    root.dataset.theme = dark ? "light" : "dark";
+    for (const plot of plots) plot.redraw(false, true);
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+
+  let resizing = 0;
+  addEventListener("resize", () => {
+    clearTimeout(resizing);
+    resizing = setTimeout(() => {
+      for (const plot of plots) {
+        plot.setSize({ width: Math.max(200, plot.root.parentElement.clientWidth), height: HEIGHT });
+      }
+    }, 100);
+  });
+  drawAll();
+})();

@@ -1,0 +1,71 @@
+"""Builds HTML from parts. Every text is escaped unless it is `Html`, which only these functions make. Pure."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+
+
+class Html(str):
+    """Markup that is safe as it is."""
+
+    __slots__ = ()
+
+
+HtmlPart = str | Html | Iterable[str]
+
+_VOID = frozenset(["meta", "input", "br", "hr"])
+
+
+def escape(text: str) -> Html:
+    """Return a text as markup. Control characters, which HTML does not allow, become their visible symbols."""
+    if isinstance(text, Html):
+        return text
+    return Html(html.escape(_visible(text)))
+
+
+def _visible(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(_symbol(each) if not each.isprintable() and each not in "\n\t" else each for each in text)
+
+
+def _symbol(character: str) -> str:
+    code = ord(character)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if character.isspace():
+        return character
+    # Others do not show, and some change the direction of the text after them.
+    return f"\\u{code:04x}"
+
+
+def join(parts: Iterable[str]) -> Html:
+    """Return texts and markup after each other."""
+    return Html("".join(escape(part) for part in parts))
+
+
+def tag(name: str, /, *parts: HtmlPart, **attributes: str | int | bool | None) -> Html:
+    """Return an element. `class_` is the attribute `class`, `data_x` is `data-x`; None and False leave one out."""
+    begin = [name]
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        attribute = key.rstrip("_").replace("_", "-")
+        begin.append(attribute if value is True else f'{attribute}="{escape(str(value))}"')
+    content = "".join(escape(part) if isinstance(part, str) else join(part) for part in parts)
+    return Html(f"<{' '.join(begin)}>" + ("" if name in _VOID else f"{content}</{name}>"))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], class_: str = "") -> Html:
+    """Return a table whose first column names the rows; wide ones scroll inside their box."""
+    body = [tag("tr", tag("th", row[0], scope="row"), [tag("td", cell) for cell in row[1:]]) for row in rows]
+    inner = tag("table", tag("thead", tag("tr", [tag("th", each, scope="col") for each in head])), tag("tbody", body))
+    return tag("div", inner, class_=f"table {class_}".strip())
+
+
+def script_json(content: object) -> Html:
+    """Return JSON that can stand in a script element: no text in it can end the element."""
+    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    return Html(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -1,0 +1,152 @@
+"""AgentWorker: the process of an agent worker, an async Ray actor that the controller owns and with which it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.common.garbage import collect_for_loops, exempt_present_objects
+from megarl.common.notices import write_notice
+from megarl.common.output import redirect_output
+from megarl.config.agent_sections import SHIPPED_LOOPS
+from megarl.config.datasets import train_sets
+from megarl.config.schema import Config
+from megarl.data.token_decoder import TokenDecoder
+from megarl.data.tokenize import load_tokenizer, stop_token_ids
+from megarl.queue.transfer import QueueWriter
+from megarl.rollout.agents.find_loop import find_loop
+from megarl.rollout.make_toolboxes import Toolboxes
+from megarl.rollout.placement import ROLLOUT_RESOURCE
+from megarl.rollout.replica import ReplicaSpec
+from megarl.rollout.reward_pool import reward_pool
+from megarl.rollout.teachers.teacher_client import attach_teachers
+from megarl.rollout.toolbox import Toolbox
+from megarl.rollout.workers.messages import ToWorker, WorkerReport
+from megarl.rollout.workers.worker_loops import LoopParts, WorkerLoops
+from megarl.telemetry import events
+from megarl.telemetry.event_budget import worker_process
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+CALLS = 16  # at once: one of each kind, and those that are repeated
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Holds what a worker is made from. `partition`: that of the queue; `cwd`: see RolloutController."""
+
+    pool: ReplicaSpec
+    partition: str
+    index: int
+    cwd: str = ""
+
+
+def create_worker(spec: WorkerSpec, kind: type[AgentWorker]) -> ActorHandle:
+    """Create the actor, not started, on a rollout node; with several of these, workers are spread over them."""
+    import ray
+
+    options = {"resources": {ROLLOUT_RESOURCE: 1}, "num_cpus": 0, "max_concurrency": CALLS}
+    return ray.remote(kind).options(scheduling_strategy="SPREAD", **options).remote(spec)
+
+
+async def start_worker(spec: WorkerSpec, timeout_s: float, kind: type[AgentWorker]) -> ActorHandle:
+    """Create a worker and wait until it has started. Raises what its start raises, and TimeoutError naming it."""
+    import ray
+
+    worker = create_worker(spec, kind)
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            await worker.start.remote()
+    except BaseException as error:
+        ray.kill(worker)
+        if isinstance(error, TimeoutError) and limit.expired():
+            raise TimeoutError(
+                f"the controller waited {timeout_s:.0f} s (timeouts.engine_start_s) for agent worker {spec.index}; "
+                f"see logs/worker-{spec.index}.log"
+            ) from None
+        raise getattr(error, "cause", None) or error from None
+    return worker
+
+
+class AgentWorker:
+    """The actor that `create_worker` creates; see the module's docstring."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.config = Config.model_validate_json(spec.pool.config_json)
+        self.run_dir = Path(spec.pool.run_dir)
+        redirect_output(self.run_dir / "logs" / f"worker-{spec.index}.log")
+        events.open_events(self.config, self.run_dir, worker_process(spec.index))
+        if spec.cwd:
+            os.chdir(spec.cwd)
+            sys.path.insert(0, spec.cwd)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # as in the controller
+        spec.pool.watch_supervisor()
+
+    async def start(self) -> None:
+        """Load tokenizer, tools and loop, start the reward processes, attach to the queue."""
+        config = self.config
+        self._rewards = reward_pool(
+            config, partial(write_notice, self.run_dir), shares=config.rollout.agent_workers + 1
+        )
+        loop, (tools, boxes, decoder), writer, _ = await asyncio.gather(
+            asyncio.to_thread(find_loop, config.agent),
+            asyncio.to_thread(self._texts),
+            asyncio.to_thread(
+                QueueWriter.attach,
+                self.spec.partition,
+                namespace=self.spec.pool.namespace,
+                timeout_s=config.timeouts.queue_s,
+                who=f"agent worker {self.spec.index}",
+            ),
+            self._rewards.start(),
+        )
+        self._tools = tools
+        teachers = attach_teachers(config, self.spec.pool.namespace)
+        parts = LoopParts(loop, self._rewards, writer, decoder.texts, boxes, self._rewards.waiting, teachers)
+        self._loops = WorkerLoops(config, self.spec.partition, parts)
+        self._passing = asyncio.create_task(self._loops.pass_on())
+        exempt_present_objects()
+        collect_for_loops(shipped=config.agent.loop in SHIPPED_LOOPS)
+
+    def _texts(self) -> tuple[Toolboxes, Mapping[str, Toolbox], TokenDecoder]:
+        """Return the tools, the toolboxes of the training sets, and what decodes responses."""
+        model = self.config.model.path
+        tokenizer = load_tokenizer(model)
+        stops = tuple(stop_token_ids(model, tokenizer, self.config.sampling.stop_token_ids))
+        made = Toolboxes(self.config, tokenizer, stops)
+        boxes = {each.name: box for each in train_sets(self.config) if (box := made.of(each)) is not None}
+        return made, boxes, TokenDecoder(tokenizer)
+
+    async def give(self, number: int, messages: Sequence[ToWorker]) -> None:
+        """See `WorkerLoops.give`."""
+        await self._loops.give(number, messages)
+
+    async def take(self, seen: int, wait_s: float) -> WorkerReport:
+        """See `WorkerLoops.take`. Raises what has ended the sending of the loops' records."""
+        if self._passing.done():
+            self._passing.result()
+        return await self._loops.take(seen, wait_s)
+
+    async def drop(self) -> None:
+        """See `WorkerLoops.drop`."""
+        await self._loops.drop()
+        gc.collect()  # nothing waits now
+
+    async def shutdown(self) -> None:
+        """End the groups, the tools and the reward processes."""
+        self._passing.cancel()
+        await self._loops.drop()
+        try:
+            await self._tools.close()
+        finally:
+            await asyncio.to_thread(self._rewards.close)
+            await asyncio.to_thread(events.close_events)

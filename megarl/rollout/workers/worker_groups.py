@@ -1,0 +1,354 @@
+"""The groups that agent workers run: which worker has which, and what happens to them when one is lost.
+
+Every group is with exactly one worker, or waits for one. The controller keeps the requests, the tokens and the records
+of its loops (`RemoteGroup`), so a group whose worker is lost goes on in another one. What a lost worker says later is
+of a run that is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
+from typing import Any
+
+from megarl.common.errors import NoWorkerLeft, RolloutError
+from megarl.common.sample_parts import first_parts
+from megarl.config.schema import Config
+from megarl.queue.trajectory import SampleTag
+from megarl.queue.transfer import QueueWriter
+from megarl.rollout.background import cancel_all
+from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.group_end import GroupEnd
+from megarl.rollout.group_progress import UnfinishedGroup
+from megarl.rollout.group_runner import GroupRunner
+from megarl.rollout.journal import RolloutJournal
+from megarl.rollout.journal_records import decode_group
+from megarl.rollout.prompts import PromptSource
+from megarl.rollout.workers.messages import (
+    Asked,
+    DropGroup,
+    Ended,
+    Failed,
+    Frozen,
+    GroupVerdict,
+    Persist,
+    Persisted,
+    Queued,
+    SentFailure,
+    ToController,
+    WorkerReport,
+)
+from megarl.rollout.workers.remote_group import RemoteGroup
+from megarl.rollout.workers.worker_link import WorkerActor, WorkerLink, WorkerLost
+from megarl.telemetry import events
+
+logger = logging.getLogger(__name__)
+
+MOST_LOST = 5  # workers with which one group may be lost; it may be what kills them
+START_ATTEMPTS = 3  # of a worker in place of a lost one
+RETRY_S = 5.0
+SLICE = 16  # messages that are handled at once, each of which may begin a call to an engine
+
+
+class WorkerGroups:
+    """Runs groups in workers, `run` one at a time from the caller's view, and starts workers in place of lost ones."""
+
+    def __init__(
+        self,
+        config: Config,
+        source: PromptSource,
+        runner: GroupRunner,
+        writer: QueueWriter,
+        *,
+        start: Callable[[int], Awaitable[WorkerActor]],
+        end: Callable[[WorkerActor], object],
+        notify: Callable[[str], object],
+    ) -> None:
+        """`runner`: its way to the engines is used, and it keeps progress and measurements.
+
+        `start(index)`: creates and starts a worker. `end`: kills one. `notify`: tells the user.
+        """
+        self._config, self._source, self._runner, self._writer = config, source, runner, writer
+        self._start, self._end, self._notify = start, end, notify
+        self._links: dict[int, WorkerLink] = {}
+        self._runs: dict[int, RemoteGroup] = {}
+        self._without_worker: deque[RemoteGroup] = deque()
+        self._numbers = itertools.count()
+        self._drawing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._starting: set[int] = set()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start all workers. Raises what the first one that does not start raises."""
+        indices = range(self._config.rollout.agent_workers)
+        actors = await asyncio.gather(*(self._start(index) for index in indices))
+        for index, actor in zip(indices, actors, strict=True):
+            self._open(index, actor)
+
+    @property
+    def alive(self) -> int:
+        """The number of workers that run groups."""
+        return len(self._links)
+
+    def waiting(self) -> str:
+        """Describe what the workers work on, as the end of a sentence."""
+        groups = Counter(each.worker for each in self._runs.values())
+        parts = [
+            f"; agent worker {index} has {groups[index]} groups{link.waiting}" for index, link in self._links.items()
+        ]
+        if self._without_worker:
+            parts.append(f"; {len(self._without_worker)} groups wait for an agent worker")
+        return "".join(parts)
+
+    async def run(self, group_id: int, kept: UnfinishedGroup | None = None) -> GroupEnd:
+        """Run the loops of a group in a worker, and in another one if that is lost. Return how the group has ended.
+
+        `kept`: what it had in an attempt before, which is continued. Raises what a loop raised, RolloutError if several
+        workers were lost with the group, NoWorkerLeft if there is none and none is coming.
+        """
+        async with self._drawing:  # many groups may begin at once: other tasks run between two prompts
+            drawn = self._source.draw(group_id)
+            await asyncio.sleep(0)
+        config, runner = self._config, self._runner
+        home = group_id if config.run.deterministic else None
+        deadline = GroupDeadline.of(config, time.monotonic())
+        remote = RemoteGroup(group_id, drawn, kept, runner.batcher, home=home, deadline=deadline)
+        runner.progress[group_id] = remote.progress
+        try:
+            self._assign(remote)
+            ended = await remote.ended
+        except BaseException as error:
+            self._forget(remote)
+            if isinstance(error, Exception):
+                runner.stats.failed_lengths += remote.progress.lengths()
+            raise
+        finally:
+            runner.progress.pop(group_id)
+        return RowsElsewhere(self, remote, ended)
+
+    async def put(self, remote: RemoteGroup, ended: Ended, *, more: bool) -> None:
+        """Have a worker write the rows of a group to the queue. If it is lost, they are written here."""
+        try:
+            if (link := self._link_of(remote)) is not None:
+                link.send(GroupVerdict(remote.run, queue=True, more=more))
+                try:
+                    await remote.queued
+                    return
+                except WorkerLost:
+                    logger.warning("the rows of group %d are written by the controller", remote.group)
+            rows = await asyncio.to_thread(decode_group, ended.record)
+            await self._writer.clear([row.key for row in rows])  # what the worker may have written of them
+            await self._writer.put_group(rows, more=more)
+        finally:
+            self._release(remote)
+
+    def drop(self, remote: RemoteGroup) -> None:
+        """Forget the rows of a group that has ended."""
+        if (link := self._link_of(remote)) is not None:
+            link.send(GroupVerdict(remote.run, queue=False))
+        self._release(remote)
+
+    async def drop_all(self) -> None:
+        """Have all workers forget their groups; then none of these writes to the queue any more."""
+        for remote in list(self._runs.values()):
+            self._release(remote)
+        self._without_worker.clear()
+        await asyncio.gather(*(link.drop() for link in list(self._links.values())))
+
+    async def close(self) -> None:
+        """End all workers."""
+        self._closed = True
+        links, self._links = list(self._links.values()), {}
+        for link in links:
+            link.close()
+        await cancel_all(self._tasks, "starts of agent workers")
+        await asyncio.gather(*(self._shut(link) for link in links))
+
+    async def _shut(self, link: WorkerLink) -> None:
+        try:
+            async with asyncio.timeout(self._config.timeouts.shutdown_s / 4):
+                await link.actor.shutdown.remote()
+        except Exception as error:
+            logger.warning("agent worker %d did not close: %r", link.index, error)
+        self._end(link.actor)
+
+    def _open(self, index: int, actor: WorkerActor) -> None:
+        each = self._config.batch.samples_per_group
+        loops = lambda: each * sum(run.worker == index for run in self._runs.values())  # noqa: E731
+        link = WorkerLink(index, actor, self._config.timeouts.rpc_s, self._receive, self._lose, loops)
+        self._links[index] = link
+        link.open()
+        self._do(self._assign_waiting())
+
+    def _link_of(self, remote: RemoteGroup) -> WorkerLink | None:
+        return None if remote.worker is None else self._links.get(remote.worker)
+
+    async def _assign_waiting(self) -> None:
+        """Give away the groups that wait for a worker, one after the other: what they have is written for each."""
+        while self._without_worker and (self._links or not self._starting):
+            self._assign(self._without_worker.popleft())
+            await asyncio.sleep(0)
+
+    def _assign(self, remote: RemoteGroup) -> None:
+        """Give a group to the worker that has the fewest."""
+        if not self._links:
+            if not self._starting:
+                remote.ended.set_exception(NoWorkerLeft("no agent worker is left, see RUN_DIR/logs/worker-*.log"))
+            else:
+                self._without_worker.append(remote)
+            return
+        groups = Counter(each.worker for each in self._runs.values())
+        index = min(self._links, key=lambda each: (groups[each], each))
+        run = next(self._numbers)
+        self._runs[run] = remote
+        self._links[index].send(remote.assign(index, run))
+
+    def _forget(self, remote: RemoteGroup) -> None:
+        """End the loops of a group."""
+        if (link := self._link_of(remote)) is not None and remote.run in self._runs:
+            link.send(DropGroup(remote.run))
+        self._release(remote)
+
+    def _release(self, remote: RemoteGroup) -> None:
+        self._runs.pop(remote.run, None)
+        if remote in self._without_worker:
+            self._without_worker.remove(remote)
+        remote.close()
+
+    async def _receive(self, report: WorkerReport) -> None:
+        for number, message in enumerate(report.messages, start=1):
+            if (remote := self._runs.get(message.run)) is not None:  # else that run is over
+                self._handle(remote, message)
+            if number % SLICE == 0:
+                await asyncio.sleep(0)
+
+    def _handle(self, remote: RemoteGroup, message: ToController) -> None:
+        if isinstance(message, Asked):
+            remote.ask(message, self._links[_worker_of(remote)].send)
+        elif isinstance(message, Frozen):
+            remote.freeze(message)
+        elif isinstance(message, Persist):
+            self._do(self._persist(remote, message))
+        elif isinstance(message, Ended | Failed):
+            self._runner.stats.add(message.stats)
+            if isinstance(message, Ended):
+                remote.ended.set_result(message)
+            else:
+                remote.ended.set_exception(message.failure.exception())
+        elif isinstance(message, Queued) and not remote.queued.done():
+            if message.failure is None:
+                remote.queued.set_result(None)
+            else:
+                remote.queued.set_exception(message.failure.exception())
+
+    async def _persist(self, remote: RemoteGroup, message: Persist) -> None:
+        failure = None
+        try:
+            await self._runner.persist(remote.group)
+        except Exception as error:
+            failure = SentFailure.of(error)
+        if remote.run == message.run and (link := self._link_of(remote)) is not None:
+            link.send(Persisted(message.run, message.number, failure))
+
+    def _lose(self, link: WorkerLink, error: WorkerLost) -> None:
+        """Let other workers go on with the groups of a lost one, and start another one in its place."""
+        if self._closed or self._links.get(link.index) is not link:
+            return
+        del self._links[link.index]
+        self._end(link.actor)
+        self._starting.add(link.index)
+        lost = [(run, remote) for run, remote in self._runs.items() if remote.worker == link.index]
+        logger.warning("%s; its %d groups go on elsewhere", error, len(lost))
+        events.fault("agent_worker", f"{error}; its {len(lost)} groups go on elsewhere")
+        stats = self._runner.stats
+        stats.workers_lost += 1
+        for run, remote in lost:
+            del self._runs[run]
+            remote.take_away()
+            if remote.ended.done():  # its rows are here too
+                if not remote.queued.done():
+                    remote.queued.set_exception(error)
+                    remote.queued.exception()  # nobody may wait for it yet
+                continue
+            if remote.lost_workers >= MOST_LOST:
+                remote.ended.set_exception(
+                    RolloutError(f"{MOST_LOST} agent workers were lost with group {remote.group}; the last: {error}")
+                )
+                continue
+            stats.redone += 1
+            self._without_worker.append(remote)
+        self._do(self._assign_waiting())
+        self._do(self._replace(link.index, error))
+
+    async def _replace(self, index: int, reason: WorkerLost) -> None:
+        try:
+            for attempt in range(1, START_ATTEMPTS + 1):
+                try:
+                    actor = await self._start(index)
+                    self._starting.discard(index)
+                    self._open(index, actor)
+                    events.recovery("agent_worker", f"agent worker {index} was started anew")
+                    return
+                except Exception as error:
+                    logger.warning("agent worker %d, start %d of %d: %s", index, attempt, START_ATTEMPTS, error)
+                    if attempt < START_ATTEMPTS:
+                        await asyncio.sleep(RETRY_S)
+        finally:
+            self._starting.discard(index)
+        left = "the others go on without it" if self._links else "there is no other one"
+        self._notify(f"{reason}; no agent worker could be started in its place in {START_ATTEMPTS} attempts: {left}")
+        await self._assign_waiting()
+
+    def _do(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class RowsElsewhere(GroupEnd):
+    """The end of a group whose rows are in a worker; a copy is in the record for the journal."""
+
+    def __init__(self, groups: WorkerGroups, remote: RemoteGroup, ended: Ended) -> None:
+        self._groups, self._remote, self._ended = groups, remote, ended
+
+    @property
+    def tags(self) -> Sequence[SampleTag]:
+        """See `GroupEnd.tags`."""
+        return self._ended.tags
+
+    @property
+    def rewards(self) -> Sequence[float]:
+        """See `GroupEnd.rewards`."""
+        return [tag.reward for tag in first_parts(self._ended.tags) if not tag.failed]
+
+    @property
+    def failures(self) -> Sequence[str]:
+        """See `GroupEnd.failures`."""
+        return self._ended.failures
+
+    @property
+    def versions(self) -> Set[int]:
+        """See `GroupEnd.versions`."""
+        return self._ended.versions
+
+    def note(self, journal: RolloutJournal, source: PromptSource) -> None:
+        """See `GroupEnd.note`."""
+        journal.note_record(self._ended.record)
+
+    async def put(self, *, more: bool) -> None:
+        """See `GroupEnd.put`."""
+        await self._groups.put(self._remote, self._ended, more=more)
+
+    def drop(self) -> None:
+        """See `GroupEnd.drop`."""
+        self._groups.drop(self._remote)
+
+
+def _worker_of(remote: RemoteGroup) -> int:
+    assert remote.worker is not None  # it has a run
+    return remote.worker

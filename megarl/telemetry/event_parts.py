@@ -1,0 +1,126 @@
+"""The event files of a process as it writes them, in parts of bounded size, and the deletion of the oldest ones."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from megarl.telemetry.event_budget import DAY_S, kept_bytes
+from megarl.telemetry.event_files import event_files
+from megarl.telemetry.event_kinds import STREAMS, EventStream
+from megarl.telemetry.event_lines import EventFileName
+
+PARTS = 8  # that together have the bytes of a day
+LEAST_PART_BYTES = 4096
+
+
+class PartWriter:
+    """Appends lines to one stream of a process, and begins a new file whenever the present one is full.
+
+    A file that was moved or deleted, because another run has taken the directory or for want of space, is followed by a
+    new one. No method waits for anything but the disk.
+    """
+
+    def __init__(
+        self, run_dir: Path, name: EventFileName, daily: float, header: Callable[[], bytes]
+    ) -> None:  # fmt: skip
+        """`name`: of the first file. `daily`: bytes of a day. `header`: makes the first line of each file."""
+        self._run_dir, self._name, self._header = run_dir, name, header
+        self._limit = max(LEAST_PART_BYTES, int(daily / PARTS))
+        self._file: int | None = None
+        self._size = 0
+        self._torn = False
+
+    def append(self, lines: bytes) -> None:
+        """Write complete lines. Raises OSError; then they are lost, but nothing that follows is."""
+        if self._file is not None and not self._is_there():
+            self.close()
+        if self._file is None:
+            self._open()
+        data = b"\n" + lines if self._torn else lines  # ends what an earlier write has left
+        self._torn = True
+        self._write(data)
+        self._torn = False
+        if self._size >= self._limit:
+            self.close()
+
+    def close(self) -> None:
+        """Close the present file; the next lines begin another one."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            self._name = self._name._replace(number=self._name.number + 1)
+            os.close(file)
+
+    def _open(self) -> None:
+        """Begin a file of its own; a name that is taken, by a process that began at the same time, is left alone."""
+        path = self._name.path(self._run_dir)
+        path.parent.mkdir(exist_ok=True)
+        while True:
+            try:
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+                break
+            except FileExistsError:
+                self._name = self._name._replace(start_ms=self._name.start_ms + 1)
+                path = self._name.path(self._run_dir)
+        self._file, self._size, self._torn = file, 0, False
+        try:
+            self._write(self._header())
+        except OSError:
+            self.close()  # without a header nobody could read what follows
+            raise
+
+    def _write(self, data: bytes) -> None:
+        assert self._file is not None
+        left = memoryview(data)
+        while left:
+            written = os.write(self._file, left)
+            self._size += written
+            left = left[written:]
+
+    def _is_there(self) -> bool:
+        """Tell whether the open file is the one at its path."""
+        assert self._file is not None
+        try:
+            found, own = os.stat(self._name.path(self._run_dir)), os.fstat(self._file)
+        except FileNotFoundError:
+            return False
+        return (found.st_ino, found.st_dev) == (own.st_ino, own.st_dev)
+
+
+def tidy(run_dir: Path, budget: int, now: float | None = None) -> int:
+    """Delete the oldest files of each stream that has more bytes than it may. Return how many were deleted.
+
+    What a process writes now stays. `now`: Unix time in seconds. Any process may call it, several at the same time too.
+    """
+    now = time.time() if now is None else now
+    facts: dict[EventFileName, tuple[float, int]] = {}
+    for name in event_files(run_dir):
+        with suppress(FileNotFoundError):
+            found = name.path(run_dir).stat()
+            facts[name] = (found.st_mtime, found.st_size)
+    deleted = 0
+    for stream in STREAMS:
+        there = {name: fact for name, fact in facts.items() if name.stream == stream}
+        too_much = sum(size for _, size in there.values()) - kept_bytes(budget, stream)
+        written = _present(there)
+        for name in sorted(there, key=lambda each: (there[each][0], each)):
+            if too_much <= 0:
+                break
+            touched, size = there[name]
+            if name in written and touched > now - DAY_S:
+                continue
+            name.path(run_dir).unlink(missing_ok=True)
+            too_much -= size
+            deleted += 1
+    return deleted
+
+
+def _present(names: dict[EventFileName, tuple[float, int]]) -> set[EventFileName]:
+    """Return the last file of each process and stream, which it may be writing."""
+    last: dict[tuple[str, EventStream], EventFileName] = {}
+    for name in sorted(names):
+        last[name.process, name.stream] = name
+    return set(last.values())

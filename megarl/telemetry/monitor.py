@@ -1,0 +1,134 @@
+"""The state machine of alarms: the values of a step in, alarms out. Pure: no clock, no processes.
+
+A rule is judged once a step, for each subject of which its value is known: the run, or one replica. After `patience`
+judged steps in a row beyond the threshold an alarm begins. It ends when the value is better than the threshold by the
+hysteresis; until then every step beyond the threshold is an alarm, without patience.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Side = Literal["above", "below"]
+RUN = -1  # the subject of rules that are not about a replica
+
+
+@dataclass(frozen=True)
+class AlarmRule:
+    """One rule: an alarm where the value is `side` of `threshold` (> 0) in `patience` judged steps in a row."""
+
+    name: str
+    side: Side
+    threshold: float
+    patience: int
+    action: str
+
+    def beyond(self, value: float) -> bool:
+        """Tell whether a value is on the wrong side."""
+        return value > self.threshold if self.side == "above" else value < self.threshold
+
+    def recovered(self, value: float, hysteresis: float) -> bool:
+        """Tell whether a value is so good that an alarm ends."""
+        if self.side == "above":
+            return value <= self.threshold * (1.0 - hysteresis)
+        return value >= self.threshold * (1.0 + hysteresis)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The value of a rule in one step, of the run or of replica `subject`."""
+
+    rule: str
+    value: float
+    subject: int = RUN
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """An alarm in one step. `begins`: the step before had none. `steps`: steps beyond the threshold in a row."""
+
+    rule: AlarmRule
+    value: float
+    subject: int
+    steps: int
+    begins: bool
+
+    @property
+    def text(self) -> str:
+        """The alarm in words, without what is done."""
+        of = "" if self.subject == RUN else f" of replica {self.subject}"
+        steps = "in this step" if self.steps == 1 else f"for {self.steps} steps"
+        return (
+            f"alarm {self.rule.name}{of}: {self.value:.4g} is {self.rule.side} {self.rule.threshold:g} {steps} "
+            f"(docs/monitor.md#{self.rule.name})"
+        )
+
+
+@dataclass
+class _Track:
+    steps: int = 0  # judged, in a row, beyond the threshold
+    active: bool = False
+
+
+class Monitor:
+    """Judges readings. Its state grows only with the number of subjects that are beyond a threshold."""
+
+    def __init__(self, rules: Sequence[AlarmRule], hysteresis: float) -> None:
+        self.rules = {rule.name: rule for rule in rules}
+        self._hysteresis = hysteresis
+        self._tracks: dict[tuple[str, int], _Track] = {}
+
+    def judge(self, readings: Sequence[Reading]) -> list[Alarm]:
+        """Judge the values of one step and return the alarms, in the order of the readings.
+
+        A value that is NaN, or of a rule that is not there, is not judged. Each rule must have at most one reading for
+        each subject; raises ValueError for a second one.
+        """
+        known = [each for each in readings if each.rule in self.rules and not math.isnan(each.value)]
+        places = [(each.rule, each.subject) for each in known]
+        if len(set(places)) != len(places):
+            raise ValueError(f"several readings for one rule and subject: {sorted(places)}")
+        return [alarm for each in known if (alarm := self._judge(each)) is not None]
+
+    def _judge(self, reading: Reading) -> Alarm | None:
+        rule, place = self.rules[reading.rule], (reading.rule, reading.subject)
+        track = self._tracks.get(place, _Track())
+        if not rule.beyond(reading.value):
+            track.steps = 0
+            if track.active and not rule.recovered(reading.value, self._hysteresis):
+                return None
+            self._tracks.pop(place, None)
+            return None
+        self._tracks[place] = track
+        track.steps += 1
+        if not track.active and track.steps < rule.patience:
+            return None
+        begins, track.active = not track.active, True
+        return Alarm(rule, reading.value, reading.subject, track.steps, begins)
+
+    @property
+    def active(self) -> list[tuple[str, int]]:
+        """The rules and subjects that are in alarm, sorted."""
+        return sorted(place for place, track in self._tracks.items() if track.active)
+
+    def forget(self, subject: int) -> None:
+        """Judge a replica from the beginning: another engine has its index."""
+        self._tracks = {place: track for place, track in self._tracks.items() if place[1] != subject}
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the state as JSON content."""
+        return [
+            {"rule": rule, "subject": subject, "steps": track.steps, "active": track.active}
+            for (rule, subject), track in sorted(self._tracks.items())
+        ]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a stored state; what belongs to rules that are not there any more is dropped."""
+        self._tracks = {
+            (each["rule"], each["subject"]): _Track(each["steps"], each["active"])
+            for each in state
+            if each["rule"] in self.rules
+        }

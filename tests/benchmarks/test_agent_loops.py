@@ -1,0 +1,102 @@
+"""The benchmark of agent loops: its stand-ins, its watch, its load, its rows, and that a quick run comes to its end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.agent_loops import MAX_TOKENS, MeasuredAgents, config_of, rows_of
+from benchmarks.agent_loops_parts import LONGEST_TURN, SHORTEST_TURN, LongestTurn, LoopWatch, TurnReplica, longest_turns
+from benchmarks.control_plane import CONTROL_PLANE, Measured, part_of
+from benchmarks.control_plane_parts import Response
+from megarl.config.pace import pace_problems
+from megarl.config.schema import Config
+from megarl.rollout.requests import GenerateRequest, SamplingSpec
+from tests.support.checkout import ROOT, environment
+
+OPTIONS = argparse.Namespace(groups=25, reward_workers=1, workers=2)
+
+
+@pytest.mark.parametrize("in_flight", [1000, 10_000])
+def test_the_config_of_a_measurement_is_one_of_tool_agents_in_workers(in_flight: int) -> None:
+    config = Config.model_validate(config_of(OPTIONS, Path("/x"), in_flight))
+    assert list(pace_problems(config)) == []
+    assert (config.rollout.agent_workers, config.agent.loop, config.agent.max_turns) == (2, "tool_agent", 2)
+    assert 2 * LONGEST_TURN < MAX_TOKENS == config.sampling.max_tokens, "both turns and the tool's answer fit"
+
+
+def test_a_replica_calls_the_tool_and_then_answers() -> None:
+    calls, answers = [Response([1] * LONGEST_TURN, [7, 8])], [Response([2] * LONGEST_TURN, [9])]
+
+    async def scenario() -> None:
+        replica = TurnReplica(0, 1e-6, calls + answers)
+        spec = SamplingSpec(MAX_TOKENS, 1.0, ())
+        requests = [GenerateRequest(f"run-3-{sample}-{turn}", [5], spec) for sample in range(3) for turn in "01"]
+        parts = (await replica.generate(requests, 5.0)).parts
+        for name, part in parts.items():
+            first, end = (1, [7, 8]) if name.endswith("0") else (2, [9])
+            assert SHORTEST_TURN <= len(part.response_ids) <= LONGEST_TURN and part.finish_reason == "stop"
+            assert part.response_ids[0] == first and part.response_ids[-len(end) :] == end
+        renamed = GenerateRequest("run-3-0-1.1", [5], spec)  # after the loss of a worker
+        assert (await replica.generate([renamed], 5.0)).parts["run-3-0-1.1"].response_ids[0] == 2
+
+    asyncio.run(scenario())
+
+
+def test_the_watch_sees_a_turn_that_blocks_and_tells_waiting_from_computing(tmp_path: Path) -> None:
+    async def scenario() -> tuple[float, float]:
+        watch = LoopWatch(tmp_path, "here")
+        await asyncio.sleep(0.05)
+        begin = time.monotonic()
+        time.sleep(0.4)  # this is what it has to see
+        while not list((tmp_path / "turns").glob("here.jsonl")):
+            await asyncio.sleep(0.01)
+        end = time.monotonic()
+        watch._task.cancel()
+        return begin, end
+
+    begin, end = asyncio.run(scenario())
+    [(name, turn)] = longest_turns(tmp_path, begin, end).items()
+    assert name == "here" and turn.wall_s >= 0.38 and turn.cpu_s < 0.3
+    assert longest_turns(tmp_path, end + 1, end + 2)["here"].wall_s == 0.0
+
+
+def test_the_workers_are_a_part_whose_cost_counts() -> None:
+    assert part_of(["ray::WatchedWorker.take"]) == "workers" in CONTROL_PLANE
+    assert part_of(["ray::WatchedController"]) == "controller" and part_of(["ray::TurnReplica"]) == "stand-ins"
+
+
+LOAD = Measured(1000, 1016.0, 620.0, {"controller": 0.5, "workers": 1.5, "stand-ins": 7.0}, [])
+TURNS = {"controller": LongestTurn(1.0, 0.04, 0.03), "worker-0": LongestTurn(1.0, 0.1, 0.09)}
+
+
+def test_each_bound_can_be_missed() -> None:
+    def missed(turns: dict[str, LongestTurn] = TURNS, **changed: object) -> list[str]:
+        most = replace(LOAD, **({"wanted": 10_000, "in_flight": 10_000.0} | changed))
+        rows = rows_of([MeasuredAgents(LOAD, {}), MeasuredAgents(most, turns)], "2 cores")
+        return [row.name.split(",")[0].split(" /")[0] for row in rows if not row.ok]
+
+    assert missed() == []
+    assert missed(rate=499.0) == ["rate"]
+    assert missed(in_flight=9999.0) == ["in flight"]
+    assert missed(cost_ms={"workers": 2.7}) == ["cost"]
+    assert missed({**TURNS, "worker-1": LongestTurn(1.0, 0.101, 0.0)}) == ["longest turn"]
+
+
+def test_a_quick_run_comes_to_its_end(tmp_path: Path) -> None:
+    """Every part of it, with the real controller and workers."""
+    output = tmp_path / "rows.json"
+    line = [sys.executable, "benchmarks/agent_loops.py", "--quick", "--json", str(output)]
+    done = subprocess.run(line, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    rows = json.loads(output.read_text())
+    assert len(rows) == 4 and {row["ok"] for row in rows} == {None}
+    assert {"controller", "worker-0", "worker-1"} == rows[3]["details"].keys()

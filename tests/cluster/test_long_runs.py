@@ -1,0 +1,94 @@
+"""Twenty thousand heartbeats of what watches a run, while processes come and go: nothing keeps those that have gone."""
+
+from __future__ import annotations
+
+import tests.support.ray_token  # noqa: F401  # isort: skip  # before Ray is imported
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import psutil
+
+from megarl.cluster.handle import STATE_FILE, SupervisorSpec
+from megarl.cluster.nodes import agent as agent_module
+from megarl.cluster.nodes.agent import NodeAgent
+from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
+from megarl.cluster.supervisor import Supervisor
+from megarl.common.processes import ProcessId
+from tests.support.configs import config
+from tests.support.growth import held_bytes, in_own_process, slopes_over
+
+STEPS, EVERY = 20_000, 500
+MOST_BYTES = 100_000
+
+
+def passing_by() -> Callable[..., set[ProcessId]]:
+    """Return a function that finds this process, which lives, and each time two others that end at once."""
+    own, numbers = ProcessId.own(), iter(range(10**9))
+    return lambda *_: {own, *(ProcessId(os.getpid(), -1 - next(numbers)) for _ in range(2))}
+
+
+def sizes_of(held: Callable[[], Any], directory: Path) -> Callable[[], dict[str, float]]:
+    def sizes() -> dict[str, float]:
+        held_now = held_bytes(held())
+        assert held_now < MOST_BYTES, "each step looks at all of them, which would take ever longer"
+        return {
+            "bytes held": held_now,
+            "bytes in files": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
+            "threads": threading.active_count(),
+            "descriptors": psutil.Process().num_fds(),
+        }
+
+    return sizes
+
+
+def check(slopes: dict[str, float]) -> None:
+    assert slopes["bytes held"] < 1 and slopes["bytes in files"] < 1, slopes
+    assert slopes["threads"] < 1 / STEPS and slopes["descriptors"] < 1 / STEPS, slopes
+
+
+def slopes_of_a_supervisor(tmp_path: Path) -> dict[str, float]:
+    content = config("model", run__dir=str(tmp_path)).model_dump_json()
+    spec = SupervisorSpec(content, str(tmp_path), ProcessId.own(), "abc", 0, "/", cuda=False)
+    watched, recorded = Supervisor(spec, tmp_path / "private"), set[ProcessId]()
+    watched._descendants = passing_by()  # type: ignore[method-assign]
+
+    def beat(step: int) -> None:
+        nonlocal recorded
+        recorded = watched._watch_once(recorded)
+        if step % 4 == 0:
+            watched._publish(heartbeats=step)
+
+    slopes = slopes_over(STEPS, EVERY, beat, sizes_of(lambda: (watched._children, watched._state), tmp_path))
+    assert watched._children == recorded == {ProcessId.own()} and (tmp_path / STATE_FILE).is_file()
+    return slopes
+
+
+def test_the_supervisor_forgets_processes_that_have_ended(tmp_path: Path) -> None:
+    check(in_own_process(slopes_of_a_supervisor, tmp_path))
+
+
+def slopes_of_an_agent(tmp_path: Path) -> dict[str, float]:
+    chosen, where = config("model", run__dir=str(tmp_path)), launch_directory(tmp_path, "1")
+    where.mkdir(parents=True)
+    (tmp_path / "logs").mkdir()
+    agent = NodeAgent(LaunchSpec("1", chosen.model_dump_json(), str(where), "/", False, ("here",), "train.py", 0), 0)
+    agent._start_torchrun = lambda: None  # type: ignore[method-assign]
+    agent._raylet = SimpleNamespace(poll=lambda: None, pid=os.getpid())  # type: ignore[assignment]
+
+    def tick(step: int) -> None:
+        assert not agent._tick_or_wait() and agent._trouble_since is None
+
+    with mock.patch.object(agent_module, "descendants", passing_by()):
+        slopes = slopes_over(STEPS, EVERY, tick, sizes_of(lambda: (agent._children, agent._raylet_children), tmp_path))
+    assert agent._children == agent._raylet_children == {ProcessId.own()}
+    return slopes
+
+
+def test_the_agent_of_a_node_forgets_processes_that_have_ended(tmp_path: Path) -> None:
+    check(in_own_process(slopes_of_an_agent, tmp_path))

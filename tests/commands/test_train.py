@@ -1,0 +1,80 @@
+"""`megarl train` becomes torchrun with the ranks of the config; `megarl convert` is the converter."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.commands import cli
+from megarl.config import pools
+from megarl.run import main as rank_main
+from tests.support.configs import tree, write_problems
+from tests.support.tiny import make_tiny_model
+
+
+class Became(Exception):
+    """The process would have become this command."""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def become(path: str, command: list[str]) -> None:
+        raise Became(path, *command)
+
+    monkeypatch.setattr(os, "execv", become)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(tree(make_tiny_model(tmp_path / "model"), write_problems(tmp_path / "p.jsonl", 64))))
+    return path
+
+
+def test_it_becomes_torchrun_with_the_ranks_of_the_config(config: Path) -> None:
+    given = ["--config", str(config), "--resume", "never", "--dump-batches", "trainer.gpus=2", "run.steps=3"]
+    with pytest.raises(Became) as became:
+        cli.main(["train", *given])
+    python, *arguments = became.value.args[1:]
+    assert python == became.value.args[0] == sys.executable
+    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend", "megarl", "--nproc-per-node", "2"]
+    assert arguments == [*torchrun, "-m", "megarl", "train", *given]
+
+
+def test_a_mistake_is_one_message_and_nothing_starts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--config", str(config), "trainer.gpus=3", "trainer.parallel.tensor=2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megarl: ") and "trainer.gpus: 3 is not a multiple" in error
+
+
+def test_a_run_of_several_nodes_is_not_started_here(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "resolve_pools", lambda config: SimpleNamespace(nodes=4))
+    assert cli.main(["train", "--config", str(config)]) == 2
+    assert f"the config needs 4 nodes; start it by: megarl launch --config {config}" in capsys.readouterr().err
+
+
+def test_a_rank_of_it_does_what_a_rank_does(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(rank_main, "main", seen.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["train", "--config", str(config), "run.steps=3"]) == 0
+    assert seen == [["--config", str(config), "run.steps=3"]]
+
+
+def test_a_dry_run_starts_nothing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--config", str(config), "--dry-run", "run.steps=7"]) == 0
+    assert "steps: 7" in capsys.readouterr().out
+
+
+def test_convert_inspects_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    assert cli.main(["convert", "inspect", str(model)]) == 0
+    assert "model.safetensors" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["convert", "--help"])
+    assert "verify" in capsys.readouterr().out

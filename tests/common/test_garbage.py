@@ -1,0 +1,58 @@
+"""Garbage collection in processes with many objects: young cycles go, and old objects are not visited."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.common.garbage import collect_for_loops, collect_young_objects
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+class Cycle:
+    """Refers to itself."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_young_cycles_are_freed_and_old_objects_are_left_alone() -> None:
+    generations: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            generations.append(info["generation"])
+
+    collect_young_objects()
+    gc.callbacks.append(note)
+    try:
+        gone = weakref.ref(Cycle())
+        kept = [[number] for number in range(200_000)]
+    finally:
+        gc.callbacks.remove(note)
+    assert gone() is None
+    assert len(generations) > 20 and set(generations) == {0}
+    assert len(kept) == 200_000
+
+
+@pytest.mark.parametrize("shipped", [True, False])
+def test_cycles_that_have_grown_old_go_where_loops_of_others_run(shipped: bool) -> None:
+    """A client of HTTP outlives many collections of young objects before it is given up."""
+    gc.collect()
+    collect_for_loops(shipped=shipped)
+    cycle = Cycle()
+    kept = [[number] for number in range(200_000)]  # it grows old
+    old = weakref.ref(cycle)
+    del cycle
+    kept += [[number] for number in range(2_000_000)]
+    assert (old() is None) is not shipped
+    assert len(kept) == 2_200_000

@@ -1,0 +1,5 @@
+"""The stand-in doors of the tests of harnesses: see `tests.support.door_fixtures`."""
+
+from tests.support.door_fixtures import chat_model, doors
+
+__all__ = ["chat_model", "doors"]

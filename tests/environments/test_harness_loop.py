@@ -1,0 +1,353 @@
+"""A harness over the real door with a stand-in engine: what it has caused to be sampled becomes its sample's rows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from megarl.common.errors import ToolFailed
+from megarl.config.agent_sections import AgentConfig
+from megarl.config.job_sections import TimeoutsConfig
+from megarl.door.access import write_door_file, write_token
+from megarl.door.session_terms import SessionOpening, SessionTerms
+from megarl.environments import door_client, harness_loop
+from megarl.environments.door_client import AttemptLost, DoorLost
+from megarl.environments.harness_loop import Harness, opening_of
+from megarl.environments.verifiers_loop import Verifiers
+from megarl.queue.trajectory import Trajectory
+from megarl.rollout import background
+from megarl.rollout.agents.find_loop import find_loop
+from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.requests import GenerateRequest
+from megarl.rollout.sample_rows import sample_rows
+from tests.support.door_requests import get, post
+from tests.support.door_stand_in import TOKEN, StandInDoor
+from tests.support.harness_context import ROW, SAMPLING, Context, announce
+
+
+def speak(request: GenerateRequest) -> list[int]:
+    """An answer that depends on the prompt's length alone."""
+    return [10 + (len(request.prompt_ids) + number) % 20 for number in range(4)]
+
+
+@pytest.fixture
+def door(doors: Any, tmp_path: Path) -> StandInDoor:
+    opened: StandInDoor = doors(speak)
+    announce(opened, tmp_path)
+    return opened
+
+
+def harness_of(act: str, **changes: Any) -> Harness:
+    made = find_loop(AgentConfig(loop="harness", act=f"tests.support.acts:{act}", **changes))
+    assert isinstance(made, Harness)
+    return made
+
+
+def run(loop: Harness, ctx: Context) -> list[Trajectory]:
+    async def bounded() -> list[Trajectory]:
+        async with asyncio.timeout(60):
+            return await loop.run(ctx)  # type: ignore[arg-type]
+
+    return asyncio.run(bounded())
+
+
+def test_the_rows_of_a_sample_are_what_the_door_has_recorded(door: StandInDoor, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    ctx = Context(tmp_path)
+    rows = run(harness_of("two_turns", kwargs={"keep": str(kept)}), ctx)
+    [file] = kept.iterdir()
+    said = json.loads(file.read_text())
+    assert said["row"] == ROW and file.stem.startswith("megarl-3-1-")
+    turns = said["turns"]
+    assert [turn["parent"] for turn in turns] == [None, 0, 0] and ctx.ended == [3]
+    assert [row.key for row in sample_rows(rows, 3, 1)] == ["3:1", "3:1.1"]
+    for row, last in zip(rows, (1, 2), strict=True):
+        assert row.prompt_ids == turns[0]["prompt_ids"] and row.reward == 0.25 and row.status == "ok"
+        assert [*row.prompt_ids, *row.response_ids] == [*turns[last]["prompt_ids"], *turns[last]["response_ids"]]
+    trained = [[(t, v) for t, v, m in zip(row.response_ids, row.rollout_logprobs, row.response_mask, strict=True) if m]
+               for row in rows]  # fmt: skip
+    pairs = [list(zip(turn["response_ids"], turn["logprobs"], strict=True)) for turn in turns]
+    assert trained == [pairs[0] + pairs[1], pairs[2]]
+    [(judged, dialogue)] = ctx.judged
+    assert judged.response_ids == turns[2]["response_ids"]
+    assert [(turn.role, turn.tokens) for turn in dialogue][0::2] == [("assistant", 4), ("assistant", 4)]
+    assert dialogue[1].role == "user"
+    assert door.call(lambda parts: len(parts.sessions)) == 0, "the session is ended"
+
+
+def test_requests_of_a_sample_have_the_sampling_and_the_group_of_the_run(door: StandInDoor, tmp_path: Path) -> None:
+    """The function has asked for temperature 0, for 8 tokens in two of three requests, and for no seed."""
+    run(harness_of("two_turns"), Context(tmp_path))
+    asked = door.call(lambda parts: list(parts.replicas[0].asked))
+    assert [request.sampling for request in asked] == [SAMPLING] * 3
+    assert len({request.seed for request in asked} - {None}) == 3
+    first, again = Context(tmp_path), Context(tmp_path)
+    again.seed = 78
+    for ctx in (first, again):
+        run(harness_of("two_turns"), ctx)
+    seeds = [request.seed for request in door.call(lambda parts: list(parts.replicas[0].asked))]
+    assert seeds[:3] == seeds[3:6] and not set(seeds[:3]) & set(seeds[6:])
+
+
+def test_only_samples_that_are_trained_belong_to_a_group(tmp_path: Path) -> None:
+    deadline = GroupDeadline(time.monotonic() + 100.0, 200.0, "fail")
+    trained, evaluated = Context(tmp_path, deadline), Context(tmp_path)
+    evaluated.trains, evaluated.seed = False, None  # type: ignore[misc, assignment]
+    group = opening_of(trained).group  # type: ignore[arg-type]
+    assert group is not None and (group.prefix, group.seconds, group.policy) == ("group 3", 200.0, "fail")
+    assert group.left_s is not None and 90.0 < group.left_s <= 100.0
+    assert opening_of(evaluated) == SessionOpening(SAMPLING)  # type: ignore[arg-type]
+    terms = SessionTerms.of(opening_of(trained), 1000.0)  # type: ignore[arg-type]
+    sent = terms.group(1030.0)
+    assert sent is not None and sent.left_s == pytest.approx(group.left_s - 30.0, abs=1.0)
+    assert SessionTerms.of(opening_of(evaluated), 0.0).group(5.0) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("score", "reward", "components"), [(0.5, 0.5, {}), (1, 1.0, {}), (0.75, 0.75, {"turns": 3.0})]
+)
+def test_the_function_may_tell_the_reward(
+    door: StandInDoor, tmp_path: Path, score: Any, reward: float, components: dict[str, float]
+) -> None:
+    ctx = Context(tmp_path)
+    rows = run(harness_of("rewarded", kwargs={"score": score}), ctx)
+    assert {(row.reward, tuple(row.reward_components.items())) for row in rows} == {(reward, tuple(components.items()))}
+    assert ctx.judged == []
+
+
+@pytest.mark.parametrize("score", ["1", True])
+def test_a_reward_that_is_no_number_is_a_mistake_of_the_function(door: StandInDoor, tmp_path: Path, score: Any) -> None:
+    with pytest.raises(ToolFailed, match=r"agent.act failed in sample 3:1: ValueError: it returned .*; return None"):
+        run(harness_of("rewarded", kwargs={"score": score}), Context(tmp_path))
+
+
+def test_a_function_that_fails_is_named_and_leaves_no_session(door: StandInDoor, tmp_path: Path) -> None:
+    with pytest.raises(ToolFailed, match=r"agent.act failed in sample 3:1: KeyError: 'no such tool'"):
+        run(harness_of("fails"), Context(tmp_path))
+    assert door.call(lambda parts: len(parts.sessions)) == 0
+
+
+def test_a_sample_that_asked_for_nothing_has_failed(door: StandInDoor, tmp_path: Path) -> None:
+    [row] = run(harness_of("nothing"), Context(tmp_path))
+    assert row.status == "failed" and "send its name as X-Session-ID" in row.failure
+
+
+def test_a_function_that_takes_too_long_is_ended_and_its_sample_has_failed(doors: Any, tmp_path: Path) -> None:
+    slow = doors(speak, pace_s=30.0)
+    announce(slow, tmp_path)
+    [row] = run(harness_of("two_turns", act_timeout_s=0.5), Context(tmp_path))
+    assert row.status == "failed" and row.failure.startswith("sample 3:1 waited 0 s for agent.act to end")
+    assert slow.call(lambda parts: len(parts.sessions)) == 0
+
+
+@pytest.mark.parametrize("policy", ["cut", "fail"])
+def test_the_deadline_of_the_group_ends_the_responses(doors: Any, tmp_path: Path, policy: Any) -> None:
+    """Cut, they have the tokens that they had, and the function goes on; else it gets an error."""
+    slow = doors(speak, pace_s=1.0)
+    announce(slow, tmp_path)
+    deadline = GroupDeadline(time.monotonic() + 2.5, 600.0, policy)
+    if policy == "fail":
+        with pytest.raises(ToolFailed, match="unfinished at the group's deadline"):
+            run(harness_of("two_turns"), Context(tmp_path, deadline))
+        return
+    [row] = run(harness_of("two_turns"), Context(tmp_path, deadline))
+    assert row.status == "ok" and 1 <= len(row.response_ids) < 4 and row.finish_reason == "length"
+
+
+def test_a_function_has_less_time_after_the_deadline_than_the_trainer_waits_for_its_group(
+    door: StandInDoor, tmp_path: Path
+) -> None:
+    """The group's time is short, and so is what comes after it; the function would need more than the test has."""
+
+    async def act(base_url: str, token: str, session: str, row: dict[str, Any]) -> None:
+        await asyncio.sleep(600)
+
+    deadline = GroupDeadline(time.monotonic() + 0.2, 0.2, "cut")
+    [row] = run(Harness(act, 600.0, 1), Context(tmp_path, deadline))
+    assert row.status == "failed" and row.failure.startswith("sample 3:1 waited 0 s for agent.act to end")
+
+
+def test_the_time_of_a_function_is_below_what_the_trainer_waits_for_a_batch() -> None:
+    environment_s = inspect.signature(Verifiers).parameters["timeout_s"].default
+    assert max(AgentConfig().act_timeout_s, environment_s) < TimeoutsConfig().generate_s
+
+
+def test_a_sample_that_is_begun_again_has_no_session_but_its_own(doors: Any, tmp_path: Path) -> None:
+    """A process that was killed has left one; those of other samples stay."""
+    door = doors(speak, most_sessions=3)
+    announce(door, tmp_path)
+    terms = SessionTerms(SAMPLING)
+    for name in ("megarl-3-1-dead", "megarl-3-10-alive", "megarl-13-1-alive"):
+        door.call(lambda parts, name=name: parts.sessions.open(name, terms, time.monotonic()))
+
+    async def act(base_url: str, token: str, session: str, row: dict[str, Any]) -> float:
+        await asyncio.to_thread(post, door, "/v1/chat/completions", CHAT, **{"X-Session-ID": session})
+        return 1.0
+
+    [row] = run(Harness(act, 60.0, 1), Context(tmp_path))
+    assert row.status == "ok"
+    left = door.call(lambda parts: [bool(parts.sessions.get(f"megarl-{each}")) for each in NUMBERS])
+    assert left == [False, True, True]
+    evaluated = Context(tmp_path)
+    evaluated.trains = False  # type: ignore[misc]
+    assert opening_of(evaluated).replaces == ""  # type: ignore[arg-type]
+
+
+NUMBERS = ("3-1-dead", "3-10-alive", "13-1-alive")
+
+
+def test_a_loop_that_is_cancelled_ends_soon_though_the_door_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert door_client.END_S < background.CANCEL_S
+    monkeypatch.setattr(door_client, "END_S", 0.2)
+
+    async def cancelled() -> None:
+        acts = asyncio.Event()
+
+        async def act(base_url: str, token: str, session: str, row: dict[str, Any]) -> None:
+            acts.set()
+            await asyncio.sleep(600)
+
+        async with hanging_door(tmp_path):
+            loop = Harness(act, 600.0, 1).run(Context(tmp_path))  # type: ignore[arg-type]
+            task = asyncio.create_task(loop)
+            async with asyncio.timeout(60):
+                await acts.wait()
+            await background.cancel_all([task], "loops")
+            assert task.cancelled()
+
+    with caplog.at_level("INFO"):
+        asyncio.run(cancelled())
+    assert "was not ended: the door at" in caplog.text
+
+
+@contextlib.asynccontextmanager
+async def hanging_door(run_dir: Path) -> AsyncIterator[None]:
+    """A door that opens sessions, and answers nothing else."""
+
+    async def opened(request: web.Request) -> web.Response:
+        return web.json_response({"opened": True})
+
+    async def hang(request: web.Request) -> web.Response:
+        await asyncio.sleep(600)
+        raise AssertionError("nobody waits so long")
+
+    app = web.Application()
+    app.add_routes([web.put("/v1/sessions/{name}", opened), web.delete("/v1/sessions/{name}", hang)])
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    write_door_file(run_dir, f"http://{host}:{port}", write_token(run_dir, TOKEN))
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+def test_a_sample_whose_door_dies_is_begun_again_at_the_next_one(
+    doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = doors(speak), doors(speak)
+    announce(first, tmp_path)
+    attempts: list[str] = []
+
+    async def act(base_url: str, token: str, session: str, row: dict[str, Any]) -> float:
+        attempts.append(session)
+        if len(attempts) == 1:
+            first.close()
+            announce(second, tmp_path)
+            raise ConnectionError("the door has died")
+        assert base_url.startswith(second.url)
+        await asyncio.to_thread(post, second, "/v1/chat/completions", CHAT, **{"X-Session-ID": session})
+        return 1.0
+
+    [row] = run(Harness(act, 60.0, 3), Context(tmp_path))
+    assert row.status == "ok" and row.reward == 1.0 and len(set(attempts)) == 2
+
+    monkeypatch.setattr(harness_loop, "wait_for_door", lambda run_dir: asyncio.sleep(0))
+
+    async def lost(base_url: str, token: str, session: str, row: dict[str, Any]) -> None:
+        assert second.call(lambda parts: parts.sessions.end(session))
+
+    with pytest.raises(AttemptLost, match=r"sample 3:1 was begun 2 times; the last time .* has no session"):
+        run(Harness(lost, 60.0, 2), Context(tmp_path))
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def test_the_example_of_the_documentation(door: StandInDoor, tmp_path: Path) -> None:
+    loop = find_loop(AgentConfig(loop="harness", act="examples.rl.environments.two_guesses:act"))
+    ctx = Context(tmp_path, row={"problem": "What is 3 + 4?"})
+    [row] = run(loop, ctx)  # type: ignore[arg-type]
+    assert row.response_mask[:4] == row.response_mask[-4:] == [1] * 4 and 0 in row.response_mask
+    [(judged, dialogue)] = ctx.judged
+    assert judged.response_ids == row.response_ids[-4:] and [turn.role for turn in dialogue][1] == "user"
+
+
+def test_a_client_without_headers_names_its_session_in_the_url(door: StandInDoor, tmp_path: Path) -> None:
+    async def act(base_url: str, token: str, session: str, row: dict[str, Any]) -> float:
+        path = f"/in/{session}/v1/chat/completions"
+        answer = await asyncio.to_thread(post, door, path, CHAT, **{"X-Session-ID": "of somebody else"})
+        assert answer.json()["session"]["id"] == session
+        assert get(door, f"/in/{session}/v1/models")["data"]
+        return 0.0
+
+    [row] = run(Harness(act, 60.0, 1), Context(tmp_path))
+    assert row.status == "ok" and len(row.response_ids) == 4
+
+
+def test_a_door_that_stays_away_is_named(tmp_path: Path) -> None:
+    async def wait() -> None:
+        await door_client.wait_for_door(tmp_path, 0.1)
+
+    with pytest.raises(DoorLost, match="waited 0 s for the door of the run to be open again: FileNotFoundError"):
+        asyncio.run(wait())
+    with pytest.raises(DoorLost, match="the address of the door cannot be read"):
+        door_client.DoorClient(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("act", "changes", "told"),
+    [
+        ("no_coroutine", {}, "must be an `async def act"),
+        ("absent", {}, "cannot be imported: AttributeError"),
+        ("two_turns", {"kwargs": {"kept": 1}}, "cannot be called with .base_url, token, session, row."),
+    ],
+)
+def test_functions_that_cannot_act_are_refused_at_the_start(act: str, changes: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        harness_of(act, **changes)
+
+
+def test_a_session_is_opened_once_and_with_known_fields(door: StandInDoor) -> None:
+    import httpx
+
+    from tests.support.door_requests import HEADERS
+
+    def put(name: str, body: Any) -> httpx.Response:
+        return httpx.put(f"{door.url}/v1/sessions/{name}", json=body, headers=HEADERS, timeout=60)
+
+    sampling = {"max_tokens": 2, "temperature": 1.0, "stop_token_ids": [2]}
+    assert put("a", {"sampling": sampling}).status_code == 200
+    assert get(door, "/v1/sessions/a") == {"id": "a", "turns": []}
+    again = put("a", {"sampling": sampling})
+    assert again.status_code == 409 and again.json()["error"]["code"] == "session_exists"
+    wrong = put("b", {"sampling": sampling | {"temperature": "hot"}})
+    assert wrong.status_code == 400 and "$.sampling.temperature" in wrong.json()["error"]["message"]
+    assert put("b", {"sampling": sampling, "grup": {}}).status_code == 400
+    answer = post(door, "/v1/chat/completions", CHAT | {"max_tokens": 9}, **{"X-Session-ID": "a"}).json()
+    assert answer["usage"]["completion_tokens"] == 2

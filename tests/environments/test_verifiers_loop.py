@@ -1,0 +1,68 @@
+"""The loop of a verifiers environment: its arguments, and the reward of the traces."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.agent_sections import AgentConfig
+from megarl.environments.env_client import TraceSoFar
+from megarl.environments.harness_loop import SampleFailed
+from megarl.environments.verifiers_loop import Verifiers, reward_of
+from megarl.rollout.agents.find_loop import find_loop
+
+LOOP = "megarl.environments.verifiers_loop:Verifiers"
+
+
+def trace(score: float, weight: float = 1.0, **values: Any) -> TraceSoFar:
+    rewards = {"right": {"score": score, "weight": weight}, "unused": None}
+    return TraceSoFar({"ok": True, "rewards": rewards, "metrics": {"turns": 2}} | values)
+
+
+def test_the_reward_is_the_weighted_one_of_the_trace_and_the_mean_of_several() -> None:
+    one = reward_of([trace(0.5, 2.0)])
+    assert (one.score, one.components) == (1.0, {"right": 0.5, "turns": 2.0})
+    both = reward_of([trace(1.0), trace(0.0, metrics={})])
+    assert (both.score, both.components) == (0.5, {"right": 0.5, "turns": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("traces", "told"),
+    [
+        ([], "has made no trace"),
+        ([trace(1.0, ok=False)], "it did not complete"),
+        ([TraceSoFar({"ok": False}, errors=[{"type": "ToolError", "message": "no"}])], "ToolError: no"),
+    ],
+)
+def test_traces_that_have_failed_fail_the_sample(traces: list[TraceSoFar], told: str) -> None:
+    with pytest.raises(SampleFailed, match=told):
+        reward_of(traces)
+
+
+def test_the_environment_of_the_config(tmp_path: Path) -> None:
+    """Its programs run on this machine unless they are told otherwise, whatever else is set."""
+    kwargs: dict[str, Any] = {"taskset": "mine", "python": sys.executable, "paths": [str(tmp_path)]}
+    kwargs |= {"taskset_config": {"seed": 3}, "environment": {"agent": {"max_turns": 4}, "timeout": {"episode": 9.0}}}
+    loop: Any = find_loop(AgentConfig(loop=LOOP, kwargs=kwargs))
+    assert isinstance(loop, Verifiers)
+    assert loop._spec.environment == {
+        "agent": {"runtime": {"type": "subprocess"}, "max_turns": 4},
+        "timeout": {"episode": 9.0},
+        "taskset": {"seed": 3, "id": "mine"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "told"),
+    [
+        ({"python": "no/python"}, r"agent.kwargs.python: there is no no/python; run make setup-environments"),
+        ({"python": sys.executable, "paths": ["no/folder"]}, r"agent.kwargs.paths: there is no directory no/folder"),
+        ({"python": sys.executable, "task": 1}, r"cannot be made with agent.kwargs: .* 'task'"),
+    ],
+)
+def test_arguments_that_cannot_be_right_are_refused_at_the_start(kwargs: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        find_loop(AgentConfig(loop=LOOP, kwargs={"taskset": "mine", **kwargs}))

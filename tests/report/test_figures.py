@@ -1,0 +1,109 @@
+"""Plots as data, numbers as text, bars, and names of runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.report import numbers
+from megarl.report.bars import BarPart, histogram, stacked
+from megarl.report.figures import evaluation_figures, figures_of, rounded, run_axis
+from megarl.report.run_directory import differences, distinct_names, flat, layout_of
+from megarl.telemetry.declarations import REGISTRY
+from tests.support.html_reader import HtmlReader
+from tests.support.reported_runs import CONFIG, evaluation_line, metrics_of, step_line
+
+
+def test_runs_share_a_plot_and_those_without_values_have_no_line() -> None:
+    first = metrics_of([evaluation_line(0, 0.5), *(step_line(step) for step in range(1, 31))])
+    second = metrics_of([step_line(step, policy__entropy=None) for step in range(1, 11)])
+    figures = {figure.key: figure for figure in figures_of("learning", [first, second])}
+    assert [line.run for line in figures["reward"].lines] == [0, 1]
+    assert [line.run for line in figures["entropy"].lines] == [0]
+    (evaluation,) = evaluation_figures([first, second])
+    assert [(line.run, line.label, line.dots) for line in evaluation.lines] == [
+        (0, "greedy", True),
+        (0, "sampled", True),
+    ]
+    content = figures["reward"].as_json()["lines"][0]
+    assert len(content["y"]) == len(content["low"]) == len(run_axis(first)["step"]) == 30
+
+
+def entropy_line(steps: int, buckets: int) -> dict:
+    metrics = metrics_of([step_line(step) for step in range(1, steps + 1)], buckets)
+    (entropy,) = (figure for figure in figures_of("learning", [metrics]) if figure.key == "entropy")
+    return entropy.as_json()["lines"][0]
+
+
+def test_a_band_of_no_width_is_left_out() -> None:
+    assert "low" not in entropy_line(2, 800)
+    line = entropy_line(8, 2)
+    assert line["low"][0] < line["y"][0] < line["high"][0]
+
+
+def test_every_series_that_is_read_is_declared() -> None:
+    from megarl.report.metrics_file import FAMILIES, SERIES
+
+    for name in SERIES:
+        if name not in ("step", "wall_time"):
+            REGISTRY.lookup(name)
+    for prefix in FAMILIES:
+        REGISTRY.lookup(f"{prefix}7")
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True)))
+def test_rounding_keeps_four_digits_and_drops_what_is_no_number(values: list[float]) -> None:
+    for value, short in zip(values, rounded(values), strict=True):
+        if short is not None and abs(value) < 1e308:
+            assert short == pytest.approx(value, rel=5.1e-4)
+        else:
+            assert short is None or abs(value) >= 1e308
+            assert short is not None or not abs(value) < 1e308
+
+
+def test_numbers_read_well() -> None:
+    texts = [numbers.amount(x) for x in (0.0, 0.1234, 7.0, 940.4, 9999.0, 12_345.0, 3.2e6, 5e9, math.nan)]
+    assert texts == ["0", "0.123", "7", "940", "9,999", "12.3k", "3.2M", "5G", "–"]
+    spans = [numbers.duration(x) for x in (0.25, 59.0, 61.0, 7320.0, 200_000.0, math.nan)]
+    assert spans == ["0.25 s", "59 s", "1 min 1 s", "2 h 2 min", "2 d 7 h", "–"]
+    assert numbers.interval(0.2, 0.3, 0.25) == "25.0% (20.0% to 30.0%)"
+    assert numbers.moment(0.0) == "1970-01-01 00:00:00 UTC" and numbers.moment(math.nan) == "–"
+
+
+def test_bars_have_the_heights_of_their_shares() -> None:
+    reader = HtmlReader(histogram(["1", "2"], [[0.25, 0.75], [0.0, 1.0]], ["a", "<b>"], "tokens"))
+    heights = [each["style"] for name, each in reader.elements if name == "i"]
+    assert heights == ["height:25.00%", "height:0.00%", "height:75.00%", "height:100.00%"]
+    assert any(each.get("title") == "<b>: 100.00% at 2 tokens" for _, each in reader.elements)
+    reader = HtmlReader(
+        stacked([BarPart("decode", 3.0, "x"), BarPart("none", 0.0, "y"), BarPart("tool", 1.0, "z")], 4.0, 0.5, "s")
+    )
+    assert [each["style"] for _, each in reader.elements] == ["width:50.00%", "width:75.000%", "width:25.000%"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("ab"), st.sampled_from("ab")), min_size=1, max_size=5))
+def test_different_directories_have_different_names(ends: list[tuple[str, ...]]) -> None:
+    paths = [Path("/absent", *end) for end in ends]
+    names = distinct_names(paths)
+    assert len(set(names)) == len(set(paths)) and all(str(p).endswith(n) for p, n in zip(paths, names, strict=True))
+
+
+def test_only_what_differs_of_configs_is_shown() -> None:
+    first, second = dict(flat(CONFIG)), dict(flat({**CONFIG, "trainer": {"gpus": 16}, "new": {"list": [1, 2]}}))
+    assert differences([first, second]) == {
+        "trainer.gpus": ["8", "16"], "trainer.parallel.tensor": ["2", ""], "trainer.parallel.pipeline": ["1", ""],
+        "new.list": ["", "[1, 2]"],
+    }  # fmt: skip
+    assert differences([first, first]) == {}
+
+
+def test_the_layout_is_that_of_the_config() -> None:
+    layout = layout_of(CONFIG)
+    assert layout is not None and (layout.trainer_gpus, layout.trainer_unit, layout.replicas) == (8, 2, 4)
+    assert layout_of({}) is None and layout_of({"trainer": {"gpus": "many"}, "rollout": {}}) is None
+    assert np.isfinite(layout.replica_gpus) and not layout.synchronous

@@ -1,0 +1,124 @@
+"""A RUN_DIR that is full for a time ends no group, no evaluation and no call of the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.common.notices import notices_file
+from megarl.rewards.types import RewardInput
+from megarl.rollout import attempts_file, response_files
+from megarl.rollout.attempts_file import ATTEMPTS_FILE
+from megarl.rollout.eval_sets import EvalProblem, EvalSet
+from megarl.rollout.requests import SamplingSpec
+from tests.support.configs import config as config_of
+from tests.support.fake_rollout import local_controller
+from tests.support.waiting import wait_until
+
+GROUPS, SAMPLES = 3, 2
+WAIT_S = 5.0
+
+
+class Disk:
+    """Takes nothing while it is full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full = False
+        for module, name in ((attempts_file, "write_json"), (response_files, "_replace")):
+            monkeypatch.setattr(module, name, self._guarded(getattr(module, name)))
+
+    def _guarded(self, real: Any) -> Any:
+        def write(path: Path, content: Any) -> None:
+            if self.full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(path, content)
+
+        return write
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    monkeypatch.setattr(response_files, "RETRY_S", 0.01)
+    yield Disk(monkeypatch)
+
+
+def eval_sets() -> list[EvalSet]:
+    def judge(text: str, ids: list[int], reason: str) -> RewardInput:
+        return RewardInput("", text, ids, reason)
+
+    spec = SamplingSpec.greedy(8, (2,))
+    return [EvalSet("dev", [EvalProblem([1, 2], judge, "7")] * 3, spec, spec, samples=2)]
+
+
+def notices(run_dir: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in notices_file(run_dir).read_text().splitlines()]
+
+
+def test_groups_go_on_and_their_number_is_written_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
+) -> None:
+    (tmp_path / "logs").mkdir()
+    settings = config_of(
+        "model",
+        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
+        admission={"refill": True, "refill_limit": 2},
+    )
+    local = local_controller(settings, tmp_path, monkeypatch)
+    local.rewards.script = {group + 1: [0.0, 1.0] for group in range(1, 20)}  # group 0 is replaced, in the background
+    controller = local.controller
+
+    async def scenario() -> None:
+        disk.full = True
+        await controller.set_version(0)
+        batch = await controller.wait_batch(0, WAIT_S)
+        assert batch.replaced == [0] and not (tmp_path / ATTEMPTS_FILE).exists()
+        await controller.commit(0, trained=GROUPS, filtered=1, dropped_stale=0, failed=0)
+        disk.full = False
+        await controller.admit()  # starts nothing
+        assert json.loads((tmp_path / ATTEMPTS_FILE).read_text()) == {"attempts": GROUPS + 1}
+        await controller.set_version(1)
+        await controller.wait_batch(1, WAIT_S)
+        await controller.shutdown()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    [failed, written] = notices(tmp_path)
+    assert "attempts.json could not be written" in failed and "No space left" in failed
+    assert "attempts.json is written again" in written
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_evaluation_ends_and_its_responses_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, beside: bool
+) -> None:
+    (tmp_path / "logs").mkdir()
+    local = local_controller(config_of("model", rollout__max_num_seqs=20), tmp_path, monkeypatch)
+    controller = local.controller
+    controller._source.eval_sets = eval_sets  # type: ignore[method-assign]
+    path = tmp_path / "eval_step_2.jsonl"
+
+    async def scenario() -> None:
+        disk.full = True
+        if beside:
+            await controller.start_evaluation(4, "step_2")
+            assert await controller.take_evaluations(WAIT_S)
+        else:
+            assert await controller.evaluate(4, "step_2")
+        await asyncio.sleep(0.1)
+        controller._tasks.check()
+        assert not path.exists()
+        disk.full = False
+        await asyncio.to_thread(wait_until, path.exists, 20.0, "the responses")
+        disk.full = True
+        await controller.evaluate(5, "after")
+        disk.full = False
+        await controller.shutdown()  # before the next attempt to write, perhaps
+
+    asyncio.run(asyncio.wait_for(scenario(), 40))
+    assert len(path.read_text().splitlines()) == len((tmp_path / "eval_after.jsonl").read_text().splitlines()) > 0
+    assert sum("could not be written at first, and is complete now" in text for text in notices(tmp_path)) == 2

@@ -1,0 +1,393 @@
+"""A controller whose groups run in two workers: batches, failures, trainers that begin anew, publications."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.common.errors import BatchNotReady, RolloutError
+from megarl.config.schema import Config
+from megarl.queue.trajectory import Trajectory
+from megarl.rewards.worker_pool import RewardPoolError
+from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
+from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.batcher import Batcher
+from megarl.rollout.group_runner import GroupRunner
+from megarl.rollout.journal import JOURNAL_FILE
+from megarl.rollout.journal_file import JournalFile
+from megarl.rollout.journal_records import read_head
+from megarl.rollout.to_trajectory import trajectory
+from megarl.rollout.workers.messages import Ended, Failed, Frozen, Queued, SentFailure, WorkerReport
+from tests.support.configs import config as config_of
+from tests.support.fake_replicas import FakeReplica, fleet_of
+from tests.support.fake_rollout import FakeRewards, FakeSource, LocalController, local_controller
+from tests.support.fake_workers import Crew, WorkerQueue
+from tests.support.retokenized import Retokenized
+
+GROUPS, SAMPLES = 3, 2
+WAIT_S = 10.0
+CONFIG = config_of("model", batch={"groups": GROUPS, "samples_per_group": SAMPLES}, rollout={"agent_workers": 2})
+
+
+def with_workers(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, loop: AgentLoop | None = None, config: Config = CONFIG
+) -> tuple[LocalController, Crew]:
+    """A controller on stand-ins whose loops run in two workers; they are started by `scene`."""
+    local = local_controller(config, directory, monkeypatch, loop)
+    queue = WorkerQueue()
+    controller: Any = local.controller
+    controller._writer = controller._queue = local.queue = queue
+    crew = Crew(config, loop or SingleTurn(), controller._runner, queue)
+    controller._workers = crew.groups
+    controller._groups = controller._prompt_groups()
+    return local, crew
+
+
+def scene(crew: Crew, scenario: Callable[[], Awaitable[None]]) -> None:
+    async def run() -> None:
+        await crew.groups.start()
+        try:
+            await scenario()
+        finally:
+            await crew.groups.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def keys_of(*groups: int) -> list[str]:
+    return [f"{group}:{index}" for group in groups for index in range(SAMPLES)]
+
+
+def test_the_batches_of_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local, crew = with_workers(tmp_path, monkeypatch)
+    controller = local.controller
+
+    async def scenario() -> None:
+        for step in range(2):
+            await controller.set_version(step)
+            batch = await controller.wait_batch(step, WAIT_S)
+            groups = range(step * GROUPS, (step + 1) * GROUPS)
+            assert batch.keys == keys_of(*groups) and set(batch.keys) == local.queue.rows.keys()
+            assert (batch.timings["rollout/workers_alive"], batch.timings["rollout/workers_lost"]) == (2, 0)
+            counters = await controller.commit(step, trained=GROUPS, filtered=0, dropped_stale=0, failed=0)
+            assert counters.balanced
+            await asyncio.sleep(0)
+        assert {len(worker.told) > 0 for worker in crew.made} == {True}, "both have run groups"
+        source: Any = controller._source
+        assert source.finished == {group: [group + 1.0] * SAMPLES for group in range(2 * GROUPS)}
+
+    scene(crew, scenario)
+
+
+class FailsInGroup1:
+    """Fails in one sample of group 1."""
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        if ctx.group_id == 1 and ctx.sample_index == 1:
+            raise ConnectionError("the tool is gone")
+        return await SingleTurn().run(ctx)
+
+
+def test_a_group_that_fails_is_counted_with_the_loop_s_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, crew = with_workers(tmp_path, monkeypatch, FailsInGroup1())
+
+    async def scenario() -> None:
+        await local.controller.set_version(0)
+        await local.controller.wait_batch(0, WAIT_S)
+        assert [local.queue.rows[key].failure for key in keys_of(0, 1, 2)] == [""] * 2 + ["the tool is gone"] * 2 + [
+            ""
+        ] * 2
+        counters = await local.controller.commit(0, trained=2, filtered=0, dropped_stale=0, failed=1)
+        assert counters.balanced
+
+    scene(crew, scenario)
+
+
+def test_a_reward_function_that_fails_too_often_in_a_worker_ends_the_run_with_its_own_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, crew = with_workers(tmp_path, monkeypatch)
+    message = "the reward function 'judge:f' failed for 16 of the latest 16 samples; LookupError: no key"
+    local.rewards.failure = RewardPoolError(message)
+
+    async def scenario() -> None:
+        await local.controller.set_version(0)
+        with pytest.raises(RolloutError) as caught:
+            await local.controller.wait_batch(0, WAIT_S)
+        assert str(caught.value) == message
+
+    scene(crew, scenario)
+
+
+def test_a_batch_that_does_not_come_says_which_worker_has_how_many_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, crew = with_workers(tmp_path, monkeypatch)
+    local.fleet.held = {0, 1, 2}
+
+    async def scenario() -> None:
+        await local.controller.set_version(0)
+        with pytest.raises(BatchNotReady, match="agent worker 0 has 2 groups; agent worker 1 has 1 groups"):
+            await local.controller.wait_batch(0, 0.1)
+        await local.controller._tasks.drop()
+
+    scene(crew, scenario)
+
+
+def test_what_comes_late_from_before_a_trainer_began_anew_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the workers have said of the history before is said again, and ends of other kinds beside it."""
+    local, crew = with_workers(tmp_path, monkeypatch)
+    controller = local.controller
+
+    async def scenario() -> None:
+        await controller.set_version(0)
+        await controller.wait_batch(0, WAIT_S)
+        local.fleet.held = set(range(GROUPS, 2 * GROUPS))
+        await controller.commit(0, trained=GROUPS, filtered=0, dropped_stale=0, failed=0)
+        await controller.set_version(1)
+        while len(crew.groups._runs) < GROUPS:
+            await asyncio.sleep(0.01)
+        local.fleet.held = {0, 1, 2}
+        await controller.begin(None)
+        assert not local.queue.rows and not crew.groups._runs
+        await controller.set_version(0)
+        while len(controller._runner.progress) < GROUPS:
+            await asyncio.sleep(0.01)
+        before = {group: progress.begun() for group, progress in controller._runner.progress.items()}
+        told = [message for worker in crew.made for report in worker.kept_reports for message in report.messages]
+        ended = next(message for message in told if isinstance(message, Ended))
+        runs = range(2 * GROUPS)  # those of the history before
+        for run in runs:
+            told += [
+                replace(ended, run=run),
+                Frozen(run, 0, 99, b'{"state":"stale"}'),
+                Failed(run, SentFailure("RolloutError", "stale"), ended.stats),
+                Queued(run),
+            ]
+        old = [message for message in told if message.run in runs]
+        counters, stats = await controller.counters(), repr(controller._runner.stats)
+        await crew.groups._receive(WorkerReport(99, tuple(old)))
+        await asyncio.sleep(0.1)
+        assert await controller.counters() == counters and not local.queue.rows
+        assert repr(controller._runner.stats) == stats
+        assert {group: each.begun() for group, each in controller._runner.progress.items()} == before
+        await controller._tasks.drop()
+
+    scene(crew, scenario)
+
+
+def test_rows_that_are_being_written_when_a_trainer_begins_anew_are_not_there_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, crew = with_workers(tmp_path, monkeypatch)
+    writing = asyncio.Event()
+    queue: Any = local.queue
+
+    async def hold() -> None:
+        writing.set()
+        await asyncio.sleep(0.2)
+
+    async def scenario() -> None:
+        queue.hold = hold
+        await local.controller.set_version(0)
+        await writing.wait()
+        await local.controller.begin(None)
+        await asyncio.sleep(0.5)
+        assert not queue.rows and all(not worker.loops._groups for worker in crew.made)
+
+    scene(crew, scenario)
+
+
+class TwoTurns:
+    """Asks twice; `between` is awaited before the second request."""
+
+    def __init__(self, between: Callable[[], Awaitable[object]]) -> None:
+        self.between = between
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        await ctx.generate(ctx.prompt.ids)
+        await self.between()
+        result = await ctx.generate([*ctx.prompt.ids, 3])
+        outcome = await ctx.judge(result)
+        assert outcome is not None
+        ids = result.response_ids
+        return Trajectory(
+            ctx.group_id, ctx.sample_index, ctx.prompt.ids, ids, [0.0] * len(ids), result.versions, "stop",
+            outcome.score,
+        )  # fmt: skip
+
+
+def test_a_drain_holds_back_the_requests_of_workers_until_the_publication_is_over() -> None:
+    """The first turn has ended, the second one is asked for during the drain, of either worker's group."""
+    replica = FakeReplica(4)
+
+    async def scenario() -> None:
+        fleet = fleet_of({0: replica})
+        drained, waiting = asyncio.Event(), []
+
+        async def between() -> None:
+            waiting.append(1)
+            await drained.wait()
+
+        loop = TwoTurns(between)
+        source: Any = FakeSource()
+        rewards: Any = FakeRewards()
+        runner = GroupRunner(CONFIG, loop, source, Batcher(fleet), rewards, partition="p")
+        crew = Crew(CONFIG, loop, runner, WorkerQueue())
+        await crew.groups.start()
+        running = [asyncio.ensure_future(crew.groups.run(group)) for group in range(2)]
+        while len(waiting) < 2 * SAMPLES:
+            await asyncio.sleep(0.01)
+        await fleet.drain(5.0)
+        drained.set()
+        await asyncio.sleep(0.2)
+        assert len(replica.served) == 2 and not any(each.done() for each in running), "the second turns are held back"
+        fleet.admit_joining()  # as `set_version` does
+        ends = await asyncio.gather(*running)
+        assert len(replica.served) == 2 + 2 * SAMPLES and all(end.usable for end in ends)
+        assert {name for served in replica.served for name in served} == {
+            f"p-{group}-{sample}-{turn}" for group in range(2) for sample in range(SAMPLES) for turn in range(2)
+        }
+        await crew.groups.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_calls_that_are_made_twice_count_once() -> None:
+    """A give with the number of the last one starts nothing; a take of a report that was lost gets it again."""
+
+    async def scenario() -> None:
+        source: Any = FakeSource()
+        rewards: Any = FakeRewards()
+        runner = GroupRunner(
+            CONFIG, SingleTurn(), source, Batcher(fleet_of({0: FakeReplica(4)})), rewards, partition="p"
+        )
+        crew = Crew(CONFIG, SingleTurn(), runner, WorkerQueue())
+        await crew.groups.start()
+        end = await crew.groups.run(0)
+        for worker in crew.made:
+            if worker.told:
+                given, report = worker.loops._given, worker.loops._report
+                groups = dict(worker.loops._groups)
+                await worker.loops.give(given, worker.told)
+                assert worker.loops._groups == groups
+                assert await worker.loops.take(report.number - 1, 5.0) is report
+        await end.put(more=False)
+        await crew.groups.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@dataclass
+class Known:
+    """The state of `Remembers`."""
+
+    turns: int
+
+
+class Remembers:
+    """Freezes a state after the first turn; waits there if `waits`. `resumed`: the samples that had a state."""
+
+    def __init__(self, *, waits: bool) -> None:
+        self.waits = waits
+        self.frozen: list[str] = []
+        self.resumed: list[str] = []
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        state = ctx.frozen(Known)
+        name = f"{ctx.group_id}:{ctx.sample_index}"
+        if state is None:
+            await ctx.generate(ctx.prompt.ids)
+            ctx.freeze(Known(1))
+            self.frozen.append(name)
+        else:
+            self.resumed.append(name)
+        if self.waits:
+            await asyncio.Event().wait()
+        first = ctx.finished(0)
+        return trajectory(ctx.group_id, ctx.sample_index, ctx.prompt.ids, first, await ctx.judge(first))
+
+
+def test_the_journal_has_the_states_of_loops_in_workers_and_the_next_controller_s_go_on_from_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"journal_s": 0.05})})
+    before = Remembers(waits=True)
+    first, crew = with_workers(tmp_path, monkeypatch, before, config)
+    names = [f"{group}:{sample}" for group in range(GROUPS) for sample in range(SAMPLES)]
+
+    async def killed() -> None:
+        await first.controller.begin(None)
+        await first.controller.set_version(0)
+        path = tmp_path / JOURNAL_FILE
+        while not path.exists() or len(states(path)) < len(names):
+            await asyncio.sleep(0.05)
+        await first.controller._tasks.drop()
+
+    def states(path: Path) -> set[tuple[int, int]]:
+        found = set()
+        for record in JournalFile(path).read():
+            if (head := read_head(record))["kind"] == "unfinished":
+                found |= {(head["group"], sample) for sample, loop in head["loops"] if "turns" in loop["state"]}
+        return found
+
+    scene(crew, killed)
+    assert sorted(before.frozen) == names
+    after = Remembers(waits=False)
+    second, crew = with_workers(tmp_path, monkeypatch, after, config)
+
+    async def resumed() -> None:
+        await second.controller.begin(None)
+        await second.controller.set_version(0)
+        await second.controller.wait_batch(0, WAIT_S)
+        assert sorted(after.resumed) == names and not after.frozen
+        assert not second.fleet.sent, "no engine is asked for what there was"
+        assert sorted(second.queue.rows) == names
+        await second.controller._tasks.drop()
+
+    scene(crew, resumed)
+
+
+def test_groups_that_workers_have_finished_are_used_again_whatever_prompts_their_rows_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(
+        "model",
+        batch={"groups": GROUPS, "samples_per_group": 3},
+        rollout={"agent_workers": 2, "journal_s": 0.05},
+    )
+    first, crew = with_workers(tmp_path, monkeypatch, Retokenized(), config)
+
+    def finished() -> set[int]:
+        path = tmp_path / JOURNAL_FILE
+        heads = [read_head(record) for record in JournalFile(path).read()] if path.exists() else []
+        return {head["group"] for head in heads if head["kind"] == "group"}
+
+    async def killed() -> None:
+        await first.controller.begin(None)
+        await first.controller.set_version(0)
+        while finished() != set(range(GROUPS)):
+            await asyncio.sleep(0.05)
+        await first.controller._tasks.drop()
+
+    scene(crew, killed)
+    second, crew = with_workers(tmp_path, monkeypatch, Retokenized(), config)
+
+    async def resumed() -> None:
+        await second.controller.begin(None)
+        await second.controller.set_version(0)
+        await second.controller.wait_batch(0, WAIT_S)
+        assert not second.fleet.sent, "no engine is asked for what there was"
+        assert second.queue.rows == first.queue.rows and len(second.queue.rows) == 3 * GROUPS
+        await second.controller._tasks.drop()
+
+    scene(crew, resumed)

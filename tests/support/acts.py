@@ -1,0 +1,51 @@
+"""Functions that act for a sample through the door, as a user writes them (`agent.act`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from megarl.rewards.types import RewardResult
+
+
+async def two_turns(base_url: str, token: str, session: str, row: dict[str, Any], keep: str = "") -> None:
+    """A dialogue of two turns and a second answer to the first message; `keep`: where its session is written."""
+    headers = {"X-Session-ID": session}
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=token, default_headers=headers) as client:
+        model = (await client.models.list()).data[0].id
+        messages: list[Any] = [{"role": "user", "content": "Say something."}]
+        for _ in range(2):
+            answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=8, temperature=0.0)
+            said = answer.choices[0].message
+            messages += [{"role": "assistant", "content": said.content}, {"role": "user", "content": "And more."}]
+        await client.chat.completions.create(
+            model=model, messages=[*messages[:2], {"role": "user", "content": "Else."}]
+        )
+    if keep:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {token}"}) as http:
+            content = (await http.get(f"{base_url}/sessions/{session}")).json()
+        (Path(keep) / f"{session}.json").write_text(json.dumps({"row": row, **content}))
+
+
+async def rewarded(base_url: str, token: str, session: str, row: dict[str, Any], score: Any = 0.5) -> Any:
+    """One turn, with a reward of its own."""
+    await two_turns(base_url, token, session, row)
+    return RewardResult(score, {"turns": 3.0}) if score == 0.75 else score
+
+
+async def nothing(base_url: str, token: str, session: str, row: dict[str, Any]) -> float:
+    """Makes no request."""
+    return 1.0
+
+
+async def fails(base_url: str, token: str, session: str, row: dict[str, Any]) -> None:
+    """Has a mistake of its own."""
+    raise KeyError("no such tool")
+
+
+def no_coroutine(base_url: str, token: str, session: str, row: dict[str, Any]) -> None:
+    """Is not what `agent.act` has to name."""

@@ -1,0 +1,86 @@
+"""The soak's runs as tests: a run under named faults against the same run without any, and what that has measured."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.soak import POINTS, REPLICAS, SoakOutcome, accounting_rows, end_rows, loss_rows, run_config, run_once
+from benchmarks.soak_faults import Happened
+from benchmarks.soak_kinds import Fault, missing, schedule
+
+FIRST_STEP = 3  # before the first fault: engines are warm
+QUIET_END = 10  # steps after the last fault begins, in which the run gets over it
+GROUPS = 24
+SEED_VARIABLE = "MEGARL_FAULT_SEED"
+GO_ON_S = 10.0  # beyond the start of an engine and the time in which a silent one is noticed
+
+
+@dataclass(frozen=True)
+class FaultRuns:
+    """Runs of the quickstart's task with the same seed, of which one is undisturbed."""
+
+    assets: Path
+    directory: Path
+    steps: int
+    minutes: float
+
+    @property
+    def options(self) -> argparse.Namespace:
+        """Those of the soak."""
+        return argparse.Namespace(
+            assets=self.assets, steps=self.steps, groups=GROUPS, seed=0, quick=False, minutes=self.minutes
+        )
+
+    def run(self, name: str, faults: Sequence[Fault] = ()) -> SoakOutcome:
+        """Make one run. The faults happen one after another; each waits until the run has got over the one before."""
+        return run_once(name, self.options, self.directory, time.monotonic() + 60 * self.minutes, faults, 0.0)
+
+    def draw(self, kinds: Sequence[str]) -> list[Fault]:
+        """Return faults of these kinds, in an order and at moments of a seed that is printed."""
+        seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(10**6))
+        print(f"{SEED_VARIABLE}={seed}")
+        return schedule(seed, kinds, replicas=REPLICAS, first=FIRST_STEP, last=self.steps - QUIET_END)
+
+    def noticed_s(self, event: Happened) -> float:
+        """Return the seconds in which the run must notice a fault of a replica."""
+        timeouts = run_config(self.options, self.directory / "run", 0.0)["timeouts"]
+        if event.fault.kind.moment == "in-sync" and event.fault.kind.action == "hang":
+            return float(timeouts["weight_sync_s"])
+        return {"kill": 0.0, "hang": timeouts["rpc_s"], "crawl": 3 * timeouts["rpc_s"]}[event.fault.kind.action]
+
+
+def problems_of(outcome: SoakOutcome, faults: Sequence[Fault]) -> list[str]:
+    """Return what is wrong with a run by its files: its end, its counts, lost replicas, faults that it is not over."""
+    rows = [*end_rows(outcome), *accounting_rows(outcome), *loss_rows(outcome)]
+    wrong = [f"{row.name}: {row.ratio:g} {row.details}" for row in rows if not row.ok]
+    over = [event.fault for event in outcome.happened if event.over]
+    return wrong + [f"not survived: {name}" for name in missing(faults, over)]
+
+
+def losses_of_accuracy(calm: SoakOutcome, disturbed: SoakOutcome) -> list[str]:
+    """Return the kinds of held-out accuracy in which two runs differ by more than POINTS, or which one has not."""
+    pairs = {mode: (calm.accuracy(mode), disturbed.accuracy(mode)) for mode in ("greedy", "sampled")}
+    return [
+        f"{mode}: {one:.1f}% and {other:.1f}%"
+        for mode, (one, other) in pairs.items()
+        if not abs(one - other) <= POINTS  # nan, too
+    ]
+
+
+def table_of(outcome: SoakOutcome) -> str:
+    """Return what the faults of a run have cost, a line for each."""
+    samples = GROUPS * 8
+    lines = [
+        f"{each.fault}: {each.recovered_s:.0f} s, {each.redone_steps * samples} samples redone, "
+        f"{each.continued} responses continued; {'; '.join(each.notes)}"
+        for each in outcome.happened
+    ]
+    started = "" if outcome.engine_start_s is None else f"engines started in {outcome.engine_start_s:.0f} s; "
+    accuracy = ", ".join(f"{mode} {outcome.accuracy(mode):.1f}%" for mode in ("greedy", "sampled"))
+    return "\n".join([f"{outcome.name}: {started}{accuracy}", *lines])

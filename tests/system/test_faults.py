@@ -1,0 +1,72 @@
+"""The fault table: one fault after another at random moments of a run, against the same run without any.
+
+The task is the quickstart's, asynchronous, with partial rollouts and two engines. MEGARL_FAULT_SEED=N repeats the order
+and the moments of a run, as far as another machine allows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak import SoakOutcome
+from tests.support.fault_table import GO_ON_S, FaultRuns, losses_of_accuracy, problems_of, table_of
+
+pytestmark = pytest.mark.engine
+
+STEPS = 60
+MINUTES = 15.0  # of one run at most
+LOST_ENGINES = [
+    "kill-engine", "kill-engine-idle", "kill-engine-in-sync", "hang-engine", "hang-engine-in-sync", "crawl-engine",
+]  # fmt: skip
+LOST_RANKS = ["kill-rank", "damage-job"]
+
+
+@pytest.fixture(scope="module")
+def runs(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> FaultRuns:
+    return FaultRuns(assets, tmp_path_factory.mktemp("faults"), STEPS, MINUTES)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: FaultRuns) -> SoakOutcome:
+    outcome = runs.run("undisturbed")
+    assert problems_of(outcome, []) == []
+    assert outcome.summary["eval_after"]["n"] >= 500, "3 points would mean nothing"
+    for mode in ("greedy", "sampled"):
+        assert outcome.accuracy(mode) >= 90.0, "it has hardly learned: nothing could be lost"
+    return outcome
+
+
+def disturbed(
+    runs: FaultRuns, undisturbed: SoakOutcome, name: str, kinds: list[str], capsys: pytest.CaptureFixture[str]
+) -> SoakOutcome:
+    """Make the run and check what holds after any fault: all counts, nothing trained twice, accuracy."""
+    faults = runs.draw(kinds)
+    outcome = runs.run(name, faults)
+    with capsys.disabled():
+        print(f"\n{table_of(undisturbed)}\n{table_of(outcome)}")
+    assert problems_of(outcome, faults) == []
+    assert losses_of_accuracy(undisturbed, outcome) == []
+    return outcome
+
+
+def test_lost_engines_are_replaced_and_the_other_one_goes_on(
+    runs: FaultRuns, undisturbed: SoakOutcome, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed while it is idle, generates, and in a publication; stopped in the latter two; 20 times slower."""
+    outcome = disturbed(runs, undisturbed, "lost-engines", LOST_ENGINES, capsys)
+    assert outcome.engine_start_s, "nobody has seen how long an engine takes to start"
+    for event in outcome.happened:
+        most = runs.noticed_s(event) + outcome.engine_start_s + GO_ON_S
+        assert event.recovered_s <= most, f"{event}: not within {most:.0f} s"
+    assert not outcome.rolled_back, "ranks began again"
+
+
+@pytest.mark.slow
+def test_lost_ranks_and_a_lost_job_resume_from_the_newest_sound_checkpoint(
+    runs: FaultRuns, undisturbed: SoakOutcome, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank is killed, and later every process, after which a byte of the newest checkpoint is another one."""
+    outcome = disturbed(runs, undisturbed, "lost-ranks", LOST_RANKS, capsys)
+    assert outcome.rolled_back, "nothing was resumed"

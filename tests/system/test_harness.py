@@ -1,0 +1,64 @@
+"""A whole run whose samples a harness makes with OpenAI's client: what the door has recorded is what is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from megarl.environments.session_rows import read_turns, session_rows
+from megarl.queue.dump import read_batch
+from tests.support.leftovers import assert_nothing_left
+from tests.support.run import tiny_config, train
+
+pytestmark = pytest.mark.engine
+
+MEAN, MAX, STEPS = 1e-5, 1e-4, 2
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_the_sessions_of_a_harness_are_trained(tmp_path: Path) -> None:
+    """The harness branches, so each sample has two rows; it asks for temperature 0, and the run's sampling holds."""
+    config = tiny_config(tmp_path, steps=STEPS)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "model")
+    kept = tmp_path / "sessions"
+    kept.mkdir()
+    config["agent"] = {"loop": "harness", "act": "tests.support.acts:two_turns", "kwargs": {"keep": str(kept)}}
+    config["agent"]["act_timeout_s"] = 150
+    config["door"] = {"enabled": True}
+    config["sampling"]["max_tokens"] = 64
+    config["trainer"]["micro_batch_tokens"] = 1024
+    run = train(config, "telemetry.dump_batches=true")
+    assert run.code == 0, run.output[-4000:]
+    samples = config["batch"]["groups"] * config["batch"]["samples_per_group"]
+    for record in run.metrics:
+        assert record["mismatch/logprob_abs_diff_mean"] <= MEAN and record["mismatch/logprob_abs_diff_max"] <= MAX
+        assert record["mismatch/tokens"] == record["batch/loss_tokens"] < record["batch/response_tokens"]
+        assert record["batch/samples"] == samples and record["agent/turns_mean"] == 3
+    for step in range(STEPS):
+        check_rows(read_batch(run.directory / "batches", step).trajectories, kept, step)
+    assert_nothing_left(run.directory)
+
+
+def check_rows(rows: list, kept: Path, step: int) -> None:
+    """The rows of each sample are those of its session, as `GET /v1/sessions/ID` told it."""
+    by_sample: dict[tuple[int, int], list] = {}
+    for row in rows:
+        by_sample.setdefault((row.group_id, row.sample_index), []).append(row)
+    for (group, index), own in by_sample.items():
+        [file] = kept.glob(f"megarl-{group}-{index}-*.json")
+        content = json.loads(file.read_text())
+        made = session_rows(read_turns(content))
+        assert [row.part for row in own] == [0, 1] and len(made) == 2 and content["row"]
+        for row, expected in zip(own, made, strict=True):
+            assert (row.prompt_ids, row.response_ids) == (expected.prompt_ids, expected.response_ids)
+            assert (row.rollout_logprobs, row.response_mask) == (expected.logprobs, expected.mask)
+            assert row.versions == expected.versions and row.status == "ok"
+            assert {span.version for span in row.versions} == {step}

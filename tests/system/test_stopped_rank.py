@@ -1,0 +1,102 @@
+"""A trainer rank is stopped (SIGSTOP) in the middle of a run: nothing but its silence tells."""
+
+from __future__ import annotations
+
+import platform
+import random
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from megarl.cluster.handle import read_state
+from tests.support.checkout import ROOT, environment
+from tests.support.leftovers import assert_nothing_left
+from tests.support.run import Run
+from tests.support.whole_runs import (
+    check_counters,
+    check_every_group_once,
+    config_of,
+    kill_everything,
+    metric_steps,
+    ranks_of,
+    start_run,
+    wait_for,
+)
+
+pytestmark = pytest.mark.engine
+
+STEPS = 24
+BOUND_S, SHUTDOWN_S = 12, 20
+
+
+@pytest.mark.parametrize("starter", ["torchrun", pytest.param("launch", marks=pytest.mark.slow)])
+def test_a_stopped_rank_is_named_and_killed_and_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, starter: str
+) -> None:
+    """A random rank at a random moment. Without the watch its peers would wait for it for `timeouts.generate_s`.
+
+    `megarl launch` restarts the ranks once by default; torchrun then leaves them the time to save, if they need it.
+    """
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    timeouts = {"node_s": BOUND_S, "shutdown_s": SHUTDOWN_S, "collective_s": 400, "generate_s": 400}
+    config = config_of(tmp_path, steps=STEPS, timeouts=timeouts)
+    run_dir = tmp_path / "run"
+    process = start_run(config, restarts=1) if starter == "torchrun" else launch(tmp_path, config)
+    try:
+        step = rng.randint(3, 10)
+        wait_for(lambda: metric_steps(run_dir) >= step, process)
+        time.sleep(rng.uniform(0.0, 1.0))
+        number = rng.randrange(2)
+        [victim] = [rank for rank in ranks_of(torchrun_of(process)) if rank.environ()["RANK"] == str(number)]
+        victim.suspend()
+        began = time.monotonic()
+        wait_for((run_dir / "error.txt").exists, process, timeout_s=BOUND_S + 60)
+        named = time.monotonic()
+        assert named - began > BOUND_S / 2, "a rank that was silent for so short a time may be sound"
+        wait_for(lambda: has_ended(victim), process, timeout_s=SHUTDOWN_S)
+        output, _ = process.communicate(timeout=200)
+    finally:
+        if process.poll() is None:
+            kill_everything(process, run_dir)
+    run = Run(process.returncode, output, run_dir)
+    assert run.code == 0 and run.summary["exit"] == "finished", output[-4000:]
+    [(rank, host, seconds)] = re.findall(r"trainer rank (\d+) on (\S+) has been silent for (\d+) s after", output)
+    assert (rank, host) == (str(number), platform.node()) and BOUND_S <= int(seconds) <= BOUND_S + 5
+    assert output.count("(rank ") == 1, "one cause gives one message"
+    assert "resuming from" in output
+    state = read_state(run_dir)
+    assert state is not None and state["attempt"] == 0, "the pool was kept"
+    check_counters(run, STEPS)
+    check_every_group_once(run, STEPS)
+    assert_nothing_left(run_dir)
+
+
+def launch(directory: Path, config: dict[str, Any]) -> subprocess.Popen[str]:
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return subprocess.Popen(
+        ["launch/local.sh", str(path)], cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
+def torchrun_of(started: subprocess.Popen[str]) -> psutil.Process:
+    """The process whose children are the ranks."""
+    root = psutil.Process(started.pid)
+    found = [each for each in root.children(recursive=True) if "megarl.cluster.nodes.torchrun" in each.cmdline()]
+    return found[0] if found else root
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

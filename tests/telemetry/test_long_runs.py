@@ -1,0 +1,73 @@
+"""Twenty thousand steps of a run's files: those that rotate stay bounded, and writing costs no memory."""
+
+from __future__ import annotations
+
+import io
+import threading
+from pathlib import Path
+from unittest import mock
+
+import psutil
+
+from megarl.checkpoint.save import history
+from megarl.checkpoint.save.history import positions, roll_back
+from megarl.common import notices
+from megarl.common.notices import NoticeWatch, write_notice
+from megarl.telemetry.sinks import MetricsWriter
+from tests.support.configs import config
+from tests.support.growth import held_bytes, slopes_over
+
+STEPS, EVERY = 20_000, 500
+VALUES = {"reward/mean": 0.5, "time/step": 1.25}
+BOUND = 5_000  # bytes of each file that rotates, which is full after some hundred steps
+LINE_BYTES = 100  # more than a line of VALUES has
+
+
+def test_the_files_of_a_run_do_not_grow_but_for_its_metrics(tmp_path: Path) -> None:
+    telemetry = {"samples_gib": BOUND / 2**30}
+    chosen = config("model", run={"dir": str(tmp_path), "steps": STEPS}, telemetry=telemetry)
+    (tmp_path / "logs").mkdir()
+    writer, shown = MetricsWriter.open(chosen, io.StringIO()), list[str]()
+    watch = NoticeWatch(tmp_path, shown.append, interval_s=600.0)
+
+    def take_step(step: int) -> None:
+        writer.write(step, VALUES, terminal=False)
+        writer.sample(step, lambda: {"prompt": "1+1=", "response": "x" * 40})
+        if step % 20 == 0:
+            write_notice(tmp_path, f"at step {step}" + "." * 100)
+            watch._look()
+        if step % 400 == 399:  # the run is resumed, and makes the steps again
+            writer.write(step, VALUES, terminal=False)
+            writer.flush()
+            roll_back(
+                tmp_path, {**positions(tmp_path), "metrics.jsonl": (tmp_path / "metrics.jsonl").stat().st_size - 1000}
+            )
+            writer.roll_back(step)
+
+    def sizes() -> dict[str, float]:
+        writer.flush()
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        grows = {"metrics.jsonl", *(path.name for path in files if "tfevents" in path.name)}
+        return {
+            "bytes of metrics": sum(path.stat().st_size for path in files if path.name in grows),
+            "bytes of other files": sum(path.stat().st_size for path in files if path.name not in grows),
+            "files": len(files),
+            "bytes held": held_bytes(writer._sinks, writer._samples, vars(watch)) + held_bytes(notices._waiting),
+            "threads": threading.active_count(),
+            "descriptors": psutil.Process().num_fds(),
+        }
+
+    with (
+        mock.patch.object(notices, "FULL_BYTES", BOUND),
+        mock.patch.object(history, "ROLLED_BACK_BYTES", BOUND),
+    ):
+        slopes = slopes_over(STEPS, EVERY, take_step, sizes)
+    watch.close()
+    writer.close()
+    assert len(shown) == STEPS / 20
+    assert {path.name.split(".")[0] for path in tmp_path.rglob("*.jsonl")} == {
+        "metrics", "samples", "rolled_back", "notices",
+    }  # fmt: skip
+    assert 0 < slopes["bytes of metrics"] < 2 * LINE_BYTES, slopes
+    assert slopes["bytes of other files"] < 1 and slopes["bytes held"] < 1, slopes
+    assert all(slopes[name] < 20 / STEPS for name in ("files", "threads", "descriptors")), slopes

@@ -1,0 +1,69 @@
+"""The table of docs/monitor.md is that of the code: every rule with its threshold, patience and default action."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import pytest
+
+from megarl.config.monitor_section import AlarmAction, MonitorConfig, ReplicaAction
+from megarl.run.readings import SIDES, rules_of
+
+PAGE = (Path(__file__).parents[2] / "docs" / "monitor.md").read_text(encoding="utf-8")
+
+
+class ShownRule(NamedTuple):
+    """A row of the page."""
+
+    side: str
+    threshold: float
+    patience: int
+    action: str
+
+
+def shown_rules(page: str) -> dict[str, ShownRule]:
+    """The rows of the table of alarms, by rule; a row that cannot be read is an error."""
+    rows = {}
+    for line in re.findall(r"^\| <a id=.*$", page, re.MULTILINE):
+        name, _, threshold, patience, action = [cell.strip() for cell in line.strip("|").split(" | ")[:5]]
+        anchor, shown = re.fullmatch(r'<a id="(\w+)"></a>`(\w+)`', name).groups()  # type: ignore[union-attr]
+        assert anchor == shown
+        side, number, percent = re.match(r"(above|below) ([\d.]+)(%?)", threshold).groups()  # type: ignore[union-attr]
+        rows[shown] = ShownRule(side, float(number) / (100 if percent else 1), int(patience), action)
+    return rows
+
+
+def test_the_table_is_that_of_the_code() -> None:
+    rules = {each.name: ShownRule(each.side, each.threshold, each.patience, each.action)
+             for each in rules_of(MonitorConfig())}  # fmt: skip
+    assert shown_rules(PAGE) == rules and rules.keys() == SIDES.keys()
+
+
+def test_the_thresholds_beside_the_worst_values_of_sound_runs_are_those_of_the_table() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+)(?: in \d+ steps)? \|$", PAGE, re.MULTILINE))
+    assert {name: float(value) for name, value in rows.items()} == {
+        name: rule.threshold for name, rule in shown_rules(PAGE).items()
+    }
+
+
+def test_the_page_names_the_actions_that_each_rule_can_have() -> None:
+    text = " ".join(PAGE.split())
+    listed = re.search(r"`replica_gap` can have the actions (.*?); the others (.*?)\.", text)
+    assert listed is not None
+    assert tuple(set(re.findall(r"`(\w+)`", part)) for part in listed.groups()) == (
+        set(get_args(ReplicaAction)), set(get_args(AlarmAction))
+    )  # fmt: skip
+    described = set(re.findall(r"^\| `(\w+)` \| ", PAGE.partition("## What the actions do")[2], re.MULTILINE))
+    assert described >= set(get_args(ReplicaAction)) | set(get_args(AlarmAction))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("below 0.3 |", "below 0.4 |"), ("above 25%", "above 20%"), ("| 5 | warn", "| 4 | warn"),
+     ("| 1 | quarantine", "| 1 | warn"), ("above 4 times", "below 4 times")],
+)  # fmt: skip
+def test_another_page_is_told_apart(old: str, new: str) -> None:
+    assert PAGE.count(old) == 1
+    assert shown_rules(PAGE.replace(old, new)) != shown_rules(PAGE)

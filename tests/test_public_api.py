@@ -1,0 +1,92 @@
+"""The public API: it is complete, documented and light, and the files around the package tell the same."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+
+import megarl
+from tests.support.checkout import ROOT, environment
+
+# Of the text at apache.org/licenses/LICENSE-2.0.txt.
+APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+HEAVY = ("torch", "ray", "vllm", "megatron", "transformers")
+
+
+def test_every_name_is_the_object_of_its_module() -> None:
+    modules = megarl._LIGHT | megarl._WITH_TORCH
+    assert sorted(megarl.__all__) == sorted([*modules, "__version__"]) and set(megarl.__all__) <= set(dir(megarl))
+    for name, module in modules.items():
+        assert getattr(megarl, name) is getattr(importlib.import_module(module), name)
+    with pytest.raises(AttributeError, match="module 'megarl' has no attribute 'Nothing'"):
+        vars(megarl)["__getattr__"]("Nothing")
+
+
+def test_the_light_part_imports_no_heavy_library() -> None:
+    names = ", ".join(megarl._LIGHT)
+    script = f"import sys; from megarl import {names}; print([name for name in {HEAVY} if name in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
+        check=True,
+    )  # fmt: skip
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_page_has_every_name_with_its_module() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    light, _, with_torch = text.partition("| name, loads torch |")
+    for part, modules in ((light, megarl._LIGHT), (with_torch, megarl._WITH_TORCH)):
+        assert dict(re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", part, re.MULTILINE)) == modules
+
+
+def test_the_example_of_the_page_is_a_reward_function() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
+    found: dict[str, object] = {}
+    exec(code, found)
+    score = found["short_and_right"]
+    assert callable(score)
+    sample = megarl.RewardInput("1+1=", " 2\n", token_ids=[5] * 10, answer="2")
+    assert score(sample) == megarl.RewardResult(0.99, {"right": 1.0})
+
+
+def test_the_version_has_one_source() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "megarl.__version__"}
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == megarl.__version__
+    assert "Unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    assert (ROOT / "megarl" / "py.typed").is_file() and "py.typed" in project["tool"]["setuptools"]["package-data"][
+        "megarl"
+    ]
+    assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == APACHE_2
+
+
+def test_the_workflow_calls_targets_that_exist() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    (job,) = workflow["jobs"].values()
+    called = {step["run"].split()[1] for step in job["steps"] if step.get("run", "").startswith("make ")}
+    assert set(job["strategy"]["matrix"]["target"]) <= targets and "setup" in called
+    scripts = [word for step in job["steps"] for word in step.get("run", "").split() if word.startswith("tools/")]
+    assert scripts and all((ROOT / script).is_file() for script in scripts)
+
+
+def test_contributors_are_told_of_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`((?:megarl|examples|tests)/[\w/.]+)`", text)
+    there = [path for path in paths if "NAME" not in path]
+    assert len(there) >= 8 and [path for path in there if not (ROOT / path).exists()] == []
+    new = [path for path in paths if "NAME" in path]
+    assert len(new) == 5 and all((ROOT / path).parent.is_dir() for path in new)
+    edited = {"_MODULES": "models/families/__init__.py", "SHIPPED": "rewards/resolve.py",
+              "find_loop": "rollout/agents/find_loop.py"}  # fmt: skip
+    for name, file in edited.items():
+        found = re.search(rf"^(def )?{name}\b", (ROOT / "megarl" / file).read_text(), re.MULTILINE)
+        assert f"`{name}`" in text and found is not None

@@ -1,0 +1,38 @@
+"""Many publications: the store of the weight sync keeps no key of those that are over."""
+
+from __future__ import annotations
+
+import threading
+
+import psutil
+import pytest
+
+from megarl.weights.sender import SyncSettings, WeightSender
+from tests.support.fake_engines import FakePool, ListExporter, random_tensors
+from tests.support.growth import slopes_over
+
+SETTINGS = SyncSettings(bucket_bytes=65536, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport="gloo")
+
+
+@pytest.mark.parametrize("syncs", [200, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_the_keys_of_publications_are_deleted(syncs: int) -> None:
+    pool = FakePool(1, 1)
+    sender = WeightSender(SETTINGS, ListExporter(random_tensors()))
+    sender.connect(pool)
+
+    def sizes() -> dict[str, float]:
+        assert sender._store is not None
+        return {
+            "keys": sender._store._store.num_keys(),
+            "threads": threading.active_count(),
+            "descriptors": psutil.Process().num_fds(),
+        }
+
+    def publish(version: int) -> None:
+        sender.publish(version)
+        for replica in pool.replicas():
+            replica.calls.clear()
+
+    slopes = slopes_over(syncs, 10, publish, sizes)
+    sender.close()
+    assert all(slope < 1 / syncs for slope in slopes.values()), slopes
