@@ -157,7 +157,7 @@ def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_b
         process.kill()
     assert f"node {hosts.addresses[3]} is back" in log.read_text()
     assert log.read_text().count("engines are up") == 1, "the ranks were restarted"
-    check_steps(run_dir, len(step_records(run_dir)))
+    check_steps(run_dir)
     assert exit_record(run_dir)["status"] == "preempted"
     assert not any(hosts.processes(index) for index in range(4))
 
@@ -182,7 +182,7 @@ def test_a_network_that_is_cut_for_30_s_costs_time_and_for_ever_is_named(two_hos
         )
         assert process.poll() is None, log.read_text()[-4000:]
         assert log.read_text().count("engines are up") == 1, "the ranks were restarted"
-        check_steps(run_dir, len(step_records(run_dir)))
+        check_steps(run_dir)
         two_hosts.cut(1)
         # Ray 2.60.0 notices a connection that is silently gone by gRPC's time-outs, of up to 300 s. From then on it may
         # be cut for `rpc_s`, however long Ray needs to report each further attempt.
