@@ -92,7 +92,8 @@ test: setup-test  ## Every part: real Megatron, vLLM and Ray; about 14 minutes o
 	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs -n 2 --dist loadfile --no-loadscope-reorder
 
 test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; about 27 minutes.
-	$(PY) -m pytest tests/system -m "not slow"
+	$(PY) -m pytest tests/system -m "not slow and not alone" -n 2 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest tests/system -m "not slow and alone"
 
 test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), about 20 minutes.
 	$(PY) -m pytest tests/jobs -m cluster

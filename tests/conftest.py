@@ -21,8 +21,13 @@ from tests.support.world import Starter, World
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
-# The files of `make test` that take longest, longest first: one of them begun last would leave the other worker idle.
+# The files of each suite that take longest, longest first: one of them begun last would leave the other worker idle.
 LONG_FILES = (
+    "tests/system/test_recipe_twins.py",
+    "tests/system/test_train.py",
+    "tests/system/test_modes.py",
+    "tests/system/test_resumed_runs.py",
+    "tests/system/test_failing_rewards.py",
     "tests/cluster/test_running_pool.py",
     "tests/weights/test_engine.py",
     "tests/benchmarks/test_gpu_smoke.py",

@@ -23,7 +23,11 @@ MODULE = "tests.support.reward_functions"
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("broken", "LookupError: the judge has no key"), ("endless", "no reward after 0.5 s")]
+    ("name", "told"),
+    [
+        ("broken", "LookupError: the judge has no key"),
+        pytest.param("endless", "no reward after 0.5 s", marks=pytest.mark.slow),
+    ],
 )
 def test_a_function_that_always_fails_ends_the_run_with_its_own_message(tmp_path: Path, name: str, told: str) -> None:
     config = tiny_config(tmp_path, steps=3)

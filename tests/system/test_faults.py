@@ -13,7 +13,7 @@ import pytest
 from benchmarks.soak import SoakOutcome
 from tests.support.fault_table import GO_ON_S, FaultRuns, losses_of_accuracy, problems_of, table_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 STEPS = 60
 MINUTES = 15.0  # of one run at most

@@ -23,7 +23,7 @@ from tests.support.whole_runs import (
     wait_for,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 
 def attempt(run_dir: Path) -> int:

@@ -125,7 +125,7 @@ def test_a_straggler_of_a_streaming_run_fails_at_its_deadline_and_its_lengths_ar
     assert max(step - oldest for step, oldest in trained) == bound
 
 
-@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "one_step_off"])
 def test_groups_without_signal_are_replaced(tmp_path: Path, mode: str) -> None:
     """About half of the problems have equal rewards; every step trains its number of groups all the same."""
     steps, groups = 3, 4

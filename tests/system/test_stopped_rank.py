@@ -29,7 +29,7 @@ from tests.support.whole_runs import (
     wait_for,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 STEPS = 24
 BOUND_S, SHUTDOWN_S = 12, 20

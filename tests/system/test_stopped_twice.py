@@ -20,7 +20,7 @@ from tests.support.checkout import ROOT, environment
 from tests.support.leftovers import assert_nothing_left, survivors
 from tests.support.run import step_records, tiny_config
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 ENDS_S = 30.0
 AGAIN_S = 1.5  # after which a second signal is a second request
