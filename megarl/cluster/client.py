@@ -6,253 +6,38 @@ Rank 0 makes the calls; the first ranks of the other data-parallel replicas only
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.cluster.actor_calls import ConnectionCut, call_once
 from megarl.cluster.handle import NOTICED_S, SupervisorHandle, await_rebuilt, stop_supervisor, wait_ready
-from megarl.cluster.ray_head import PATIENCE, access_environment, loopback_kept
+from megarl.cluster.ray_connection import connect_ray, own_sigterm_handler
+from megarl.cluster.replica_handles import PoolHandles
 from megarl.cluster.supervisor import CONTROLLER
-from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
-from megarl.common.errors import PartsLost, PoolEnded, ReplicaFailed, RolloutError
+from megarl.common.errors import PartsLost, ReplicaFailed, RolloutError
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
-from megarl.rollout.actor_errors import as_rollout_error
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.evaluator import FinishedEvaluation
 from megarl.rollout.handover import Committed, TrainerRecord
 from megarl.rollout.ready_batches import BatchReady, PublicationNeeded
-from megarl.rollout.replica import replica_name
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
     from ray.actor import ActorHandle
-    from ray.exceptions import ActorUnavailableError, RayTaskError
+    from ray.exceptions import RayTaskError
 
 logger = logging.getLogger(__name__)
 
 # Extra time for a call whose bound the controller itself keeps, so that the controller's message comes first.
 CALL_MARGIN_S = 15.0
-# How often a wait looks whether the pool has ended.
-SLICE_S = 2.0
-RETRY_S = 1.0  # between two attempts to reach an actor
-
-
-def connect_ray(handle: SupervisorHandle, timeout_s: float) -> None:
-    """Connect this process, by address, to the raylet of its host. Idempotent; bounded by `timeout_s`.
-
-    Raises RolloutError if the connection fails.
-    """
-    os.environ.update(access_environment(Path(handle.run_dir)))
-    os.environ.setdefault("RAY_py_gcs_connect_timeout_s", str(max(1, int(timeout_s))))
-    for name, value in PATIENCE.items():
-        os.environ.setdefault(name, value)
-    import ray
-
-    if ray.is_initialized():
-        return
-    with own_sigterm_handler(), loopback_kept():
-        try:
-            ray.init(
-                address=handle.address,
-                namespace=handle.namespace,
-                log_to_driver=False,
-                configure_logging=False,
-                # Set by the node's agent; None lets Ray take any raylet of this host.
-                _node_ip_address=os.environ.get(NODE_ADDRESS_VARIABLE),
-            )
-        except Exception as error:
-            message = f"process {os.getpid()} could not connect to Ray at {handle.address}: {error}"
-            raise RolloutError(message) from error
-
-
-@contextmanager
-def own_sigterm_handler() -> Iterator[None]:
-    """Set this process's handler of SIGTERM again after the block.
-
-    torchrun ends ranks by SIGTERM, and one that is about to report a failure must survive it. `ray.init` sets another
-    handler, and `ray.shutdown` leaves none: ray 2.60.0 resets the signal in C++, which `signal.getsignal` cannot see.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
-class ConnectionCut(RolloutError):  # noqa: N818
-    """An actor could not be reached for as long as is waited for that, and is not known to be dead.
-
-    `seconds`: for how long.
-    """
-
-    def __init__(self, message: str, seconds: float) -> None:
-        super().__init__(message)
-        self.seconds = seconds
-
-
-def _answer(
-    actor: ActorHandle, method: str, args: Sequence[object], kwargs: dict[str, object], *, timeout_s: float,
-    reach_s: float, check: Callable[[], None],
-) -> Any:  # noqa: ANN401  # Ray does not know the type  # fmt: skip
-    """Call a method of an actor that has `answer`, and wait for its result; a cut connection is tried again.
-
-    The method runs once, however often the call is sent. Raises GetTimeoutError after `timeout_s`, ConnectionCut if the
-    actor cannot be reached for `reach_s` or at the end of that time, what `check` raises, and what the call raised.
-    """
-    import ray
-
-    key, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
-    while True:
-        sent_at = time.monotonic()
-        reference = actor.answer.remote(key, method, args, kwargs)
-        try:
-            return _result(reference, max(0.0, deadline - sent_at), check)
-        except ray.exceptions.ActorUnavailableError as error:
-            check()
-            now = time.monotonic()
-            # A call that was under way for long had a connection, and nobody knows until when.
-            lost_at = now if now - sent_at > reach_s / 2 else sent_at
-            _reach(actor, error, lost_at, min(lost_at + reach_s, deadline), check)
-            logger.warning("%s is sent again: %s", method, error)
-
-
-def _reach(
-    actor: ActorHandle, cut: ActorUnavailableError, lost_at: float, until: float, check: Callable[[], None]
-) -> None:
-    """Wait until an actor answers a probe. Raises ConnectionCut if it has not at the time `until`, what `check` raises.
-
-    A call cannot tell in time whether it has arrived: it may run for long, and Ray may need minutes to report that a
-    connection is gone. `cut`: the report of the present cut; `lost_at`: the time since when nothing was heard.
-    """
-    import ray
-
-    while time.monotonic() + RETRY_S < until:
-        time.sleep(RETRY_S)
-        try:
-            _result(actor.__ray_ready__.remote(), max(0.0, until - time.monotonic()), check)
-            return
-        except ray.exceptions.GetTimeoutError:
-            break
-        except ray.exceptions.ActorUnavailableError as error:
-            cut = error
-            check()
-    raise ConnectionCut(str(cut).strip().splitlines()[0], time.monotonic() - lost_at) from cut
-
-
-def _result(reference: ObjectRef, timeout_s: float, check: Callable[[], None]) -> Any:  # noqa: ANN401  # Ray does not know the type
-    """Wait for a remote call's result, in slices, to notice soon that the pool has ended: `check` then raises.
-
-    Raises GetTimeoutError after `timeout_s`, and what the call raised.
-    """
-    import ray
-
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return ray.get(reference, timeout=min(SLICE_S, max(0.0, deadline - time.monotonic())))
-        except ray.exceptions.GetTimeoutError:
-            check()
-            if time.monotonic() >= deadline:
-                raise
 
 
 class _Stopped(Exception):  # noqa: N818
     """The wait for an evaluation was given up."""
-
-
-class ReplicaClient:
-    """One replica as the weight sync calls it; thread-safe."""
-
-    def __init__(
-        self, index: int, actor: ActorHandle | None, log: Path, check: Callable[[], None], reach_s: float
-    ) -> None:
-        """`actor`: the replica's EngineReplica, None if it has ended; `log`: its log file, named in errors.
-
-        `check` raises if the pool has ended. `reach_s`: how long a cut of the network is waited for.
-        """
-        self.index = index
-        self.name = f"replica {index}"
-        self._actor = actor
-        self._log = log
-        self._check = check
-        self._reach_s = reach_s
-
-    def call(self, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
-        """Call one method of the replica and wait for its result, whose type is the method's.
-
-        Raises ReplicaFailed, naming the replica, if it failed or died, TimeoutError after `timeout_s`, and PoolEnded.
-        """
-        import ray
-
-        if self._actor is None:
-            raise ReplicaFailed(self.index, f"{self.name} had ended when it was asked to {method}; see {self._log}")
-        try:
-            return _answer(self._actor, method, args, {}, timeout_s=timeout_s, reach_s=self._reach_s, check=self._check)
-        except ray.exceptions.GetTimeoutError:
-            raise TimeoutError(f"{self.name} did not answer {method} within {timeout_s:.0f} s") from None
-        except PoolEnded:
-            raise
-        except ConnectionCut as error:
-            waited = f"could not be reached for {error.seconds:.0f} s, in which it was asked to {method}"
-            raise ReplicaFailed(self.index, f"{self.name} {waited}; see {self._log}: {error}") from error
-        except Exception as error:
-            raise as_rollout_error(self.index, method, error, f"see {self._log}") from error
-
-
-class PoolHandles:
-    """The pool as the weight sync uses it: replicas that can be called and replaced by name."""
-
-    def __init__(self, client: PoolClient) -> None:
-        self._client = client
-
-    def replicas(self) -> Sequence[ReplicaClient]:
-        """Return a client for each replica. Those of lost ones raise ReplicaFailed, so that a sync replaces them."""
-        logs = Path(self._client.handle.run_dir) / "logs"
-        check, reach_s = self._client.handle.check, self._client.config.timeouts.rpc_s
-        return [
-            ReplicaClient(index, self._actor(index), logs / f"replica-{index}.log", check, reach_s)
-            for index in self._client.members()
-        ]
-
-    def names(self) -> Sequence[str]:
-        """Return the names of the replicas that take part in the next sync."""
-        return [f"replica {index}" for index in self._client.members()]
-
-    def _actor(self, index: int) -> ActorHandle | None:
-        """Return the replica's actor; None if it has ended, because Ray then forgets its name."""
-        import ray
-
-        try:
-            return ray.get_actor(replica_name(index), namespace=self._client.handle.namespace)
-        except ValueError:
-            return None
-
-    def restart(self, names: Sequence[str], timeout_s: float) -> None:
-        """Replace the named replicas by new ones, or leave out those that cannot be.
-
-        Raises RolloutError if one does not start.
-        """
-        self._client.call("restart_replicas", _indices(names), timeout_s=timeout_s)
-
-    def replace_later(self, names: Sequence[str], timeout_s: float) -> None:
-        """End the named replicas; new ones join with a later sync. Raises RolloutError as `restart`."""
-        self._client.call("replace_replicas_later", _indices(names), timeout_s=timeout_s)
-
-
-def _indices(names: Sequence[str]) -> list[int]:
-    return [int(name.removeprefix("replica ")) for name in names]
 
 
 @dataclass(frozen=True)
@@ -337,7 +122,7 @@ class PoolClient:
             check()
 
         try:
-            return _answer(
+            return call_once(
                 connection.controller, method, args, kwargs, timeout_s=timeout_s,
                 reach_s=self.config.timeouts.rpc_s, check=look,
             )  # fmt: skip

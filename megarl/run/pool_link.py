@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from megarl.cluster.client import PoolClient, connect_ray
+from megarl.cluster.client import PoolClient
 from megarl.cluster.handle import SupervisorHandle
+from megarl.cluster.ray_connection import connect_ray
 from megarl.common.errors import PartsLost
 from megarl.common.object_collectives import TEXT, Codec, codec_of, sendable
 from megarl.common.timeouts import GRACE_S

@@ -7,6 +7,7 @@ disk is slow, full or away, is counted, and the count is an event itself.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
@@ -190,11 +191,9 @@ class EventWriter:
         line = EventLine(LOST, round(now * 1e6), args={"count": lost})
         data = _ENCODER.encode(line) + b"\n"
         if self._out["rare"].allowance.spend(len(data), now):
-            try:
+            with contextlib.suppress(OSError):  # the next flush tries again
                 self._out["rare"].files.append(data)
                 self._told = lost
-            except OSError:  # the next flush tries again
-                pass
 
     def _header(self) -> bytes:
         before = self._clock.monotonic_ns()

@@ -22,9 +22,13 @@ from unittest import mock
 import pytest
 import ray
 
+from megarl.cluster import actor_calls
 from megarl.cluster import client as client_module
-from megarl.cluster.client import ConnectionCut, PoolClient, PoolHandles, ReplicaClient, connect_ray
+from megarl.cluster.actor_calls import ConnectionCut
+from megarl.cluster.client import PoolClient
 from megarl.cluster.handle import SupervisorHandle, write_state
+from megarl.cluster.ray_connection import connect_ray
+from megarl.cluster.replica_handles import PoolHandles, ReplicaClient
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.errors import PoolEnded, ReplicaFailed, RolloutError
 from megarl.common.processes import ProcessId
@@ -160,7 +164,7 @@ def ok() -> None: ...
 def cut_off(monkeypatch: pytest.MonkeyPatch, lost: int) -> tuple[CutOff, PoolClient]:
     actor = CutOff(lost)
     monkeypatch.setattr(ray, "get", actor.get)
-    monkeypatch.setattr(client_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(actor_calls, "RETRY_S", 0.01)
     handle: Any = SimpleNamespace(check=ok, check_parts=ok, host="pool-0", run_dir="run", rebuilds=0)
     return actor, PoolClient(handle, BOUNDS, actor)  # type: ignore[arg-type]
 
@@ -234,7 +238,7 @@ def slowly_cut(monkeypatch: pytest.MonkeyPatch, *cuts: tuple[float, float]) -> t
     """Reports come after 70 s, longer than half of `timeouts.rpc_s`; a call runs for 200 s."""
     actor = SlowlyCut(list(cuts), report_s=70.0, runs_s=200.0)
     monkeypatch.setattr(ray, "get", actor.get)
-    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: actor.now, sleep=actor.sleep))
+    monkeypatch.setattr(actor_calls, "time", SimpleNamespace(monotonic=lambda: actor.now, sleep=actor.sleep))
     return actor, ReplicaClient(5, actor, Path("log"), ok, 60.0)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,98 @@
+"""Calls of the pool's actors that run once and whose waits are bounded, over a network that may be cut for a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megarl.common.errors import RolloutError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+    from ray.exceptions import ActorUnavailableError
+
+logger = logging.getLogger(__name__)
+
+SLICE_S = 2.0  # how often a wait looks whether the pool has ended
+RETRY_S = 1.0  # between two attempts to reach an actor
+
+
+class ConnectionCut(RolloutError):  # noqa: N818
+    """An actor could not be reached for as long as is waited for that, and is not known to be dead.
+
+    `seconds`: for how long.
+    """
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+def call_once(
+    actor: ActorHandle, method: str, args: Sequence[object], kwargs: dict[str, object], *, timeout_s: float,
+    reach_s: float, check: Callable[[], None],
+) -> Any:  # noqa: ANN401  # Ray does not know the type  # fmt: skip
+    """Call a method of an actor that has `answer`, and wait for its result; a cut connection is tried again.
+
+    The method runs once, however often the call is sent. Raises GetTimeoutError after `timeout_s`, ConnectionCut if the
+    actor cannot be reached for `reach_s` or at the end of that time, what `check` raises, and what the call raised.
+    """
+    import ray
+
+    key, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    while True:
+        sent_at = time.monotonic()
+        reference = actor.answer.remote(key, method, args, kwargs)
+        try:
+            return result_of(reference, max(0.0, deadline - sent_at), check)
+        except ray.exceptions.ActorUnavailableError as error:
+            check()
+            now = time.monotonic()
+            # A call that was under way for long had a connection, and nobody knows until when.
+            lost_at = now if now - sent_at > reach_s / 2 else sent_at
+            _reach(actor, error, lost_at, min(lost_at + reach_s, deadline), check)
+            logger.warning("%s is sent again: %s", method, error)
+
+
+def _reach(
+    actor: ActorHandle, cut: ActorUnavailableError, lost_at: float, until: float, check: Callable[[], None]
+) -> None:
+    """Wait until an actor answers a probe. Raises ConnectionCut if it has not at the time `until`, what `check` raises.
+
+    A call cannot tell in time whether it has arrived: it may run for long, and Ray may need minutes to report that a
+    connection is gone. `cut`: the report of the present cut; `lost_at`: the time since when nothing was heard.
+    """
+    import ray
+
+    while time.monotonic() + RETRY_S < until:
+        time.sleep(RETRY_S)
+        try:
+            result_of(actor.__ray_ready__.remote(), max(0.0, until - time.monotonic()), check)
+            return
+        except ray.exceptions.GetTimeoutError:
+            break
+        except ray.exceptions.ActorUnavailableError as error:
+            cut = error
+            check()
+    raise ConnectionCut(str(cut).strip().splitlines()[0], time.monotonic() - lost_at) from cut
+
+
+def result_of(reference: ObjectRef, timeout_s: float, check: Callable[[], None]) -> Any:  # noqa: ANN401  # Ray does not know the type
+    """Wait for a remote call's result, in slices, to notice soon that the pool has ended: `check` then raises.
+
+    Raises GetTimeoutError after `timeout_s`, and what the call raised.
+    """
+    import ray
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ray.get(reference, timeout=min(SLICE_S, max(0.0, deadline - time.monotonic())))
+        except ray.exceptions.GetTimeoutError:
+            check()
+            if time.monotonic() >= deadline:
+                raise
