@@ -1,4 +1,4 @@
-"""The numbers of a quickstart that its picture needs, taken from the run's metrics.jsonl and kept beside the picture."""
+"""The numbers of a quickstart that its picture needs, from the run's metrics.jsonl, kept beside the picture."""
 
 from __future__ import annotations
 
@@ -46,13 +46,7 @@ def reduced(run_dir: Path) -> QuickstartRun:
     steps = [line for line in lines if "reward/mean" in line]
     return QuickstartRun(
         command=COMMAND,
-        commit=subprocess.run(
-            ["git", "log", "-1", "--format=%h", "--abbrev=10", "--", "megarl", "examples"],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        ).stdout.strip(),
+        commit=_commit(),
         date=datetime.datetime.fromtimestamp(lines[-1]["wall_time"], datetime.UTC).date().isoformat(),
         machine=_machine(),
         samples_per_step=_samples(run_dir),
@@ -77,6 +71,14 @@ def _samples(run_dir: Path) -> int:
 
     batch = yaml.safe_load((run_dir / "config.yaml").read_text())["batch"]
     return int(batch["groups"] * batch["samples_per_group"])
+
+
+def _commit() -> str:
+    """Return the newest commit of what the run is made of, or "unknown" outside a checkout."""
+    command = ["git", "log", "-1", "--format=%h", "--abbrev=10", "--", "megarl", "examples"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, cwd=root)
+    return done.stdout.strip() or "unknown"
 
 
 def _machine() -> str:

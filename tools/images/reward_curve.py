@@ -8,8 +8,8 @@ from megarl.report.markup import Html, tag
 from tools.images.quickstart_run import Evaluation, QuickstartRun
 from tools.images.svg import document, number, text
 
-WIDTH, HEIGHT = 760, 380
-LEFT, RIGHT, TOP, BOTTOM = 62, 128, 66, 62  # margins around the plot
+WIDTH, HEIGHT = 760, 400
+LEFT, RIGHT, TOP, BOTTOM = 62, 140, 72, 80  # margins around the plot
 NORMAL_95 = 1.96
 
 Place = Callable[[float], float]
@@ -27,19 +27,20 @@ def reward_curve(run: QuickstartRun) -> str:
 
     before, after = run.evaluations[0], run.evaluations[-1]
     samples = f"{steps} steps of {run.samples_per_step} samples"
+    named = int(steps * 0.45)  # the step below which the curve has its name
     return document(
         WIDTH, HEIGHT, "Reward of the quickstart",
         f"The mean reward rises from {run.rewards[0]:.2f} to {run.rewards[-1]:.2f} in {samples}; accuracy on "
-        f"{after.problems} held-out problems rises from {before.greedy[0]:.1%} to {after.greedy[0]:.1%} (greedy) and from "
-        f"{before.sampled[0]:.1%} to {after.sampled[0]:.1%} (sampled).",
+        f"{after.problems} held-out problems rises from {before.greedy[0]:.1%} to {after.greedy[0]:.1%} (greedy) and "
+        f"from {before.sampled[0]:.1%} to {after.sampled[0]:.1%} (sampled).",
         text(LEFT, 28, f"{run.command}: share of right answers", "title"),
         text(LEFT, 48, f"GRPO on two-digit additions, a Qwen3 of 0.43 M parameters, {samples}", "quiet"),
         *_axes(steps, across, up),
         *_curve(run, across, up),
         *_evaluated(before, across, up, labelled=False),
         *_evaluated(after, across, up, labelled=True),
-        text(across(steps * 0.42), up(run.rewards[int(steps * 0.42)]) + 52, "reward of each step's samples", "fill-third"),
-        text(across(steps * 0.42), up(run.rewards[int(steps * 0.42)]) + 68, "with its 95% interval over groups", "quiet"),
+        text(across(named), up(run.rewards[named]) + 54, "mean reward of each step's samples", "strong fill-third"),
+        text(across(named), up(run.rewards[named]) + 71, "with its 95% interval over prompt groups", "quiet"),
         text(WIDTH - 14, HEIGHT - 12, f"{run.date}, {run.machine}, commit {run.commit}", "quiet", "end"),
     )  # fmt: skip
 
@@ -77,6 +78,6 @@ def _evaluated(evaluation: Evaluation, across: Place, up: Place, *, labelled: bo
         yield tag("line", class_=f"line-{color}", stroke_width="2", **bar)
         yield tag("circle", cx=number(x), cy=number(up(value)), r="5", class_=f"fill-{color}")
         words = f"{value:.1%} {name}" if labelled else f"{value:.1%}"
-        yield text(x + 12, up(value) + 5, words, f"strong fill-{color}")
+        yield text(x + 10, up(value) + (5 if labelled else 20), words, f"strong fill-{color}")
         if labelled:
-            yield text(x + 12, up(value) + 20, f"held out, n = {evaluation.problems}", "quiet")
+            yield text(x + 10, up(value) + 20, f"held out, n = {evaluation.problems}", "quiet")

@@ -1,7 +1,7 @@
-"""What all drawings of docs/images have in common: a card with its own background, so that a page's theme is no matter.
+"""What all drawings of docs/images have in common.
 
-Colors follow the reader's system (`prefers-color-scheme`). The card covers the whole drawing, so that it can be read on a
-page of the other theme too.
+Colors follow the reader's system (`prefers-color-scheme`). A card with a background of its own covers the whole
+drawing, so that it can be read on a page of the other theme too.
 """
 
 from __future__ import annotations

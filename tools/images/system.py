@@ -1,7 +1,7 @@
 """What docs/images/system.svg shows: the processes of a run, and what passes between them.
 
-Positions and sizes are in the drawing's own units; an arrow begins and ends at a side of a box, at a share of its length
-from the left or from the top.
+Positions and sizes are in the drawing's own units; an arrow begins and ends at a side of a box, at a share of its
+length from the left or from the top.
 """
 
 from __future__ import annotations
@@ -81,46 +81,49 @@ SYSTEM = SystemMap(
     width=1000,
     height=590,
     title="The system",
-    description="Trainer ranks, started by torchrun, broadcast the weights to the vLLM engines of a pool that Ray manages. "
-    "The rollout controller and its agent workers ask the engines for responses, score them and write groups of "
-    "trajectories to TransferQueue, from which the trainer ranks read their batches. The trainer saves checkpoints.",
+    description="Trainer ranks, started by torchrun, broadcast the weights to the vLLM engines of a pool that Ray "
+    "manages. The rollout controller and its agent workers ask the engines for responses, score them and write groups "
+    "of trajectories to TransferQueue, from which the trainer ranks read their batches. The trainer saves checkpoints.",
     panels=(
         Panel(16, 44, 300, 426, "torchrun", "trainer GPUs"),
         Panel(420, 44, 564, 426, "Ray", "rollout GPUs, and processes without one"),
     ),
     boxes=(
         Box("trainer", 36, 84, 252, 340, "Trainer ranks", (
-            "Megatron-Core policy", "TP · SP · PP · EP · DP", "distributed optimizer", "", "The loop:", "take a batch",
-            "advantages", "update", "publish the weights", "evaluate, save",
+            "Megatron-Core policy", "TP · SP · PP · EP · DP", "distributed optimizer", "", "", "", "", "", "",
+            "The loop", "1  take a batch", "2  advantages", "3  update", "4  publish the weights", "5  evaluate, save",
         ), copies=3),
         Box("engines", 640, 84, 312, 84, "Engine replicas", (
             "vLLM; sample and keep what is in flight", "while weights are exchanged",
         ), copies=3),
         Box("controller", 640, 248, 320, 74, "Rollout controller", (
-            "admission, bound on staleness, prompt cursor,", "rewards, evaluation, journal",
+            "admission, bound on staleness, prompts,", "rewards, evaluation, journal",
         )),
-        Box("queue", 440, 248, 108, 180, "Transfer-", ("Queue", "", "rows:", "trajectories", "columns:", "fields")),
+        Box("queue", 434, 248, 130, 180, "TransferQueue", (
+            "", "one row for", "each trajectory,", "one column for", "each field",
+        )),
         Box("workers", 640, 372, 212, 74, "Agent workers", ("agent loops, tools, rewards", "(optional)"), copies=2),
-        Box("door", 876, 372, 84, 74, "The door", ("HTTP", "(optional)")),
-        Box("checkpoints", 36, 510, 252, 60, "Checkpoints", ("torch_dist; Hugging Face",), stored=True),
-        Box("supervisor", 440, 510, 340, 60, "Supervisor", ("owns Ray and the pool, watches torchrun",)),
+        Box("door", 872, 372, 92, 74, "The door", ("HTTP", "(optional)")),
+        Box("checkpoints", 36, 510, 252, 60, "Checkpoints", ("any layout can load them",), stored=True),
+        Box("supervisor", 434, 510, 346, 60, "Supervisor", ("owns Ray and the pool, watches torchrun",)),
         Box("harness", 800, 510, 184, 60, "Harnesses", ("act through the door",)),
     ),
     arrows=(
         Arrow(Port("trainer", "right", 0.115), Port("engines", "left", 0.46), "weights", (
             "weights: one NCCL or gloo group,", "buckets checked by digests",
-        ), (464, 112)),
+        ), (468, 96)),
         Arrow(Port("trainer", "right", 0.32), Port("controller", "top", 0.13), "calls", (
             "rank 0: take, commit, announce a version",
-        ), (464, 184), via=((681.6, 192.8),), both=True),
+        ), (490, 184), via=((681.6, 192.8),), both=True),
         Arrow(Port("queue", "left", 0.5), Port("trainer", "right", 0.747), "data", ("batches",), (368, 330)),
-        Arrow(Port("controller", "left", 0.5), Port("queue", "right", 0.206), "data", ("finished", "groups"), (594, 262)),
-        Arrow(Port("workers", "left", 0.4), Port("queue", "right", 0.854), "data", ("finished", "groups"), (592, 374)),
-        Arrow(Port("controller", "top", 0.55), Port("engines", "bottom", 0.564), "data", ("prompts,", "token ids"),
-              (806, 208), "end"),
-        Arrow(Port("engines", "bottom", 0.70), Port("controller", "top", 0.6825), "data", (
-            "tokens, log-probs,", "version of each",
-        ), (868, 208), "start"),
+        Arrow(Port("controller", "left", 0.5), Port("queue", "right", 37 / 180), "data", ("finished", "groups"),
+              (600, 262)),
+        Arrow(Port("workers", "left", 0.4), Port("queue", "right", 0.854), "data", ("finished", "groups"), (600, 378)),
+        Arrow(Port("controller", "top", 0.5), Port("engines", "bottom", 160 / 312), "data", ("prompts,", "token ids"),
+              (790, 208), "end"),
+        Arrow(Port("engines", "bottom", 196 / 312), Port("controller", "top", 196 / 320), "data", (
+            "tokens, log-probs,", "versions",
+        ), (846, 208), "start"),
         Arrow(Port("controller", "bottom", 0.33), Port("workers", "top", 0.498), "data", ("groups, responses",),
               (756, 352), "start", both=True),
         Arrow(Port("door", "top", 0.5), Port("controller", "bottom", 0.869), "data", (), (0, 0), both=True),

@@ -36,7 +36,7 @@ def _legend(drawn: SystemMap) -> Iterator[Html]:
             stroke_width=THICKNESS[kind],
         )  # fmt: skip
         yield text(x + 38, 28, words, "quiet")
-        x += 70 + 7 * len(words)
+        x += 70 + 6 * len(words)
 
 
 def _panel(panel: Panel) -> Iterator[Html]:
