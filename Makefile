@@ -19,7 +19,7 @@ GPU_PIP := $(GPU_PY) -m pip install -qq --disable-pip-version-check --no-deps
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-environments test-oracles test-all lint docs clean \
+.PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-environments test-oracles test-all lint docs site clean \
         test-slow-models test-slow-trainer test-slow-pool test-slow-system
 
 help:  ## Show this list.
@@ -45,10 +45,16 @@ $(ENV_VENV)/.ready: requirements/environments.lock
 
 setup-test: $(VENV)/.ready-test
 
-$(VENV)/.ready-test: $(VENV)/.ready requirements/test.lock requirements/mlflow.lock
+$(VENV)/.ready-test: $(VENV)/.ready $(VENV)/.ready-docs requirements/test.lock requirements/mlflow.lock
 	$(PIP) -r requirements/test.lock
 	rm -rf $(VENV)/mlflow
 	$(PIP) --target $(VENV)/mlflow -r requirements/mlflow.lock
+	touch $@
+
+# About 10 seconds, 140 MB. Beside the packages of .venv, not among them: some are of other versions.
+$(VENV)/.ready-docs: $(VENV)/.ready requirements/docs.lock
+	rm -rf $(VENV)/docs
+	$(PIP) --target $(VENV)/docs -r requirements/docs.lock
 	touch $@
 
 setup-gpu: $(GPU_VENV)/.ready  ## Make .venv-gpu from requirements/gpu.lock on a machine with CUDA (docs/install.md).
@@ -130,9 +136,15 @@ lint: setup-test  ## ruff, mypy and the layers (import-linter).
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
 
-docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.json and the scripts in launch/ from the code.
+docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.json, docs/images and the scripts in launch/.
 	$(VENV)/bin/megarl docs
+	$(PY) -m tools.images
 	$(PY) -m megarl.cluster.nodes scripts
+
+# The variable silences a notice about the future of MkDocs, which is no warning of the build.
+site: $(VENV)/.ready-docs  ## Build the documentation as a site into build/site (mkdocs.yml); a broken link or anchor ends it.
+	PYTHONPATH=$(VENV)/docs NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "open build/site/index.html, or serve it: PYTHONPATH=$(VENV)/docs $(PY) -m mkdocs serve"
 
 clean:  ## Remove runs and caches (not .venv).
 	rm -rf runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
