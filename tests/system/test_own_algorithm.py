@@ -17,9 +17,9 @@ def test_a_run_with_a_loss_and_an_advantage_of_ones_own(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, steps=2)
     config["trainer"]["mini_batches"] = 2
     config["algorithm"] = {
-        "loss": "examples.rl.algorithms.topr:topr",
+        "loss": "examples.tutorials.own_loss.topr:topr",
         "loss_options": {"cap": 1.0},
-        "advantage": "examples.rl.algorithms.topr:above_median",
+        "advantage": "examples.tutorials.own_loss.topr:above_median",
         "ce": {"tokens": "sampled", "coef": 0.01},
     }
     run = train(config)
@@ -34,9 +34,9 @@ def test_a_run_with_a_loss_and_an_advantage_of_ones_own(tmp_path: Path) -> None:
 
 def test_a_function_that_breaks_its_contract_is_refused_before_anything_starts(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
-    config["algorithm"] = {"loss": "examples.rl.algorithms.topr:above_median"}
+    config["algorithm"] = {"loss": "examples.tutorials.own_loss.topr:above_median"}
     run = train(config)
     assert run.code != 0
-    told = "algorithm.loss: the loss examples.rl.algorithms.topr:above_median fails on 22 tokens of 5 sequences"
+    told = "algorithm.loss: the loss examples.tutorials.own_loss.topr:above_median fails on 22 tokens of 5 sequences"
     assert run.output.count(told) == 1, run.output[-4000:]
     assert not (tmp_path / "run").exists()
