@@ -10,7 +10,7 @@ OUT = Path("runs/tutorials/two_data_sets/data")
 
 
 def main() -> None:
-    """Write `plain.jsonl`, whose fields are found by their names, and `carries.jsonl`, whose fields the config names."""
+    """Write `plain.jsonl`, with the usual fields, and `carries.jsonl`, whose fields the config names."""
     plain, carries = [], []
     for row in map(json.loads, SOURCE.read_text().splitlines()):
         a, b = (int(number) for number in row["problem"].removeprefix("What is ").removesuffix("?").split(" + "))
