@@ -54,7 +54,7 @@ class Checkout:
             (self._bin / name).chmod(0o755)
 
     def call(self, command: str, *more: str, timeout_s: float = 400.0) -> str:
-        """What a command of the README prints, with further arguments; AssertionError if it fails or takes too long."""
+        """The output of a command of the README, with further arguments; AssertionError if it fails or takes too long."""
         process = self._start(command, *more)
         try:
             output, _ = process.communicate(timeout=timeout_s)
