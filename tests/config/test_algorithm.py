@@ -22,8 +22,8 @@ from megarl.config.training_loss import default_weights, needed_streams, objecti
 from tests.support.configs import config, tree
 from tests.support.samples import trajectory_of
 
-TOPR = "examples.rl.algorithms.topr:topr"
-MEDIAN = "examples.rl.algorithms.topr:above_median"
+TOPR = "examples.tutorials.own_loss.topr:topr"
+MEDIAN = "examples.tutorials.own_loss.topr:above_median"
 
 
 def chosen(**algorithm: Any) -> Config:
@@ -83,7 +83,7 @@ def test_ones_own_loss_and_advantage() -> None:
         ({"advantage_options": {"eps": -1.0}}, "algorithm.advantage_options.eps: must be at least 0.0, not"),
         ({"loss": "nowhere:at_all"}, "algorithm.loss: nowhere:at_all cannot be imported: ModuleNotFoundError"),
         ({"loss": TOPR, "loss_options": {"caps": 1.0}}, f"algorithm.loss_options.caps: the loss {TOPR} has no such"),
-        ({"loss": MEDIAN}, "algorithm.loss: the loss examples.rl.algorithms.topr:above_median fails on 22 tokens"),
+        ({"loss": MEDIAN}, "algorithm.loss: the loss examples.tutorials.own_loss.topr:above_median fails on 22 tokens"),
         ({"advantage": "megarl.config.algorithm:advantage_of"}, "algorithm.advantage: the advantage megarl.config."),
         ({"loss": "megarl.config.algorithm:_chosen"}, "algorithm.loss: _chosen has to take (inputs) or (inputs, opt"),
     ],

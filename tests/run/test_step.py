@@ -655,8 +655,8 @@ def test_weights_of_rows_and_of_the_config_reach_the_updates(
     rows = [weighted(number, trajectory(sample)) for number, sample in enumerate(samples.values())]
     changes = {
         "algorithm__ce": {"tokens": "observations", "coef": 0.1},
-        "algorithm__loss": "examples.rl.algorithms.topr:topr",
-        "algorithm__advantage": "examples.rl.algorithms.topr:above_median",
+        "algorithm__loss": "examples.tutorials.own_loss.topr:topr",
+        "algorithm__advantage": "examples.tutorials.own_loss.topr:above_median",
         "algorithm__clip_low": None,
         "algorithm__clip_high": None,
         "algorithm__kl": {"coef": KL},

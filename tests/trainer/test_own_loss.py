@@ -19,7 +19,7 @@ pytestmark = pytest.mark.world
 
 CAP = 0.9
 TOPR = {
-    "algorithm__loss": "examples.rl.algorithms.topr:topr",
+    "algorithm__loss": "examples.tutorials.own_loss.topr:topr",
     "algorithm__loss_options": {"cap": CAP},
     "algorithm__clip_low": None,
     "algorithm__clip_high": None,

@@ -3,11 +3,11 @@
 A config names them by their import paths:
 
     algorithm:
-      loss: examples.rl.algorithms.topr:topr
+      loss: examples.tutorials.own_loss.topr:topr
       loss_options: {cap: 1.0}
-      advantage: examples.rl.algorithms.topr:above_median
+      advantage: examples.tutorials.own_loss.topr:above_median
 
-    python -m examples.rl.algorithms.topr      # tries both, as every run with them does before it starts
+    python -m examples.tutorials.own_loss.topr      # tries both, as every run with them does before it starts
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ import statistics
 
 from pydantic import Field
 
-from megarl.algorithms.contract import check_advantage, check_loss
-from megarl.algorithms.group_rewards import Advantages, GroupRewards
-from megarl.algorithms.token_loss import TokenInputs, TokenLoss
-from megarl.common.options import Section
+from megarl import Advantages, GroupRewards, Section, TokenInputs, TokenLoss, check_advantage, check_loss
 
 
 class TOPROptions(Section):
@@ -41,6 +38,6 @@ def above_median(batch: GroupRewards) -> Advantages:
 
 
 if __name__ == "__main__":
-    check_loss("examples.rl.algorithms.topr:topr", cap=0.9)
-    check_advantage("examples.rl.algorithms.topr:above_median")
+    check_loss("examples.tutorials.own_loss.topr:topr", cap=0.9)
+    check_advantage("examples.tutorials.own_loss.topr:above_median")
     print("both hold to their contract")

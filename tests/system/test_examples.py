@@ -1,0 +1,204 @@
+"""The tutorials of examples/tutorials, by the commands of their README."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from megarl import RewardInput
+from megarl.commands.cli import main
+from megarl.config.load import load_config
+from megarl.rewards.resolve import resolve
+from megarl.tools.make import ToolSpec, make_tool
+from tests.support.run import Run
+from tests.support.tensors import differing
+from tests.support.tutorials import COMMANDS, PREPARATION, TUTORIALS, Checkout, read_commands, with_random_models
+
+TRAINS = {
+    f"{name}-{number}": command
+    for name, commands in COMMANDS.items()
+    for number, command in enumerate(commands)
+    if command.startswith("megarl train ")
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    return with_random_models(Checkout(tmp_path_factory.mktemp("small") / "checkout"))
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """With the models and data that the README's first commands make."""
+    checkout = Checkout(tmp_path_factory.mktemp("complete") / "checkout")
+    for command in COMMANDS[PREPARATION]:
+        if command.startswith("python "):
+            checkout.call(command, timeout_s=600)
+    return checkout
+
+
+def test_commands_are_read_by_section() -> None:
+    text = "# T\n```\none\ntwo x\n```\n## [a](a): b\ntext\n```\nthree\n\n```\n```\nfour\n```\n## [c](c): d\n"
+    assert read_commands(text) == {PREPARATION: ["one", "two x"], "a": ["three", "four"], "c": []}
+
+
+def test_the_readme_has_a_section_with_commands_for_each_folder() -> None:
+    folders = {path.name for path in TUTORIALS.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert COMMANDS.keys() - {PREPARATION} == folders
+    assert all(COMMANDS.values()) and len(TRAINS) == 6
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_each_config_can_be_planned(
+    small: Checkout, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run imports and tries each function that a config names, and reads data and model."""
+    monkeypatch.chdir(small.directory)
+    if name.startswith("two_data_sets"):
+        small.call(COMMANDS["two_data_sets"][0])
+    assert main([*shlex.split(TRAINS[name])[1:], "--dry-run"]) == 0, capsys.readouterr().err
+    assert "32 groups, 256 samples" in capsys.readouterr().out
+
+
+def section(name: str, key: str) -> Any:
+    """A section of a tutorial's config."""
+    return getattr(load_config(TUTORIALS / name / "config.yaml"), key)
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [(r"ones 9+8=17, \boxed{57}", 0.98), (r"\boxed{47}", 0.18), ("57", -0.02), (r"\boxed{57}, \boxed{47}", 0.18)],
+)
+def test_the_reward_of_own_reward(response: str, score: float) -> None:
+    reward = section("own_reward", "reward")
+    result = resolve(reward.function, reward.kwargs)(RewardInput("", response, [0] * 4, answer="57"))
+    assert result.score == pytest.approx(score)
+    assert result.components == {"right": float(score > 0.5), "boxed": float("boxed" in response)}
+
+
+@pytest.mark.parametrize(("response", "score"), [(r"\boxed{57}", 1), (r"\boxed{47}", 0.5), (r"\boxed{48}", 0), ("", 0)])
+def test_the_reward_of_the_second_data_set(response: str, score: float) -> None:
+    (_, carries) = section("two_data_sets", "data").sets
+    row = {"question": "What is 19 + 38?", "solution": {"value": 57, "ones": 7}}
+    assert resolve(carries.reward.function)(RewardInput("", response, answer="57", row=row)).score == score
+
+
+def test_the_tool_of_agent_with_a_tool() -> None:
+    (tool,) = section("agent_with_a_tool", "tools")
+    made = make_tool(ToolSpec("function", kwargs={"function": tool.kind}))
+    try:
+        assert made.name == "calculator" and made.parameters["required"] == ["expression"]
+        assert "Multiply whole numbers" in made.description
+        right, wrong = (asyncio.run(made.call({"expression": text}, timeout_s=30)) for text in ("12*34", "12*x"))
+        assert (right.text, right.error) == (
+            "408",
+            False,
+        ) and wrong.text == "error: '12*x' is no product of whole numbers"
+    finally:
+        asyncio.run(made.close())
+
+
+# A random model is seldom right, so that no group would have a signal.
+RANDOM_MODEL = ("reward.function=tests.support.reward_functions:digit_share", "batch.groups=4",
+                "batch.samples_per_group=4", "sampling.max_tokens=12")  # fmt: skip
+
+
+@pytest.mark.engine
+def test_a_loss_of_ones_own_then_another_layout_then_the_converter(small: Checkout) -> None:
+    """The commands of three tutorials on a random model; the run of the second one is begun by that of the first."""
+    try_functions, train = COMMANDS["own_loss"]
+    assert "both hold to their contract" in small.call(try_functions)
+    run = small.train(
+        train, *RANDOM_MODEL, "algorithm.ce={tokens: sampled, coef: 0.01}", "trainer.gpus=2",
+        "trainer.parallel.tensor=2", "checkpoint.every=2", "run.steps=2", "run.dir=runs/tutorials/other_layout",
+        run_dir="runs/tutorials/other_layout",
+    )  # fmt: skip
+    check_own_loss(run, steps=2)
+    for record in run.metrics:
+        assert record["policy/ce_tokens"] == record["policy/tokens"] == record["batch/loss_tokens"]
+        assert record["policy/ce"] > 0
+    resume = COMMANDS["other_layout"][1]
+    resumed = small.train(
+        resume, *RANDOM_MODEL, "run.steps=3", "checkpoint.every=1", run_dir="runs/tutorials/other_layout"
+    )
+    check_other_layout(resumed, before=2, steps=3, convert=COMMANDS["convert_and_serve"][0], checkout=small)
+
+
+def check_own_loss(run: Run, steps: int) -> None:
+    """Two updates per step, so that the second one's ratios differ from 1 and its weights are bounded."""
+    assert run.summary["exit"] == "finished" and len(run.metrics) == steps
+    for record in run.metrics:
+        assert record["policy/updates"] == 2 and record["policy/clip_high"] > 0
+
+
+def check_other_layout(run: Run, before: int, steps: int, convert: str, checkout: Checkout) -> None:
+    """It has gone on after the first run's steps, and its last checkpoint converts to the policy that it exported."""
+    assert f"{before} steps done" in run.output and "parallel.pipeline" in run.output
+    assert [record["step"] for record in run.metrics] == list(range(1, steps + 1))
+    assert run.summary["exit"] == "finished" and run.summary["steps"] == steps
+    difference = run.summary["logprob_abs_diff"]["last"]
+    assert difference["mean"] <= 1e-5 and difference["max"] <= 1e-4, difference
+    checkout.call(convert)
+    assert differing(run.directory / "hf", checkout.directory / "runs/tutorials/converted") == []
+
+
+# --- each command as the README has it, and what the README says that one sees
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_own_reward(complete: Checkout) -> None:
+    (train,) = COMMANDS["own_reward"]
+    run = complete.train(train, run_dir="runs/tutorials/own_reward")
+    assert run.metrics[0]["reward/component/boxed"] > 0.5
+    assert run.metrics[-1]["reward/component/right"] > run.metrics[0]["reward/component/right"]
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_own_loss(complete: Checkout) -> None:
+    try_functions, train = COMMANDS["own_loss"]
+    complete.call(try_functions)
+    check_own_loss(complete.train(train, run_dir="runs/tutorials/own_loss"), steps=8)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_two_data_sets(complete: Checkout) -> None:
+    make_data, train = COMMANDS["two_data_sets"]
+    complete.call(make_data)
+    run = complete.train(train, run_dir="runs/tutorials/two_data_sets/run")
+    for record in run.metrics:
+        assert (record["data/plain/groups"], record["data/carries/groups"]) == (8, 24)
+        assert 0 < record["data/carries/reward_mean"] < 1
+    assert run.metrics[-1]["data/carries/reward_mean"] > run.metrics[0]["data/carries/reward_mean"]
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_agent_with_a_tool(complete: Checkout) -> None:
+    (train,) = COMMANDS["agent_with_a_tool"]
+    run = complete.train(train, run_dir="runs/tutorials/agent_with_a_tool")
+    first, last = run.metrics[0], run.metrics[-1]
+    for name in ("agent/tool_calls_mean", "reward/mean"):
+        assert last[name] > first[name] > 0, name
+    parts = [json.loads(line)["parts"] for line in (run.directory / "samples.jsonl").read_text().splitlines()]
+    assert any([part["by"] for part in each] == ["model", "environment", "model"] for each in parts)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_other_layout_and_convert_and_serve(complete: Checkout) -> None:
+    """The second of these tutorials begins with the checkpoint of the first one."""
+    begin, resume = COMMANDS["other_layout"]
+    complete.train(begin, run_dir="runs/tutorials/other_layout")
+    run = complete.train(resume, run_dir="runs/tutorials/other_layout")
+    convert, serve, ask = COMMANDS["convert_and_serve"]
+    check_other_layout(run, before=4, steps=8, convert=convert, checkout=complete)
+    with complete.serving(serve, "runs/tutorials/serve"):
+        answer = complete.call(ask)
+    assert "converted: " in answer and "\\boxed{" in answer
