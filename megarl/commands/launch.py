@@ -46,7 +46,8 @@ def run(options: argparse.Namespace) -> int:
     from megarl.config.checks import detect_device
     from megarl.config.load import load_config
     from megarl.config.plan import make_plan
-    from megarl.config.plan_tables import WIDTH, render_plan
+    from megarl.config.marked_yaml import WIDTH
+    from megarl.config.plan_tables import render_plan
 
     config = load_config(options.config, options.overrides)
     slurm = options.scheduler == "slurm"

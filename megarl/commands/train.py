@@ -44,12 +44,14 @@ def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> l
     from megarl.config.load import load_config
     from megarl.config.plan import make_plan
     from megarl.config.pools import resolve_pools
-    from megarl.data.check_files import check_data_files
+    from megarl.run.check_start import check_start, mark_checked
 
     config = load_config(options.config, options.overrides)
-    make_plan(config)
-    check_data_files(config)
+    plan = make_plan(config)
     if (nodes := resolve_pools(config).nodes) > 1:
         raise ConfigError([f"the config needs {nodes} nodes; start it by: megarl launch --config {options.config}"])
+    for warning in check_start(config, plan.info):
+        sys.stderr.write(f"megarl: warning: {warning}\n")
+    mark_checked(os.environ)
     ranks = ("--nproc-per-node", str(config.trainer.gpus))
     return [sys.executable, *TORCHRUN, *ranks, "-m", "megarl", "train", *arguments]

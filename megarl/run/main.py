@@ -31,8 +31,9 @@ from megarl.config.load import load_config, to_yaml
 from megarl.config.plan import RunPlan, make_plan
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
-from megarl.data.check_files import check_data_files
+from megarl.run.check_start import check_start, is_checked
 from megarl.run.claim_for_ranks import claim_for_ranks, holder_for_ranks
+from megarl.run.dry_run import dry_run
 from megarl.run.failure import FailureReport, set_aside
 from megarl.run.stop_signals import StopSignals, end_before_start
 from megarl.run.torchrun_start import SAFE_TORCHRUN, notice_of_open_stores
@@ -55,17 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         overrides = [*options.overrides, *(["telemetry.dump_batches=true"] if options.dump_batches else [])]
         overrides += [f"checkpoint.resume={options.resume}"] if options.resume else []
         config = load_config(options.config, overrides)
-        plan = make_plan(config)
         if options.dry_run:
-            from megarl.config.plan_tables import print_dry_run
-
-            check_data_files(config)
-            print_dry_run(plan, sys.stdout)
+            dry_run(config, sys.stdout)
             return
+        plan = make_plan(config)
         _check_launch(config)
         if rank == 0 and not _is_restart():
-            check_endpoint(config)
-            check_data_files(config)
+            _check_first_start(config, plan)
         claim = claim_for_ranks(config, rank)
     except (ConfigError, ValueError, FileNotFoundError, TimeoutError) as error:
         if rank != 0:
@@ -77,6 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if rank == 0 and (notice := notice_of_open_stores(os.environ, sys.argv)) is not None:
         sys.stderr.write(f"megarl: {notice}\n")
     sys.exit(run(config, plan, claim))
+
+
+def _check_first_start(config: Config, plan: RunPlan) -> None:
+    """Try what the run will open and call, unless `megarl train` has. Raises ConfigError that lists every problem."""
+    check_endpoint(config)
+    if not is_checked(os.environ):
+        for warning in check_start(config, plan.info):
+            sys.stderr.write(f"megarl: warning: {warning}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
