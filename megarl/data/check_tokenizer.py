@@ -1,8 +1,9 @@
-"""The check of a run's tokenizer before anything starts: its chat template with every set's first prompt, and its EOS."""
+"""The check of the tokenizer before anything starts: its EOS, and its template with the first prompt of every set."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 from megarl.config.datasets import all_sets
 from megarl.config.schema import Config
 from megarl.data.formats import Prompt

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping
 
+from megarl.checkpoint.save.resume import resume_problems
 from megarl.common.byte_units import GIB
 from megarl.common.errors import ConfigError
 from megarl.config.agent_sections import SINGLE_TURN
@@ -39,6 +40,7 @@ def check_start(config: Config, info: ModelInfo) -> list[str]:
         problems += data_file_problems(config)
         problems += tokenizer_problems(config, first)
         problems += weight_problems(config, info)
+        problems += resume_problems(config, info)
         for each in calls.problems():
             if each.called and _expects_failures(config.reward):
                 warnings.append(each.text)
