@@ -26,7 +26,7 @@ from megarl.config.datasets import (
     longest_training_response,
     reward_functions,
 )
-from megarl.config.engine_checks import engine_problems
+from megarl.config.engine_checks import engine_problems, head_size_problems
 from megarl.config.hardware import local_gpus
 from megarl.config.job_sections import EVENT_PROCESS_KIB
 from megarl.config.liveness import liveness_problems
@@ -110,7 +110,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
         if not files or config.model.path.is_dir():  # `_files` has told that it is not there
             problems.append(f"model.{key}: {error}")
         raise ConfigError(list(dict.fromkeys(problems))) from None
-    problems += list(_shape(config, info))
+    problems += list(_shape(config, info)) + list(head_size_problems(info, device))
     problems += list(layout_checks.model_problems(config, info)) + list(_lengths(config, info))
     problems += list(teacher_problems(config, info, max_sequence_tokens(config, info), files=files))
     if problems:
