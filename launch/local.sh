@@ -7,6 +7,7 @@ set -euo pipefail
 
 # Config, plan and this machine are checked before anything starts.
 launch=$("$PYTHON" -m megarl.cluster.nodes prepare --scheduler local --config "$config" "$@")
+[ -n "$launch" ] || exit 0  # the run has finished before
 run_dir=$(dirname "$(dirname "$(dirname "$launch")")")
 
 # The ranks see the file at their next step boundary, save and exit.

@@ -13,6 +13,7 @@ shift 2
 
 # Config, plan and host list are checked before anything starts on any host.
 launch=$("$PYTHON" -m megarl.cluster.nodes prepare --scheduler local --hosts "$hosts" --config "$config" "$@")
+[ -n "$launch" ] || exit 0  # the run has finished before
 run_dir=$(dirname "$(dirname "$(dirname "$launch")")")
 
 # The ranks see the file at their next step boundary, save and exit. A second SIGINT or SIGTERM ends the job at once.

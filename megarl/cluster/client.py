@@ -66,12 +66,14 @@ class PoolClient:
         return self._connection.handle
 
     @classmethod
-    def connect(cls, handle: SupervisorHandle, config: Config) -> PoolClient:
-        """Wait until the pool is ready (engines started) and connect.
+    def connect(
+        cls, handle: SupervisorHandle, config: Config, tell: Callable[[str], object] = lambda text: None
+    ) -> PoolClient:
+        """Wait until the pool is ready (engines started), of which `tell` gets a line now and then, and connect.
 
         Raises SupervisorFailed naming the part that did not start.
         """
-        handle = wait_ready(handle, config.timeouts.engine_start_s + config.timeouts.ray_start_s)
+        handle = wait_ready(handle, config.timeouts.engine_start_s + config.timeouts.ray_start_s, tell)
         connect_ray(handle, config.timeouts.ray_start_s)
         import ray
 

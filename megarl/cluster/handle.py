@@ -32,6 +32,7 @@ SPEC_FILE = "supervisor_spec.json"
 REBUILDING = "rebuilding"  # the state of a pool whose engines live, while controller and queue are started anew
 # In which the supervisor, which looks every 2 s, says that a part has died, or hangs for longer than its bound.
 NOTICED_S = 10.0
+TELL_S = 30.0  # between two lines for the user while engines start
 TROUBLE_S = 10.0  # for which a file system may fail while a run starts
 _ENDED = {"failed": "failed", "stopping": "is stopping", "stopped": "stopped"}  # states after which none is "ready"
 
@@ -335,15 +336,29 @@ def _retire_previous(run_dir: Path, agent_pid: int) -> int:
     return int(state["attempt"])
 
 
-def wait_ready(handle: SupervisorHandle, timeout_s: float) -> SupervisorHandle:
+def wait_ready(
+    handle: SupervisorHandle, timeout_s: float, tell: Callable[[str], object] = lambda text: None
+) -> SupervisorHandle:
     """Wait until engines, controller and queue are up; return the handle of those that are.
 
-    Raises SupervisorFailed with the cause if one of them fails.
+    `tell` gets a line now and then, because engines may take minutes. Raises SupervisorFailed with the cause if one of
+    them fails.
     """
-    run_dir = Path(handle.run_dir)
-    return SupervisorHandle.of(
-        run_dir, _await_state(run_dir, handle.launch_id, lambda state: state["state"] == "ready", timeout_s)
-    )
+    run_dir, started = Path(handle.run_dir), time.monotonic()
+    due = TELL_S
+
+    def is_ready(state: dict[str, Any]) -> bool:
+        nonlocal due
+        waited_s = time.monotonic() - started
+        if state["state"] != "ready" and waited_s >= due:
+            due += TELL_S
+            tell(
+                f"still waiting for the rollout engines ({waited_s:.0f} s of at most {timeout_s:.0f}; their logs: "
+                f"{run_dir / 'logs'})"
+            )
+        return bool(state["state"] == "ready")
+
+    return SupervisorHandle.of(run_dir, _await_state(run_dir, handle.launch_id, is_ready, timeout_s))
 
 
 def await_rebuilt(handle: SupervisorHandle, timeout_s: float) -> SupervisorHandle:

@@ -127,15 +127,10 @@ def _add_docs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _plan(options: argparse.Namespace) -> int:
     from megarl.config.load import load_config
-    from megarl.config.plan import make_plan
-    from megarl.config.plan_tables import print_dry_run
-    from megarl.data.check_files import check_data_files
+    from megarl.run.dry_run import dry_run
 
     config = load_config(options.config, options.overrides)
-    plan = make_plan(config, device=options.device, files=not options.no_files)
-    if not options.no_files:
-        check_data_files(config)
-    print_dry_run(plan, sys.stdout)
+    dry_run(config, sys.stdout, device=options.device, files=not options.no_files)
     return 0
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.common.claim import refuse_claimed
 from megarl.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,7 +29,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     from megarl.config.arguments import add_config_arguments
 
     add_config_arguments(parser)
-    parser.add_argument("--scheduler", choices=["slurm", "local"], required=True)
+    parser.add_argument(
+        "--scheduler",
+        choices=["slurm", "local"],
+        help="default: slurm if sbatch is on this machine, else local",
+    )
+    parser.add_argument(
+        "--no-files", action="store_true", help="with slurm: model and data are on the nodes only; do not look for them"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print script and plan; start nothing")
     parser.add_argument(
         "--device",
@@ -41,19 +53,26 @@ def run(options: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
+    from megarl.checkpoint.format.finished import already_finished
     from megarl.cluster.nodes.batch_script import local_script, slurm_script
     from megarl.cluster.nodes.node_commands import user_environment
     from megarl.config.checks import detect_device
     from megarl.config.load import load_config
+    from megarl.config.marked_yaml import WIDTH
     from megarl.config.plan import make_plan
-    from megarl.config.plan_tables import WIDTH, render_plan
+    from megarl.config.plan_tables import render_plan
 
     config = load_config(options.config, options.overrides)
-    slurm = options.scheduler == "slurm"
+    slurm = (options.scheduler or ("slurm" if shutil.which("sbatch") else "local")) == "slurm"
     device = options.device or ("cuda" if slurm else detect_device())
     # With SLURM the job checks the files, on the nodes where the run will be, before anything starts.
     plan = make_plan(config, device=device, files=not (options.dry_run or slurm))
     user_environment(config)
+    if not options.dry_run and (told := already_finished(config)) is not None:
+        sys.stderr.write(f"megarl: {told}\n")
+        return 0
+    if slurm and not (options.dry_run or options.no_files):
+        _refuse_absent_files(config)
     if plan.pools.nodes > 1 and not slurm:
         raise ConfigError([
             f"the config needs {plan.pools.nodes} nodes: use --scheduler slurm, or launch/multinode.sh with a host list"
@@ -78,6 +97,15 @@ def run(options: argparse.Namespace) -> int:
         return run_script(command)
     except FileNotFoundError:
         raise ConfigError([f"{command[0]} is not on this machine; add --dry-run to see the script"]) from None
+
+
+def _refuse_absent_files(config: Config) -> None:
+    """Raise ConfigError before the job waits in a queue for nothing. The job itself checks what the files hold."""
+    from megarl.config.checks import absent_files
+
+    if absent := absent_files(config):
+        here = "(--no-files if only the nodes have it; relative paths start at the current directory)"
+        raise ConfigError([f"{key}: no such file or directory: {path} {here}" for key, path in absent])
 
 
 def run_script(command: list[str]) -> int:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megarl.config.arguments import add_run_arguments, run_arguments
+from megarl.config.arguments import add_run_arguments, run_arguments, run_overrides
 
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend", "megarl")
 
@@ -34,22 +34,37 @@ def run(options: argparse.Namespace) -> int:
         main(arguments)  # ends the process, except for a dry run
         return 0
     command = torchrun_command(options, arguments)
+    if command is None:
+        return 0
     sys.stdout.flush()
     os.execv(command[0], command)
 
 
-def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    """Return the command that starts all ranks. Raises ConfigError, before anything starts, for a wrong config."""
+def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str] | None:
+    """Return the command that starts all ranks; None, and say so, if the run has finished before.
+
+    Raises ConfigError, before anything starts, for a wrong config.
+    """
+    from megarl.checkpoint.format.finished import already_finished
+    from megarl.common.claim import refuse_claimed
     from megarl.common.errors import ConfigError
     from megarl.config.load import load_config
     from megarl.config.plan import make_plan
     from megarl.config.pools import resolve_pools
-    from megarl.data.check_files import check_data_files
+    from megarl.run.check_start import check_start, mark_checked
+    from megarl.telemetry.prometheus import check_endpoint
 
-    config = load_config(options.config, options.overrides)
-    make_plan(config)
-    check_data_files(config)
+    config = load_config(options.config, run_overrides(options))
+    plan = make_plan(config)
     if (nodes := resolve_pools(config).nodes) > 1:
         raise ConfigError([f"the config needs {nodes} nodes; start it by: megarl launch --config {options.config}"])
+    if (told := already_finished(config)) is not None:
+        sys.stderr.write(f"megarl: {told}\n")
+        return None
+    refuse_claimed(config.run_dir)
+    check_endpoint(config)
+    for warning in check_start(config, plan.info):
+        sys.stderr.write(f"megarl: warning: {warning}\n")
+    mark_checked(os.environ)
     ranks = ("--nproc-per-node", str(config.trainer.gpus))
     return [sys.executable, *TORCHRUN, *ranks, "-m", "megarl", "train", *arguments]

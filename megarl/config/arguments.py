@@ -27,6 +27,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dump-batches", action="store_true", help="keep whole batches for `megarl replay`")
 
 
+def run_overrides(options: argparse.Namespace) -> list[str]:
+    """Return the overrides that these options of a training run mean, those of `--resume` and `--dump-batches` last."""
+    dump = ["telemetry.dump_batches=true"] if options.dump_batches else []
+    resume = [f"checkpoint.resume={options.resume}"] if options.resume else []
+    return [*options.overrides, *dump, *resume]
+
+
 def run_arguments(options: argparse.Namespace) -> list[str]:
     """Return the command line of these options of a training run."""
     resume = ["--resume", options.resume] if options.resume else []

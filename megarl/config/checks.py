@@ -26,7 +26,7 @@ from megarl.config.datasets import (
     longest_training_response,
     reward_functions,
 )
-from megarl.config.engine_checks import engine_problems
+from megarl.config.engine_checks import engine_problems, head_size_problems
 from megarl.config.hardware import local_gpus
 from megarl.config.job_sections import EVENT_PROCESS_KIB
 from megarl.config.liveness import liveness_problems
@@ -102,18 +102,34 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
     problems += list(layout_checks.layout_problems(config))
     if files:
         problems += list(_files(config))
-    planned = config.model.shape is not None and not files and not config.model.path.exists()
+    planned = not files and planned_elsewhere(config)
     key, source = ("shape", config.model.shape) if planned else ("path", config.model.path)
     try:
         info = load_info(source or config.model.path)
     except ValueError as error:
-        raise ConfigError([*problems, f"model.{key}: {error}"]) from None
-    problems += list(_shape(config, info))
+        if not files or config.model.path.is_dir():  # `_files` has told that it is not there
+            problems.append(f"model.{key}: {error}")
+        raise ConfigError(list(dict.fromkeys(problems))) from None
+    problems += list(_shape(config, info)) + list(head_size_problems(info, device))
     problems += list(layout_checks.model_problems(config, info)) + list(_lengths(config, info))
     problems += list(teacher_problems(config, info, max_sequence_tokens(config, info), files=files))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return info
+
+
+def planned_elsewhere(config: Config) -> bool:
+    """Tell whether the model is not on this machine, and `model.shape` describes it for a plan."""
+    return config.model.shape is not None and not config.model.path.exists()
+
+
+def absent_files(config: Config) -> list[tuple[str, Path]]:
+    """Return key and path of the model, the reference and the data files that are not on this machine."""
+    paths = [("model.path", config.model.path)]
+    if config.needs_reference and config.reference.path is not None:
+        paths.append(("reference.path", config.reference.path))
+    paths += [(f"{each.key}.path", each.path) for each in all_sets(config)]
+    return [(key, path) for key, path in paths if not path.exists()]
 
 
 def serving_problems(config: Config) -> Iterator[str]:

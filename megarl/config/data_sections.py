@@ -144,6 +144,11 @@ class RewardConfig(Section):
         "`min_errors` if that is more); 1 = never.",
     )
     min_errors: int = Field(16, ge=1, description="Failures among these samples without which the run goes on.")
+    trial_call: bool = Field(
+        True,
+        description="Call each function once before anything starts, with the first row of a set and its reference "
+        "answer as the response. false: only import it.",
+    )
 
 
 class EvalSamplingConfig(Section):

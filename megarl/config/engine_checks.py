@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.schema import Config
+from megarl.models.info import ModelInfo
 
 # Fields that megarl sets itself, each with the reason or the key to use instead. Plan and replica refuse them.
 RESERVED: dict[str, str] = {
@@ -46,6 +47,34 @@ def engine_problems(config: Config) -> Iterator[str]:
         elif known and name not in known:
             near = difflib.get_close_matches(name, known, n=2)
             yield f"{key}: vLLM has no such field{'; did you mean ' + ' or '.join(near) + '?' if near else ''}"
+
+
+def head_size_problems(info: ModelInfo, device: str) -> Iterator[str]:
+    """Yield a problem if vLLM has no attention for the model's heads. On GPUs one of its backends takes any size."""
+    sizes = cpu_head_sizes() if device == "cpu" and info.mla is None else ()
+    if sizes and info.head_dim not in sizes:
+        listed = ", ".join(map(str, sizes))
+        yield (
+            f"model.path: its attention heads have {info.head_dim} channels (head_dim), and vLLM's attention without a "
+            f"GPU takes {listed} only; use a model with one of these"
+        )
+
+
+@functools.cache
+def cpu_head_sizes() -> tuple[int, ...]:
+    """Return the sizes of heads that the installed vLLM's attention on CPU takes; empty if that is unknown."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return ()
+    path = Path(spec.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
+    if not path.is_file():
+        return ()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
+            returned = node.body[-1]
+            if isinstance(returned, ast.Return) and isinstance(returned.value, ast.List):
+                return tuple(each.value for each in returned.value.elts if isinstance(each, ast.Constant))  # type: ignore[misc]
+    return ()
 
 
 @functools.cache

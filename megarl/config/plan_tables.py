@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
@@ -12,25 +12,29 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.config.deadlines import group_deadline_s
-from megarl.config.load import to_yaml
+from megarl.config.marked_yaml import WIDTH, marked_yaml
 from megarl.config.megatron_defaults import passes_recompute
 from megarl.config.memory import Memory
 from megarl.config.plan import RunPlan, gib
 from megarl.config.pools import Pool
 from megarl.config.schema import Config
 
-WIDTH = 100
 
+def print_dry_run(plan: RunPlan, given: Config, stream: TextIO, notes: Sequence[str] = ()) -> None:
+    """Write the resolved config (YAML) and the plan to `stream`, with colours only if it is a terminal.
 
-def print_dry_run(plan: RunPlan, stream: TextIO) -> None:
-    """Write the resolved config (YAML) and the plan to `stream`, with colours only if it is a terminal."""
+    `given`: the config as it was loaded, by which what the user has set is told from defaults; `notes` end the plan.
+    """
+    text = marked_yaml(given, plan.config)
     console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
-    console.print(Text("# resolved config", style="bold"))
+    console.print(Text("# resolved config: lines are set by the file or the command line", style="bold"))
     if console.is_terminal:
-        console.print(Syntax(to_yaml(plan.config), "yaml", background_color="default"))
+        console.print(Syntax(text, "yaml", background_color="default"))
     else:
-        stream.write(to_yaml(plan.config))
+        stream.write(text)
     console.print(render_plan(plan))
+    for note in notes:
+        console.print(Text(f"note: {note}", style="yellow"))
 
 
 def render_plan(plan: RunPlan) -> RenderableType:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import traceback
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -98,13 +99,20 @@ def _import(path: str) -> object:
     try:
         target: object = importlib.import_module(module_name)
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {error}{_line_of(error)}"
         raise ValueError(f"reward.function {path!r}: importing {module_name!r} failed: {cause}") from error
     for part in attribute.split("."):
         if not hasattr(target, part):
             raise ValueError(f"reward.function {path!r}: {module_name!r} has no {attribute!r}")
         target = getattr(target, part)
     return target
+
+
+def _line_of(error: Exception) -> str:
+    """Return the line of the user's module that has failed, as ` (FILE:LINE)`; empty if the import found no module."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<frozen ")]
+    own = [each for each in frames if each.filename not in (__file__, importlib.__file__)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _adapt(name: str, target: Callable[..., object], kwargs: dict[str, Any]) -> Callable[[RewardInput], object]:

@@ -61,8 +61,9 @@ def _text(error: BaseException) -> str:
 
 
 def _trace(error: BaseException) -> str:
-    """Return the end of the traceback: the lines of the function, without those of this program that called it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    """Return the end of the traceback: the lines of the function, without those of megarl that called it."""
+    ours = (__file__, as_result.__code__.co_filename)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in ours]
     lines = "".join(traceback.format_list(frames[-TRACE_FRAMES:]))
     return f"{lines}{type(error).__name__}: {_text(error)}"[-TRACE_CHARACTERS:]
 

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from megarl.checkpoint.format.finished import already_finished
 from megarl.checkpoint.save.directory import continues_history
 from megarl.checkpoint.save.same_launch import config_of_this_start
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
@@ -26,13 +27,14 @@ from megarl.common import run_files
 from megarl.common.claim import Holder, RunClaim
 from megarl.common.errors import ConfigError
 from megarl.common.output import redirect_output
-from megarl.config.arguments import add_run_arguments
+from megarl.config.arguments import add_run_arguments, run_overrides
 from megarl.config.load import load_config, to_yaml
 from megarl.config.plan import RunPlan, make_plan
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
-from megarl.data.check_files import check_data_files
+from megarl.run.check_start import check_start, is_checked
 from megarl.run.claim_for_ranks import claim_for_ranks, holder_for_ranks
+from megarl.run.dry_run import dry_run
 from megarl.run.failure import FailureReport, set_aside
 from megarl.run.stop_signals import StopSignals, end_before_start
 from megarl.run.torchrun_start import SAFE_TORCHRUN, notice_of_open_stores
@@ -47,25 +49,26 @@ RANK_0_EXITS_S = 20.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a trainer rank; the entry point of `examples/rl/train_rl.py`. Ends the process unless it is a dry run."""
+    """Run a trainer rank; the entry point of `examples/rl/train_rl.py`.
+
+    Ends the process unless it is a dry run, or the run has finished before.
+    """
     options = _parser().parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
     end_before_start(speaks=rank == 0)
     try:
-        overrides = [*options.overrides, *(["telemetry.dump_batches=true"] if options.dump_batches else [])]
-        overrides += [f"checkpoint.resume={options.resume}"] if options.resume else []
-        config = load_config(options.config, overrides)
-        plan = make_plan(config)
+        config = load_config(options.config, run_overrides(options))
         if options.dry_run:
-            from megarl.config.plan_tables import print_dry_run
-
-            check_data_files(config)
-            print_dry_run(plan, sys.stdout)
+            dry_run(config, sys.stdout)
             return
+        plan = make_plan(config)
         _check_launch(config)
+        if not _is_restart() and (told := already_finished(config)) is not None:
+            if rank == 0:
+                sys.stderr.write(f"megarl: {told}\n")
+            return
         if rank == 0 and not _is_restart():
-            check_endpoint(config)
-            check_data_files(config)
+            _check_first_start(config, plan)
         claim = claim_for_ranks(config, rank)
     except (ConfigError, ValueError, FileNotFoundError, TimeoutError) as error:
         if rank != 0:
@@ -77,6 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if rank == 0 and (notice := notice_of_open_stores(os.environ, sys.argv)) is not None:
         sys.stderr.write(f"megarl: {notice}\n")
     sys.exit(run(config, plan, claim))
+
+
+def _check_first_start(config: Config, plan: RunPlan) -> None:
+    """Try what the run will open and call, unless `megarl train` has. Raises ConfigError that lists every problem."""
+    check_endpoint(config)
+    if not is_checked(os.environ):
+        for warning in check_start(config, plan.info):
+            sys.stderr.write(f"megarl: warning: {warning}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -145,7 +156,8 @@ def _run(
         claim.renew_in_background(lambda other: _end_without_a_trace(other, config.run_dir, terminal))
     this_start = config_of_this_start(plan.config)
     if int(os.environ["RANK"]) == 0:
-        _take_over(this_start)
+        if (moved := _take_over(this_start)) is not None:
+            terminal.write(f"megarl: the results of an earlier run in {config.run_dir} are moved to {moved}\n")
         (config.run_dir / "config.yaml").write_text(to_yaml(plan.config), encoding="utf-8")  # read by `megarl replay`
     code = _train(config, this_start, plan, terminal, report)
     (config.run_dir / run_files.RESERVE_FILE).unlink(missing_ok=True)
@@ -159,18 +171,23 @@ def _end_without_a_trace(other: Holder, run_dir: Path, terminal: TextIO) -> None
     os._exit(1)
 
 
-def _take_over(config: Config) -> None:
-    """Move the results of an earlier run aside, unless this run continues it, and remove its exit record."""
+def _take_over(config: Config) -> Path | None:
+    """Move the results of an earlier run aside, unless this run continues it, and remove its exit record.
+
+    Return the directory to which they are moved; None if there are none.
+    """
+    moved = None
     if continues_history(config):
         (config.run_dir / "error.txt").unlink(missing_ok=True)
     else:
-        set_aside(config.run_dir)
+        moved = set_aside(config.run_dir)
     if _is_restart() or LAUNCH_ID_VARIABLE in os.environ:
         # A stop request that exists is for this run: torchrun has restarted it, or its launch script has checked.
         (config.run_dir / run_files.EXIT_FILE).unlink(missing_ok=True)
     else:
         run_files.forget(config.run_dir)
     run_files.make_reserve(config.run_dir)
+    return moved
 
 
 def _train(

@@ -109,7 +109,7 @@ class PoolLink:
             assert launch is not None
             handle = launch.result(timeout=timeouts.ray_start_s + timeouts.node_s + GRACE_S / 2)
             self._recorder.load_tokenizer()  # while the engines start
-            client = self._client.hold(PoolClient.connect(handle, self._config))
+            client = self._client.hold(PoolClient.connect(handle, self._config, self._recorder.say))
             client.begin(self._history)
             return client.handle, client.devices()
 

@@ -271,3 +271,18 @@ def test_a_supervisor_of_this_very_launcher_is_asked_to_stop_first(tmp_path: Pat
     launch.write_state(tmp_path, state(left, agent=asdict(ProcessId.own())))
     assert launch._retire_previous(tmp_path, os.getpid()) == 4 and not is_alive(left)
     assert old.wait(timeout=10) == 0
+
+
+def test_a_long_wait_for_the_engines_is_told_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "TELL_S", 0.2)
+    launch.write_state(tmp_path, state(ProcessId.own()))
+    told: list[str] = []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        if len(told) == 2:
+            launch.write_state(tmp_path, state(ProcessId.own(), state="ready", namespace="n", partition="p"))
+
+    launch.wait_ready(handle(tmp_path), 30, tell)
+    assert len(told) == 2
+    assert all(each.startswith("still waiting for the rollout engines (") and "of at most 30;" in each for each in told)

@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.commands import cli
+from megarl.common.run_files import ExitRecord, write_exit
 from megarl.config import pools
 from megarl.run import main as rank_main
 from tests.support.configs import tree, write_problems
+from tests.support.sample_checkpoints import make_checkpoint
 from tests.support.tiny import make_tiny_model
+from tests.support.tree import tree_of
 
 
 class Became(Exception):
@@ -30,7 +34,10 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(os, "execv", become)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(tree(make_tiny_model(tmp_path / "model"), write_problems(tmp_path / "p.jsonl", 64))))
+    data = write_problems(tmp_path / "p.jsonl", 64)
+    # Imported, and not called: what its calls do is for other tests.
+    reward = {"function": "tests.support.reward_functions:digit_share", "trial_call": False}
+    path.write_text(json.dumps(tree(make_tiny_model(tmp_path / "model"), data, reward=reward)))
     return path
 
 
@@ -69,6 +76,37 @@ def test_a_rank_of_it_does_what_a_rank_does(config: Path, monkeypatch: pytest.Mo
 def test_a_dry_run_starts_nothing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--config", str(config), "--dry-run", "run.steps=7"]) == 0
     assert "steps: 7" in capsys.readouterr().out
+
+
+def test_a_run_that_has_finished_is_not_started_again(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    checkpoint = make_checkpoint(CheckpointDirectory(run_dir / "checkpoints"), 4)
+    (run_dir / "hf").mkdir()
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    write_exit(run_dir, ExitRecord("finished", 4, ""))
+    before = tree_of(run_dir)
+    given = ["--config", str(config), f"run.dir={run_dir}"]
+    for start in (["train", *given], ["launch", "--scheduler", "local", *given]):
+        capsys.readouterr()
+        assert cli.main(start) == 0
+        told = capsys.readouterr().err
+        assert told.startswith(f"megarl: already finished: 4 of 4 steps in {run_dir}; nothing was started or moved.")
+        assert "raise run.steps" in told and "checkpoint.resume=never" in told
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", *given]) == 0 and capsys.readouterr().err == "", "a rank of a bare torchrun"
+    assert tree_of(run_dir) == before
+    monkeypatch.delenv("WORLD_SIZE")
+    for change in ("run.steps=5", "checkpoint.resume=never"):
+        with pytest.raises(Became):
+            cli.main(["train", *given, change])
+    with pytest.raises(Became):
+        cli.main(["train", *given, "--resume", "never"])
+    (checkpoint / "manifest.json").unlink()
+    with pytest.raises(Became):
+        cli.main(["train", *given])
 
 
 def test_convert_inspects_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from megarl.common.errors import ConfigError
 from megarl.config.checks import check
 from tests.support.configs import config
+from tests.support.tiny import make_tiny_model
 
 Models = dict[str, Path]
 
@@ -200,3 +201,14 @@ def test_a_correction_that_contradicts_itself_is_refused(models: Models, data: P
     [problem] = problems(models["qwen3"], data, algorithm__correction=broken)
     assert problem.startswith("algorithm.correction.cap: 3.0 is without effect with kind: icepop")
     assert problems(models["qwen3"], data, algorithm__correction={"kind": "icepop"}) == []
+
+
+def test_heads_that_vllm_cannot_attend_with_are_refused_where_its_cpu_backend_is_used(
+    tmp_path: Path, data: Path
+) -> None:
+    model = make_tiny_model(tmp_path / "small", head_dim=16)
+    [problem] = problems(model, data)
+    assert problem.startswith("model.path: its attention heads have 16 channels (head_dim)") and " 32, 64" in problem
+    assert problems(model, data, device="cuda") == []
+    latent = make_tiny_model(tmp_path / "latent", family="deepseek_v3")
+    assert not any("head_dim" in each for each in problems(latent, data))

@@ -210,7 +210,7 @@ def test_ranks_together_hold_the_model_once(
 def test_dry_run_prints_config_and_plan(models: dict[str, Path]) -> None:
     chosen = config(models["qwen3_moe"], trainer__gpus=2, trainer__parallel={"expert": 2}, algorithm__kl={"coef": 0.1})
     stream = StringIO()
-    print_dry_run(make_plan(chosen, device="cuda", files=False), stream)
+    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream)
     text = stream.getvalue()
     for expected in ("micro_batch_tokens: 256", "TP 1 · PP 1 · DP 2 · EP 2", "4 groups, 16 samples", "2 GPUs: 0,1",
                      "reference weights", "optimizer", "sync buckets", "GPU memory is unknown"):  # fmt: skip
@@ -231,7 +231,8 @@ def test_the_plan_shows_what_auto_chose_and_what_would_fit(
     models: dict[str, Path], changes: dict[str, Any], expected: list[str]
 ) -> None:
     stream = StringIO()
-    print_dry_run(make_plan(config(models["qwen3"], **changes), device="cuda", files=False), stream)
+    chosen = config(models["qwen3"], **changes)
+    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream)
     text = "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
     assert all(each in text for each in expected), text
 
@@ -259,12 +260,13 @@ def test_the_plan_tells_when_a_group_has_to_end(
     models: dict[str, Path], changes: dict[str, Any], deadline: str
 ) -> None:
     stream = StringIO()
-    print_dry_run(make_plan(config(models["qwen3"], **changes), device="cuda", files=False), stream)
+    chosen = config(models["qwen3"], **changes)
+    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream)
     assert f"group deadline {deadline}" in " ".join(stream.getvalue().split())
 
 
 def test_dry_run_is_light(models: dict[str, Path], data: Path, tmp_path: Path) -> None:
-    """Neither torch nor vLLM nor Ray nor Megatron is imported, and no process starts."""
+    """Without files neither torch nor vLLM nor Ray nor Megatron is imported, and no process starts."""
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(tree(models["qwen3"], data)))
     code = (
@@ -272,7 +274,7 @@ def test_dry_run_is_light(models: dict[str, Path], data: Path, tmp_path: Path) -
         "def refuse(*a, **k): raise AssertionError('a process was started')\n"
         "subprocess.Popen.__init__ = refuse; os.fork = refuse; os.posix_spawn = refuse\n"
         "from megarl.commands.cli import main\n"
-        f"status = main(['plan', '--config', {str(path)!r}, 'run.steps=9'])\n"
+        f"status = main(['plan', '--no-files', '--config', {str(path)!r}, 'run.steps=9'])\n"
         "heavy = {'torch', 'vllm', 'ray', 'megatron.core', 'transformers'} & set(sys.modules)\n"
         "assert status == 0 and not heavy, (status, heavy)\n"
     )

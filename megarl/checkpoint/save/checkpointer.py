@@ -31,7 +31,17 @@ from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy, NoCommonS
 from megarl.checkpoint.format.sharding import content_metadata
 from megarl.checkpoint.save.background_export import BackgroundExport
 from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory, best_step, to_delete
-from megarl.checkpoint.save.resume import Candidate, ResumeError, candidates, changes, choose, contradictions, identity
+from megarl.checkpoint.save.resume import (
+    Candidate,
+    ResumeError,
+    candidates,
+    changed_order,
+    changes,
+    choose,
+    contradictions,
+    identity,
+    refusal,
+)
 from megarl.checkpoint.save.same_launch import remember_launch
 from megarl.checkpoint.save.training_state import (
     layout_record,
@@ -376,12 +386,10 @@ class Checkpointer:
     def _accept(self, chosen: Candidate, prepare: Callable[[Candidate], None]) -> dict[str, Any]:
         """Check that the run may resume from `chosen`, set other histories aside, and return the record. Rank 0."""
         record: dict[str, Any] = json.loads((chosen.path / STATE_FILE).read_text())
-        problems = contradictions(record["identity"], self._identity)
+        present = self.config.model_dump(mode="json")
+        problems = contradictions(record["identity"], self._identity) + changed_order(record["config"], present)
         if problems:
-            raise ResumeError(
-                f"{chosen.path} belongs to another run: {'; '.join(problems)}. Resume with the config of that run, or "
-                "start a new run with checkpoint.resume=never"
-            )
+            raise ResumeError(refusal(chosen.path, problems))
         if chosen.own:
             # Before the other files are rolled back: after a kill in between, the next start chooses the same one.
             self._set_aside_from(chosen.step + 1, "rolled_back")
@@ -391,7 +399,7 @@ class Checkpointer:
         prepare(chosen)
         remember_launch(self.config.run_dir)
         self._notify(f"resuming from {chosen.path}, {chosen.step} steps done")
-        if changed := changes(record["config"], self.config.model_dump(mode="json")):
+        if changed := changes(record["config"], present):
             self._notify(f"the config differs from the checkpoint's: {'; '.join(changed)}")
         return record
 

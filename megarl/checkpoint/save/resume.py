@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.format.manifest import DamagedCheckpointError, FileEntry, Manifest
-from megarl.checkpoint.save.directory import CheckpointDirectory
+from megarl.checkpoint.save.directory import STATE_FILE, CheckpointDirectory
 from megarl.config.datasets import train_sets
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 from megarl.models.source import hf_files
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
+
+
+MOST_TOLD = 2  # differences of two models
 
 
 class ResumeError(ValueError):
@@ -112,16 +116,77 @@ def identity(config: Config, info: ModelInfo) -> dict[str, Any]:
 
 def contradictions(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
     """Return the reasons why this run cannot resume from a checkpoint with identity `saved`; [] if it can."""
-    problems = [
-        f"model: {key} is {present['model'].get(key)!r}, the checkpoint has {saved['model'].get(key)!r}"
-        for key in sorted(saved["model"].keys() | present["model"].keys())
-        if _plain(saved["model"].get(key)) != _plain(present["model"].get(key))
-    ]
+    problems = _changed_model(saved["model"], present["model"])
     if saved["tokenizer"] != present["tokenizer"]:
-        problems.append("tokenizer: its files differ from those of the saved run")
+        problems.append("model.path: its tokenizer files differ from those of the saved run")
     if saved["prompts"] != present["prompts"]:
         problems.append(_changed_prompts(saved["prompts"], present["prompts"]))
     return problems
+
+
+def changed_order(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
+    """Return the keys of two configs that decide the order of the prompts, which a resumed run goes on with."""
+    problems = []
+    for section, name in (("run", "seed"), ("data", "shuffle")):
+        before, now = saved.get(section, {}).get(name), present[section][name]
+        if before is not None and before != now:
+            text = json.dumps(before)
+            problems.append(
+                f"{section}.{name} is {json.dumps(now)}, the checkpoint has {text}: set {section}.{name}={text}"
+            )
+    return problems
+
+
+def refusal(path: Path, problems: list[str]) -> str:
+    """Return the message for a checkpoint that cannot be resumed from."""
+    return (
+        f"checkpoint.resume: {path} belongs to another run: {'; '.join(problems)}. Resume with the config of that run, "
+        "start afresh with checkpoint.resume=never, or choose another run.dir"
+    )
+
+
+def resume_problems(config: Config, info: ModelInfo) -> list[str]:
+    """Return why the run cannot go on from the checkpoint that `checkpoint.resume` selects; [] if it can or is new.
+
+    The checkpoint's files are not verified: if they are damaged, the start takes an older one, of the same run.
+    """
+    try:
+        found = candidates(CheckpointDirectory(config.checkpoint_dir), config.checkpoint.resume)
+    except ResumeError as error:
+        return [str(error)]
+    if not found:
+        return []
+    try:
+        record = json.loads((found[0].path / STATE_FILE).read_text())
+        saved, settings = record["identity"], record["config"]
+    except (OSError, ValueError, KeyError):
+        return []
+    try:
+        problems = contradictions(saved, identity(config, info))
+    except OSError:  # a file is missing, which is told elsewhere
+        return []
+    problems += changed_order(settings, config.model_dump(mode="json"))
+    return [refusal(found[0].path, problems)] if problems else []
+
+
+def _changed_model(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
+    """Return one problem that names some of the differing sizes, or keys of config.json if no size differs."""
+    differing = [
+        f"{key} is {present.get(key)!r}, the checkpoint has {saved.get(key)!r}"
+        for key in sorted((saved.keys() | present.keys()) - {"raw"})
+        if _plain(saved.get(key)) != _plain(present.get(key))
+    ]
+    if not differing:
+        before, now = saved.get("raw") or {}, present.get("raw") or {}
+        differing = [
+            f"its config.json has another {key}"
+            for key in sorted(before.keys() | now.keys())
+            if _plain(before.get(key)) != _plain(now.get(key))
+        ]
+    if not differing:
+        return []
+    more = f", and {len(differing) - MOST_TOLD} more differ" if len(differing) > MOST_TOLD else ""
+    return [f"model.path: another model: {', '.join(differing[:MOST_TOLD])}{more}"]
 
 
 def _prompts(config: Config) -> str | dict[str, str]:

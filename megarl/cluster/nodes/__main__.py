@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.checkpoint.format.finished import already_finished
 from megarl.cluster.nodes.allocation import local_allocation, slurm_allocation
 from megarl.cluster.nodes.batch_script import shipped_scripts
 from megarl.cluster.nodes.board import NodeBoard, NodeFailure
@@ -44,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megarl.cluster.nodes", description="Called by the launch scripts.")
     commands = parser.add_subparsers(required=True)
-    before = commands.add_parser("prepare", help="check config and allocation; print the path of the launch file")
+    before = commands.add_parser(
+        "prepare", help="check config and allocation; print the path of the launch file, or nothing if it has finished"
+    )
     add_config_arguments(before)
     before.add_argument("--scheduler", choices=["slurm", "local"], required=True)
     before.add_argument("--hosts", help="comma-separated, for --scheduler local on several machines")
@@ -71,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _prepare(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
+    if (told := already_finished(config)) is not None:
+        sys.stderr.write(f"megarl: {told}\n")
+        return 0
     if options.scheduler == "slurm":
         allocation = slurm_allocation(os.environ, options.signal_s)
         launch_id = f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"

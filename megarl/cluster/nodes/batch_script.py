@@ -26,6 +26,7 @@ cd "$SLURM_SUBMIT_DIR"
 # Config, plan and allocation are checked before anything starts on any node.
 launch=$("$PYTHON" -m megarl.cluster.nodes prepare --scheduler slurm --signal-s "$signal_s" \\
   --config "$config" "$@")
+[ -n "$launch" ] || exit 0  # the run has finished before
 run_dir=$(dirname "$(dirname "$(dirname "$launch")")")
 
 # SLURM signals this script alone. The ranks see the file at their next step boundary, save and exit.
@@ -54,6 +55,7 @@ set -euo pipefail
 
 # Config, plan and this machine are checked before anything starts.
 launch=$("$PYTHON" -m megarl.cluster.nodes prepare --scheduler local --config "$config" "$@")
+[ -n "$launch" ] || exit 0  # the run has finished before
 run_dir=$(dirname "$(dirname "$(dirname "$launch")")")
 
 # The ranks see the file at their next step boundary, save and exit.

@@ -9,8 +9,21 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
-from megarl.checkpoint.save.resume import Candidate, ResumeError, candidates, changes, choose, contradictions
+from megarl.checkpoint.save.resume import (
+    Candidate,
+    ResumeError,
+    candidates,
+    changed_order,
+    changes,
+    choose,
+    contradictions,
+    identity,
+    resume_problems,
+)
+from megarl.models.read_config import load_info
+from tests.support.configs import config, write_problems
 from tests.support.sample_checkpoints import make_checkpoint, verify
+from tests.support.tiny import make_tiny_model
 
 
 def test_the_newest_sound_checkpoint_is_taken_and_the_damaged_one_named(directory: CheckpointDirectory) -> None:
@@ -68,3 +81,42 @@ def test_another_model_or_tokenizer_contradicts_and_the_rest_is_only_told() -> N
     before = {"trainer": {"optimizer": {"lr": 1e-3}, "gpus": 2}, "checkpoint": {"resume": "auto"}}
     after = {"trainer": {"optimizer": {"lr": 5e-4}, "gpus": 2}, "checkpoint": {"resume": "x"}}
     assert changes(before, after) == ["trainer.optimizer.lr: 0.001 -> 0.0005"]
+
+
+def test_of_another_model_few_differences_are_told() -> None:
+    saved = {"model": {"hidden": 64, "ffn": 96, "heads": 4, "raw": {"a": 1}}, "tokenizer": "a", "prompts": "p"}
+    other = {**saved, "model": {"hidden": 128, "ffn": 192, "heads": 8, "raw": {"a": 2, "b": [0] * 500}}}
+    [problem] = contradictions(saved, other)
+    assert problem == (
+        "model.path: another model: ffn is 192, the checkpoint has 96, heads is 8, the checkpoint has 4, and 1 more "
+        "differ"
+    )
+    same_sizes = {**saved, "model": {**saved["model"], "raw": {"a": 2}}}
+    assert contradictions(saved, same_sizes) == ["model.path: another model: its config.json has another a"]
+
+
+def test_the_order_of_the_prompts_cannot_change() -> None:
+    saved = {"run": {"seed": 0}, "data": {"shuffle": True}}
+    assert changed_order(saved, saved) == changed_order({}, saved) == []
+    present = {"run": {"seed": 3}, "data": {"shuffle": False}}
+    assert changed_order(saved, present) == [
+        "run.seed is 3, the checkpoint has 0: set it to 0",
+        "data.shuffle is false, the checkpoint has true: set it to true",
+    ]
+
+
+def test_a_resume_that_would_be_refused_is_known_before_anything_starts(tmp_path: Path) -> None:
+    model, data = make_tiny_model(tmp_path / "model"), write_problems(tmp_path / "prompts.jsonl", 4)
+    chosen, info = config(model, data, run__dir=str(tmp_path / "run")), load_info(model)
+    assert resume_problems(chosen, info) == []
+    path = make_checkpoint(CheckpointDirectory(chosen.checkpoint_dir), 2)
+    assert resume_problems(chosen, info) == [], "a damaged record, of which the start tells"
+    record = {"identity": identity(chosen, info), "config": chosen.model_dump(mode="json")}
+    (path / "state.json").write_text(json.dumps(record))
+    assert resume_problems(chosen, info) == []
+    reseeded = chosen.model_copy(update={"run": chosen.run.model_copy(update={"seed": 3})})
+    [problem] = resume_problems(reseeded, info)
+    assert problem.startswith(f"checkpoint.resume: {path} belongs to another run: run.seed is 3, the checkpoint has 0")
+    assert "checkpoint.resume=never" in problem and len(problem) < 500
+    anew = chosen.model_copy(update={"checkpoint": chosen.checkpoint.model_copy(update={"resume": "never"})})
+    assert resume_problems(anew, info) == []

@@ -200,6 +200,19 @@ def test_local_scripts(shell: Shell) -> None:
     assert shell.run(chosen, status="finished")[2][0].endswith("--config c.yaml")
 
 
+@pytest.mark.parametrize("script", [generic_local_script(), (ROOT / "launch/multinode.sh").read_text()])
+def test_a_run_that_has_finished_starts_no_agent(tmp_path: Path, script: str) -> None:
+    """`prepare` has said so, and prints no launch file."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho called >>{tmp_path}/calls\n")
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python), "MEGARL_RSH": "false"}
+    done = subprocess.run(
+        ["bash", "-c", script, "script", "a,b", "config.yaml"], env=environment, check=False, timeout=20
+    )
+    assert done.returncode == 0 and (tmp_path / "calls").read_text() == "called\n"
+
+
 def test_several_nodes_are_not_run_on_this_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,13 +222,18 @@ def test_several_nodes_are_not_run_on_this_machine(
     assert "needs 8 nodes: use --scheduler slurm" in capsys.readouterr().err
 
 
-def test_sbatch_that_is_not_there_is_told(
+def test_absent_files_are_told_before_sbatch_and_then_that_it_is_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PATH", str(tmp_path))
     arguments = ["launch", "--config", "examples/rl/configs/qwen3_8b_gsm8k_8.yaml", "--scheduler", "slurm"]
     assert cli.main([*arguments, f"run.dir={tmp_path / 'run'}"]) == 2
+    told = capsys.readouterr().err
+    absent = [line.partition(":")[0].strip(" -") for line in told.splitlines()[1:]]
+    assert absent == ["model.path", "data.path", "evaluation.sets.0.path"] and "--no-files if only the nodes" in told
+    assert not (tmp_path / "run").exists()
+    assert cli.main([*arguments, "--no-files", f"run.dir={tmp_path / 'run'}"]) == 2
     assert "sbatch is not on this machine" in capsys.readouterr().err
     assert (tmp_path / "run/launch/train.sbatch").is_file()
 

@@ -1,0 +1,126 @@
+"""What a run will open and call is tried before it starts, and all problems are told together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.common.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema import Config
+from megarl.models.read_config import load_info
+from megarl.run.check_start import check_start, is_checked, mark_checked
+from megarl.run.dry_run import dry_run
+from tests.support.checkout import ROOT
+from tests.support.configs import config, write_problems
+from tests.support.recipe_twins import RECIPES
+from tests.support.tiny import make_tiny_model
+
+SHARE = "tests.support.reward_functions:digit_share"
+BROKEN = "tests.support.reward_functions:broken"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("sound") / "model")
+
+
+@pytest.fixture
+def model(sound: Path, tmp_path: Path) -> Path:
+    """A copy of the model, to be damaged."""
+    return Path(shutil.copytree(sound, tmp_path / "model"))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_problems(tmp_path / "prompts.jsonl", 4)
+
+
+def problems_of(chosen: Config) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        check_start(chosen, load_info(chosen.model.path))
+    return raised.value.problems
+
+
+def with_header(path: Path, change: Any) -> None:
+    """Change the header of a safetensors file, whose tensors stay where they are."""
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    change(header)
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + whole[8 + length :])
+
+
+def test_all_problems_are_told_together(model: Path, data: Path) -> None:
+    data.write_text(data.read_text() + "no\n")
+    (model / "chat_template.jinja").unlink()
+    with (model / "model.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, os.SEEK_END) - 8)
+    told = problems_of(config(model, data, reward__function=BROKEN))
+    assert [each.partition(":")[0] for each in told] == ["data", "model.path", "model.path", "reward.function"]
+    assert f"{data}:5: not JSON" in told[0] and "has no chat template: put a chat_template.jinja" in told[1]
+    assert f"{model / 'model.safetensors'} is not a complete safetensors file" in told[2]
+    assert f"the first row of {data}" in told[3] and "LookupError: the judge has no key" in told[3]
+    assert "reward.trial_call: false" in told[3]
+
+
+def test_a_function_may_fail_where_the_config_says_what_that_means(sound: Path, data: Path) -> None:
+    expects = config(sound, data, reward__function=BROKEN, reward__on_error=0.0)
+    [warning] = check_start(expects, load_info(sound))
+    assert "LookupError: the judge has no key" in warning
+    uncalled = config(sound, data, reward__function=BROKEN, reward__trial_call=False)
+    assert check_start(uncalled, load_info(sound)) == []
+
+
+def test_a_missing_and_a_misshapen_tensor_are_named(model: Path, data: Path) -> None:
+    def change(header: dict[str, Any]) -> None:
+        header["model.renamed.weight"] = header.pop("model.norm.weight")
+        header["lm_head.weight"]["shape"].reverse()
+
+    with_header(model / "model.safetensors", change)
+    [problem] = problems_of(config(model, data, reward__function=SHARE, reward__trial_call=False))
+    assert problem.startswith("model.path: ") and "1 missing tensors:\n    model.norm.weight" in problem
+    assert "lm_head.weight in" in problem and "config.json implies" in problem
+    unread = config(model, data, reward__function=SHARE, reward__trial_call=False, model__load_weights=False)
+    assert check_start(unread, load_info(model)) == []
+
+
+def test_the_template_renders_each_set_with_its_own_variables(model: Path, data: Path) -> None:
+    held = [{"name": "held", "path": str(data), "chat_template_kwargs": {"enable_thinking": False}}]
+    chosen = config(model, data, reward__function=SHARE, reward__trial_call=False, evaluation__sets=held)
+    [problem] = problems_of(chosen)
+    assert problem.startswith("evaluation.sets.0: chat_template_kwargs: enable_thinking: no variable")
+    template = model / "chat_template.jinja"
+    template.write_text("{{ messages[0]['content'] + 1 }}")
+    assert problems_of(config(model, data, reward__function=SHARE, reward__trial_call=False)) == [
+        'data: the chat template fails with the first prompt: TypeError: can only concatenate str (not "int") to str'
+    ]
+
+
+def test_only_the_process_that_has_checked_speaks_for_its_ranks() -> None:
+    environment = {"MEGARL_CHECKED_BY": str(os.getppid())}
+    assert is_checked(environment)
+    mark_checked(environment)
+    assert not is_checked(environment) and environment["MEGARL_CHECKED_BY"] == str(os.getpid())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_shipped_recipe_is_planned_without_its_files(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")  # where neither models nor data are
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    monkeypatch.chdir(tmp_path)
+    stream, chosen = StringIO(), load_config(RECIPES[name])
+    dry_run(chosen, stream)
+    text = " ".join(stream.getvalue().split())
+    assert "device path CUDA" in text and f"model.path ({chosen.model.path})" in text
+    assert "not here, so not checked" in text
