@@ -5,8 +5,8 @@
 
 A loss: one finite number per token, of the dtype of its inputs; masked tokens and other sequences make no difference to
 it, nor does the order of the sequences, so that its sum is the same over any micro-batches; it changes no input, and
-gives the same again. An advantage: one finite number per sample; the order of groups and of samples makes no
-difference; it changes no input, and gives the same again.
+gives the same again. An advantage: one finite number per sample, or one per turn of a sample with rewards of turns; the
+order of groups and of samples makes no difference; it changes no input, and gives the same again.
 
 Shapes: R response tokens, S sequences.
 """
@@ -61,22 +61,29 @@ def check_advantage(advantage: Advantage | str, **options: object) -> None:
     generator = random.Random(0)
     rewards = [[round(generator.uniform(-1, 1), 3) for _ in range(size)] for size in (4, 2, 5)] + [[1.0, 1.0]]
     tokens = [[generator.randrange(0, 9) for _ in group] for group in rewards]
-    batch = GroupRewards(rewards, tokens)
+    turns = [[[generator.uniform(-1, 1) for _ in range(generator.randrange(4))] for _ in group] for group in rewards]
+    for batch in (GroupRewards(rewards, tokens), GroupRewards(rewards, tokens, turns)):
+        _check_order(chosen, batch)
+    for special in ([], [[1.0, 1.0], [1.0, 1.0]], [[0.0]], [[1e6, -1e6], [0.0, 1e-6]]):
+        for count in (0, 3):
+            _advantages(chosen, GroupRewards(special, [[count] * len(group) for group in special]))
+
+
+def _check_order(chosen: Advantage, batch: GroupRewards) -> None:
+    """Check that inputs stay as they are, and that no order makes a difference."""
     before = copy.deepcopy(batch)
     values = _advantages(chosen, batch)
     if batch != before:
         raise ContractError(f"the advantage {chosen.name} changes its inputs")
     _check_numbers(chosen, values, _advantages(chosen, batch), "it gives another result when it is called again")
-    for order in itertools.islice(itertools.permutations(range(len(rewards))), 5, None, 7):
-        moved = GroupRewards([rewards[g] for g in order], [tokens[g] for g in order])
-        expected = [values[g] for g in order]
+    parts = (batch.rewards, batch.tokens, batch.turn_rewards)
+    for order in itertools.islice(itertools.permutations(range(len(batch.rewards))), 5, None, 7):
+        moved = GroupRewards(*([part[g] for g in order] if part else [] for part in parts))
+        expected: Advantages = [values[g] for g in order]
         _check_numbers(chosen, expected, _advantages(chosen, moved), "the order of the groups changes it")
-    turned = GroupRewards([group[::-1] for group in rewards], [group[::-1] for group in tokens])
+    turned = GroupRewards(*([group[::-1] for group in part] for part in parts))
     expected = [group[::-1] for group in values]
     _check_numbers(chosen, expected, _advantages(chosen, turned), "the order of the samples of a group changes it")
-    for special in ([], [[1.0, 1.0], [1.0, 1.0]], [[0.0]], [[1e6, -1e6], [0.0, 1e-6]]):
-        for count in (0, 3):
-            _advantages(chosen, GroupRewards(special, [[count] * len(group) for group in special]))
 
 
 @dataclass(frozen=True)
@@ -251,13 +258,22 @@ def _advantages(chosen: Advantage, batch: GroupRewards) -> Advantages:
     try:
         return advantages_of(chosen, batch)
     except Exception as error:
+        turns = f" and turns with the rewards {batch.turn_rewards}" if batch.turn_rewards else ""
         raise ContractError(
-            f"the advantage {chosen.name} fails on the rewards {batch.rewards} of samples with {batch.tokens} tokens: "
-            f"{type(error).__name__}: {error}"
+            f"the advantage {chosen.name} fails on the rewards {batch.rewards} of samples with {batch.tokens} tokens"
+            f"{turns}: {type(error).__name__}: {error}"
         ) from error
 
 
-def _check_numbers(chosen: Advantage, one: Sequence[list[float]], other: Advantages, wrong: str) -> None:
-    pairs = zip(itertools.chain(*one), itertools.chain(*other), strict=True)
+def _check_numbers(chosen: Advantage, one: Advantages, other: Advantages, wrong: str) -> None:
+    pairs = zip(_numbers(one), _numbers(other), strict=True)
     if not all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in pairs):
         raise ContractError(f"the advantage {chosen.name} breaks its contract: {wrong}")
+
+
+def _numbers(advantages: Advantages) -> list[float]:
+    """Return all numbers in their order."""
+    found: list[float] = []
+    for value in itertools.chain(*advantages):
+        found += value if isinstance(value, Sequence) else [value]
+    return found

@@ -9,6 +9,8 @@ filters by the same function, so that both sides agree on every group.
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -63,6 +65,11 @@ class JudgedSample(Protocol):
         ...
 
     @property
+    def turn_rewards(self) -> Sequence[float]:
+        """What the model's turns in this row have earned beside the reward; empty for none."""
+        ...
+
+    @property
     def demonstrated(self) -> bool:
         """Tell whether the response was given with the data; it has no reward then."""
         ...
@@ -73,7 +80,11 @@ J = TypeVar("J", bound=JudgedSample)
 
 @dataclass(frozen=True)
 class ShapedSample:
-    """A row that is sent to the trainer. With `trained` False its tokens are masked from the loss."""
+    """A row that is sent to the trainer. With `trained` False its tokens are masked from the loss.
+
+    `turn_rewards`: of the row's turns, after shaping. `turn_advantages`: their advantages, if there is one for each;
+    `advantage` is then the mean over the turns of the sample.
+    """
 
     key: str
     group: int  # index into the groups that came in
@@ -83,6 +94,8 @@ class ShapedSample:
     part: int = 0
     tokens: int = 0  # that the model sampled
     demonstrated: bool = False
+    turn_rewards: tuple[float, ...] = ()
+    turn_advantages: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,7 @@ class ShapingSpec:
 
     `permutation_seed`: if given, rewards are first shuffled inside each group (`algorithm.permute_rewards`).
     `unfiltered`: data sets of which groups with equal rewards are trained too, because a teacher tells their tokens
-    apart.
+    apart. `by_turn`: the advantage is made of the rewards of turns too, so that they are a signal.
     """
 
     truncated: TruncatedPolicy
@@ -101,6 +114,7 @@ class ShapingSpec:
     filter_zero_variance: bool
     permutation_seed: int | None = None
     unfiltered: frozenset[str] = frozenset()
+    by_turn: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +148,27 @@ def shape_group(alive: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> l
     return shaped
 
 
+def shape_turns(alive: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> list[list[float]]:
+    """Return the rewards of each sample's turns, over its rows in order, for the samples of `shape_group`.
+
+    A sample whose reward the truncation policy takes has 0 for each turn. Permuted are the rewards of each turn among
+    the samples that have it.
+    """
+    found = [[reward for row in rows for reward in row.turn_rewards] for rows in alive]
+    if spec.permutation_seed is not None:
+        for turn in range(max(map(len, found), default=0)):
+            having = [each for each in found if turn < len(each)]
+            values = [each[turn] for each in having]
+            random.Random(f"{spec.permutation_seed}:{alive[0][0].group_id}:{turn}").shuffle(values)
+            for each, value in zip(having, values, strict=True):
+                each[turn] = value
+    zeroed = spec.truncated == "zero_reward"
+    return [
+        [0.0] * len(each) if zeroed and any(row.truncated for row in rows) else each
+        for rows, each in zip(alive, found, strict=True)
+    ]
+
+
 def alive_samples(group: Sequence[J]) -> list[list[J]]:
     """Return the rows of those samples of a group that did not fail. One failed row fails its sample."""
     return [rows for rows in by_sample(group) if not any(row.failed for row in rows)]
@@ -142,15 +177,23 @@ def alive_samples(group: Sequence[J]) -> list[list[J]]:
 def without_signal(group: Sequence[JudgedSample], spec: ShapingSpec) -> bool:
     """Tell whether `spec`'s filter drops a group: it has two samples that did not fail, and equal shaped rewards.
 
-    A group with fewer is not without signal but failed. The signal of demonstrations and of the data sets that `spec`
-    leaves unfiltered is not in their rewards.
+    With `by_turn` also the rewards of each turn are equal. A group with fewer is not without signal but failed. The
+    signal of demonstrations and of the data sets that `spec` leaves unfiltered is not in their rewards.
     """
     alive = alive_samples(group)
     if not spec.filter_zero_variance or len(alive) < 2:
         return False
     if alive[0][0].demonstrated or alive[0][0].dataset in spec.unfiltered:
         return False
-    return zero_variance([r for r, _ in shape_group(alive, spec)])
+    if not zero_variance([r for r, _ in shape_group(alive, spec)]):
+        return False
+    return not spec.by_turn or all(map(zero_variance, _turn_by_turn(shape_turns(alive, spec))))
+
+
+def _turn_by_turn(samples: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return for each turn its rewards in those samples that have it."""
+    most = max(map(len, samples), default=0)
+    return [[each[turn] for each in samples if turn < len(each)] for turn in range(most)]
 
 
 def shape_batch(
@@ -182,14 +225,7 @@ def shape_batch(
         if without_signal(group, own):
             counts["filtered_groups"] += 1
             continue
-        shaped = shape_group(alive, own)
-        kept.append(
-            [
-                ShapedSample(row.key, index, reward, 0.0, trained, row.part, row.sampled_tokens, row.demonstrated)
-                for rows, (reward, trained) in zip(alive, shaped, strict=True)
-                for row in rows
-            ]
-        )
+        kept.append(_shaped_rows(index, alive, own))
     kept = with_advantages(kept, advantage)
     return ShapedBatch(
         groups=kept,
@@ -197,6 +233,20 @@ def shape_batch(
         masked_samples=sum(not row.trained and row.part == 0 for group in kept for row in group),
         **counts,
     )
+
+
+def _shaped_rows(index: int, alive: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> list[ShapedSample]:
+    """Return the rows of group number `index`, without advantages."""
+    made = []
+    for rows, (reward, trained), turns in zip(
+        alive, shape_group(alive, spec), shape_turns(alive, spec), strict=True
+    ):  # fmt: skip
+        left = iter(turns)
+        for row in rows:
+            own = tuple(itertools.islice(left, len(row.turn_rewards)))
+            part, tokens = row.part, row.sampled_tokens
+            made.append(ShapedSample(row.key, index, reward, 0.0, trained, part, tokens, row.demonstrated, own))
+    return made
 
 
 def with_advantages(
@@ -222,8 +272,26 @@ def _with_advantages(
     batch = GroupRewards(
         rewards=[[rows[0].reward for rows in group] for group in samples],
         tokens=[[sum(row.tokens for row in rows) if rows[0].trained else 0 for rows in group] for group in samples],
+        turn_rewards=_turn_rewards(samples),
     )
     return [
-        [replace(row, advantage=value) for rows, value in zip(group, values, strict=True) for row in rows]
+        [row for rows, value in zip(group, values, strict=True) for row in _with_advantage(rows, value)]
         for group, values in zip(samples, advantages_of(advantage, batch), strict=True)
+    ]
+
+
+def _turn_rewards(groups: Sequence[Sequence[Sequence[ShapedSample]]]) -> list[list[list[float]]]:
+    """Return the rewards of the turns of each sample of each group; empty if there are none."""
+    found = [[[reward for row in rows for reward in row.turn_rewards] for rows in group] for group in groups]
+    return found if any(each for group in found for each in group) else []
+
+
+def _with_advantage(rows: Sequence[ShapedSample], value: float | Sequence[float]) -> list[ShapedSample]:
+    """Return the rows of a sample with its advantage, or with those of its turns."""
+    if not isinstance(value, Sequence):
+        return [replace(row, advantage=value) for row in rows]
+    mean, left = math.fsum(value) / max(1, len(value)), iter(value)
+    return [
+        replace(row, advantage=mean, turn_advantages=tuple(itertools.islice(left, len(row.turn_rewards))))
+        for row in rows
     ]

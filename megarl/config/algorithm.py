@@ -25,6 +25,8 @@ T = TypeVar("T")
 SHORT_FORMS = ("clip_low", "clip_high", "clip_dual")
 # Advantages without a baseline of the group: equal rewards are a signal.
 _BATCH_BASELINES = ("reinforce_pp",)
+# Advantages that are made of the rewards of turns too.
+_BY_TURN = ("mt_grpo",)
 
 
 def loss_of(config: Config) -> Chosen[TokenInputs, TokenLoss]:
@@ -44,6 +46,11 @@ def filters_equal_rewards(config: Config) -> bool:
     """Tell whether groups whose rewards are all equal are dropped: as asked, or else if they have no signal."""
     asked = config.algorithm.filter_zero_variance
     return config.algorithm.advantage not in _BATCH_BASELINES if asked is None else asked
+
+
+def uses_turn_rewards(config: Config) -> bool:
+    """Tell whether the rewards of turns are a signal, so that a group where only they differ is kept."""
+    return config.algorithm.advantage in _BY_TURN
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:

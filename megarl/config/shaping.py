@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.algorithms.filters import ShapingSpec
-from megarl.config.algorithm import filters_equal_rewards
+from megarl.config.algorithm import filters_equal_rewards, uses_turn_rewards
 from megarl.config.datasets import train_sets
 from megarl.config.schema import Config
 
@@ -18,4 +18,5 @@ def shaping_of(config: Config) -> ShapingSpec:
         filter_zero_variance=filters_equal_rewards(config),
         permutation_seed=config.run.seed if config.algorithm.permute_rewards else None,
         unfiltered=frozenset(each.name for each in train_sets(config) if each.teacher is not None),
+        by_turn=uses_turn_rewards(config),
     )

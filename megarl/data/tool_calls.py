@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,11 +42,18 @@ class ParsedTurn:
     calls: tuple[ToolCall | MalformedCall, ...] = ()
 
 
+ToolSchemas = Sequence[Mapping[str, Any]]
+"""Tools as OpenAI's API describes them (`megarl.tools.tool.schema_of`)."""
+
+
 class ToolFormat(Protocol):
     """The way in which a model writes its calls."""
 
-    def parse(self, text: str) -> ParsedTurn:
-        """Read the text of a whole turn; special tokens may be part of it, the end of the turn is not."""
+    def parse(self, text: str, tools: ToolSchemas = ()) -> ParsedTurn:
+        """Read the text of a whole turn; special tokens may be part of it, the end of the turn is not.
+
+        `tools`: those that the model was shown, for a format that does not tell the types of arguments itself.
+        """
         ...
 
     def certain_content(self, text: str) -> str:
@@ -66,9 +73,9 @@ class TaggedFormat:
     name_key: str = "name"
     arguments_key: str = "arguments"
 
-    def parse(self, text: str) -> ParsedTurn:
+    def parse(self, text: str, tools: ToolSchemas = ()) -> ParsedTurn:
         """See `ToolFormat.parse`."""
-        thought, rest = _split_thought(text)
+        thought, rest = split_thought(text, self.opening)
         content: list[str] = [thought]
         calls: list[ToolCall | MalformedCall] = []
         while True:
@@ -77,7 +84,7 @@ class TaggedFormat:
             if not found:
                 return ParsedTurn("".join(content).strip(), tuple(calls))
             body, rest, ended = self._body(rest)
-            calls += self._calls(body) if ended else [_unclosed(body, self.closing)]
+            calls += self._calls(body) if ended else [unclosed(body, self.closing)]
 
     def _body(self, text: str) -> tuple[str, str, bool]:
         """Return the text of a call, what follows it, and whether it is complete."""
@@ -92,12 +99,7 @@ class TaggedFormat:
 
     def certain_content(self, text: str) -> str:
         """See `ToolFormat.certain_content`."""
-        thought, rest = _split_thought(text)
-        before, found, _ = rest.partition(self.opening)
-        if not found:
-            before = before[: len(before) - _overlap(before, self.opening)]
-        # A call may follow white space that is no content then.
-        return (thought + before).strip()
+        return content_before(text, self.opening)
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,9 @@ class BareFormat:
     name_key: str = "name"
     arguments_key: str = "parameters"
 
-    def parse(self, text: str) -> ParsedTurn:
+    def parse(self, text: str, tools: ToolSchemas = ()) -> ParsedTurn:
         """See `ToolFormat.parse`."""
-        thought, rest = _split_thought(text)
+        thought, rest = split_thought(text)
         body = rest.strip()
         opened = bool(self.opening) and body.startswith(self.opening)
         body = body.removeprefix(self.opening).strip() if opened else body
@@ -126,7 +128,7 @@ class BareFormat:
 
     def certain_content(self, text: str) -> str:
         """See `ToolFormat.certain_content`."""
-        thought, rest = _split_thought(text)
+        thought, rest = split_thought(text)
         body = rest.lstrip()
         possible = not body or body.startswith("{") or _begins_alike(body, self.opening)
         return (thought if possible else text).strip()
@@ -138,32 +140,42 @@ HERMES = TaggedFormat()
 def read_calls(body: str, name_key: str = "name", arguments_key: str = "arguments") -> list[ToolCall | MalformedCall]:
     """Return the call, or the list of calls, that a JSON text holds; a malformed one instead of what is none."""
     try:
-        value = json.loads(body.strip(), parse_constant=_no_constant)
+        value = json.loads(body.strip(), parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
-        return [_malformed(body, f"it is no JSON ({_short(error)})")]
+        return [malformed(body, f"it is no JSON ({_short(error)})")]
     values = value if isinstance(value, list) and value else [value]
     return [_call(each, body, name_key, arguments_key) for each in values]
 
 
 def _call(value: object, body: str, name_key: str, arguments_key: str) -> ToolCall | MalformedCall:
     if not isinstance(value, dict):
-        return _malformed(body, "it is no JSON object")
+        return malformed(body, "it is no JSON object")
     name, arguments = value.get(name_key), value.get(arguments_key, {})
     if not isinstance(name, str) or not name:
-        return _malformed(body, f'it has no "{name_key}" that is a string')
+        return malformed(body, f'it has no "{name_key}" that is a string')
     if isinstance(arguments, str):  # some models write the object as a JSON text, as in OpenAI's API
         try:
-            arguments = json.loads(arguments, parse_constant=_no_constant)
+            arguments = json.loads(arguments, parse_constant=no_constant)
         except (ValueError, RecursionError):
-            return _malformed(body, f'"{arguments_key}" is a string and no JSON object')
+            return malformed(body, f'"{arguments_key}" is a string and no JSON object')
     if not isinstance(arguments, dict):
-        return _malformed(body, f'"{arguments_key}" is no JSON object')
-    if reason := _unusable({name: arguments}):
-        return _malformed(body, reason)
+        return malformed(body, f'"{arguments_key}" is no JSON object')
+    if reason := unusable({name: arguments}):
+        return malformed(body, reason)
     return ToolCall(name, arguments)
 
 
-def _unusable(value: object) -> str:
+def content_before(text: str, opening: str) -> str:
+    """Return the certain content of an unfinished turn whose calls begin with the text `opening`."""
+    thought, rest = split_thought(text, opening)
+    before, found, _ = rest.partition(opening)
+    if not found:
+        before = before[: len(before) - _overlap(before, opening)]
+    # A call may follow white space that is no content then.
+    return (thought + before).strip()
+
+
+def unusable(value: object) -> str:
     """Return why a JSON value cannot be written, hashed and sent to other processes as it is; empty if it can."""
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -183,17 +195,20 @@ def _unusable(value: object) -> str:
     return f"it is nested more than {MAX_DEPTH} levels deep"
 
 
-def _malformed(body: str, reason: str) -> MalformedCall:
+def malformed(body: str, reason: str) -> MalformedCall:
+    """Return a call that cannot be read, with its error for the model."""
     quoted = body.strip()
     quoted = quoted if len(quoted) <= _QUOTED else f"{quoted[:_QUOTED]}..."
     return MalformedCall(body, f"the tool call cannot be read: {reason}: {quoted}")
 
 
-def _unclosed(body: str, closing: str) -> MalformedCall:
-    return _malformed(body, f"{closing} is missing")
+def unclosed(body: str, closing: str) -> MalformedCall:
+    """Return a call whose end is missing."""
+    return malformed(body, f"{closing} is missing")
 
 
-def _no_constant(name: str) -> object:
+def no_constant(name: str) -> object:
+    """Refuse what Python's JSON has besides the standard's: NaN and infinities."""
     raise ValueError(f"{name} is no JSON")
 
 
@@ -201,10 +216,13 @@ def _short(error: BaseException) -> str:
     return str(error)[:_QUOTED] if isinstance(error, ValueError) else "nested too deeply"
 
 
-def _split_thought(text: str) -> tuple[str, str]:
-    """Return the reasoning with its tags, and what follows it. Reasoning that has not ended is all there is."""
+def split_thought(text: str, opening: str = "<tool_call>") -> tuple[str, str]:
+    """Return the reasoning with its tags, and what follows it. Reasoning that has not ended is all there is.
+
+    `opening` begins a call: the end of a reasoning that stands in an argument ends none.
+    """
     thought, found, rest = text.partition(_THOUGHT)
-    if found and "<tool_call>" not in thought.partition(_THINK)[0]:
+    if found and opening not in thought.partition(_THINK)[0]:
         return thought + found, rest
     if not found and text.lstrip().startswith(_THINK):
         return text, ""

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.data.tool_calls import MalformedCall, ToolCall, ToolFormat
+from megarl.data.tool_calls import MalformedCall, ToolCall, ToolFormat, ToolSchemas
 from megarl.door.api_errors import refused
 from megarl.door.sampling_fields import (
     READ,
@@ -198,16 +198,16 @@ def cut_at(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     return (text[: min(found)], True) if found else (text, False)
 
 
-def read_turn(text: str, tools: ToolFormat | None, name: str) -> ChatText:
-    """Return content and calls of a whole turn. `tools`: the format of calls; None if the model was shown no tools.
+def read_turn(text: str, form: ToolFormat | None, tools: ToolSchemas, name: str) -> ChatText:
+    """Return content and calls of a whole turn. `form`: of its calls; None if the model was shown no `tools`.
 
     `name`: of the turn, by which its calls get ids of their own.
 
     A turn with a call that cannot be read is content as a whole: OpenAI's form has no place for such a call.
     """
-    if tools is None:
+    if form is None:
         return ChatText(text)
-    parsed = tools.parse(text)
+    parsed = form.parse(text, tools)
     if any(isinstance(call, MalformedCall) for call in parsed.calls):
         return ChatText(text.strip())
     calls = (call for call in parsed.calls if isinstance(call, ToolCall))

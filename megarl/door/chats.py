@@ -145,7 +145,8 @@ class Chats:
     async def _turn(self, chat: _Chat, part: ResponsePart, index: int) -> ChatText:
         """Return the text of a whole response, choice number `index`. Ids of calls tell the choices apart."""
         text = await self._text.text(part.response_ids, tools=chat.format is not None)
-        return read_turn(cut_at(text, chat.request.stops)[0], chat.format, f"{chat.request_id}_{index}")
+        name = f"{chat.request_id}_{index}"
+        return read_turn(cut_at(text, chat.request.stops)[0], chat.format, chat.request.tools, name)
 
     def _key(self, chat: _Chat, turn: ChatText) -> str:
         return extended(chat.key, message_of(turn))

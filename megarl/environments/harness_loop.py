@@ -162,7 +162,8 @@ def outcome_of(returned: object) -> RewardOutcome | None:
     if result is None:
         return RewardOutcome(float(score))
     components = {name: float(value) for name, value in result.components.items()}
-    return RewardOutcome(float(score), components, answer=result.answer)
+    by_turn = tuple(float(value) for value in result.turn_rewards)
+    return RewardOutcome(float(score), components, answer=result.answer, turn_rewards=by_turn)
 
 
 async def trajectories(
@@ -179,12 +180,12 @@ async def trajectories(
     results = {turn.number: _result(turn) for turn in turns if turn.response_ids}
     failure = failure or next((found for each in results.values() if (found := defect(each))), "")
     last = max(results)
+    path = next((row for row in rows if last in row.turns), rows[-1])
     if not failure and reward is None:
-        path = next(row for row in rows if last in row.turns)
         reward = await ctx.judge(results[last], dialogue_of(ctx, path))
     if reward is not None and reward.dropped:
         failure = failure or reward.error or ""
-    return [_trajectory(ctx, row, reward, failure) for row in rows]
+    return [_trajectory(ctx, row, reward, failure, judged=row is path) for row in rows]
 
 
 def dialogue_of(ctx: AgentContext, row: SessionRow) -> list[Turn]:
@@ -203,7 +204,14 @@ def _result(turn: SessionTurn) -> GenerateResult:
     return GenerateResult(name, turn.response_ids, turn.logprobs, turn.versions, turn.finish_reason, -1)
 
 
-def _trajectory(ctx: AgentContext, row: SessionRow, reward: RewardOutcome | None, failure: str) -> Trajectory:
+def _trajectory(
+    ctx: AgentContext, row: SessionRow, reward: RewardOutcome | None, failure: str, *, judged: bool
+) -> Trajectory:
+    """Return the trajectory of a path. `judged`: it is the one whose turns the reward function has seen."""
+    by_turn = list(reward.turn_rewards) if reward is not None and judged else []
+    starts = [at for at, (before, now) in enumerate(itertools.pairwise([False, *row.sampled])) if now and not before]
+    if by_turn and len(by_turn) != len(starts):
+        raise ValueError(f"the last path of the session has {len(starts)} turns, and {len(by_turn)} turn_rewards")
     return Trajectory(
         group_id=ctx.group_id,
         sample_index=ctx.sample_index,
@@ -218,4 +226,6 @@ def _trajectory(ctx: AgentContext, row: SessionRow, reward: RewardOutcome | None
         failure=failure,
         reward_error=(reward.error or "") if reward is not None else "",
         response_mask=row.mask,
+        turn_rewards=by_turn,
+        turn_starts=starts if by_turn else [],
     )

@@ -149,6 +149,8 @@ def _schema() -> pa.Schema:
             ("reward_error", pa.string()),
             ("dataset", pa.string()),
             ("demonstrated", pa.bool_()),
+            ("turn_rewards", pa.list_(pa.float64())),
+            ("turn_starts", pa.list_(pa.int32())),
             *((stream_column(stream), pa.list_(_arrow_type(stream))) for stream in STREAMS.from_rollout),
         ]
     )
@@ -197,6 +199,8 @@ _PLAIN = (
     "reward_error",
     "dataset",
     "demonstrated",
+    "turn_rewards",
+    "turn_starts",
 )
 
 

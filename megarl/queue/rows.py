@@ -147,6 +147,8 @@ def decode(data: TensorDict, tags: Sequence[Mapping[str, str]]) -> list[Trajecto
                 dataset=tag["dataset"],
                 part=tag["part"],
                 demonstrated=tag["demonstrated"],
+                turn_rewards=tag["turn_rewards"],
+                turn_starts=tag["turn_starts"],
                 **own,
             )
         )

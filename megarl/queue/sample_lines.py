@@ -45,6 +45,7 @@ def sample_record(step: int, trajectory: Trajectory, decode: Decode, reference: 
         "reference": reference,
         "reward": _finite(trajectory.reward),
         "reward_components": {name: _finite(value) for name, value in trajectory.reward_components.items()},
+        **({"turn_rewards": trajectory.turn_rewards} if trajectory.turn_rewards else {}),
         "finish_reason": trajectory.finish_reason,
         "response_tokens": len(trajectory.response_ids),
         "versions": [_span(span) for span in trajectory.versions],

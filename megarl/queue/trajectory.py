@@ -64,6 +64,8 @@ class Trajectory:
         streams: further values per response token (`megarl.queue.streams`).
         dataset: the name of the prompt's data set; "" if the run has only one.
         part: which trajectory of its sample this is. An agent may return several of one sample, with equal rewards.
+        turn_rewards: what the model's turns have earned beside `reward`, in order; empty for none. `turn_starts`: the
+            first response token of each of these turns.
         demonstrated: the response was given with the data and no weights have made it: it has neither versions nor a
             reward, its log-probs are 0, and it is trained by the loss term `ce` alone.
     """
@@ -85,6 +87,8 @@ class Trajectory:
     dataset: str = ""
     part: int = 0
     demonstrated: bool = False
+    turn_rewards: list[float] = field(default_factory=list)
+    turn_starts: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.response_mask:
@@ -121,6 +125,8 @@ class Trajectory:
             replicas=sorted({span.replica for span in self.versions if span.replica >= 0}),
             version_tokens=self._version_tokens(),
             demonstrated=self.demonstrated,
+            turn_rewards=list(self.turn_rewards),
+            turn_starts=list(self.turn_starts),
         )
 
     def _version_tokens(self) -> dict[str, int]:
@@ -145,7 +151,7 @@ class SampleTag:
     `bad_logprobs`: the sample has failed, and its engine has returned log-probs that are not finite. `replicas`:
     indices of the replicas that are known to have sampled tokens of it, sorted. `version_tokens`: the sampled tokens by
     the version that they count as (`VersionSpan.counts_as`), as text. `demonstrated`: as `Trajectory.demonstrated`;
-    such a sample is never stale.
+    such a sample is never stale. `turn_rewards`, `turn_starts`: as those of `Trajectory`.
     """
 
     key: str
@@ -165,6 +171,8 @@ class SampleTag:
     replicas: list[int] = field(default_factory=list)
     version_tokens: dict[str, int] = field(default_factory=dict)
     demonstrated: bool = False
+    turn_rewards: list[float] = field(default_factory=list)
+    turn_starts: list[int] = field(default_factory=list)
 
     @property
     def failed(self) -> bool:

@@ -61,8 +61,10 @@ def decode_answer(encoded: bytes, task: int) -> RewardAnswer:
         raise AnswerError(f"an answer for sample {answer.task} where that for sample {task} was due")
     if (answer.result is None) == (answer.reason is None):
         raise AnswerError("an answer with both a result and an error, or with neither")
-    if answer.result is not None and not math.isfinite(answer.result.score):
-        raise AnswerError(f"an answer with the score {answer.result.score}, which is no finite number")
+    if answer.result is not None:
+        for score in (answer.result.score, *answer.result.turn_rewards):
+            if not math.isfinite(score):
+                raise AnswerError(f"an answer with the score {score}, which is no finite number")
     return answer
 
 

@@ -52,19 +52,29 @@ def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFuncti
     warm_up = getattr(target, "warm_up", None)
     if callable(warm_up):
         warm_up()
-    return lambda sample: as_result(adapted(sample))
+    return lambda sample: _with_checked_turns(as_result(adapted(sample)), sample)
+
+
+def _with_checked_turns(result: RewardResult, sample: RewardInput) -> RewardResult:
+    if result.turn_rewards and len(result.turn_rewards) != sample.model_turns:
+        raise ValueError(
+            f"the reward has {len(result.turn_rewards)} turn_rewards, and the model had {sample.model_turns} turns: "
+            "return one number for each, in order, or none"
+        )
+    return result
 
 
 def as_result(value: Any) -> RewardResult:  # noqa: ANN401  # whatever a user's function returns
     """Convert the return value of a reward function to a RewardResult.
 
-    Raises ValueError if it is neither a finite number nor a RewardResult with a finite score, and if a component has a
-    name that no metric can have.
+    Raises ValueError if it is neither a finite number nor a RewardResult with a finite score and finite rewards of
+    turns, and if a component has a name that no metric can have.
     """
     try:
         raw = value if isinstance(value, RewardResult) else RewardResult(float(value))
         components = {str(name): float(value) for name, value in raw.components.items()}
-        result = RewardResult(float(raw.score), components, None if raw.answer is None else str(raw.answer))
+        answer = None if raw.answer is None else str(raw.answer)
+        result = RewardResult(float(raw.score), components, answer, tuple(float(each) for each in raw.turn_rewards))
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"a reward must be a number or a RewardResult, not {value!r:.80}") from error
     if wrong := [name for name in components if not name or "/" in name]:
@@ -74,6 +84,8 @@ def as_result(value: Any) -> RewardResult:  # noqa: ANN401  # whatever a user's 
         )
     if not math.isfinite(result.score):
         raise ValueError(f"the reward is {result.score}, not a finite number")
+    if bad := [each for each in result.turn_rewards if not math.isfinite(each)]:
+        raise ValueError(f"a reward of a turn is {bad[0]}, not a finite number")
     return result
 
 

@@ -51,18 +51,25 @@ class RewardInput:
     row: dict[str, Any] = field(default_factory=dict)
     turns: tuple[Turn, ...] = ()
 
+    @property
+    def model_turns(self) -> int:
+        """The number of turns of the model; 1 for a single response."""
+        return sum(turn.role == "assistant" for turn in self.turns) if self.turns else 1
+
 
 @dataclass(frozen=True)
 class RewardResult:
     """A score and its named components; training uses only the score, the components are reported as metrics.
 
     `answer` is the final answer in a form in which equal answers are equal strings, for majority votes; None if there
-    is none or the function does not return it.
+    is none or the function does not return it. `turn_rewards`: what each of the model's turns has earned besides, in
+    order; empty for none. Only an advantage by turn trains on them (`algorithm.advantage: mt_grpo`).
     """
 
     score: float
     components: dict[str, float] = field(default_factory=dict)
     answer: str | None = None
+    turn_rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class RewardOutcome:
     """The reward of one sample; `error` is None, or tells why there is none.
 
     `score` is then `reward.on_error`, and 0 with `drop`, where `dropped` is true: the sample must not be trained on.
-    `redone`: how often it was scored again because its process had ended.
+    `redone`: how often it was scored again because its process had ended. `turn_rewards`: as `RewardResult` has them.
     """
 
     score: float
@@ -80,6 +87,7 @@ class RewardOutcome:
     answer: str | None = None
     dropped: bool = False
     redone: int = 0
+    turn_rewards: tuple[float, ...] = ()
 
 
 RewardFunction = Callable[[RewardInput], RewardResult]

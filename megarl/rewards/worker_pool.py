@@ -356,7 +356,13 @@ class RewardPool:
         if message is not None:
             report.tell(message)
         if result is not None:
-            outcome = RewardOutcome(result.score, result.components, answer=result.answer, redone=task.redone)
+            outcome = RewardOutcome(
+                result.score,
+                result.components,
+                answer=result.answer,
+                redone=task.redone,
+                turn_rewards=result.turn_rewards,
+            )
             task.future.set_result(outcome)
         elif failure is not None:  # close() killed the process, so the sample did not fail
             task.future.set_exception(RewardPoolError(failure))

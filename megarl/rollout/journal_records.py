@@ -22,7 +22,8 @@ from megarl.rollout.response_parts import ResponsePart
 
 _HEAD = struct.Struct("<I")  # bytes of the head
 _TEXTS = ("failure", "reward_error", "dataset")
-_PLAIN = ("sample_index", "part", "finish_reason", "reward", "reward_components", "status", "demonstrated", *_TEXTS)
+_PLAIN = ("sample_index", "part", "finish_reason", "reward", "reward_components", "status", "demonstrated",
+          "turn_rewards", "turn_starts", *_TEXTS)  # fmt: skip
 _TOKENS = (("response_ids", "i"), ("logprobs", "f"))  # of an unfinished group
 _ARRAYS = (("prompt_ids", "i"), ("response_ids", "i"), ("response_mask", "b"), ("rollout_logprobs", "f"))
 

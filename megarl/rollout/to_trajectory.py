@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -67,7 +68,7 @@ def trajectory(
     failure = defect(result)
     if outcome is None and not failure:
         raise ValueError(f"sample {group_id}:{sample_index} is valid but was not judged")
-    return _row(group_id, sample_index, prompt_ids, result, outcome, failure)
+    return _row(group_id, sample_index, prompt_ids, result, outcome, failure, [0])
 
 
 def _row(
@@ -77,7 +78,15 @@ def _row(
     result: GenerateResult,
     outcome: RewardOutcome | None,
     failure: str,
+    starts: list[int],
 ) -> Trajectory:
+    """Return a row. `starts`: the first token of each of the model's turns."""
+    by_turn = list(outcome.turn_rewards) if outcome is not None else []
+    if by_turn and len(by_turn) != len(starts):
+        raise ValueError(
+            f"sample {group_id}:{sample_index} has rewards of {len(by_turn)} turns, and the model had {len(starts)}: "
+            "an agent loop has to give `judge` the turns that it returns"
+        )
     error = outcome.error or "" if outcome is not None else ""
     if outcome is not None and outcome.dropped:
         failure = failure or error
@@ -94,6 +103,8 @@ def _row(
         status="failed" if failure else "ok",
         failure=failure,
         reward_error=error,
+        turn_rewards=by_turn,
+        turn_starts=starts if by_turn else [],
     )
 
 
@@ -112,13 +123,15 @@ def dialogue_trajectory(
 
     `inserted[i]`: the tokens between turns i and i + 1; they have mask 0, log-prob 0 and no version. What was inserted
     after the last turn is left out. `failure`: why the sample cannot be used; then it has no outcome. Raises ValueError
-    if a sample that did not fail has none.
+    if a sample that did not fail has none, or one for another number of turns.
     """
     ids: list[int] = []
     logprobs: list[float] = []
     mask: list[int] = []
     spans: list[VersionSpan] = []
+    starts: list[int] = []
     for turn, result in enumerate(results):
+        starts.append(len(ids))
         offset, after = len(ids), list(inserted[turn]) if turn + 1 < len(results) else []
         spans += [replace(span, start=span.start + offset, end=span.end + offset) for span in result.versions]
         ids += [*result.response_ids, *after]
@@ -130,7 +143,8 @@ def dialogue_trajectory(
     whole = GenerateResult("", ids, logprobs, versions, finish_reason, -1, failure=failure)
     if outcome is None and not failure:
         raise ValueError(f"sample {group_id}:{sample_index} is valid but was not judged")
-    return replace(_row(group_id, sample_index, prompt_ids, whole, outcome, failure), response_mask=mask)
+    row = _row(group_id, sample_index, prompt_ids, whole, outcome, failure, starts)
+    return replace(row, response_mask=mask)
 
 
 def check_trajectory(row: Trajectory, group_id: int, sample_index: int) -> None:
@@ -142,6 +156,7 @@ def check_trajectory(row: Trajectory, group_id: int, sample_index: int) -> None:
             kind = type(number).__name__
             raise ValueError(f"sample {row.key}: the agent loop returned {name} as a {kind}; return float({name})")
     tokens = len(row.response_ids)
+    _check_turns(row, tokens)
     for name, values in (("response_mask", row.response_mask), ("rollout_logprobs", row.rollout_logprobs)):
         if len(values) != tokens:
             raise ValueError(f"sample {row.key}: {name} has {len(values)} values for {tokens} response tokens")
@@ -155,6 +170,17 @@ def check_trajectory(row: Trajectory, group_id: int, sample_index: int) -> None:
         if not tokens or missing is not None:
             what = f"no weight version for response token {missing}" if tokens else "no response token"
             raise ValueError(f"sample {row.key}: {what}")
+
+
+def _check_turns(row: Trajectory, tokens: int) -> None:
+    """Check the rewards of a row's turns. Raises ValueError."""
+    starts = row.turn_starts
+    if len(row.turn_rewards) != len(starts):
+        raise ValueError(f"sample {row.key}: {len(row.turn_rewards)} turn_rewards, but {len(starts)} turn_starts")
+    if any(not before < after for before, after in zip([-1, *starts], [*starts, tokens], strict=True)):
+        raise ValueError(f"sample {row.key}: turn_starts {starts} do not rise within {tokens} response tokens")
+    if not all(math.isfinite(reward) for reward in row.turn_rewards):
+        raise ValueError(f"sample {row.key}: a reward of a turn is not finite: {row.turn_rewards}")
 
 
 def _without_version(row: Trajectory) -> int | None:

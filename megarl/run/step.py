@@ -439,7 +439,7 @@ def _set_advantages(
     config: Config,
     metrics: StepMetrics,
 ) -> None:
-    """Set each sample's advantage from shaped rewards; with `kl.where: reward`, subtract the sample's KL first."""
+    """Set each sample's advantages from shaped rewards; with `kl.where: reward`, subtract the sample's KL first."""
     groups = [by_sample(group) for group in plan.shaped.groups]
     kl = config.algorithm.kl
     if config.needs_reference and kl.where == "reward" and groups:
@@ -455,11 +455,13 @@ def _set_advantages(
         groups = [by_sample(group) for group in with_advantages(lowered, advantage_of(config))]
     rewards = [[rows[0].reward for rows in group] for group in groups]
     advantages = [[rows[0].advantage for rows in group] for group in groups]
-    for group, values in zip(groups, advantages, strict=True):
-        for rows_of_sample, advantage in zip(group, values, strict=True):
-            for row in rows_of_sample:
-                if row.key in samples:
-                    samples[row.key].set_advantage(advantage)
+    for row in (row for group in groups for rows_of_sample in group for row in rows_of_sample):
+        if row.key not in samples:
+            continue
+        if row.turn_advantages:
+            samples[row.key].set_turn_advantages(row.turn_advantages, plan.tags[row.key].turn_starts)
+        else:
+            samples[row.key].set_advantage(row.advantage)
     first = [plan.tags[group[0].key] for group in plan.shaped.groups]
     new = [tag.group_id not in plan.reused and not tag.demonstrated for tag in first]
     if flat := [value for group in itertools.compress(rewards, new) for value in group]:

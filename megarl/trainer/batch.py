@@ -73,6 +73,19 @@ class TrainSample:
         """Give every response token the same advantage."""
         self.streams[ADVANTAGES] = torch.full((len(self.response_ids),), advantage)
 
+    def set_turn_advantages(self, advantages: Sequence[float], starts: Sequence[int]) -> None:
+        """Give the response tokens of each turn of the model the turn's advantage.
+
+        `starts`: the first token of each turn. What was inserted after a turn has the turn's, and is not trained.
+        """
+        ends = [*starts[1:], len(self.response_ids)]
+        first = 0  # tokens before the first turn were not sampled
+        parts = []
+        for value, end in zip(advantages, ends, strict=True):
+            parts.append(torch.full((end - first,), value))
+            first = end
+        self.streams[ADVANTAGES] = torch.cat(parts)
+
 
 @dataclass(frozen=True)
 class MicroBatch:

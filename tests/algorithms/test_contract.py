@@ -175,12 +175,22 @@ def counts_its_calls(batch: GroupRewards, calls: list[int] = [0]) -> Advantages:
     return [[reward * calls[0] for reward in group] for group in batch.rewards]
 
 
+def another_number_of_turns(batch: GroupRewards) -> Advantages:
+    return [[[1.0] if each else 1.0 for each in group] for group in batch.turns]
+
+
+def by_the_first_sample_s_turns(batch: GroupRewards) -> Advantages:
+    return [[[sum(group[0])] * len(each) if each else 0.0 for each in group] for group in batch.turns]
+
+
 BROKEN_ADVANTAGES = {
     too_few: r"groups of \[1, 1, 1, 1\] numbers for groups of \[4, 2, 5, 2\] samples",
     not_a_number: "ZeroDivisionError",
     by_the_place_of_the_group: "the order of the groups changes it",
     by_the_place_in_the_group: "the order of the samples of a group changes it",
     sorts_its_inputs: "changes its inputs",
+    another_number_of_turns: "returned 1 numbers for 2 turns",
+    by_the_first_sample_s_turns: "the order of the samples of a group changes it",
     counts_its_calls: "another result when it is called again",
 }
 

@@ -51,6 +51,51 @@ def test_mixed_batch() -> None:
     assert (batch.trained_groups, batch.filtered_groups, batch.failed_groups) == (2, 2, 1)
 
 
+def by_turn(name: str, *samples: tuple[float, list[float]], **kwargs: bool) -> list[SampleTag]:
+    """Samples (reward, rewards of their turns)."""
+    made = group(name, *(reward for reward, _ in samples), **kwargs)
+    return [replace(tag, turn_rewards=turns) for tag, (_, turns) in zip(made, samples, strict=True)]
+
+
+def test_rewards_of_turns_are_a_signal_for_an_advantage_by_turn_alone() -> None:
+    groups = [by_turn("a", (1.0, [0.0, 1.0]), (1.0, [1.0])), by_turn("b", (1.0, [2.0]), (1.0, [2.0, 7.0]))]
+    assert [without_signal(each, shaping(by_turn=True)) for each in groups] == [False, True]
+    assert all(without_signal(each, shaping()) for each in groups)
+    batch = shaped(groups, shaping(by_turn=True), "mt_grpo")
+    assert [s.key for s in batch.groups[0]] == ["a:0", "a:1"] and batch.filtered_groups == 1
+    low, high = -0.5 / (0.5**0.5 + 1e-4), 0.5 / (0.5**0.5 + 1e-4)
+    first, second = batch.groups[0]
+    assert first.turn_advantages == pytest.approx((low, 0.0)) and first.advantage == pytest.approx(low / 2)
+    assert second.turn_advantages == pytest.approx((high,)) and first.turn_rewards == (0.0, 1.0)
+    assert shaped(groups, shaping(filter_zero_variance=False)).groups[0][0].turn_advantages == ()
+
+
+def test_the_turns_of_a_sample_are_those_of_all_its_parts() -> None:
+    first, other = by_turn("a", (1.0, [0.0, 1.0]), (1.0, [2.0, 1.0, 4.0]))
+    part = replace(other, key="a:1.1", part=1, turn_rewards=[5.0])
+    batch = shaped([[first, other, part]], shaping(by_turn=True), "mt_grpo")
+    _, before, after = batch.groups[0]
+    assert len(before.turn_advantages) == 3 and after.turn_advantages == (0.0,) and after.advantage == before.advantage
+
+
+def test_shaping_reaches_the_rewards_of_turns() -> None:
+    """A truncated sample's reward is taken whole; the control's are shuffled among the samples that have the turn."""
+    cut, kept = by_turn("a", (1.0, [3.0, 1.0]), (0.0, [2.0]))
+    taken = shaped([[replace(cut, finish_reason="length"), kept]], shaping(truncated="zero_reward", by_turn=True))
+    assert [s.turn_rewards for s in taken.groups[0]] == [(0.0, 0.0), (2.0,)]
+    spec = shaping(permutation_seed=1, by_turn=True)
+    groups = [by_turn(name, *((float(i), [float(i), 10.0 + i][: 1 + i % 2]) for i in range(4))) for name in "abcd"]
+    moved = shaped(groups, spec, "mt_grpo").groups
+    for honest, rows in zip(groups, moved, strict=True):
+        for turn in range(2):
+            before = [tag.turn_rewards[turn] for tag in honest if turn < len(tag.turn_rewards)]
+            after = [row.turn_rewards[turn] for row in rows if turn < len(row.turn_rewards)]
+            assert sorted(before) == sorted(after)
+        assert [len(row.turn_rewards) for row in rows] == [1, 2, 1, 2]
+    assert any(list(row.turn_rewards) != tag.turn_rewards for g, rows in zip(groups, moved, strict=True)
+               for tag, row in zip(g, rows, strict=True))  # fmt: skip
+
+
 def test_filter_off_trains_on_zero_advantages() -> None:
     batch = shaped([group("a", 1.0, 1.0)], shaping(filter_zero_variance=False), "grpo")
     assert [s.advantage for s in batch.groups[0]] == [0.0, 0.0]

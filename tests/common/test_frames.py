@@ -72,7 +72,8 @@ def test_the_end_of_the_peer_is_seen_and_a_peer_that_reads_nothing_is_not_waited
 texts = st.text(max_size=20)
 numbers = st.floats(allow_nan=False)
 scores = st.floats(allow_nan=False, allow_infinity=False)
-results = st.builds(RewardResult, scores, st.dictionaries(texts, numbers, max_size=3), st.none() | texts)
+results = st.builds(RewardResult, scores, st.dictionaries(texts, numbers, max_size=3), st.none() | texts,
+                    st.lists(scores, max_size=3).map(tuple))  # fmt: skip
 
 
 @given(st.integers(0, 1 << 40), results)
@@ -100,6 +101,8 @@ def test_a_component_that_is_no_number_arrives() -> None:
         b'{"task": 7, "result": {"score": NaN}}',
         b'{"task": 7, "result": {"score": -Infinity}}',
         b'{"task": 7, "result": {"score": 1e999}}',
+        b'{"task": 7, "result": {"score": 1.0, "turn_rewards": [NaN]}}',
+        b'{"task": 7, "result": {"score": 1.0, "turn_rewards": ["1"]}}',
         b'{"task": 7, "result": null}',
         b'{"task": 7, "result": {"score": 1.0}, "reason": "crash"}',
         b'{"task": 7, "result": null, "reason": "bored"}',

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.tool_calls import HERMES
-from megarl.door.chat_route import cut_at, read_turn
+from megarl.data.xml_calls import XmlFormat
+from megarl.door.chat_route import ChatText, cut_at, read_turn
 from megarl.door.text_stream import TextStream, overlap
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -24,7 +25,7 @@ def test_the_pieces_are_the_content(words: list[str], tools: bool, stops: bool) 
         sent.append(stream.piece(text[:end]))
         if cut_at(text[:end], stop)[1]:
             break
-    turn = read_turn(cut_at(text, stop)[0], format_, "r")
+    turn = read_turn(cut_at(text, stop)[0], format_, [], "r")
     sent.append(stream.last_piece(turn))
     assert "".join(sent) == turn.content
     assert "STOP" not in turn.content or not stops
@@ -44,6 +45,17 @@ def test_overlap(text: str, stop: str, size: int) -> None:
 
 def test_a_malformed_call_is_content() -> None:
     broken = "so: <tool_call>{oops</tool_call>"
-    assert read_turn(broken, HERMES, "r").content == broken and read_turn(broken, HERMES, "r").calls == ()
-    assert read_turn(f"so: {CALL}", HERMES, "r").content == "so:"
-    assert read_turn(f"so: {CALL}", None, "r").content == f"so: {CALL}"
+    assert read_turn(broken, HERMES, [], "r").content == broken and read_turn(broken, HERMES, [], "r").calls == ()
+    assert read_turn(f"so: {CALL}", HERMES, [], "r").content == "so:"
+    assert read_turn(f"so: {CALL}", None, [], "r").content == f"so: {CALL}"
+
+
+def test_the_arguments_of_a_tagged_call_have_the_types_that_the_request_declares() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    values = "".join(f"<parameter={key}>\n4\n</parameter>\n" for key in "xy")
+    text = f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>"
+    [call] = read_turn(text, XmlFormat(), tools, "r").calls
+    assert call["function"] == {"name": "f", "arguments": '{"x": 4, "y": "4"}'}
+    wrong = text.replace("4", "four")
+    assert read_turn(wrong, XmlFormat(), tools, "r") == ChatText(wrong)

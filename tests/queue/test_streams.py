@@ -62,6 +62,8 @@ def trajectory(index: int, tokens: int, **streams: list[float]) -> Trajectory:
         reward=0.0,
         response_mask=[token % 2 for token in range(tokens)],
         streams=streams,
+        turn_rewards=[0.1, -2.0][: min(index, tokens)],
+        turn_starts=[0, 1][: min(index, tokens)],
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.rewards.resolve import as_result, import_path, resolve
-from megarl.rewards.types import RewardInput, RewardResult
+from megarl.rewards.types import RewardInput, RewardResult, Turn
 from tests.support import reward_functions
 
 SAMPLE = RewardInput(prompt="?", response="A", token_ids=[1, 2], finish_reason="length", answer="A", row={"k": 1})
@@ -58,9 +58,24 @@ def test_returned_values() -> None:
     assert as_result(np.float32(0.5)) == RewardResult(0.5)
     assert as_result(RewardResult(1, answer=7)).answer == "7"  # type: ignore[arg-type]
     assert as_result(RewardResult(1, {"a": np.int64(2)})).components == {"a": 2.0}  # type: ignore[dict-item]
-    for bad in (None, "one", [1.0], RewardResult(None), float("inf")):  # type: ignore[arg-type]
+    assert as_result(RewardResult(1, turn_rewards=[np.float32(2), 3])).turn_rewards == (2.0, 3.0)  # type: ignore[arg-type]
+    bad_turns = [RewardResult(1.0, turn_rewards=turns) for turns in ((float("nan"),), ("x",), None, 1.0)]  # type: ignore[arg-type]
+    for bad in (None, "one", [1.0], RewardResult(None), float("inf"), *bad_turns):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="number"):
             as_result(bad)
+
+
+def test_rewards_of_turns_are_one_for_each_turn_of_the_model() -> None:
+    function = resolve(f"{HERE}:half_by_turn")
+    turns = (Turn("assistant", "a"), Turn("tool", "b"), Turn("assistant", "c"))
+    for given, most in ((turns, 2), ((), 1)):
+        for count in range(4):
+            sample = RewardInput("", "x", row={"count": count}, turns=given)
+            if count in (0, most):
+                assert function(sample).turn_rewards == (0.5,) * count
+                continue
+            with pytest.raises(ValueError, match=f"{count} turn_rewards, and the model had {most} turns"):
+                function(sample)
 
 
 def test_import_path() -> None:

@@ -52,6 +52,8 @@ def groups(draw: st.DrawFn) -> list[Trajectory]:
                 dataset=draw(st.sampled_from(["", "näme"])),
                 part=draw(st.integers(0, 3)),
                 demonstrated=draw(st.booleans()),
+                turn_rewards=[0.1, -2.0][: len(ids)],
+                turn_starts=[0, 1][: len(ids)],
             )
         )
     return rows

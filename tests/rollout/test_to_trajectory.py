@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rewards.types import RewardOutcome
 from megarl.rollout.requests import GenerateResult, request_seed
-from megarl.rollout.to_trajectory import check_trajectory, defect, failed_trajectory, trajectory
+from megarl.rollout.to_trajectory import check_trajectory, defect, dialogue_trajectory, failed_trajectory, trajectory
 from tests.support.declared_streams import EVERY_DTYPE, declared
 
 GOOD = GenerateResult("r", [5, 6, 2], [-0.5, -1.25, 0.0], (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)), "stop", 0)
@@ -35,6 +35,20 @@ def test_a_sample_without_a_reward_has_failed_unless_on_error_gives_it_one() -> 
     assert (row.status, row.failure, row.reward_error, row.reward) == ("ok", "", late.error, -0.5)
     aborted = trajectory(7, 1, [1, 2], replace(GOOD, finish_reason="abort"), late)
     assert (aborted.failure, aborted.reward_error) == ("aborted", late.error)
+
+
+def test_rewards_of_turns_stand_at_the_first_tokens_of_the_turns() -> None:
+    by_turn = RewardOutcome(1.0, turn_rewards=(0.5, -0.5))
+    row = dialogue_trajectory(7, 1, [1], [GOOD, GOOD], [[8, 9]], by_turn, finish_reason="stop")
+    assert (row.turn_rewards, row.turn_starts) == ([0.5, -0.5], [0, 5])
+    assert (row.tag.turn_rewards, row.tag.turn_starts) == ([0.5, -0.5], [0, 5])
+    check_trajectory(row, 7, 1)
+    plain = dialogue_trajectory(7, 1, [1], [GOOD, GOOD], [[8, 9]], RewardOutcome(1.0), finish_reason="stop")
+    assert plain == replace(row, turn_rewards=[], turn_starts=[])
+    single = trajectory(7, 1, [1], GOOD, RewardOutcome(1.0, turn_rewards=(0.5,)))
+    assert (single.turn_rewards, single.turn_starts) == ([0.5], [0])
+    with pytest.raises(ValueError, match="sample 7:1 has rewards of 2 turns, and the model had 1: an agent loop has"):
+        trajectory(7, 1, [1], GOOD, by_turn)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, -9999.0])
@@ -119,6 +133,15 @@ def test_a_sound_trajectory_of_a_loop_passes() -> None:
             "sample 7:1: stream 'advantages' is made by the trainer, not by an agent loop",
         ),
         ({"streams": {"test_weight": [0.0]}}, "sample 7:1: stream 'test_weight' has 1 values for 3 response tokens"),
+        ({"turn_rewards": [1.0]}, "sample 7:1: 1 turn_rewards, but 0 turn_starts"),
+        (
+            {"turn_rewards": [1.0, 2.0], "turn_starts": [0, 3]},
+            "sample 7:1: turn_starts [0, 3] do not rise within 3 response tokens",
+        ),
+        (
+            {"turn_rewards": [math.inf], "turn_starts": [0]},
+            "sample 7:1: a reward of a turn is not finite: [inf]",
+        ),
         ({"versions": (VersionSpan(3, 0, 1),)}, "sample 7:1: no weight version for response token 2"),
         ({"response_mask": [1, 1, 1]}, "sample 7:1: no weight version for response token 1"),
         (

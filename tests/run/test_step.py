@@ -684,6 +684,57 @@ def test_weights_of_rows_and_of_the_config_reach_the_updates(
     assert values == {0.0, 1.0, -1.0, -0.5, 0.5}  # rewards minus the median of their group
 
 
+def in_two_turns(row: Trajectory) -> Trajectory:
+    """The second half of a row is another turn; only the first turns of the first samples of a group have a reward."""
+    rewards = [float(row.sample_index == 0), 0.0]
+    return replace(row, turn_rewards=rewards, turn_starts=[0, len(row.response_ids) // 2])
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(("ranks", "ahead"), [(1, False), (2, True)])
+def test_the_tokens_of_each_turn_are_trained_with_its_own_advantage(
+    world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], ranks: int, ahead: bool
+) -> None:
+    """Also those of group 2, whose outcomes are equal. The gradients are those of the tokens' advantages."""
+    model_dir, samples = problem
+    rows = [in_two_turns(trajectory(sample)) for sample in samples.values()]
+    changes = {"algorithm__advantage": "mt_grpo", "algorithm__kl": {"coef": KL}}
+    run = partial(world(ranks).run, "tests.support.ranks.step:stepped", model_dir=model_dir, ahead=ahead)
+    got = run(rows=rows, **changes)
+    first = by_group([1.0, 0.0, 0.0], "grpo")
+    expected = {}
+    for row in rows:
+        outcome = by_group(REWARDS[row.group_id], "grpo")[row.sample_index]
+        half = len(row.response_ids) // 2
+        values = [outcome + first[row.sample_index]] * half + [outcome] * (len(row.response_ids) - half)
+        expected[row.key] = with_streams(samples[row.key], advantages=torch.tensor(values))
+    seen = {key: values for part in got for key, values in part["by_token"].items()}
+    assert seen.keys() == expected.keys()
+    for key, values in seen.items():
+        assert values == pytest.approx(expected[key].streams["advantages"].tolist(), rel=1e-6)
+        assert len(set(values)) == 2
+    spec = loss_spec(clip_low=CLIP, clip_high=CLIP, kl_coef=KL, entropy_coef=ENTROPY)
+    _, gradients = padded_gradients(model_dir, list(expected.values()), spec)
+    assert worst({name: value for part in got for name, value in part["gradients"].items()}, gradients) <= 1e-4
+
+
+@pytest.mark.world
+def test_without_rewards_of_turns_an_advantage_by_turn_is_grpo_bit_for_bit(
+    world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]]
+) -> None:
+    """And GRPO does not look at them."""
+    model_dir, samples = problem
+    rows = [trajectory(sample) for sample in samples.values()]
+    run = partial(world(1).run, "tests.support.ranks.step:stepped", model_dir=model_dir)
+    plain, by_turn, ignored = (
+        run(rows=each, algorithm__advantage=name)[0]
+        for each, name in ((rows, "grpo"), (rows, "mt_grpo"), ([in_two_turns(row) for row in rows], "grpo"))
+    )
+    for other in (by_turn, ignored):
+        assert other["updates"] == plain["updates"] and other["metrics"] == plain["metrics"]
+        assert all(torch.equal(other["weights"][name], plain["weights"][name]) for name in plain["weights"])
+
+
 @pytest.mark.world
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_correction_reports_its_weights_and_the_same_mismatch(

@@ -145,6 +145,55 @@ MISTRAL = """
 {%- endfor %}
 """
 
+# The families whose calls are tags, reduced to what they write for a call. `{value}`: the filter of an argument.
+_TAGS = """
+{%- if tools %}{{- '<|im_start|>system\\n<tools>' + (tools | tojson) + '</tools><|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n\\n' if message.content and loop.first else '' if loop.first else '\\n' }}
+            {{- CALL }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+_FUNCTION = """
+            {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {{- '<parameter=' + key + '>\\n' }}{{- VALUE }}{{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}"""
+_AS_TEXT = "(value | tojson) if value is mapping or (value is sequence and value is not string) else (value | string)"
+_AS_JSON = "value if value is string else (value | tojson)"
+_ARG_KEY = """
+            {{- '<tool_call>' + call.function.name + '\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' }}{{- VALUE }}{{- '</arg_value>\\n' }}
+            {%- endfor %}
+            {{- '</tool_call>' }}"""
+_COMPACT = _ARG_KEY.replace("\\n", "")
+_INVOKE = """
+            {{- '<minimax:tool_call>\\n<invoke name="' + call.function.name + '">\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {{- '<parameter name="' + key + '">' }}{{- VALUE }}{{- '</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</invoke>\\n</minimax:tool_call>' }}"""
+
+
+def _tags(call: str, value: str) -> str:
+    return _TAGS.replace("{{- CALL }}", call.replace("VALUE", value).strip())
+
+
+TAGGED = {
+    "qwen3_coder": _tags(_FUNCTION, _AS_TEXT), "qwen3_8": _tags(_FUNCTION, _AS_JSON),
+    "glm4_5": _tags(_ARG_KEY, _AS_JSON), "glm4_7": _tags(_COMPACT, _AS_JSON), "minimax_m2": _tags(_INVOKE, _AS_JSON),
+}  # fmt: skip
+
 # Plain ChatML that shows tools and knows no calls.
 CHATML_TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + CHATML
 
@@ -154,10 +203,9 @@ SPECIALS = {
         "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"
     ),
     "mistral": ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
-    "chatml": (),
 }  # fmt: skip
-TEMPLATES = {"qwen3": QWEN3, "llama3": LLAMA3, "mistral": MISTRAL, "chatml": CHATML_TOOLS}
-END_OF_TURN = {"qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>", "chatml": "<|im_end|>"}
+TEMPLATES = {"qwen3": QWEN3, "llama3": LLAMA3, "mistral": MISTRAL, "chatml": CHATML_TOOLS, **TAGGED}
+END_OF_TURN = {"llama3": "<|eot_id|>", "mistral": "</s>"}  # <|im_end|> for the others
 
 
 def chat_tokenizer(family: str) -> Any:
@@ -165,8 +213,8 @@ def chat_tokenizer(family: str) -> Any:
     tokenizer = make_tokenizer(TEMPLATES[family])
     tokenizer.add_special_tokens(
         {
-            "additional_special_tokens": ["<|im_start|>", "<|im_end|>", *SPECIALS[family]],
-            "eos_token": END_OF_TURN[family],
+            "additional_special_tokens": ["<|im_start|>", "<|im_end|>", *SPECIALS.get(family, ())],
+            "eos_token": END_OF_TURN.get(family, "<|im_end|>"),
         }
     )
     return tokenizer

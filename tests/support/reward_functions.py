@@ -235,3 +235,8 @@ def fails_on_even(response: str, answer: str) -> float:
 def is_the_key(response: str, answer: str, key: str, more: list[str]) -> float:
     """1 if the response is the key; `more`: keys that are inside a list."""
     return float([response] == [key] == more)
+
+
+def half_by_turn(sample: RewardInput) -> RewardResult:
+    """0.5 for each of `count` turns."""
+    return RewardResult(1.0, turn_rewards=(0.5,) * sample.row["count"])

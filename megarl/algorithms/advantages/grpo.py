@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from pydantic import Field
 
@@ -19,10 +20,12 @@ class GRPOOptions(Section):
 @ADVANTAGES.register("grpo", title="(r - mean) / std of the group", paper="arXiv:2402.03300")
 def grpo(batch: GroupRewards, options: GRPOOptions) -> Advantages:
     """Return (r - mean) / (std + eps) with the sample standard deviation (n - 1), as in TRL and verl."""
-    return [_scaled(centred(group), options.eps) for group in batch.rewards]
+    return [standardised(group, options.eps) for group in batch.rewards]
 
 
-def _scaled(values: list[float], eps: float) -> list[float]:
+def standardised(rewards: Sequence[float], eps: float) -> list[float]:
+    """Return (r - mean) / (std + eps); exactly 0 for equal rewards."""
+    values = centred(rewards)
     if not any(values):
         return values
     std = math.sqrt(math.fsum(value * value for value in values) / (len(values) - 1))

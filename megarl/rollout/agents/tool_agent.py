@@ -69,7 +69,8 @@ class ToolAgent:
             failure = generation_failure(result) if result.finish_reason == "abort" else ""
             return TurnEnded(result.finish_reason, empty=not result.response_ids, failure=failure)
         if state.phase == "parsing":
-            return TurnRead(ctx.toolbox.tool_format.parse(said.text(len(results) - 1)))
+            text = said.text(len(results) - 1)
+            return TurnRead(ctx.toolbox.tool_format.parse(text, ctx.toolbox.schemas))
         if state.phase == "calling":
             return CallAnswered(await _answer(ctx, state.calls[len(state.answers)]))
         answers = [

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megarl.config.schema import Config
+from megarl.data.xml_calls import XmlFormat
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import Turn
 from megarl.rollout.agents.tool_agent import ToolAgent
@@ -154,6 +156,24 @@ def test_an_answer_that_does_not_fit_ends_the_trajectory_before_it(config: Confi
         assert row.status == ("ok" if policy == "truncate" else "failed")
         assert (row.failure == "") == (policy == "truncate")
     assert runner.stats.overflows == 2
+
+
+def test_tagged_calls_are_typed_and_read_from_the_whole_turn_however_it_was_interrupted(config: Config) -> None:
+    number = {"type": "integer"}
+    tool = Counter(parameters={"type": "object", "properties": {"a": number, "b": number}})
+    values = "<parameter=a>\n{}\n</parameter>\n<parameter=b>\n2\n</parameter>"
+    call = f"<tool_call>\n<function=add>\n{values}\n</function>\n</tool_call>"
+    toolbox = replace(toolbox_of(tool), tool_format=XmlFormat())
+    for piece in (1, 7):  # tokens between two interruptions
+        batcher, rewards = (
+            ScriptedBatcher([call.format(2), call.format("two"), "The answer is 4."], piece),
+            KeepingRewards(),
+        )
+        rows = asyncio.run(agent_runner(config, ToolAgent(), toolbox, batcher, rewards).run(5))
+        assert all(row.status == "ok" and row.reward == 1.0 for row in rows)
+        _, answer, _, error, _ = rewards.judged[0].turns
+        assert answer.text == "4" and error.error and "'a' must be of the type integer" in error.text
+    assert tool.calls == [{"a": 2, "b": 2}] * 4
 
 
 def test_a_turn_that_is_cut_calls_nothing(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,17 +23,18 @@ from megarl.trainer.logprobs import linear_token_logprobs
 from megarl.trainer.packed_batch import PackedStep
 from megarl.trainer.policy import Policy
 from tests.support.ranks.policy import exported, exported_gradients, policy_under
-from tests.support.samples import advantage_of
 
 
 def stepped(model_dir: Path, rows: list[Trajectory], ahead: bool = False, **changes: Any) -> dict[str, Any]:
     """(advantage, trained tokens) of each update's samples on this rank, the first update's gradients, metrics.
 
+    The advantage is NaN where the tokens of a sample have several; `by_token`: those of each token.
     `entropy`: whether each update has reported it; `computed`: whether its passes over the logits have computed it.
     `ahead`: another thread packs the samples before the step.
     """
     with policy_under(model_dir, {}, **changes) as policy:
         updates: list[dict[str, tuple[float, int]]] = []
+        by_token: dict[str, list[float]] = {}
         gradients: list[dict[str, torch.Tensor]] = []
         reported: list[bool] = []
         computed: list[bool] = []
@@ -41,7 +43,10 @@ def stepped(model_dir: Path, rows: list[Trajectory], ahead: bool = False, **chan
 
         def recorded_update(samples: list[TrainSample], counts: Any, **options: Any) -> dict[str, float]:
             assert (options["packed"] is not None) is ahead
-            updates.append({sample.key: (advantage_of(sample), sample.trained_tokens) for sample in samples})
+            tokens = {sample.key: sample.streams["advantages"].tolist() for sample in samples}
+            by_token.update(tokens)
+            one = {key: values[0] if len(set(values)) == 1 else math.nan for key, values in tokens.items()}
+            updates.append({sample.key: (one[sample.key], sample.trained_tokens) for sample in samples})
             with mock.patch.object(head, "linear_token_logprobs", watched):
                 values = update(samples, counts, **options)
             reported.append("entropy" in values)
@@ -66,6 +71,7 @@ def stepped(model_dir: Path, rows: list[Trajectory], ahead: bool = False, **chan
         train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics, step=0, packed=packed)
         return {
             "updates": updates,
+            "by_token": by_token,
             "gradients": gradients[0],
             "weights": exported(policy),
             "metrics": metrics.reduce(),
