@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ async def two_turns(base_url: str, token: str, session: str, row: dict[str, Any]
     if keep:
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {token}"}) as http:
             content = (await http.get(f"{base_url}/sessions/{session}")).json()
-        (Path(keep) / f"{session}.json").write_text(json.dumps({"row": row, **content}))
+        (Path(keep) / f"{session}.json").write_text(json.dumps({"row": row, "pid": os.getpid(), **content}))
 
 
 async def rewarded(base_url: str, token: str, session: str, row: dict[str, Any], score: Any = 0.5) -> Any:

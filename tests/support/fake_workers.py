@@ -15,7 +15,8 @@ from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.workers.messages import StartGroup
 from megarl.rollout.workers.worker_groups import WorkerGroups
-from megarl.rollout.workers.worker_loops import LoopParts, WorkerLoops
+from megarl.rollout.workers.worker_loops import WorkerLoops
+from megarl.rollout.workers.worker_runs import LoopParts
 from tests.support.fake_replicas import Method
 from tests.support.fake_rollout import FakeQueue
 
@@ -46,7 +47,7 @@ class LocalWorker:
         """End at once: nothing more is sent, and nothing that runs goes on."""
         self._dead.set()
         self._passing.cancel()
-        for group in self.loops._groups.values():
+        for group in self.loops._runs.values():
             for task in group.tasks:
                 task.cancel()
 

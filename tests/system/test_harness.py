@@ -33,6 +33,7 @@ def test_the_sessions_of_a_harness_are_trained(tmp_path: Path) -> None:
     config["agent"] = {"loop": "harness", "act": "tests.support.acts:two_turns", "kwargs": {"keep": str(kept)}}
     config["agent"]["act_timeout_s"] = 150
     config["door"] = {"enabled": True}
+    config["rollout"]["agent_workers"] = 2
     config["sampling"]["max_tokens"] = 64
     config["trainer"]["micro_batch_tokens"] = 1024
     run = train(config, "telemetry.dump_batches=true")
