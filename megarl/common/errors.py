@@ -87,6 +87,10 @@ class NoWorkerLeft(RolloutError):  # noqa: N818
     """The last agent worker was lost, and no other one could be started."""
 
 
+class LostWithWorkers(RolloutError):  # noqa: N818
+    """Several agent workers were lost with the same loops, which may be what ends them."""
+
+
 class SupervisorFailed(RolloutError):  # noqa: N818
     """The supervisor did not start, or has ended."""
 

@@ -138,15 +138,6 @@ class RolloutController:
             teachers=attach_teachers(config, self.spec.namespace),
         )
         self._runner.stats.skipped_prompts = self._source.skipped
-        self._evaluations = Evaluator(
-            config,
-            self.run_dir,
-            self._source,
-            self._fleet,
-            self._rewards.score,
-            self._tasks,
-            loop=None if isinstance(self._loop, SingleTurn) else self._loop,
-        )
         self._writer = await asyncio.to_thread(
             QueueWriter.attach,
             self.partition,
@@ -157,6 +148,16 @@ class RolloutController:
         if config.rollout.agent_workers:
             self._workers = self._worker_groups()
             await self._workers.start()
+        self._evaluations = Evaluator(
+            config,
+            self.run_dir,
+            self._source,
+            self._fleet,
+            self._rewards.score,
+            self._tasks,
+            loop=None if isinstance(self._loop, SingleTurn) else self._loop,
+            elsewhere=None if self._workers is None else self._workers.respond,
+        )
         self._groups = self._prompt_groups()
         exempt_present_objects()
         collect_for_loops(shipped=self._workers is not None and config.agent.loop in SHIPPED_LOOPS)
@@ -429,7 +430,7 @@ class RolloutController:
         except TimeoutError:
             raise RolloutError(
                 f"the trainer waited {bound:.0f} s (timeouts.generate_s) for an evaluation; replicas alive: "
-                f"{self._fleet.serving}{self._rewards.waiting()}"
+                f"{self._fleet.serving}{self._waiting()}"
             ) from None
         finally:
             await cancel_all([evaluation], "evaluations")

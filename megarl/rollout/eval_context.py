@@ -1,27 +1,35 @@
-"""The context of an agent loop that answers a held-out problem, and what evaluations of every kind have in common."""
+"""The context of an agent loop that answers a held-out problem, and what evaluations of every kind have in common.
+
+A loop runs in the controller, or in an agent worker. Either way its requests reach the engines through the controller,
+which admits them (`SharedEngines`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megarl.common.errors import RequestFailed, ToolFailed
 from megarl.evaluation.accuracy import SampleFailure, ScoredResponse
-from megarl.evaluation.harness import Mode
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.gsm8k import final_number
 from megarl.rewards.math import last_boxed
 from megarl.rewards.types import RewardInput, RewardOutcome, Turn
+from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.batch_stats import BatchStats
-from megarl.rollout.batcher import Batcher
-from megarl.rollout.eval_sets import EvalProblem, EvalSet
-from megarl.rollout.group_progress import GroupProgress
+from megarl.rollout.eval_sets import EvalTask
+from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.group_progress import GroupProgress, UnfinishedGroup
+from megarl.rollout.group_runner import Engines
 from megarl.rollout.loop_context import LoopContext
 from megarl.rollout.prompts import Drawn
 from megarl.rollout.requests import GenerateRequest, GenerateResult
-from megarl.rollout.to_trajectory import defect
+from megarl.rollout.response_parts import ResponsePart
+from megarl.rollout.sample_rows import sample_rows
+from megarl.rollout.to_trajectory import defect, failed_trajectory
 
 EVAL_SEED_OFFSET = 1 << 32  # of the groups, so that no training sample has the same seed
 
@@ -34,14 +42,48 @@ class Share:
     priority: int
 
 
-@dataclass(frozen=True)
-class EvalPlace:
-    """The place of a response in an evaluation; `tag` makes its request ids unique."""
+class SharedEngines:
+    """The engines as an evaluation has them: beside training it makes only so many requests at once."""
 
-    index: int
-    mode: Mode
-    sample: int
-    tag: str
+    def __init__(self, engines: Engines, share: Share | None) -> None:
+        """`share`: None for an evaluation that has the engines for itself."""
+        self._engines, self._share = engines, share
+
+    async def generate(
+        self, request: GenerateRequest, prefix: Hashable = None, home: int | None = None,
+        deadline: GroupDeadline | None = None, tokens: MutableMapping[str, ResponsePart] | None = None,
+        near: int | None = None,
+    ) -> GenerateResult:  # fmt: skip
+        """See `Engines.generate`; the other arguments are those of groups, and an evaluation has none of them."""
+        async with contextlib.nullcontext() if self._share is None else self._share.at_once:
+            return await self._engines.generate(request, prefix, near=near)
+
+
+@dataclass(frozen=True)
+class EvaluatedResponse:
+    """The end of a loop in an evaluation. `record`: its line of `eval_LABEL.jsonl`; `versions`: of its tokens."""
+
+    scored: ScoredResponse
+    record: dict[str, Any]
+    versions: frozenset[int]
+
+
+def eval_group(task: EvalTask) -> int:
+    """Return the number that stands for the group of a response, from which its seeds follow."""
+    return EVAL_SEED_OFFSET + task.place.index
+
+
+def eval_drawn(task: EvalTask) -> Drawn:
+    """Return the problem of a response as a loop gets it."""
+    assert task.problem.prompt is not None
+    chosen = task.chosen
+    return Drawn(task.problem.prompt, task.problem.prompt_ids, task.sampling, chosen.name, chosen.reward)
+
+
+def eval_prefix(task: EvalTask, turn: int) -> Hashable:
+    """Return the prefix of a request (`Engines.generate`): the turns of one response share their beginning."""
+    place = task.place
+    return None if turn == 0 else (place.index, place.mode, place.sample)
 
 
 class EvalContext(LoopContext):
@@ -49,28 +91,30 @@ class EvalContext(LoopContext):
 
     def __init__(
         self,
-        eval_set: EvalSet,
-        problem: EvalProblem,
-        place: EvalPlace,
-        batcher: Batcher,
+        task: EvalTask,
+        engines: Engines,
         score: Callable[[RewardInput], Awaitable[RewardOutcome]],
         decode: Callable[[Sequence[int]], str],
-        share: Share | None,
+        kept: UnfinishedGroup | None = None,
+        persist: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        assert problem.prompt is not None
-        sampling = eval_set.greedy if place.mode == "greedy" else eval_set.sampled
-        prompt = Drawn(problem.prompt, problem.prompt_ids, sampling, eval_set.name, eval_set.reward)
-        progress = GroupProgress(problem.prompt_ids, eval_set.name)
-        super().__init__(prompt, EVAL_SEED_OFFSET + place.index, place.sample, progress, eval_set.toolbox)
-        self._set, self._problem, self._place = eval_set, problem, place
-        self._batcher, self._score, self._decode, self._share = batcher, score, decode, share
+        """`kept`: what the loop had in a worker that was lost. `persist`: keeps what it has where that outlives it."""
+        progress = GroupProgress(task.problem.prompt_ids, task.chosen.name, kept)
+        super().__init__(eval_drawn(task), eval_group(task), task.place.sample, progress, task.chosen.toolbox)
+        self._task, self._engines, self._score, self._decode = task, engines, score, decode
+        self._kept_elsewhere = persist
         self._stats = BatchStats()  # of nobody: the report has its own figures
         self._text, self._outcome, self._turns = "", RewardOutcome(0.0), tuple[Turn, ...]()
 
     @property
+    def progress(self) -> GroupProgress:
+        """The requests and the records of the loop."""
+        return self._progress
+
+    @property
     def run_seed(self) -> int:
         """See `LoopContext.run_seed`."""
-        return self._set.seed
+        return self._task.chosen.seed
 
     @property
     def trains(self) -> bool:
@@ -80,7 +124,7 @@ class EvalContext(LoopContext):
     @property
     def seed(self) -> int | None:
         """See `AgentContext.seed`."""
-        return None if self._place.mode == "greedy" else self._seed(0)
+        return None if self._task.place.mode == "greedy" else self._seed(0)
 
     @property
     def stats(self) -> BatchStats:
@@ -88,31 +132,44 @@ class EvalContext(LoopContext):
         return self._stats
 
     def _request(self, token_ids: Sequence[int], turn: int) -> GenerateRequest:
-        place = self._place
+        place = self._task.place
         return GenerateRequest(
-            request_id=f"eval-{self._set.name}-{place.tag}-{place.index}-{place.mode}-{place.sample}-{turn}",
+            request_id=f"eval-{self._task.chosen.name}-{place.tag}-{place.index}-{place.mode}-{place.sample}-{turn}",
             prompt_ids=list(token_ids),
             sampling=self.prompt.sampling,
             seed=None if place.mode == "greedy" else self._seed(turn),
-            priority=0 if self._share is None else self._share.priority,
+            priority=self._task.priority,
         )
 
     async def _respond(self, request: GenerateRequest, turn: int) -> GenerateResult:
-        async with contextlib.nullcontext() if self._share is None else self._share.at_once:
-            prefix = None if turn == 0 else (self._place.index, self._place.mode, self._place.sample)
-            near = self._replica if turn else None
-            return await self._batcher.generate(request, prefix, near=near)
+        near = self._replica if turn else None
+        return await self._engines.generate(request, eval_prefix(self._task, turn), near=near)
+
+    async def _persist(self) -> None:
+        if self._kept_elsewhere is not None:
+            await self._kept_elsewhere()
 
     async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
         """See `AgentContext.judge`."""
         if defect(result):
             return None
         self._text, self._turns = self._decode(result.response_ids), tuple(turns)
-        judged = self._problem.reward_input(self._text, result.response_ids, result.finish_reason)
+        judged = self._task.problem.reward_input(self._text, result.response_ids, result.finish_reason)
         self._outcome = await self._score(replace(judged, turns=self._turns) if turns else judged)
         return self._outcome
 
-    def scored(self, row: Trajectory) -> ScoredResponse:
+    def ended(self, made: Trajectory | Sequence[Trajectory]) -> EvaluatedResponse:
+        """Return the end of the loop; of several trajectories the longest one is told."""
+        rows = sample_rows(made, self.group_id, self.sample_index)
+        longest = max(rows, key=lambda row: len(row.response_ids))
+        versions = frozenset(span.version for row in rows for span in row.versions if span.version >= 0)
+        return EvaluatedResponse(self._scored(longest), self._line(longest), versions)
+
+    def failed(self, error: Exception) -> EvaluatedResponse:
+        """Return the end of a loop that has failed, as a group fails in training."""
+        return self.ended(failed_trajectory(self.group_id, self.sample_index, str(error)))
+
+    def _scored(self, row: Trajectory) -> ScoredResponse:
         """Return what the report needs of the trajectory that the loop has returned."""
         failure = None
         if self._outcome.error is not None:
@@ -127,16 +184,16 @@ class EvalContext(LoopContext):
             failure=failure,
         )
 
-    def record(self, row: Trajectory) -> dict[str, Any]:
+    def _line(self, row: Trajectory) -> dict[str, Any]:
         """Return the line of `eval_LABEL.jsonl`; `response` is the model's last turn."""
         return {
-            "index": self._place.index,
-            "mode": self._place.mode,
-            "sample": self._place.sample,
-            "prompt": self._decode(self._problem.prompt_ids),
+            "index": self._task.place.index,
+            "mode": self._task.place.mode,
+            "sample": self._task.place.sample,
+            "prompt": self._decode(self._task.problem.prompt_ids),
             "response": self._text,
             "turns": [asdict(turn) for turn in self._turns],
-            "reference": self._problem.reference,
+            "reference": self._task.problem.reference,
             "score": row.reward,
             "components": row.reward_components,
             "error": self._outcome.error,
@@ -144,6 +201,15 @@ class EvalContext(LoopContext):
             "response_tokens": len(row.response_ids),
             "versions": [[span.version, span.start, span.end] for span in row.versions],
         }
+
+
+async def evaluate_response(loop: AgentLoop, ctx: EvalContext) -> EvaluatedResponse:
+    """Run the loop of one response; a tool or a request that fails costs this response alone."""
+    try:
+        made = await loop.run(ctx)
+    except (ToolFailed, RequestFailed) as error:
+        return ctx.failed(error)
+    return ctx.ended(made)
 
 
 def answer_of(text: str, outcome: RewardOutcome) -> str | None:

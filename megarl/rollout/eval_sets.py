@@ -1,12 +1,13 @@
-"""The held-out sets of a run as they are evaluated: problems with token ids, and how responses to them are sampled."""
+"""The held-out sets of a run as they are evaluated: problems with token ids, and how each response is sampled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.data.formats import Prompt
+from megarl.evaluation.harness import Mode
 from megarl.rewards.types import RewardInput
 from megarl.rollout.requests import SamplingSpec
 from megarl.rollout.toolbox import Toolbox
@@ -42,3 +43,32 @@ class EvalSet:
     reward: int = 0
     toolbox: Toolbox | None = None
     records: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EvalPlace:
+    """The place of a response in an evaluation; `tag` makes its request ids unique."""
+
+    index: int
+    mode: Mode
+    sample: int
+    tag: str
+
+
+@dataclass(frozen=True)
+class EvalTask:
+    """One response that an agent loop has to make, to a problem of a set. `priority`: of its requests."""
+
+    chosen: EvalSet
+    problem: EvalProblem
+    place: EvalPlace
+    priority: int = 0
+
+    @property
+    def sampling(self) -> SamplingSpec:
+        """How the response is sampled."""
+        return self.chosen.greedy if self.place.mode == "greedy" else self.chosen.sampled
+
+    def sent(self) -> EvalTask:
+        """Return the task as another process gets it, which has the tools of the set itself."""
+        return replace(self, chosen=replace(self.chosen, problems=(), toolbox=None, records=[]))

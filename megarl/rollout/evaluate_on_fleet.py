@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megarl.common.errors import RequestFailed, ToolFailed
+from megarl.common.errors import LostWithWorkers
 from megarl.evaluation.accuracy import SampleFailure, ScoredResponse
 from megarl.evaluation.harness import Mode, SetReport, evaluate_set
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.batcher import Batcher
-from megarl.rollout.eval_context import EVAL_SEED_OFFSET, EvalContext, EvalPlace, Share, answer_of
-from megarl.rollout.eval_sets import EvalProblem, EvalSet
+from megarl.rollout.eval_context import (
+    EVAL_SEED_OFFSET,
+    EvalContext,
+    EvaluatedResponse,
+    Share,
+    SharedEngines,
+    answer_of,
+    evaluate_response,
+)
+from megarl.rollout.eval_sets import EvalPlace, EvalProblem, EvalSet, EvalTask
 from megarl.rollout.fleet import Fleet
+from megarl.rollout.group_runner import Engines
 from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
-from megarl.rollout.sample_rows import sample_rows
-from megarl.rollout.to_trajectory import failed_trajectory, generation_failure
+from megarl.rollout.to_trajectory import generation_failure
 
 CHUNK = 32
+
+Elsewhere = Callable[[EvalTask, Engines], Awaitable[EvaluatedResponse]]
+"""Runs the loop of a response in another process, whose requests go to these engines (`WorkerGroups.respond`)."""
 
 
 async def evaluate_on_fleet(
@@ -35,31 +45,32 @@ async def evaluate_on_fleet(
     in_turn: bool = False,
     share: Share | None = None,
     loop: AgentLoop | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> SetReport:
     """Sample greedy and sampled responses to every problem, score them, and fill `eval_set.records`.
 
     `tag` makes the request ids unique. `in_turn`: requests go to the replicas in turn instead of by load. `share`: for
-    an evaluation beside training. `loop`: that of an agent; None for single turns. Seeds depend on (seed, problem,
-    sample) only, so the same problems are sampled with the same seeds before and after training.
+    an evaluation beside training. `loop`: that of an agent; None for single turns. `elsewhere`: where it runs; None:
+    here. Seeds depend on (seed, problem, sample) only, so the same problems are sampled with the same seeds before and
+    after training.
     """
     batcher = Batcher(pool, chunk=CHUNK, in_turn=in_turn, background=share is not None)
+    engines, priority = SharedEngines(batcher, share), 0 if share is None else share.priority
     eval_set.records.clear()
     seen: set[int] = set()
 
     async def respond(problem: EvalProblem, index: int, mode: Mode, sample: int) -> ScoredResponse:
         if loop is None:
             return await respond_once(problem, index, mode, sample)
-        place = EvalPlace(index, mode, sample, tag)
-        ctx = EvalContext(eval_set, problem, place, batcher, score, decode, share)
+        task = EvalTask(eval_set, problem, EvalPlace(index, mode, sample, tag), priority)
+        ctx = EvalContext(task, engines, score, decode)
         try:
-            made = await loop.run(ctx)
-        except (ToolFailed, RequestFailed) as error:  # of this response alone, as a group fails in training
-            made = failed_trajectory(ctx.group_id, ctx.sample_index, str(error))
-        rows = sample_rows(made, ctx.group_id, ctx.sample_index)
-        seen.update(span.version for row in rows for span in row.versions if span.version >= 0)
-        longest = max(rows, key=lambda row: len(row.response_ids))
-        eval_set.records.append(ctx.record(longest))
-        return ctx.scored(longest)
+            ended = await (evaluate_response(loop, ctx) if elsewhere is None else elsewhere(task, engines))
+        except LostWithWorkers as error:
+            ended = ctx.failed(error)
+        seen.update(ended.versions)
+        eval_set.records.append(ended.record)
+        return ended.scored
 
     async def respond_once(problem: EvalProblem, index: int, mode: Mode, sample: int) -> ScoredResponse:
         request = GenerateRequest(
@@ -67,10 +78,9 @@ async def evaluate_on_fleet(
             prompt_ids=problem.prompt_ids,
             sampling=eval_set.greedy if mode == "greedy" else eval_set.sampled,
             seed=None if mode == "greedy" else request_seed(eval_set.seed, EVAL_SEED_OFFSET + index, sample),
-            priority=0 if share is None else share.priority,
+            priority=priority,
         )
-        async with contextlib.nullcontext() if share is None else share.at_once:
-            result = await batcher.generate(request)
+        result = await engines.generate(request)
         seen.update(span.version for span in result.versions if span.version >= 0)
         text = decode(result.response_ids)
         outcome = await score(problem.reward_input(text, result.response_ids, result.finish_reason))

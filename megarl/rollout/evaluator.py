@@ -25,7 +25,7 @@ from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.background import BackgroundTasks
 from megarl.rollout.eval_context import Share
 from megarl.rollout.eval_sets import EvalSet
-from megarl.rollout.evaluate_on_fleet import evaluate_on_fleet, record_lines
+from megarl.rollout.evaluate_on_fleet import Elsewhere, evaluate_on_fleet, record_lines
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import PublicationNeeded
@@ -75,12 +75,13 @@ class Evaluator:
         tasks: BackgroundTasks,
         *,
         loop: AgentLoop | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         """`tasks`: those of the controller; the failure of an evaluation beside training ends the run.
 
-        `loop`: that of the run; None for single turns.
+        `loop`: that of the run; None for single turns. `elsewhere`: runs it in another process; None: it runs here.
         """
-        self._loop = loop
+        self._loop, self._elsewhere = loop, elsewhere
         self._config, self._run_dir, self._tasks = config, run_dir, tasks
         self._source, self._fleet, self._score = source, fleet, score
         self._running: str | None = None
@@ -185,4 +186,5 @@ class Evaluator:
             in_turn=self._config.run.deterministic,
             share=share,
             loop=self._loop,
+            elsewhere=self._elsewhere,
         )

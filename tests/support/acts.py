@@ -13,7 +13,7 @@ from megarl.rewards.types import RewardResult
 
 
 async def two_turns(base_url: str, token: str, session: str, row: dict[str, Any], keep: str = "") -> None:
-    """A dialogue of two turns and a second answer to the first message; `keep`: where its session is written."""
+    """A dialogue of two turns and a second answer to the first message; `keep`: where it writes session and process."""
     headers = {"X-Session-ID": session}
     async with openai.AsyncOpenAI(base_url=base_url, api_key=token, default_headers=headers) as client:
         model = (await client.models.list()).data[0].id
@@ -26,9 +26,10 @@ async def two_turns(base_url: str, token: str, session: str, row: dict[str, Any]
             model=model, messages=[*messages[:2], {"role": "user", "content": "Else."}]
         )
     if keep:
+        process = Path("/proc/self/cmdline").read_text().strip("\0")  # of an actor, its class
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {token}"}) as http:
             content = (await http.get(f"{base_url}/sessions/{session}")).json()
-        (Path(keep) / f"{session}.json").write_text(json.dumps({"row": row, **content}))
+        (Path(keep) / f"{session}.json").write_text(json.dumps({"row": row, "process": process, **content}))
 
 
 async def rewarded(base_url: str, token: str, session: str, row: dict[str, Any], score: Any = 0.5) -> Any:

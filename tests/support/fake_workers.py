@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,11 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.group_runner import GroupRunner
+from megarl.rollout.toolbox import Toolbox
 from megarl.rollout.workers.messages import StartGroup
 from megarl.rollout.workers.worker_groups import WorkerGroups
-from megarl.rollout.workers.worker_loops import LoopParts, WorkerLoops
+from megarl.rollout.workers.worker_loops import WorkerLoops
+from megarl.rollout.workers.worker_runs import LoopParts
 from tests.support.fake_replicas import Method
 from tests.support.fake_rollout import FakeQueue
 
@@ -46,7 +48,7 @@ class LocalWorker:
         """End at once: nothing more is sent, and nothing that runs goes on."""
         self._dead.set()
         self._passing.cancel()
-        for group in self.loops._groups.values():
+        for group in self.loops._runs.values():
             for task in group.tasks:
                 task.cancel()
 
@@ -93,14 +95,20 @@ class WorkerQueue(FakeQueue):
 class Crew:
     """Several workers and the controller's part of them. `made`: all workers that were ever started, in their order."""
 
-    def __init__(self, config: Config, loop: AgentLoop, runner: GroupRunner, queue: WorkerQueue) -> None:
-        """`runner`: that of the controller. While `refuses` is set, no worker can be started."""
+    def __init__(
+        self, config: Config, loop: AgentLoop, runner: GroupRunner, queue: WorkerQueue,
+        eval_toolboxes: Mapping[str, Toolbox] | None = None,
+    ) -> None:  # fmt: skip
+        """`runner`: that of the controller. `eval_toolboxes`: of held-out sets, by name.
+
+        While `refuses` is set, no worker can be started.
+        """
         self.queue = queue
         self.made: list[LocalWorker] = []
         self.notices: list[str] = []
         self.refuses = False
         parts = LoopParts(
-            loop, runner.rewards, queue, runner.source.decode_all, runner.toolboxes  # type: ignore[arg-type]
+            loop, runner.rewards, queue, runner.source.decode_all, runner.toolboxes, eval_toolboxes or {}  # type: ignore[arg-type]
         )  # fmt: skip
 
         async def start(index: int) -> Any:

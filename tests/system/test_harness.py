@@ -1,4 +1,4 @@
-"""A whole run whose samples a harness makes with OpenAI's client: what the door has recorded is what is trained."""
+"""A whole run whose samples a harness makes in agent workers: what the door has recorded is what is trained."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from megarl.environments.session_rows import read_turns, session_rows
 from megarl.queue.dump import read_batch
+from megarl.rollout.eval_context import EVAL_SEED_OFFSET
 from tests.support.leftovers import assert_nothing_left
 from tests.support.run import tiny_config, train
 
@@ -23,7 +24,10 @@ TEMPLATE = (
 
 
 def test_the_sessions_of_a_harness_are_trained(tmp_path: Path) -> None:
-    """The harness branches, so each sample has two rows; it asks for temperature 0, and the run's sampling holds."""
+    """The harness branches, so each sample has two rows; it asks for temperature 0, and the run's sampling holds.
+
+    Two agent workers call it, for training and for evaluations.
+    """
     config = tiny_config(tmp_path, steps=STEPS)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     tokenizer.chat_template = TEMPLATE
@@ -33,6 +37,7 @@ def test_the_sessions_of_a_harness_are_trained(tmp_path: Path) -> None:
     config["agent"] = {"loop": "harness", "act": "tests.support.acts:two_turns", "kwargs": {"keep": str(kept)}}
     config["agent"]["act_timeout_s"] = 150
     config["door"] = {"enabled": True}
+    config["rollout"]["agent_workers"] = 2
     config["sampling"]["max_tokens"] = 64
     config["trainer"]["micro_batch_tokens"] = 1024
     run = train(config, "telemetry.dump_batches=true")
@@ -42,9 +47,22 @@ def test_the_sessions_of_a_harness_are_trained(tmp_path: Path) -> None:
         assert record["mismatch/logprob_abs_diff_mean"] <= MEAN and record["mismatch/logprob_abs_diff_max"] <= MAX
         assert record["mismatch/tokens"] == record["batch/loss_tokens"] < record["batch/response_tokens"]
         assert record["batch/samples"] == samples and record["agent/turns_mean"] == 3
+        assert (record["rollout/workers_alive"], record["rollout/workers_lost"]) == (2, 0)
     for step in range(STEPS):
         check_rows(read_batch(run.directory / "batches", step).trajectories, kept, step)
+    check_processes(run.directory, kept, STEPS * samples)
     assert_nothing_left(run.directory)
+
+
+def check_processes(directory: Path, kept: Path, trained: int) -> None:
+    """The workers have acted for every sample and for every response of an evaluation, and the controller for none."""
+    sessions = {file: json.loads(file.read_text()) for file in kept.iterdir()}
+    assert {each["process"].split(".")[0] for each in sessions.values()} == {"ray::AgentWorker"}
+    evaluated = [file for file in sessions if int(file.name.split("-")[1]) >= EVAL_SEED_OFFSET]
+    records = [json.loads(line) for file in directory.glob("eval_*.jsonl") for line in file.read_text().splitlines()]
+    assert len(evaluated) == len(records) > 0 and len(sessions) >= len(evaluated) + trained
+    greedy = [record for record in records if record["mode"] == "greedy"]
+    assert greedy and all(record["response_tokens"] and not record["error"] for record in greedy)
 
 
 def check_rows(rows: list, kept: Path, step: int) -> None:

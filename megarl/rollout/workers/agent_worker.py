@@ -16,7 +16,7 @@ from megarl.common.garbage import collect_for_loops, exempt_present_objects
 from megarl.common.notices import write_notice
 from megarl.common.output import redirect_output
 from megarl.config.agent_sections import SHIPPED_LOOPS
-from megarl.config.datasets import train_sets
+from megarl.config.datasets import HeldOutSet, TrainSet, held_out_sets, train_sets
 from megarl.config.schema import Config
 from megarl.data.token_decoder import TokenDecoder
 from megarl.data.tokenize import load_tokenizer, stop_token_ids
@@ -29,7 +29,8 @@ from megarl.rollout.reward_pool import reward_pool
 from megarl.rollout.teachers.teacher_client import attach_teachers
 from megarl.rollout.toolbox import Toolbox
 from megarl.rollout.workers.messages import ToWorker, WorkerReport
-from megarl.rollout.workers.worker_loops import LoopParts, WorkerLoops
+from megarl.rollout.workers.worker_loops import WorkerLoops
+from megarl.rollout.workers.worker_runs import LoopParts
 from megarl.telemetry import events
 from megarl.telemetry.event_budget import worker_process
 
@@ -47,6 +48,16 @@ class WorkerSpec:
     partition: str
     index: int
     cwd: str = ""
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The tools, the toolboxes of the training and of the held-out sets by name, and what decodes responses."""
+
+    tools: Toolboxes
+    training: Mapping[str, Toolbox]
+    held_out: Mapping[str, Toolbox]
+    decoder: TokenDecoder
 
 
 def create_worker(spec: WorkerSpec, kind: type[AgentWorker]) -> ActorHandle:
@@ -97,7 +108,7 @@ class AgentWorker:
         self._rewards = reward_pool(
             config, partial(write_notice, self.run_dir), shares=config.rollout.agent_workers + 1
         )
-        loop, (tools, boxes, decoder), writer, _ = await asyncio.gather(
+        loop, texts, writer, _ = await asyncio.gather(
             asyncio.to_thread(find_loop, config.agent),
             asyncio.to_thread(self._texts),
             asyncio.to_thread(
@@ -109,22 +120,33 @@ class AgentWorker:
             ),
             self._rewards.start(),
         )
-        self._tools = tools
-        teachers = attach_teachers(config, self.spec.pool.namespace)
-        parts = LoopParts(loop, self._rewards, writer, decoder.texts, boxes, self._rewards.waiting, teachers)
+        self._tools = texts.tools
+        parts = LoopParts(
+            loop,
+            self._rewards,
+            writer,
+            texts.decoder.texts,
+            texts.training,
+            texts.held_out,
+            self._rewards.waiting,
+            attach_teachers(config, self.spec.pool.namespace),
+        )
         self._loops = WorkerLoops(config, self.spec.partition, parts)
         self._passing = asyncio.create_task(self._loops.pass_on())
         exempt_present_objects()
         collect_for_loops(shipped=config.agent.loop in SHIPPED_LOOPS)
 
-    def _texts(self) -> tuple[Toolboxes, Mapping[str, Toolbox], TokenDecoder]:
-        """Return the tools, the toolboxes of the training sets, and what decodes responses."""
+    def _texts(self) -> _Texts:
         model = self.config.model.path
         tokenizer = load_tokenizer(model)
         stops = tuple(stop_token_ids(model, tokenizer, self.config.sampling.stop_token_ids))
         made = Toolboxes(self.config, tokenizer, stops)
-        boxes = {each.name: box for each in train_sets(self.config) if (box := made.of(each)) is not None}
-        return made, boxes, TokenDecoder(tokenizer)
+
+        def boxes(chosen: Sequence[TrainSet] | Sequence[HeldOutSet]) -> dict[str, Toolbox]:
+            return {each.name: box for each in chosen if (box := made.of(each)) is not None}
+
+        config = self.config
+        return _Texts(made, boxes(train_sets(config)), boxes(held_out_sets(config)), TokenDecoder(tokenizer))
 
     async def give(self, number: int, messages: Sequence[ToWorker]) -> None:
         """See `WorkerLoops.give`."""

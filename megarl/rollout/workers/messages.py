@@ -1,7 +1,8 @@
-"""Messages between the controller and an agent worker about the groups that the worker runs. Pure.
+"""Messages between the controller and an agent worker about the loops that the worker runs. Pure.
 
-Each message names a run: one attempt of one worker at one group. The numbers of runs are never used twice, so a message
-of a run that is over, of another worker or of a history that the trainer has left changes nothing.
+Each message names a run: one attempt of one worker at one group, or at one response of an evaluation. The numbers of
+runs are never used twice, so a message of a run that is over, of another worker or of a history that the trainer has
+left changes nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from megarl.common.errors import NoReplicaLeft, RequestFailed, RolloutError, Too
 from megarl.queue.trajectory import SampleTag
 from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.batch_stats import BatchStats
+from megarl.rollout.eval_context import EvaluatedResponse
+from megarl.rollout.eval_sets import EvalTask
 from megarl.rollout.group_progress import RequestPlace
 from megarl.rollout.prompts import Drawn
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 
-START = 12_000  # of the start of a group, which is much work: all of its loops begin
+START, START_ONE = 12_000, 1_000  # of the start of a group, which is much work: all of its loops begin; of one loop
 PLAIN = 64  # the size of a message without tokens, where a token, and a log-prob, has size 1
 
 
@@ -68,6 +71,20 @@ class StartGroup:
 
 
 @dataclass(frozen=True)
+class StartResponse:
+    """To the worker: run the loop of one response of an evaluation. `kept`: as of `StartGroup`."""
+
+    run: int
+    task: EvalTask
+    kept: bytes | None = None
+
+    @property
+    def size(self) -> int:
+        """See `PLAIN`."""
+        return START_ONE + len(self.task.problem.prompt_ids) + len(self.kept or b"") // 4
+
+
+@dataclass(frozen=True)
 class Answered:
     """To the worker: the response to a request, or why there is none."""
 
@@ -107,7 +124,7 @@ class GroupVerdict:
 
 @dataclass(frozen=True)
 class DropGroup:
-    """To the worker: end the loops of a group and forget it."""
+    """To the worker: end the loops of a group, or of a response of an evaluation, and forget it."""
 
     run: int
     size = PLAIN
@@ -145,7 +162,10 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Persist:
-    """To the controller: `Persisted` is to be sent when the records of the group so far are on the disk."""
+    """To the controller: `Persisted` is to be sent when the records of the run so far outlive the worker.
+
+    Those of a group are on the disk then.
+    """
 
     run: int
     number: int
@@ -174,8 +194,21 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Responded:
+    """To the controller: the loop of a response of an evaluation has ended."""
+
+    run: int
+    ended: EvaluatedResponse
+
+    @property
+    def size(self) -> int:
+        """See `PLAIN`."""
+        return PLAIN + self.ended.scored.tokens
+
+
+@dataclass(frozen=True)
 class Failed:
-    """To the controller: a loop of the group has failed, and the others were ended."""
+    """To the controller: a loop of the run has failed, and the others were ended."""
 
     run: int
     failure: SentFailure
@@ -192,8 +225,8 @@ class Queued:
     size = PLAIN
 
 
-ToWorker = StartGroup | Answered | Persisted | GroupVerdict | DropGroup
-ToController = Asked | Frozen | Persist | Ended | Failed | Queued
+ToWorker = StartGroup | StartResponse | Answered | Persisted | GroupVerdict | DropGroup
+ToController = Asked | Frozen | Persist | Ended | Responded | Failed | Queued
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""The groups that agent workers run: which worker has which, and what happens to them when one is lost.
+"""The loops that agent workers run: which worker has which, and what happens to them when one is lost.
 
-Every group is with exactly one worker, or waits for one. The controller keeps the requests, the tokens and the records
-of its loops (`RemoteGroup`), so a group whose worker is lost goes on in another one. What a lost worker says later is
-of a run that is over.
+Every group, and every response of an evaluation, is with exactly one worker, or waits for one. The controller keeps the
+requests, the tokens and the records of its loops (`RemoteRun`), so that they go on in another worker if theirs is lost.
+What a lost worker says later is of a run that is over.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
 from typing import Any
 
-from megarl.common.errors import NoWorkerLeft, RolloutError
+from megarl.common.errors import LostWithWorkers, NoWorkerLeft
 from megarl.common.sample_parts import first_parts
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag
 from megarl.queue.transfer import QueueWriter
 from megarl.rollout.background import cancel_all
+from megarl.rollout.eval_context import EvaluatedResponse
+from megarl.rollout.eval_sets import EvalTask
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.group_end import GroupEnd
 from megarl.rollout.group_progress import UnfinishedGroup
-from megarl.rollout.group_runner import GroupRunner
+from megarl.rollout.group_runner import Engines, GroupRunner
 from megarl.rollout.journal import RolloutJournal
 from megarl.rollout.journal_records import decode_group
 from megarl.rollout.prompts import PromptSource
@@ -38,24 +40,27 @@ from megarl.rollout.workers.messages import (
     Persist,
     Persisted,
     Queued,
+    Responded,
     SentFailure,
     ToController,
     WorkerReport,
 )
 from megarl.rollout.workers.remote_group import RemoteGroup
+from megarl.rollout.workers.remote_response import RemoteResponse
+from megarl.rollout.workers.remote_run import RemoteRun
 from megarl.rollout.workers.worker_link import WorkerActor, WorkerLink, WorkerLost
 from megarl.telemetry import events
 
 logger = logging.getLogger(__name__)
 
-MOST_LOST = 5  # workers with which one group may be lost; it may be what kills them
+MOST_LOST = 5  # workers with which one group, or response, may be lost; it may be what kills them
 START_ATTEMPTS = 3  # of a worker in place of a lost one
 RETRY_S = 5.0
 SLICE = 16  # messages that are handled at once, each of which may begin a call to an engine
 
 
 class WorkerGroups:
-    """Runs groups in workers, `run` one at a time from the caller's view, and starts workers in place of lost ones."""
+    """Runs loops in workers, those of a group by `run`, of a response by `respond`; starts workers for lost ones."""
 
     def __init__(
         self,
@@ -75,8 +80,8 @@ class WorkerGroups:
         self._config, self._source, self._runner, self._writer = config, source, runner, writer
         self._start, self._end, self._notify = start, end, notify
         self._links: dict[int, WorkerLink] = {}
-        self._runs: dict[int, RemoteGroup] = {}
-        self._without_worker: deque[RemoteGroup] = deque()
+        self._runs: dict[int, RemoteRun] = {}
+        self._without_worker: deque[RemoteRun] = deque()
         self._numbers = itertools.count()
         self._drawing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -97,19 +102,21 @@ class WorkerGroups:
 
     def waiting(self) -> str:
         """Describe what the workers work on, as the end of a sentence."""
-        groups = Counter(each.worker for each in self._runs.values())
-        parts = [
-            f"; agent worker {index} has {groups[index]} groups{link.waiting}" for index, link in self._links.items()
-        ]
+        parts = []
+        for index, link in self._links.items():
+            runs = [run for run in self._runs.values() if run.worker == index]
+            groups = sum(isinstance(run, RemoteGroup) for run in runs)
+            evaluated = f" and {len(runs) - groups} responses of an evaluation" if len(runs) > groups else ""
+            parts.append(f"; agent worker {index} has {groups} groups{evaluated}{link.waiting}")
         if self._without_worker:
-            parts.append(f"; {len(self._without_worker)} groups wait for an agent worker")
+            parts.append(f"; {len(self._without_worker)} of these wait for an agent worker")
         return "".join(parts)
 
     async def run(self, group_id: int, kept: UnfinishedGroup | None = None) -> GroupEnd:
         """Run the loops of a group in a worker, and in another one if that is lost. Return how the group has ended.
 
-        `kept`: what it had in an attempt before, which is continued. Raises what a loop raised, RolloutError if several
-        workers were lost with the group, NoWorkerLeft if there is none and none is coming.
+        `kept`: what it had in an attempt before, which is continued. Raises what a loop raised, LostWithWorkers if
+        several workers were lost with the group, NoWorkerLeft if there is none and none is coming.
         """
         async with self._drawing:  # many groups may begin at once: other tasks run between two prompts
             drawn = self._source.draw(group_id)
@@ -117,11 +124,11 @@ class WorkerGroups:
         config, runner = self._config, self._runner
         home = group_id if config.run.deterministic else None
         deadline = GroupDeadline.of(config, time.monotonic())
-        remote = RemoteGroup(group_id, drawn, kept, runner.batcher, home=home, deadline=deadline)
+        remote = RemoteGroup(group_id, drawn, kept, runner, home=home, deadline=deadline)
         runner.progress[group_id] = remote.progress
         try:
             self._assign(remote)
-            ended = await remote.ended
+            ended: Ended = await remote.ended
         except BaseException as error:
             self._forget(remote)
             if isinstance(error, Exception):
@@ -130,6 +137,19 @@ class WorkerGroups:
         finally:
             runner.progress.pop(group_id)
         return RowsElsewhere(self, remote, ended)
+
+    async def respond(self, task: EvalTask, engines: Engines) -> EvaluatedResponse:
+        """Run the loop of a response in a worker, and in another one if that is lost. Return how it has ended.
+
+        `engines`: as the evaluation has them. Raises as `run`.
+        """
+        remote = RemoteResponse(task, engines)
+        try:
+            self._assign(remote)
+            ended: EvaluatedResponse = await remote.ended
+            return ended
+        finally:
+            self._forget(remote)
 
     async def put(self, remote: RemoteGroup, ended: Ended, *, more: bool) -> None:
         """Have a worker write the rows of a group to the queue. If it is lost, they are written here."""
@@ -178,43 +198,49 @@ class WorkerGroups:
         self._end(link.actor)
 
     def _open(self, index: int, actor: WorkerActor) -> None:
-        each = self._config.batch.samples_per_group
-        loops = lambda: each * sum(run.worker == index for run in self._runs.values())  # noqa: E731
+        loops = lambda: self._loops()[index]  # noqa: E731
         link = WorkerLink(index, actor, self._config.timeouts.rpc_s, self._receive, self._lose, loops)
         self._links[index] = link
         link.open()
         self._do(self._assign_waiting())
 
-    def _link_of(self, remote: RemoteGroup) -> WorkerLink | None:
+    def _loops(self) -> Counter[int | None]:
+        """Return the number of loops that each worker runs."""
+        loops: Counter[int | None] = Counter()
+        for run in self._runs.values():
+            loops[run.worker] += run.loops
+        return loops
+
+    def _link_of(self, remote: RemoteRun) -> WorkerLink | None:
         return None if remote.worker is None else self._links.get(remote.worker)
 
     async def _assign_waiting(self) -> None:
-        """Give away the groups that wait for a worker, one after the other: what they have is written for each."""
+        """Give away what waits for a worker, one after the other: what they have is written for each."""
         while self._without_worker and (self._links or not self._starting):
             self._assign(self._without_worker.popleft())
             await asyncio.sleep(0)
 
-    def _assign(self, remote: RemoteGroup) -> None:
-        """Give a group to the worker that has the fewest."""
+    def _assign(self, remote: RemoteRun) -> None:
+        """Give loops to the worker that has the fewest."""
         if not self._links:
             if not self._starting:
                 remote.ended.set_exception(NoWorkerLeft("no agent worker is left, see RUN_DIR/logs/worker-*.log"))
             else:
                 self._without_worker.append(remote)
             return
-        groups = Counter(each.worker for each in self._runs.values())
-        index = min(self._links, key=lambda each: (groups[each], each))
+        loops = self._loops()
+        index = min(self._links, key=lambda each: (loops[each], each))
         run = next(self._numbers)
         self._runs[run] = remote
         self._links[index].send(remote.assign(index, run))
 
-    def _forget(self, remote: RemoteGroup) -> None:
-        """End the loops of a group."""
+    def _forget(self, remote: RemoteRun) -> None:
+        """End the loops that a worker may still run."""
         if (link := self._link_of(remote)) is not None and remote.run in self._runs:
             link.send(DropGroup(remote.run))
         self._release(remote)
 
-    def _release(self, remote: RemoteGroup) -> None:
+    def _release(self, remote: RemoteRun) -> None:
         self._runs.pop(remote.run, None)
         if remote in self._without_worker:
             self._without_worker.remove(remote)
@@ -227,7 +253,7 @@ class WorkerGroups:
             if number % SLICE == 0:
                 await asyncio.sleep(0)
 
-    def _handle(self, remote: RemoteGroup, message: ToController) -> None:
+    def _handle(self, remote: RemoteRun, message: ToController) -> None:
         if isinstance(message, Asked):
             remote.ask(message, self._links[_worker_of(remote)].send)
         elif isinstance(message, Frozen):
@@ -240,47 +266,50 @@ class WorkerGroups:
                 remote.ended.set_result(message)
             else:
                 remote.ended.set_exception(message.failure.exception())
-        elif isinstance(message, Queued) and not remote.queued.done():
+        elif isinstance(message, Responded):
+            remote.ended.set_result(message.ended)
+        elif isinstance(message, Queued) and isinstance(remote, RemoteGroup) and not remote.queued.done():
             if message.failure is None:
                 remote.queued.set_result(None)
             else:
                 remote.queued.set_exception(message.failure.exception())
 
-    async def _persist(self, remote: RemoteGroup, message: Persist) -> None:
+    async def _persist(self, remote: RemoteRun, message: Persist) -> None:
         failure = None
         try:
-            await self._runner.persist(remote.group)
+            await remote.persist()
         except Exception as error:
             failure = SentFailure.of(error)
         if remote.run == message.run and (link := self._link_of(remote)) is not None:
             link.send(Persisted(message.run, message.number, failure))
 
     def _lose(self, link: WorkerLink, error: WorkerLost) -> None:
-        """Let other workers go on with the groups of a lost one, and start another one in its place."""
+        """Let other workers go on with the loops of a lost one, and start another one in its place."""
         if self._closed or self._links.get(link.index) is not link:
             return
         del self._links[link.index]
         self._end(link.actor)
         self._starting.add(link.index)
         lost = [(run, remote) for run, remote in self._runs.items() if remote.worker == link.index]
-        logger.warning("%s; its %d groups go on elsewhere", error, len(lost))
-        events.fault("agent_worker", f"{error}; its {len(lost)} groups go on elsewhere")
+        groups = sum(isinstance(remote, RemoteGroup) for _, remote in lost)
+        logger.warning("%s; its %d groups go on elsewhere", error, groups)
+        events.fault("agent_worker", f"{error}; its {groups} groups go on elsewhere")
         stats = self._runner.stats
         stats.workers_lost += 1
         for run, remote in lost:
             del self._runs[run]
             remote.take_away()
             if remote.ended.done():  # its rows are here too
-                if not remote.queued.done():
+                if isinstance(remote, RemoteGroup) and not remote.queued.done():
                     remote.queued.set_exception(error)
                     remote.queued.exception()  # nobody may wait for it yet
                 continue
             if remote.lost_workers >= MOST_LOST:
                 remote.ended.set_exception(
-                    RolloutError(f"{MOST_LOST} agent workers were lost with group {remote.group}; the last: {error}")
+                    LostWithWorkers(f"{MOST_LOST} agent workers were lost with {remote.name}; the last: {error}")
                 )
                 continue
-            stats.redone += 1
+            stats.redone += isinstance(remote, RemoteGroup)
             self._without_worker.append(remote)
         self._do(self._assign_waiting())
         self._do(self._replace(link.index, error))
@@ -349,6 +378,6 @@ class RowsElsewhere(GroupEnd):
         self._groups.drop(self._remote)
 
 
-def _worker_of(remote: RemoteGroup) -> int:
+def _worker_of(remote: RemoteRun) -> int:
     assert remote.worker is not None  # it has a run
     return remote.worker

@@ -65,7 +65,7 @@ class WorkerLink:
     def open(self) -> None:
         """Begin to send and to receive."""
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._watched(each())) for each in (self._give, self._take)]
+        self._tasks = [loop.create_task(self._watched(each)) for each in (self._give, self._take)]
 
     def close(self) -> None:
         """Send and receive nothing more."""
@@ -86,9 +86,9 @@ class WorkerLink:
         except WorkerLost as error:
             self._lose(error)
 
-    async def _watched(self, work: Awaitable[None]) -> None:
+    async def _watched(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await work
+            await work()
         except WorkerLost as error:
             self._lose(error)
         except Exception as error:

@@ -202,7 +202,7 @@ def test_rows_that_are_being_written_when_a_trainer_begins_anew_are_not_there_af
         await writing.wait()
         await local.controller.begin(None)
         await asyncio.sleep(0.5)
-        assert not queue.rows and all(not worker.loops._groups for worker in crew.made)
+        assert not queue.rows and all(not worker.loops._runs for worker in crew.made)
 
     scene(crew, scenario)
 
@@ -277,9 +277,9 @@ def test_calls_that_are_made_twice_count_once() -> None:
         for worker in crew.made:
             if worker.told:
                 given, report = worker.loops._given, worker.loops._report
-                groups = dict(worker.loops._groups)
+                groups = dict(worker.loops._runs)
                 await worker.loops.give(given, worker.told)
-                assert worker.loops._groups == groups
+                assert worker.loops._runs == groups
                 assert await worker.loops.take(report.number - 1, 5.0) is report
         await end.put(more=False)
         await crew.groups.close()

@@ -1,0 +1,46 @@
+"""The controller's part of a response of an evaluation whose loop a worker runs."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any
+
+from megarl.rollout.eval_context import eval_drawn, eval_group, eval_prefix
+from megarl.rollout.eval_sets import EvalTask
+from megarl.rollout.group_runner import Engines
+from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.response_parts import ResponsePart
+from megarl.rollout.workers.messages import Asked, StartResponse, ToWorker
+from megarl.rollout.workers.remote_run import RemoteProgress, RemoteRun
+
+
+class RemoteResponse(RemoteRun):
+    """One response, from the first worker that runs its loop to the last; it ends with the evaluation."""
+
+    def __init__(self, task: EvalTask, engines: Engines) -> None:
+        """`engines`: as the evaluation has them, which admits its requests."""
+        place = task.place
+        name = f"the {place.mode} response {place.sample} to problem {place.index} of {task.chosen.name}"
+        super().__init__(name, eval_group(task), 1, RemoteProgress(eval_drawn(task), None))
+        self._task, self._engines = task, engines
+
+    def start(self, run: int, kept: bytes | None) -> ToWorker:
+        """See `RemoteRun.start`."""
+        return StartResponse(run, self._task.sent(), kept)
+
+    def request(self, request: GenerateRequest, message: Asked) -> Coroutine[Any, Any, GenerateResult]:
+        """See `RemoteRun.request`."""
+        return self._request(request, message)
+
+    async def _request(self, request: GenerateRequest, message: Asked) -> GenerateResult:
+        turn = message.place[1]
+        near = message.near if turn else None
+        result = await self._engines.generate(request, eval_prefix(self._task, turn), near=near)
+        # Requests of several responses share a call, which therefore keeps nothing: another worker needs ended turns.
+        self.progress.tokens[request.request_id] = ResponsePart(
+            result.response_ids, result.logprobs, result.versions, result.finish_reason
+        )
+        return result
+
+    async def persist(self) -> None:
+        """See `RemoteRun.persist`: they are here, and a resumed run begins the evaluation anew."""
